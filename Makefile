@@ -1,0 +1,33 @@
+# Two commands do everything: `make demo` (install, train, show the result), `make test` (install, check, test).
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test lint format unit clean
+
+demo: $(INSTALLED)
+	$(BIN)/graphckpt train --config-file configs/quickstart.py
+
+test: lint unit
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+unit: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -q
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	touch $(INSTALLED)
+
+clean:
+	rm -rf $(VENV) build dist output

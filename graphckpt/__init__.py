@@ -1,0 +1,1 @@
+"""Say, block by block, what a training step keeps, recomputes or moves."""

@@ -1,0 +1,42 @@
+"""The errors that graphckpt raises. Each message says what is wrong, where, and how to fix it."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class GraphckptError(Exception):
+    """Base of all errors of this library."""
+
+
+@final
+class ConfigError(GraphckptError, ValueError):
+    """A policy, a rule, a selector or a config file holds a value that cannot act."""
+
+
+@final
+class GraphError(GraphckptError, RuntimeError):
+    """A Graph was defined or called in a way that has no meaning."""
+
+
+@final
+class RecomputeError(GraphckptError, RuntimeError):
+    """The second run of a block was not the same as its first."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Returns a hint that lists the known words nearest to ``word``, or an empty string.
+
+    >>> did_you_mean("ofload", ["offload", "partition"])
+    " · did you mean 'offload'?"
+    >>> did_you_mean("zzz", ["offload"])
+    ''
+    """
+    near = get_close_matches(word, list(known), n=3, cutoff=0.6)
+    if not near:
+        return ""
+    return " · did you mean " + " or ".join(repr(name) for name in near) + "?"
