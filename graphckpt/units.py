@@ -1,0 +1,103 @@
+"""Bytes and seconds as people write them. Numbers and text only, no torch."""
+
+from __future__ import annotations
+
+import re
+
+_STEP = 1024
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_DECIMAL = ("B", "KB", "MB", "GB", "TB", "PB", "EB")
+_BYTES_OF = {
+    **{unit.lower(): 1000**power for power, unit in enumerate(_DECIMAL)},
+    **{unit.lower(): _STEP**power for power, unit in enumerate(_BINARY)},
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*")
+
+
+def _three_digits(value: float) -> str:
+    """Prints ``value`` (0 or more) with three significant digits and no exponent.
+
+    >>> _three_digits(1.5), _three_digits(9.996), _three_digits(12), _three_digits(1023.4)
+    ('1.50', '10.0', '12.0', '1023')
+    """
+    for digits, limit in ((2, 10.0), (1, 100.0)):
+        if round(value, digits) < limit:
+            return f"{value:.{digits}f}"
+    return f"{value:.0f}"
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Prints a number of bytes with three significant digits in the largest binary unit that fits.
+
+    Three digits err by at most 0.5 %; below 1 KiB the number is exact. A difference may be negative.
+
+    >>> format_bytes(640), format_bytes(12 * 2**20), format_bytes(3 * 2**29)
+    ('640 B', '12.0 MiB', '1.50 GiB')
+    >>> format_bytes(2**20 - 1), format_bytes(-2048)
+    ('1.00 MiB', '-2.00 KiB')
+    """
+    sign = "-" if num_bytes < 0 else ""
+    size = abs(num_bytes)
+    if size < _STEP:
+        return f"{sign}{size} B"
+    power = 1
+    while power < len(_BINARY) - 1 and round(size / _STEP**power) >= _STEP:
+        power += 1  # rounded, so that one byte below 1 MiB is not "1024 KiB"
+    return f"{sign}{_three_digits(size / _STEP**power)} {_BINARY[power]}"
+
+
+def parse_bytes(size: str | int) -> int:
+    """Reads a size such as ``"12GiB"`` and returns bytes; an ``int`` is bytes already.
+
+    ``KiB, MiB, GiB, ...`` are powers of 1024, ``KB, MB, GB, ...`` powers of 1000, in any case of letters.
+    A fraction of a byte is dropped.
+
+    Raises:
+        ValueError: ``size`` is negative, is no number with a unit, or its unit is not known.
+
+    >>> parse_bytes("12GiB") == 12 * 2**30, parse_bytes("1.5 kb"), parse_bytes("640"), parse_bytes(640)
+    (True, 1500, 640, 640)
+    >>> parse_bytes("12 G")
+    Traceback (most recent call last):
+    ValueError: memory size '12 G': no unit is called 'G' · fix: write 'GiB' (powers of 1024) or 'GB' (of 1000)
+    """
+    if isinstance(size, int) and not isinstance(size, bool):
+        if size < 0:
+            raise ValueError(f"memory size {size}: is below 0 · fix: give the bytes as a number from 0 on")
+        return size
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    if match is None:
+        raise ValueError(f"memory size {size!r}: is no size · fix: write a number and a unit, such as '12GiB'")
+    number, unit = match.groups()
+    factor = _BYTES_OF.get((unit or "B").lower())
+    if factor is None:
+        letter = unit[0].upper() if unit[0].upper() in "KMGTPE" else "G"
+        fix = f"write '{letter}iB' (powers of 1024) or '{letter}B' (of 1000)"
+        raise ValueError(f"memory size {size!r}: no unit is called {unit!r} · fix: {fix}")
+    whole, _, fraction = number.partition(".")
+    scale = 10 ** len(fraction)  # integers throughout: a float loses bytes above 8 PiB
+    return int((whole or "0") + fraction) * factor // scale
+
+
+def format_seconds(seconds: float) -> str:
+    """Prints a duration in seconds with three significant digits, in the unit that reads best.
+
+    >>> format_seconds(0.00042), format_seconds(0.0123), format_seconds(1.5), format_seconds(200)
+    ('420 us', '12.3 ms', '1.50 s', '3 min 20 s')
+    >>> format_seconds(0), format_seconds(2.5e-7), format_seconds(7384)
+    ('0 s', '250 ns', '2 h 3 min')
+    """
+    if seconds == 0:
+        return "0 s"
+    sign = "-" if seconds < 0 else ""
+    size = abs(seconds)
+    if round(size) >= 3600:
+        hours, minutes = divmod(round(size / 60), 60)
+        return f"{sign}{hours} h {minutes} min"
+    if round(size) >= 60:
+        minutes, rest = divmod(round(size), 60)
+        return f"{sign}{minutes} min {rest} s"
+    for unit, factor in (("ns", 1e9), ("us", 1e6), ("ms", 1e3)):
+        if round(size * factor) < 1000:
+            return f"{sign}{_three_digits(size * factor)} {unit}"
+    return f"{sign}{_three_digits(size)} s"
