@@ -1,0 +1,97 @@
+"""Bytes and seconds: examples first, then the round trip over all sizes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphckpt.units import format_bytes, format_seconds, parse_bytes
+
+SIZES = st.integers(min_value=0, max_value=2**63)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (640, "640 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (12 * 2**20, "12.0 MiB"),
+        (3 * 2**29, "1.50 GiB"),
+        (2**20 - 1, "1.00 MiB"),
+        (-640, "-640 B"),
+        (2**70, "1024 EiB"),
+    ],
+)
+def test_bytes_are_printed_in_the_largest_unit_that_fits(num_bytes, text):
+    assert format_bytes(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("12GiB", 12 * 2**30),
+        (" 12 gib ", 12 * 2**30),
+        ("12GB", 12 * 10**9),
+        (".5 KiB", 512),
+        ("3.", 3),
+        ("640", 640),
+        (640, 640),
+    ],
+)
+def test_sizes_are_read_in_binary_and_decimal_units(text, num_bytes):
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("12G", r"no unit is called 'G' · fix: write 'GiB' .* or 'GB'"),
+        ("5 m", r"fix: write 'MiB'"),
+        ("12 apples", r"no unit is called 'apples' · fix: write 'GiB'"),
+        ("much", r"'much': is no size · fix: write one such as '12GiB'"),
+        ("-5 GiB", r"is no size"),
+        ("", r"is no size"),
+        (-1, r"-1: is below 0"),
+        (True, r"True: is no size"),
+        (1.5, r"1.5: is no size"),
+    ],
+)
+def test_a_wrong_size_says_what_to_write(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_bytes(text)
+
+
+@given(SIZES)
+def test_what_is_printed_reads_back_within_half_a_percent(num_bytes):
+    again = parse_bytes(format_bytes(num_bytes))
+    assert abs(again - num_bytes) <= 0.005 * num_bytes
+    assert parse_bytes(f"{num_bytes} B") == num_bytes
+
+
+@given(SIZES)
+def test_what_was_read_prints_the_same_again(num_bytes):
+    text = format_bytes(num_bytes)
+    assert format_bytes(parse_bytes(text)) == text
+
+
+@given(SIZES)
+def test_a_negative_size_differs_only_in_its_sign(num_bytes):
+    assert format_bytes(-num_bytes) == ("-" if num_bytes else "") + format_bytes(num_bytes)
+
+
+@given(st.floats(min_value=1e-9, max_value=1e6))
+def test_seconds_have_at_most_four_digits_before_the_point(seconds):
+    text = format_seconds(seconds)
+    assert len(text.split()[0].split(".")[0]) <= 3
+    assert format_seconds(-seconds) == "-" + text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.9999, "1.00 s"), (0.00042, "420 us"), (59.6, "1 min 0 s"), (59.4, "59.4 s"), (3599.7, "1 h 0 min")],
+)
+def test_seconds_roll_over_to_the_next_unit(seconds, text):
+    assert format_seconds(seconds) == text
