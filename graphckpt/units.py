@@ -7,7 +7,7 @@ import re
 _STEP = 1024
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _DECIMAL = ("B", "KB", "MB", "GB", "TB", "PB", "EB")
-_BYTES_OF = {
+_BYTES_OF: dict[str, int] = {
     **{unit.lower(): 1000**power for power, unit in enumerate(_DECIMAL)},
     **{unit.lower(): _STEP**power for power, unit in enumerate(_BINARY)},
 }
@@ -76,7 +76,8 @@ def parse_bytes(size: str | int) -> int:
         raise ValueError(f"memory size {size!r}: no unit is called {unit!r} · fix: {fix}")
     whole, _, fraction = number.partition(".")
     digits = int((whole or "0") + fraction)  # integers throughout: a float loses bytes above 8 PiB
-    return digits * factor // int(10 ** len(fraction))
+    scale: int = 10 ** len(fraction)
+    return digits * factor // scale
 
 
 def format_seconds(seconds: float) -> str:
