@@ -1,0 +1,238 @@
+"""The printed table: plain text to the letter, folding of layers, and the same numbers on a terminal."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphckpt.ledger.fold import fold
+from graphckpt.ledger.record import Explanation, Row
+from graphckpt.ledger.table import print_table
+
+MIB = 2**20
+LAYER = Row(
+    block="transformer.h.0",
+    rule="full",
+    bytes_before=6 * MIB,
+    bytes_after=MIB // 2,
+    runs=1,
+    reruns=1,
+    forward_seconds=0.001,
+    recompute_seconds=0.002,
+)
+
+
+class Terminal(io.StringIO):
+    """A text stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def layers(num, **change):
+    return tuple(replace(LAYER, block=f"transformer.h.{i}", **change) for i in range(num))
+
+
+def explanation(rows, **change):
+    fields = {
+        "title": "TrainStep",
+        "rows": rows,
+        "bytes_before": sum(row.bytes_before for row in rows),
+        "bytes_after": sum(row.bytes_after for row in rows),
+    }
+    return Explanation(**fields | change)
+
+
+def printed(record, stream=None):
+    stream = stream or io.StringIO()
+    print_table(record, stream)
+    return stream.getvalue()
+
+
+GPT = explanation(
+    (
+        replace(
+            LAYER,
+            block="transformer.wte",
+            rule="keep",
+            bytes_after=6 * MIB,
+            reruns=0,
+            recompute_seconds=None,
+        ),
+        *layers(12),
+        replace(LAYER, block="lm_head", rule="tiles(8)", place="host", note="anew"),
+    ),
+    peak_bytes=123 * MIB,
+    warnings=("lm_head.offload: of CPU tensors does nothing", "one more"),
+)
+
+
+def test_plain_text_to_the_letter():
+    assert (
+        printed(GPT)
+        == """\
+TrainStep
+block                     rule      place   kept before  kept after  runs  reruns  forward  recompute  note
+------------------------  --------  ------  -----------  ----------  ----  ------  -------  ---------  ----
+transformer.wte           keep      device     6.00 MiB    6.00 MiB     1       0  1.00 ms          -
+transformer.h.0-11 (12x)  full      device     72.0 MiB    6.00 MiB    12      12  12.0 ms    24.0 ms
+lm_head                   tiles(8)  host       6.00 MiB     512 KiB     1       1  1.00 ms    2.00 ms  anew
+------------------------  --------  ------  -----------  ----------  ----  ------  -------  ---------  ----
+total                                          84.0 MiB    12.5 MiB    14      13  14.0 ms    26.0 ms
+kept for backward: 84.0 MiB -> 12.5 MiB, 71.5 MiB less (85 %)
+peak of the step, all tensors: 123 MiB
+- lm_head.offload: of CPU tensors does nothing
+- one more
+"""
+    )
+
+
+def test_print_goes_to_the_stdout_of_now_and_ignores_its_width(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    print_table(GPT)
+    assert capsys.readouterr().out == printed(GPT)
+
+
+def test_the_rows_of_the_explanation_stay_whole():
+    before = GPT.rows
+    printed(GPT)
+    assert GPT.rows is before
+    assert len(GPT.rows) == 14
+
+
+@pytest.mark.parametrize("width", [60, 100, 250])
+def test_a_terminal_gets_every_number_whole(monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm-256color")
+    text = printed(GPT, Terminal())
+    assert "\x1b[" in text, "colour"
+    for number in ("72.0 MiB", "512 KiB", "12.5 MiB", "84.0 MiB", "123 MiB"):
+        assert number in text
+    assert "transformer.h.0-11 (12x)" in text
+    assert "• \x1b[0mone more\n" in text
+
+
+def test_text_in_brackets_is_no_markup(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "250")
+    record = explanation((replace(LAYER, note="[red]x[/red]"),), title="[bold]", warnings=("[/]",))
+    for stream in (io.StringIO(), Terminal()):
+        text = printed(record, stream)
+        assert all(part in text for part in ("[red]", "[bold]", "[/]"))
+
+
+def test_columns_without_times_and_notes_are_left_out():
+    text = printed(explanation(layers(2, forward_seconds=None, recompute_seconds=None)))
+    assert text.splitlines()[1].split("  ")[-1].strip() == "reruns"
+
+
+def test_an_empty_record_and_one_that_keeps_more_still_print():
+    assert "kept for backward: 0 B -> 0 B, 0 B less\n" in printed(explanation(()))
+    more = explanation((replace(LAYER, block="", bytes_before=1024, bytes_after=1536),))
+    assert "(model)" in printed(more)
+    assert "1.00 KiB -> 1.50 KiB, 512 B more (50 %)" in printed(more)
+
+
+def test_totals_count_a_block_inside_another_once():
+    rows = (
+        LAYER,
+        replace(LAYER, block="transformer.h.0.attn", rule="keep"),
+        replace(LAYER, block="transformer.h.01"),
+    )
+    total = next(line for line in printed(explanation(rows)).splitlines() if line.startswith("total"))
+    assert total.split()[-6:] == ["2", "2", "2.00", "ms", "4.00", "ms"]
+
+
+# ---- folding
+
+
+def names(rows):
+    return [row.block for row in fold(rows)]
+
+
+def test_equal_layers_fold_to_sums():
+    (row,) = fold(layers(12))
+    assert row == replace(
+        LAYER,
+        block="transformer.h.0-11 (12x)",
+        bytes_before=72 * MIB,
+        bytes_after=6 * MIB,
+        runs=12,
+        reruns=12,
+        forward_seconds=pytest.approx(0.012),
+        recompute_seconds=pytest.approx(0.024),
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rule": "keep"},
+        {"place": "host"},
+        {"bytes_after": 1},
+        {"note": "x"},
+        {"runs": 2},
+        {"bytes_before": 1},
+    ],
+)
+def test_a_layer_that_differs_stays_by_itself(change):
+    rows = list(layers(5))
+    rows[2] = replace(rows[2], **change)
+    assert names(rows) == ["transformer.h.0-1 (2x)", "transformer.h.2", "transformer.h.3-4 (2x)"]
+
+
+def test_policies_inside_layers_fold_by_period():
+    rows = [
+        replace(LAYER, block=f"h.{i}{part}", rule=rule)
+        for i in range(3)
+        for part, rule in (("", "full"), (".attn", "keep"), (".mlp", "full"))
+    ]
+    assert names([*rows, replace(LAYER, block="norm")]) == [
+        "h.0-2 (3x)",
+        "h.0-2.attn (3x)",
+        "h.0-2.mlp (3x)",
+        "norm",
+    ]
+
+
+def test_every_other_layer_folds_too():
+    rows = [replace(LAYER, block=f"h.{i}", rule="full" if i % 2 else "keep") for i in range(6)]
+    assert names(rows) == ["h.0,2,..,4 (3x)", "h.1,3,..,5 (3x)"]
+    assert names(rows[:4]) == ["h.0,2 (2x)", "h.1,3 (2x)"]
+
+
+def test_two_stacks_do_not_mix():
+    rows = [replace(LAYER, block=f"{side}.{i}") for side in ("encoder", "decoder") for i in range(2)]
+    assert names(rows) == ["encoder.0-1 (2x)", "decoder.0-1 (2x)"]
+
+
+ROWS = st.lists(
+    st.builds(
+        Row,
+        block=st.builds(
+            "{}.{}{}".format, st.sampled_from("ab"), st.integers(0, 3), st.sampled_from(("", ".x", ".1"))
+        ),
+        rule=st.sampled_from(("keep", "full")),
+        bytes_before=st.integers(0, 1),
+        bytes_after=st.just(0),
+        runs=st.just(1),
+        reruns=st.just(0),
+        forward_seconds=st.sampled_from((None, 1.0)),
+    ),
+    max_size=24,
+)
+
+
+@given(ROWS)
+def test_folding_loses_nothing(rows):
+    folded = list(fold(rows))
+    for name in ("bytes_before", "runs", "forward_seconds"):
+        assert sum(getattr(row, name) or 0 for row in folded) == sum(
+            getattr(row, name) or 0 for row in rows
+        )
+    assert len(folded) <= len(rows)
+    assert "total" in printed(explanation(rows))
