@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 from rich.table import Table
 from rich.text import Text
 
@@ -167,7 +167,7 @@ def _print_rich(
     for line in cells:
         table.add_row(*(Text(text) for text in line))
     console = Console(file=stream, highlight=False)
-    console.width = max(console.width, needed)  # a number is never cut
+    console.size = ConsoleDimensions(max(console.width, needed), console.height)  # a number is never cut
     console.print(Text(explanation.title, style="bold"))
     console.print(table)
     for line in _summary(explanation):
