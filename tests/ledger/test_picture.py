@@ -1,0 +1,153 @@
+"""The picture: errors say what to do, the file is whole and always the same, the names stay few."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import matplotlib as mpl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphckpt.errors import ConfigError
+from graphckpt.ledger.legend import legend_names, shades
+from graphckpt.ledger.picture import draw, thin
+from graphckpt.ledger.record import Event, Explanation
+
+PHASES = ("forward", "backward", "recompute", "optimizer")
+
+
+def record(num_events=40, num_blocks=4, title="TrainStep"):
+    timeline = tuple(
+        Event(1024 * (1 + at), f"layers.{at * num_blocks // num_events}", PHASES[4 * at // num_events])
+        for at in range(num_events)
+    )
+    return Explanation(title=title, rows=(), bytes_before=4096, bytes_after=1024, timeline=timeline)
+
+
+@pytest.mark.parametrize("name", ["step.png", "STEP.PNG", "step.svg"])
+def test_the_suffix_says_what_is_written(tmp_path, name):
+    path = draw(record(), tmp_path / name)
+    assert path == tmp_path / name
+    start = path.read_bytes()[:200]
+    assert b"\x89PNG" in start if name.lower().endswith("png") else b"<svg" in path.read_bytes()[:2000]
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_the_same_record_gives_the_same_file(tmp_path, suffix):
+    first, second = (draw(record(), tmp_path / f"{name}.{suffix}") for name in "ab")
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_an_svg_says_title_peak_phases_and_blocks(tmp_path):
+    with mpl.rc_context({"svg.fonttype": "none"}):
+        text = draw(record(num_blocks=30, title="My <step>"), str(tmp_path / "step.svg")).read_text("utf-8")
+    words = re.findall(r"<text[^>]*>([^<]*)</text>", text)
+    for word in ("My &lt;step&gt;", "layers.0-29", *PHASES, "live bytes of all tensors (KiB)"):
+        assert word in words
+    assert any(re.match(r"peak 40.0 KiB .*layers.29 · optimizer", word) for word in words)
+
+
+def test_drawing_leaves_matplotlibs_settings_alone(tmp_path):
+    before = dict(mpl.rcParams)
+    draw(record(), tmp_path / "step.png")
+    assert dict(mpl.rcParams) == before
+
+
+@pytest.mark.parametrize(
+    "timeline",
+    [
+        (Event(5, "", "forward"),),
+        (Event(0, "", "forward"),),
+        (Event(0, "a", "x"), Event(2**40, "", "forward"), Event(0, "$_{$", "backward")),
+    ],
+)
+def test_odd_records_are_drawn(tmp_path, timeline):
+    draw(
+        Explanation(title="$x_$", rows=(), bytes_before=0, bytes_after=0, timeline=timeline),
+        tmp_path / "odd.png",
+    )
+
+
+def test_a_long_record_is_drawn_in_bounded_size(tmp_path):
+    path = draw(record(num_events=100_000, num_blocks=200), tmp_path / "long.svg")
+    assert path.stat().st_size < 2**20
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("step.gif", r"step\.gif: no picture ends in '\.gif' · fix: end it in '\.png' or '\.svg'"),
+        ("step", r"no picture ends in '' · fix"),
+        ("missing/step.png", r"there is no folder '.*missing' · fix: create it first"),
+    ],
+)
+def test_a_path_that_cannot_be_written_says_why(tmp_path, name, message):
+    with pytest.raises(ConfigError, match=message):
+        draw(record(), tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_record_without_timeline_says_so():
+    empty = Explanation(title="TrainStep", rows=(), bytes_before=0, bytes_after=0)
+    with pytest.raises(
+        ConfigError, match=r"the record of 'TrainStep' has no timeline to draw · fix: record"
+    ):
+        draw(empty, Path("step.png"))
+
+
+# ---- names and colours
+
+
+def test_few_blocks_stand_for_themselves():
+    assert legend_names(["", "a", "b.0", "a"]) == {"": "outside of blocks", "a": "a", "b.0": "b.0"}
+
+
+def test_layers_of_a_stack_stand_together():
+    names = legend_names(["wte", *(f"h.{i}" for i in range(24)), *(f"g.{i}" for i in range(3, 9)), "x.7"])
+    assert set(names.values()) == {"wte", "h.0-23", "g.3-8", "x.7"}
+
+
+def test_parts_of_layers_join_their_layer_when_they_are_too_many():
+    names = legend_names(f"h.{i}.p{part}" for i in range(3) for part in range(20))
+    assert set(names.values()) == {"h.0-2"}
+
+
+def test_what_runs_longest_keeps_its_name():
+    blocks = [f"b{chr(97 + i)}" for i in range(20) for _ in range(20 - i)]
+    names = legend_names(blocks)
+    assert [block for block in names if names[block] == "other blocks"] == [
+        f"b{chr(97 + i)}" for i in range(11, 20)
+    ]
+    assert len(set(names.values())) == 12
+
+
+def test_layers_get_darker_and_parts_have_the_shade_of_their_layer():
+    colours = shades(dict.fromkeys(("h.0", "h.1.attn", "h.1.mlp", "h.2"), "h") | {"x": "x"})
+    assert sum(colours["h.0"]) > sum(colours["h.1.attn"]) > sum(colours["h.2"])
+    assert colours["h.1.attn"] == colours["h.1.mlp"]
+    assert colours["x"] != colours["h.2"]
+
+
+PATHS = st.lists(
+    st.from_regex(r"\A([a-c]|[0-9]{1,2}){0,3}(\.([a-c]|[0-9]{1,2})){0,3}\Z"), min_size=1, max_size=60
+)
+
+
+@given(PATHS)
+def test_every_block_has_a_name_and_a_colour_and_names_are_few(blocks):
+    names = legend_names(blocks)
+    assert set(names) == set(blocks)
+    assert len(set(names.values())) <= 12
+    assert all(0 <= value <= 1 for colour in shades(names).values() for value in colour)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=50), st.integers(1, 60))
+def test_thinning_keeps_the_peak_and_the_order(levels, limit):
+    steps = thin([Event(level, "", "forward") for level in levels], limit)
+    assert len(steps) <= limit
+    assert max(event.live_bytes for _, event in steps) == max(levels)
+    assert [at for at, _ in steps] == sorted(at for at, _ in steps)
+    if limit >= len(levels):
+        assert [event.live_bytes for _, event in steps] == levels
