@@ -1,0 +1,13 @@
+"""Text to learn to continue: without paths, the source text of Python's standard library."""
+
+from graphckpt.config import LazyCall
+from graphckpt.train.data import TextData
+
+data = LazyCall(TextData)(
+    paths=None,  # or text files and folders: ["~/texts", "notes.txt"]
+    vocab_size=8192,
+    seq_length=256,
+    eval_fraction=0.05,  # of the files, held out
+    max_bytes=None,  # of text, or all
+    cache_dir=None,
+)

@@ -1,0 +1,25 @@
+"""A small GPT-2 learns the source text of Python's standard library: minutes on two cores."""
+
+from .common.data import data
+from .common.models.gpt2 import model
+from .common.optim import optim
+from .common.train import train
+
+data.vocab_size = 4096
+data.seq_length = 128
+
+model.config.n_layer = 6
+model.config.n_head = 4
+model.config.n_embd = 256
+
+optim.lr = 2e-3
+optim.weight_decay = 0.1
+optim.betas = (0.9, 0.95)
+
+train.output_dir = "output/quickstart"
+train.train_micro_batch_size = 16
+train.train_iter = 200
+train.warmup_ratio = 0.1
+train.log_period = 10
+train.evaluation.eval_period = 100
+train.activation_checkpoint.enabled = True

@@ -1,0 +1,93 @@
+"""The command line: ``graphckpt train --config-file configs/quickstart.py``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from rich.console import Console
+
+from graphckpt.config.run import trainer_from
+from graphckpt.errors import GraphckptError
+
+_FAULT = 2  # exit code for what the user can mend; argparse's own
+_INTERRUPTED = 130  # exit code after Ctrl-C: 128 + SIGINT, as shells have it
+
+_TRAIN_EXAMPLES = """\
+examples:
+  graphckpt train --config-file configs/quickstart.py
+  graphckpt train --config-file configs/quickstart.py --fast-dev-run
+  graphckpt train --config-file configs/quickstart.py train.train_iter=1000 optim.lr=3e-4
+  graphckpt train --config-file configs/quickstart.py 'data.paths=[~/texts, notes.txt]'
+  graphckpt train --config-file configs/quickstart.py train.activation_checkpoint.enabled=False
+  graphckpt train --config-file configs/quickstart.py \\
+      'train.activation_checkpoint.blocks={"transformer.h.*": {"activation_checkpointing": "selective"}}'
+
+A key that does not exist, or a value of the wrong type, is an error before anything runs.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns 0, 2 for what the user can mend, or 130 after Ctrl-C."""
+    parser = _parser()
+    parsed, rest = parser.parse_known_args(arguments)
+    parsed.overrides += [
+        word for word in rest if not word.startswith("-")
+    ]  # flags may stand between overrides
+    if unknown := [word for word in rest if word.startswith("-")]:
+        parser.error(f"unknown option {', '.join(unknown)} · see 'graphckpt {parsed.command} --help'")
+    try:
+        code: int = parsed.run(parsed)
+    except GraphckptError as error:
+        Console(stderr=True).print(
+            f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True
+        )
+        return _FAULT
+    except KeyboardInterrupt:
+        Console(stderr=True).print("interrupted", style="yellow")
+        return _INTERRUPTED
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="graphckpt",
+        description="Say, block by block, what a PyTorch training step keeps, recomputes or moves.",
+    )
+    parser.add_argument("--version", action="version", version=f"graphckpt {_version()}")
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    _add_train(commands)
+    return parser
+
+
+def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "train",
+        help="train a model that a config file describes",
+        description="Trains the model that a config file describes, and shows what checkpointing saved.",
+        epilog=_TRAIN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config-file", required=True, metavar="FILE", help="config to run: .py or .yaml")
+    parser.add_argument(
+        "--fast-dev-run",
+        action="store_true",
+        help="20 iterations, each logged, to see whether all parts work",
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="changes to the config, such as optim.lr=3e-4"
+    )
+    parser.set_defaults(run=_train)
+
+
+def _train(parsed: argparse.Namespace) -> int:
+    trainer = trainer_from(parsed.config_file, parsed.overrides, fast_dev_run=parsed.fast_dev_run)
+    return _INTERRUPTED if trainer.train().is_stopped else 0
+
+
+def _version() -> str:
+    try:
+        return version("graphckpt")
+    except PackageNotFoundError:  # run from a checkout that is not installed
+        return "unknown"

@@ -1,0 +1,7 @@
+"""Config files and overrides, checked, as frozen dataclasses."""
+
+from graphckpt.config.instantiate import instantiate
+from graphckpt.config.lazy import LazyCall, LazyConfig, try_get_key
+from graphckpt.config.packaged import get_config
+
+__all__ = ["LazyCall", "LazyConfig", "get_config", "instantiate", "try_get_key"]

@@ -1,0 +1,179 @@
+"""Turns a described call, a mapping with a ``_target_``, into the object that the call returns."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from typing import Any, TypeGuard, final
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from graphckpt.errors import ConfigError, GraphckptError, did_you_mean
+
+TARGET = "_target_"
+
+
+def is_call(node: object) -> TypeGuard[Mapping[str, Any]]:
+    """Returns whether ``node`` describes a call."""
+    return isinstance(node, Mapping | DictConfig) and TARGET in node
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A described call that is made later, as often as wanted, with further arguments."""
+
+    target: Callable[..., Any]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments as they stand in the config; calls among them are still descriptions."""
+    where: str = ""
+    """The key in the config, for messages."""
+
+    def __call__(self, **further: Any) -> Any:
+        """Makes the call. ``further`` goes in as it is, and wins over what the config says.
+
+        Raises:
+            ConfigError: the target raised; its own error is the cause.
+        """
+        arguments = {
+            key: _make(value, f"{self.where}.{key}")
+            for key, value in self.arguments.items()
+            if key not in further
+        }
+        try:
+            return self.target(**arguments, **further)
+        except GraphckptError:
+            raise
+        except Exception as error:
+            name = dotted_name(self.target)
+            message = (
+                f"{self.where or 'instantiate'}: error in call to '{name}': {type(error).__name__}: {error}"
+            )
+            raise ConfigError(message) from error
+
+    @classmethod
+    def read(cls, node: Mapping[str, Any], where: str = "") -> Call:
+        """Reads a description.
+
+        Raises:
+            ConfigError: its target is nothing that can be imported and called.
+        """
+        return cls(
+            locate(node[TARGET]), {str(key): value for key, value in node.items() if key != TARGET}, where
+        )
+
+
+def instantiate(node: Any, **further: Any) -> Any:
+    """Makes the call that ``node`` describes, and first those among its arguments, however deep.
+
+    What describes no call comes back as it is, except that omegaconf containers become lists and dicts.
+
+    Args:
+        node: a ``LazyCall`` node, a mapping with ``_target_``, or anything else.
+        further: keyword arguments that win over those of the outermost call.
+
+    Raises:
+        ConfigError: a target cannot be found, or raised.
+    """
+    if isinstance(node, DictConfig | ListConfig):
+        node = OmegaConf.to_container(node, resolve=True)
+    if is_call(node):
+        return Call.read(node)(**further)
+    return _make(node, "")
+
+
+def _make(node: Any, where: str) -> Any:
+    if is_call(node):
+        return Call.read(node, where)()
+    if isinstance(node, Mapping):
+        return {key: _make(value, f"{where}.{key}") for key, value in node.items()}
+    if isinstance(node, list):
+        return [_make(value, f"{where}[{index}]") for index, value in enumerate(node)]
+    return node
+
+
+def locate(target: object) -> Callable[..., Any]:
+    """Returns the callable that a dotted name means; a callable stands for itself.
+
+    Raises:
+        ConfigError: there is no such module or attribute, or it cannot be called.
+
+    >>> locate("collections.OrderedDict")
+    <class 'collections.OrderedDict'>
+    """
+    found = _imported(target) if isinstance(target, str) else target
+    if not callable(found):
+        raise ConfigError(
+            f"_target_ {target!r}: expects a callable or its dotted name, got {type(found).__name__}"
+        )
+    return found
+
+
+@cache
+def _imported(name: str) -> object:
+    parts = name.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        module_name = ".".join(parts[:cut])
+        try:
+            found: object = import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+                continue  # this prefix is no module: a class within a shorter one, perhaps
+            raise
+        for part in parts[cut:]:
+            if not hasattr(found, part):
+                hint = did_you_mean(part, dir(found))
+                raise ConfigError(f"_target_ {name!r}: {module_name} has no {part!r}{hint}")
+            found = getattr(found, part)
+        return found
+    raise ConfigError(
+        f"_target_ {name!r}: no module is called {parts[0]!r} · fix: install it, or mend the name"
+    )
+
+
+def dotted_name(target: object) -> str:
+    """Returns the name under which ``target`` can be imported."""
+    if isinstance(target, str):
+        return target
+    named = target if hasattr(target, "__qualname__") else type(target)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def importable(target: object) -> bool:
+    """Returns whether the dotted name of ``target`` leads back to it."""
+    try:
+        return isinstance(target, str) or locate(dotted_name(target)) is target
+    except (ConfigError, ImportError, ValueError):  # ValueError: a name that starts with a dot, or is empty
+        return False
+
+
+def parameters(target: Callable[..., Any]) -> tuple[dict[str, Any], bool]:
+    """Returns the keyword parameters of ``target`` with their types, and whether it takes any other name.
+
+    Names that the target's class itself maps onto parameters (Transformers' ``attribute_map``) count too.
+    """
+    try:
+        signature = inspect.signature(target, eval_str=True)
+    except (
+        NameError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        SyntaxError,
+    ):  # no signature, or annotations of typing time
+        try:
+            signature = inspect.signature(target)
+        except (TypeError, ValueError):
+            return {}, True
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    named = {
+        name: Any if parameter.annotation is inspect.Parameter.empty else parameter.annotation
+        for name, parameter in signature.parameters.items()
+        if parameter.kind in {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
+    }
+    for alias, name in (getattr(target, "attribute_map", None) or {}).items():
+        named.setdefault(alias, named.get(name, Any))
+    return named, inspect.Parameter.VAR_KEYWORD in kinds

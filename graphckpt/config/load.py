@@ -1,0 +1,132 @@
+"""Runs a config file: a Python file whose relative imports go by file, fresh each time, or a YAML file."""
+
+from __future__ import annotations
+
+import builtins
+import linecache
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from graphckpt.errors import ConfigError, GraphckptError
+
+_SUFFIXES = (".py", ".yaml", ".yml")
+
+
+def load(path: Path) -> DictConfig:
+    """Returns the top-level dicts, lists and calls of a config file whose names do not start with ``_``.
+
+    Raises:
+        ConfigError: no such file, another kind of file, or it raised; the message shows its own line.
+    """
+    if path.suffix not in _SUFFIXES:
+        raise ConfigError(f"{path}: a config file ends in .py, .yaml or .yml")
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such config file")
+    return _run(path) if path.suffix == ".py" else _read_yaml(path)
+
+
+def _read_yaml(path: Path) -> DictConfig:
+    try:
+        config = OmegaConf.load(path)
+    except yaml.MarkedYAMLError as error:
+        at = error.problem_mark
+        place = f"{path}:{at.line + 1}" if at else str(path)
+        raise ConfigError(f"{place}: {error.problem or error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not isinstance(config, DictConfig):
+        raise ConfigError(f"{path}: expects a mapping at the top level, got a list")
+    config._set_flag("allow_objects", True)  # noqa: SLF001
+    return config
+
+
+def _run(path: Path) -> DictConfig:
+    ran = _Ran()
+    try:
+        module = ran.execute(path)
+    except GraphckptError as error:
+        line = _line_of(error, ran.files)
+        raise ConfigError(f"{line}: {error}" if line else str(error)) from error
+    except Exception as error:
+        if isinstance(error, SyntaxError):
+            source = f"\n    {error.text.rstrip()}" if error.text else ""
+            raise ConfigError(f"{error.filename}:{error.lineno}: {error.msg}{source}") from error
+        line = _line_of(error, ran.files) or str(path)
+        text = str(error).split("\n", 1)[0] if isinstance(error, OmegaConfBaseException) else str(error)
+        raise ConfigError(f"{line}: {type(error).__name__}: {text}") from error
+    names = {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and _is_config(value)
+    }
+    return OmegaConf.create(names, flags={"allow_objects": True})
+
+
+def _line_of(error: Exception, ran: Sequence[str]) -> str:
+    """Returns ``file:line`` and the source of the innermost config line that ``error`` went through."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in ran]
+    if not frames:
+        return ""
+    innermost = frames[-1]
+    return f"{innermost.filename}:{innermost.lineno}: {innermost.line}"
+
+
+def _is_config(value: object) -> bool:
+    return isinstance(value, dict | DictConfig | ListConfig)
+
+
+class _Ran:
+    """The config files that one load ran, and those that are still running."""
+
+    def __init__(self) -> None:
+        self.files: list[str] = []
+        self._running: list[Path] = []
+
+    def execute(self, path: Path) -> ModuleType:
+        """Runs a config file as a module that is not kept, so that every load starts afresh."""
+        self.files.append(str(path))
+        linecache.checkcache(str(path))
+        code = compile(path.read_text(encoding="utf-8"), str(path), "exec")
+        module = ModuleType(path.stem)
+        module.__file__ = str(path)
+        # An import statement looks here for its function: the process's own import stays untouched.
+        vars(module)["__builtins__"] = {**vars(builtins), "__import__": self._import_beside(path)}
+        self._running.append(path)
+        exec(code, vars(module))  # noqa: S102 - a config file is a program of the user's
+        self._running.pop()
+        for name, value in list(vars(module).items()):
+            if isinstance(value, dict) and not name.startswith("_"):
+                setattr(module, name, OmegaConf.create(value, flags={"allow_objects": True}))
+        return module
+
+    def _import_beside(self, path: Path) -> Callable[..., Any]:
+        def import_beside(
+            name: str,
+            globals: Mapping[str, Any] | None = None,  # noqa: A002 - the names of the built-in function
+            locals: Mapping[str, Any] | None = None,  # noqa: A002
+            fromlist: Sequence[str] = (),
+            level: int = 0,
+        ) -> Any:
+            if level == 0:
+                return builtins.__import__(name, globals, locals, fromlist, level)
+            if not name:
+                fix = "name the file, as in 'from .common.train import train'"
+                raise ConfigError(f"'from . import' names a folder · fix: {fix}")
+            folder = path.parents[level - 1]
+            imported = folder.joinpath(*name.split(".")).with_suffix(".py")
+            if not imported.is_file():
+                raise ConfigError(
+                    f"no config file {imported} · fix: a relative import goes by this file's folder"
+                )
+            if imported in self._running:
+                raise ConfigError(f"{imported} imports this file, and this file imports it")
+            return self.execute(imported)
+
+        return import_beside

@@ -1,0 +1,61 @@
+"""Puts ``key=value`` words of the command line into a config. Values are YAML, as omegaconf reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
+
+
+def apply(config: DictConfig, overrides: Iterable[str]) -> list[str]:
+    """Changes ``config`` in place, one override after the other, and returns what could not be done.
+
+    A mapping is merged into the mapping that stands there; any other value takes the place of what stands there.
+    A key that is not there yet is added: whether it may be there at all is for the schema to say.
+
+    >>> config = OmegaConf.create({"train": {"log_period": 20}})
+    >>> apply(config, ["train.log_period=5", "train.seed"])
+    ["override 'train.seed': expects key=value"]
+    >>> config.train.log_period
+    5
+    """
+    return [fault for override in overrides if (fault := _apply_one(config, override))]
+
+
+def _apply_one(config: DictConfig, override: str) -> str:
+    key, equals, text = override.partition("=")
+    key = key.strip()
+    if not equals or not key or not all(key.split(".")):
+        return f"override {override!r}: expects key=value"
+    try:
+        value = OmegaConf.from_dotlist([f"value={text}"])["value"]
+    except (YAMLError, OmegaConfBaseException) as error:
+        return f"{key}: {text!r} is no YAML value · fix: quote it ({_first_line(error)})"
+    if fault := _no_section(config, key):
+        return fault
+    try:
+        OmegaConf.update(config, key, value, merge=True, force_add=True)
+    except (OmegaConfBaseException, ValueError, TypeError, IndexError) as error:
+        return f"{key}: {_first_line(error)}"
+    return ""
+
+
+def _no_section(config: DictConfig, key: str) -> str:
+    """Returns a fault if the path to ``key`` leads through a plain value."""
+    node: object = config
+    parts = key.split(".")
+    for depth, part in enumerate(parts[:-1]):
+        if isinstance(node, ListConfig):
+            return ""
+        if not isinstance(node, DictConfig) or part not in node or OmegaConf.is_interpolation(node, part):
+            return ""
+        node = node[part]
+        if node is not None and not isinstance(node, DictConfig | ListConfig):
+            return f"{key}: {'.'.join(parts[: depth + 1])} is a value ({node!r}), not a section"
+    return ""
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0]

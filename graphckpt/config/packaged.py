@@ -1,0 +1,51 @@
+"""Finds the config files that come with graphckpt, in a checkout and in an installed wheel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+import graphckpt
+from graphckpt.config.load import load
+from graphckpt.errors import ConfigError, did_you_mean
+
+
+def folder() -> Path:
+    """Returns the folder of the packaged configs.
+
+    Raises:
+        ConfigError: the installation holds none.
+    """
+    package = Path(graphckpt.__file__).parent
+    for candidate in (
+        package / "configs",
+        package.parent / "configs",
+    ):  # a wheel has the first, a checkout the second
+        if (candidate / "common").is_dir():
+            return candidate
+    raise ConfigError(f"no configs beside {package} · fix: install graphckpt again")
+
+
+def find(name: str) -> Path:
+    """Returns the path of a packaged config, such as ``"common/train.py"``.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    root = folder()
+    path = root / name
+    if path.is_file():
+        return path
+    known = sorted(file.relative_to(root).as_posix() for file in root.rglob("*.py"))
+    hint = did_you_mean(name, known) or f" · fix: use one of {', '.join(known)}"
+    raise ConfigError(f"no packaged config is called {name!r}{hint}")
+
+
+def get_config(name: str) -> DictConfig:
+    """Loads a packaged config; ``get_config("common/train.py").train`` is its section ``train``.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    return load(find(name))

@@ -1,0 +1,72 @@
+"""From a config file and overrides to a trainer that is ready to start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from torch import nn
+from torch.optim import Optimizer
+
+from graphckpt.config import overrides as _overrides
+from graphckpt.config.instantiate import Call, is_call
+from graphckpt.config.lazy import LazyConfig
+from graphckpt.config.load import load
+from graphckpt.config.packaged import find
+from graphckpt.config.schema import RunConfig, checked
+from graphckpt.errors import ConfigError
+from graphckpt.train.trainer import Trainer
+
+_FAST_DEV_RUN = (
+    "train.train_iter=20",
+    "train.log_period=1",
+    "train.evaluation.eval_period=10",
+    "train.evaluation.eval_iter=2",
+)
+
+
+def trainer_from(
+    config_file: str | Path, overrides: Iterable[str] = (), *, fast_dev_run: bool = False
+) -> Trainer:
+    """Returns the trainer that a config file and overrides describe; saves the config beside its results.
+
+    Args:
+        config_file: a path, or the name of a packaged config such as ``"configs/quickstart.py"``.
+        overrides: words such as ``"optim.lr=3e-4"``; they win over the file and over ``fast_dev_run``.
+        fast_dev_run: 20 iterations, each logged, with two short evaluations.
+
+    Raises:
+        ConfigError: with every fault.
+    """
+    path = _existing(Path(config_file))
+    config = load(path)
+    faults = _overrides.apply(config, _FAST_DEV_RUN if fast_dev_run else ())
+    faults += _overrides.apply(config, overrides)
+    trainer = _trainer(checked(config, faults, str(path)))
+    LazyConfig.save(config, trainer.folder / "config.yaml")
+    return trainer
+
+
+def _existing(path: Path) -> Path:
+    """Returns ``path``, or the packaged config of this name where there is no checkout around."""
+    if path.exists() or path.is_absolute():
+        return path
+    try:
+        return find(
+            path.relative_to("configs").as_posix() if path.parts[:1] == ("configs",) else path.as_posix()
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{path}: no such config file; {error}") from error
+
+
+def _trainer(run: RunConfig) -> Trainer:
+    def make_optimizer(model: nn.Module) -> Optimizer:
+        assert isinstance(run.optim, Call)
+        described = run.optim.arguments.get("params")
+        params = (
+            Call.read(described, "optim.params")(model=model) if is_call(described) else model.parameters()
+        )
+        optimizer: Optimizer = run.optim(params=params)
+        return optimizer
+
+    return Trainer(run.train, make_model=run.model, make_optimizer=make_optimizer, data=run.data())

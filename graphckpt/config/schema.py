@@ -1,0 +1,61 @@
+"""Which keys the config of a run may hold, and of which type; assembled from where each section is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torch import nn
+from torch.optim import Optimizer
+
+from graphckpt.config.lazy import bullets
+from graphckpt.config.typed import read_section
+from graphckpt.errors import ConfigError
+from graphckpt.train.data import TextData
+from graphckpt.train.settings import TrainConfig
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A checked config. The calls in it are not made yet."""
+
+    train: TrainConfig
+    model: Callable[..., nn.Module]
+    optim: Callable[..., Optimizer]
+    data: Callable[..., TextData]
+
+
+def check(config: DictConfig) -> tuple[RunConfig | None, list[str]]:
+    """Reads a whole config, and returns every fault in it; with faults there is no ``RunConfig``."""
+    try:
+        plain: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        key = f"{error.full_key}: " if error.full_key else ""
+        return None, [key + str(error).strip().split("\n", 1)[0]]
+    assert isinstance(plain, Mapping)
+    made, faults = read_section(RunConfig, plain, "")
+    return (None if faults else made), faults
+
+
+def checked(config: DictConfig, faults: list[str], source: str) -> RunConfig:
+    """Returns a checked config.
+
+    Args:
+        config: what the file and the overrides say.
+        faults: what is known to be wrong already.
+        source: where the config comes from, for the message.
+
+    Raises:
+        ConfigError: with every fault.
+    """
+    run, more = check(config)
+    every = list(dict.fromkeys([*faults, *more]))
+    if every or run is None:
+        raise ConfigError(
+            bullets(f"{source}: {len(every)} {'fault' if len(every) == 1 else 'faults'}", every)
+        )
+    return run

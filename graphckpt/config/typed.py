@@ -1,0 +1,178 @@
+"""Reads plain values into typed, frozen dataclasses, and collects every fault. Knows no key by name."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from graphckpt.config.instantiate import Call, dotted_name, is_call, parameters
+from graphckpt.errors import ConfigError, did_you_mean
+
+Read = tuple[Any, list[str]]
+"""What was read, and the faults; with faults, the value means nothing."""
+
+
+def read(hint: Any, value: Any, where: str) -> Read:  # noqa: PLR0911 - one for each kind of type
+    """Reads ``value`` as the type ``hint``, which a key ``where`` of the config asks for.
+
+    A whole float is good as an int (``1e3``) and an int as a float; a bool is neither. A described call is good
+    where a callable is asked for (it becomes a ``Call``) and where its result may be what is asked for.
+    """
+    if hint is Any or isinstance(hint, typing.TypeVar | str):
+        return (value, check_call(value, where)[1]) if is_call(value) else (value, [])
+    origin = get_origin(hint)
+    if origin in {Union, types.UnionType}:
+        return _read_union(get_args(hint), value, where)
+    if origin is Literal:
+        return (value, []) if value in get_args(hint) else (None, [_choice(get_args(hint), value, where)])
+    if origin is Callable or hint is Callable:
+        return check_call(value, where)
+    if is_call(value):
+        return value, check_call(value, where)[1]
+    if is_dataclass(hint) and isinstance(hint, type):
+        return read_section(hint, value, where)
+    if origin in {list, tuple, Sequence} or hint in {list, tuple, Sequence}:
+        return _read_sequence(hint, value, where)
+    if origin in {dict, Mapping} or hint in {dict, Mapping}:
+        return _read_mapping(hint, value, where)
+    return _read_plain(hint, value, where)
+
+
+def read_section(section: type, value: Any, where: str) -> Read:
+    """Reads a mapping as a dataclass: its fields are the keys, and a field without default has to be there.
+
+    A method ``faults()`` of the dataclass is asked for what the types cannot say.
+    """
+    if not isinstance(value, Mapping):
+        return None, [f"{where}: expects a section, got {_shown(value)}"]
+    hints = get_type_hints(section)
+    known = [field.name for field in fields(section) if field.init]
+    faults = [_unknown(str(key), known, where) for key in value if key not in known]
+    made: dict[str, Any] = {}
+    for field in fields(section):
+        path = f"{where}.{field.name}" if where else field.name
+        if field.name in value:
+            made[field.name], found = read(hints[field.name], value[field.name], path)
+            faults += found
+        elif field.default is MISSING and field.default_factory is MISSING:
+            faults.append(f"{path}: is missing · fix: give it a value")
+    if faults:
+        return None, faults
+    instance = section(**made)
+    own = instance.faults() if hasattr(instance, "faults") else ()
+    return instance, [f"{where}.{fault}" if where else fault for fault in own]
+
+
+def check_call(value: Any, where: str) -> Read:
+    """Reads a described call and checks its keywords against the target's signature; calls nothing."""
+    if not is_call(value):
+        return None, [
+            f"{where}: expects a call · fix: write LazyCall(target)(...), or a mapping with _target_"
+        ]
+    try:
+        call = Call.read(value, where)
+    except (ConfigError, ImportError) as error:
+        return None, [f"{where}: {error}"]
+    known, takes_any = parameters(call.target)
+    faults: list[str] = []
+    for key, argument in call.arguments.items():
+        path = f"{where}.{key}"
+        if key in known:
+            faults += read(known[key], argument, path)[1]
+        elif not takes_any:
+            faults.append(
+                _unknown(key, known, where, of=f" of {dotted_name(call.target).rpartition('.')[2]}")
+            )
+    return call, faults
+
+
+def _unknown(key: str, known: Sequence[str] | Mapping[str, Any], where: str, of: str = "") -> str:
+    path = f"{where}.{key}" if where else key
+    few = f" · fix: use one of {', '.join(known)}" if len(known) <= 12 else ""
+    return f"{path}: no such key{of}{did_you_mean(key, known) or few}"
+
+
+def _read_union(choices: tuple[Any, ...], value: Any, where: str) -> Read:
+    if value is None and type(None) in choices:
+        return None, []
+    tried = [read(choice, value, where) for choice in choices if choice is not type(None)]
+    for made, faults in tried:
+        if not faults:
+            return made, []
+    if isinstance(value, Mapping | list):  # the choice that came nearest says more than a list of types
+        near = [
+            faults
+            for (_, faults) in tried
+            if not all(fault.startswith(f"{where}: expects") for fault in faults)
+        ]
+        if near:
+            return None, min(near, key=len)
+    return None, [
+        f"{where}: expects {' or '.join(dict.fromkeys(map(_name, choices)))}, got {_shown(value)}"
+    ]
+
+
+def _read_sequence(hint: Any, value: Any, where: str) -> Read:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return None, [f"{where}: expects {_name(hint)}, got {_shown(value)}"]
+    arguments = get_args(hint) or (Any, ...)
+    is_fixed = get_origin(hint) is tuple and arguments[-1] is not Ellipsis
+    if is_fixed and len(value) != len(arguments):
+        return None, [f"{where}: expects {len(arguments)} values, got {len(value)}"]
+    hints = arguments if is_fixed else (arguments[0],) * len(value)
+    items = [
+        read(item_hint, item, f"{where}[{index}]")
+        for index, (item_hint, item) in enumerate(zip(hints, value, strict=True))
+    ]
+    kind = list if (get_origin(hint) or hint) is list else tuple
+    return kind(made for made, _ in items), [fault for _, faults in items for fault in faults]
+
+
+def _read_mapping(hint: Any, value: Any, where: str) -> Read:
+    if not isinstance(value, Mapping):
+        return None, [f"{where}: expects a mapping, got {_shown(value)}"]
+    _, item_hint = get_args(hint) or (Any, Any)
+    items = {key: read(item_hint, item, f"{where}[{key!r}]") for key, item in value.items()}
+    return {key: made for key, (made, _) in items.items()}, [
+        fault for _, faults in items.values() for fault in faults
+    ]
+
+
+def _read_plain(hint: Any, value: Any, where: str) -> Read:
+    if not isinstance(hint, type):
+        return value, []  # a hint of another kind, such as a NewType: the target itself has to judge
+    is_bool = isinstance(value, bool)
+    if hint is float and isinstance(value, int) and not is_bool:
+        return float(value), []
+    if hint is int and isinstance(value, float) and value.is_integer():
+        return int(value), []
+    if hint is Path and isinstance(value, str):
+        return Path(value), []
+    if hint is object or (isinstance(value, hint) and (not is_bool or hint is bool)):
+        return value, []
+    return None, [f"{where}: expects {_name(hint)}, got {_shown(value)}"]
+
+
+def _choice(choices: tuple[Any, ...], value: Any, where: str) -> str:
+    hint = did_you_mean(value, map(str, choices)) if isinstance(value, str) else ""
+    return f"{where}: expects one of {', '.join(map(repr, choices))}, got {_shown(value)}{hint}"
+
+
+def _name(hint: Any) -> str:
+    if hint is type(None):
+        return "null"
+    if get_origin(hint) is Literal:
+        return " or ".join(map(repr, get_args(hint)))
+    if get_origin(hint) in {dict, Mapping}:
+        return "mapping"
+    if get_origin(hint) is not None:
+        return str(hint).replace("collections.abc.", "").replace("typing.", "")
+    return str(getattr(hint, "__name__", hint))
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r} ({'null' if value is None else type(value).__name__})"

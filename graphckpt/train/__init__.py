@@ -1,0 +1,1 @@
+"""Trains a model through graphckpt.Graph: data, loop, hooks, metrics."""

@@ -1,0 +1,50 @@
+"""How much memory the process holds, now and at its highest."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import torch
+
+if sys.platform == "darwin":
+    import resource
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes of resident memory of the process, or bytes of tensors on a CUDA device."""
+
+    now_bytes: int
+    peak_bytes: int
+    """The highest since the process started, or since the device's statistics were reset."""
+
+
+def device_memory(device: torch.device) -> Memory:
+    """Returns the memory of the tensors on a CUDA device, or of this process for any other device."""
+    if device.type == "cuda":
+        return Memory(
+            now_bytes=torch.cuda.memory_allocated(device),
+            peak_bytes=torch.cuda.max_memory_allocated(device),
+        )
+    return process_memory()
+
+
+def process_memory() -> Memory:
+    """Returns the resident memory of this process; 0 where the system does not tell."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        fields = dict(
+            line.split(":", 1) for line in status.read_text(encoding="utf-8").splitlines() if ":" in line
+        )
+        now_bytes, peak_bytes = (
+            int(fields.get(name, "0 kB").split()[0]) * 1024 for name in ("VmRSS", "VmHWM")
+        )
+        return Memory(now_bytes=now_bytes, peak_bytes=max(now_bytes, peak_bytes))
+    if sys.platform == "darwin":
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return Memory(now_bytes=peak_bytes, peak_bytes=peak_bytes)
+    return Memory(now_bytes=0, peak_bytes=0)
