@@ -1,0 +1,37 @@
+"""The few private names of PyTorch that graphckpt needs, each beside the reason. Nothing else is private."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C import DispatchKey, _SetExcludeDispatchKeyGuard
+from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch.utils import _pytree as pytree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["pytree", "saved_tensor_hooks_in_force", "version_sharing_detach"]
+
+# `pytree` holds every container type that users and Transformers registered (ModelOutput among them). The public
+# `torch.utils.pytree` does not exist before torch 2.14.
+
+
+def saved_tensor_hooks_in_force() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """Returns the innermost ``saved_tensors_hooks`` pair of this thread, or ``None``.
+
+    What a block keeps must pass through the hooks around it: an outer block's, or a user's ``save_on_cpu``. PyTorch
+    offers no public way to read them.
+    """
+    hooks: tuple[Any, Any] | None = _top_saved_tensors_default_hooks(False)
+    return hooks
+
+
+def version_sharing_detach(tensor: torch.Tensor) -> torch.Tensor:
+    """Detaches inside ``__torch_dispatch__`` so that later in-place edits of ``tensor`` show in ``_version``.
+
+    Below autograd a plain ``detach()`` makes an alias with a version counter of its own.
+    """
+    with _SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()

@@ -1,0 +1,106 @@
+"""Puts policies on the modules of a model, in any training loop, and takes them off again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Self, final
+
+from torch import nn
+
+from graphckpt.blocks.config import BlockConfig
+from graphckpt.blocks.explain import Watcher
+from graphckpt.blocks.forward import BlockForward
+from graphckpt.blocks.policy import make_plan
+from graphckpt.blocks.select import Selector, describe, select
+from graphckpt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from graphckpt.ledger.record import Explanation
+    from graphckpt.rules import Rule
+
+
+@final
+class Handle:
+    """Policies that are in force on a model, until :meth:`remove` or the end of the ``with`` block."""
+
+    def __init__(self, model: nn.Module, wrappers: list[BlockForward], idle: dict[str, str]) -> None:
+        self._wrappers = wrappers
+        self._watcher = Watcher(type(model).__name__, [("", model)], wrappers, idle)
+        for wrapper in wrappers:
+            wrapper.put_on()
+        self._watcher.watch_next_forward()
+
+    def explain(self, plot: str | None = None, *, show: bool = True) -> Explanation:
+        """Prints what each block keeps and returns the rows. See :meth:`measure` for peaks, times and the picture.
+
+        Without :meth:`measure`, the rows tell of the first forward and backward after ``apply``.
+
+        Args:
+            plot: File for a picture of the live bytes over the step, ``.png`` or ``.svg``.
+            show: ``False`` returns the rows and prints nothing.
+
+        Raises:
+            GraphError: No step has run yet.
+        """
+        return self._watcher.explain(plot, show=show)
+
+    def measure(self) -> AbstractContextManager[None]:
+        """Watches the step that runs in the ``with`` block, op by op; :meth:`explain` then tells of that step."""
+        return self._watcher.measure()
+
+    def remove(self) -> None:
+        """Takes the policies off. The model is what it was before; a second call does nothing."""
+        self._watcher.close()
+        for wrapper in self._wrappers:
+            wrapper.take_off()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()
+
+
+def apply(model: nn.Module, rules: Mapping[Selector, Mapping[str, Any] | Rule | bool | str]) -> Handle:
+    """Sets policies on the blocks of ``model`` that the selectors mean.
+
+    Args:
+        model: Any module; it keeps its type, its hooks and its ``state_dict`` keys.
+        rules: From a selector (a name pattern, a regular expression, a class) to the fields of a
+            :class:`~graphckpt.BlockConfig`, or to a value of ``activation_checkpointing`` alone. A later selector
+            overrides an earlier one, field by field.
+
+    Raises:
+        ConfigError: A selector matches nothing, a field or value is wrong, a block has a policy already. All faults are
+            told at once, and nothing is set.
+
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    >>> with apply(model, {"0": True, nn.Tanh: {"activation_checkpointing": "full"}}) as handle:
+    ...     model(torch.ones(1, 4)).sum().backward()
+    """
+    configs: dict[nn.Module, BlockConfig] = {}
+    faults: list[str] = []
+    for selector, fields in rules.items():
+        try:
+            for name, module in select(model, selector):
+                config = configs.setdefault(module, BlockConfig(name or type(model).__name__))
+                config.update(dict(fields) if isinstance(fields, Mapping) and "rule" not in fields else {_FLAG: fields})
+        except ConfigError as error:
+            faults.append(f"{describe(selector)!r}: {error}" if str(error)[:1] not in "'\"" else str(error))
+    plan = None
+    if not faults:
+        try:
+            plan = make_plan([("", model)], configs)
+        except ConfigError as error:
+            faults.append(str(error))
+    for name, module in model.named_modules():
+        if module in configs and isinstance(module.forward, BlockForward):
+            faults.append(f"{name or type(model).__name__}: it has a policy already · fix: remove() the handle first")
+    if faults or plan is None:
+        raise ConfigError("\n".join(f"- {fault}" for fault in faults) if len(faults) > 1 else faults[0])
+    return Handle(model, plan.wrappers, plan.idle)
+
+
+_FLAG = "activation_checkpointing"

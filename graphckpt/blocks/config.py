@@ -1,0 +1,100 @@
+"""The policy of one block as the user sets it: checked where it is set, ``None`` where the enclosing block decides."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+
+from graphckpt.errors import ConfigError, did_you_mean
+from graphckpt.rules import Rule, Segments, Tiles, parse_rule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+FIELDS = {
+    "activation_checkpointing": "what is kept: None, False, True, a rule's name or a rule object",
+    "segments": "runs of children of an nn.Sequential: None, a positive int, 'sqrt' or 'log'",
+    "tiles": "slices of dim 0, one at a time: None or a positive int",
+    "stage_id": "the pipeline stage: None or an int; read by nothing on one device",
+}
+"""Every field of a block's config, and its help."""
+
+
+@final
+class BlockConfig:
+    """What a block keeps. Every field is ``None`` until it is set: the enclosing block then decides.
+
+    Raises:
+        ConfigError: A field does not exist, or a value means nothing for it. The message names block, field and fix.
+    """
+
+    __slots__ = ("_changed", "_rule", "_values", "block")
+
+    def __init__(self, block: str, changed: Callable[[], None] | None = None) -> None:
+        set_slot = object.__setattr__
+        set_slot(self, "block", block)
+        set_slot(self, "_values", {})
+        set_slot(self, "_rule", None)
+        set_slot(self, "_changed", changed)
+
+    def __getattr__(self, field: str) -> Any:
+        if field in FIELDS:
+            return self._values.get(field)
+        raise AttributeError(f"{self.block}.config has no field {field!r}{did_you_mean(field, FIELDS)} · {_FIX}")
+
+    def __setattr__(self, field: str, value: Any) -> None:
+        self.update({field: value})
+
+    def update(self, fields: dict[str, Any]) -> None:
+        """Sets several fields at once, or, if one of them is wrong, none."""
+        values = {**self._values, **fields}
+        rule = _combine(self.block, values)
+        object.__setattr__(self, "_values", {k: v for k, v in values.items() if v is not None})
+        object.__setattr__(self, "_rule", rule)
+        if self._changed is not None:
+            self._changed()
+
+    def set_stage(self, stage_id: int | None = None, placement: object = None) -> None:
+        """Sets the pipeline stage, as OneFlow's ``set_stage`` does; placements have no meaning here."""
+        if placement is not None:
+            raise ConfigError(f"{self.block}.set_stage: placement has no meaning in PyTorch · fix: move the module")
+        self.update({"stage_id": stage_id})
+
+    @property
+    def rule(self) -> Rule | None:
+        """The rule that the fields mean together; ``None`` if the enclosing block decides."""
+        return self._rule  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        return f"BlockConfig({''.join(f'{key}={value!r}, ' for key, value in self._values.items())})"
+
+
+_FIX = "fix: use one of " + ", ".join(FIELDS)
+
+
+def _combine(block: str, values: dict[str, Any]) -> Rule | None:
+    for field, value in values.items():
+        if field not in FIELDS:
+            raise ConfigError(f"{block}.{field}: there is no such field{did_you_mean(field, FIELDS)} · {_FIX}")
+        if field == "stage_id" and value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise ConfigError(f"{block}.stage_id: {value!r} is no stage · fix: use an int")
+    flag, segments, tiles = (values.get(name) for name in ("activation_checkpointing", "segments", "tiles"))
+    rule = _parsed(block, "activation_checkpointing", parse_rule, flag)
+    if segments is None and tiles is None:
+        return rule
+    if segments is not None and tiles is not None:
+        raise ConfigError(f"{block}: segments and tiles cannot both cut one block · fix: unset one of them")
+    field = "segments" if segments is not None else "tiles"
+    if flag not in (None, True):
+        raise ConfigError(
+            f"{block}.{field}: it needs activation_checkpointing = True or None, which is {flag!r} · fix: unset one"
+        )
+    if segments is not None:
+        return _parsed(block, field, Segments, segments)
+    return _parsed(block, field, Tiles, tiles)
+
+
+def _parsed(block: str, field: str, parse: Callable[[Any], Rule | None], value: Any) -> Rule | None:
+    try:
+        return parse(value)
+    except ConfigError as error:
+        raise ConfigError(f"{block}.{field}: {error}") from None

@@ -1,0 +1,231 @@
+"""Has steps watched, and makes the table that `explain()` shows of them."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import nn
+
+from graphckpt.errors import GraphError
+from graphckpt.ledger.live import LiveBytes
+from graphckpt.ledger.picture import draw
+from graphckpt.ledger.record import Explanation, Row
+from graphckpt.ledger.recorder import REST, Recorder
+from graphckpt.ledger.table import print_table
+from graphckpt.rules import Keep
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from graphckpt.blocks.forward import BlockForward
+
+
+@final
+class Watcher:
+    """Knows the blocks of a model and what was last seen of a step through them."""
+
+    def __init__(
+        self, title: str, roots: list[tuple[str, nn.Module]], wrappers: list[BlockForward], idle: dict[str, str]
+    ) -> None:
+        self.title = title
+        self._roots = roots
+        self._wrappers = wrappers
+        self._idle = idle
+        self._bytes: Recorder | None = None
+        self._live: Recorder | None = None
+        self._times: Recorder | None = None
+        self._hooks: list[Any] = []
+
+    @contextmanager
+    def measure(self, inputs: Iterable[torch.Tensor] = (), others: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+        """Watches one step op by op: bytes kept, live bytes. ``others`` are alive too: optimizer state."""
+        self.close()
+        known = [*self._state(), *inputs]
+        live = LiveBytes()
+        live.track([*known, *others, *(t.grad for t in known if t.is_leaf and t.grad is not None)])
+        recorder = Recorder(known, live)
+        with self._rows_for_modules(recorder), recorder.watching():
+            yield
+        self._bytes = self._live = recorder
+
+    @contextmanager
+    def time(self) -> Iterator[Recorder]:
+        """Watches one step without looking at its ops: seconds of each block."""
+        recorder = Recorder()
+        with self._rows_for_modules(recorder):
+            yield recorder
+        self._times = recorder
+
+    def phase(self, name: str) -> None:
+        """Labels what follows in the step that is being watched."""
+        for wrapper in self._wrappers[:1]:
+            if wrapper.site.recorder is not None:
+                wrapper.site.recorder.phase(name)
+
+    def watch_next_forward(self) -> None:
+        """Records the next forward of the model and what its backward runs again, at the cost of a few hooks."""
+        root = self._roots[0][1]
+
+        def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not torch.is_grad_enabled():
+                return
+            self.close()
+            inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+            recorder = self._bytes = Recorder([*self._state(), *inputs])
+            watching = recorder.watching()
+            rows = self._rows_for_modules(recorder)
+            rows.__enter__()
+            watching.__enter__()
+            end = module.register_forward_hook(_hook(watching.__exit__, None, None, None), always_call=True)
+            stop = root.register_forward_pre_hook(_hook(self.close))
+            self._hooks += [end, stop, _Closing(rows)]
+
+        self._hooks.append(root.register_forward_pre_hook(begin, with_kwargs=True))
+
+    def close(self) -> None:
+        """Ends a recording that is going on."""
+        hooks, self._hooks = self._hooks, []
+        for hook in hooks:
+            hook.remove()
+
+    def explain(self, plot: str | None, *, show: bool) -> Explanation:
+        """Makes the table of the last steps that were watched."""
+        recorder = self._bytes
+        if recorder is None or not recorder.runs:
+            raise GraphError(f"{self.title}: there is nothing to explain before a step has run · fix: run one step")
+        rows = self._rows(recorder)
+        explanation = Explanation(
+            title=self.title,
+            rows=tuple(rows),
+            bytes_before=recorder.bytes_before.total(),
+            bytes_after=recorder.bytes_after.total(),
+            peak_bytes=self._live.peak_bytes if self._live else None,
+            timeline=self._live.timeline if self._live else (),
+            warnings=tuple(self._warnings(recorder)),
+        )
+        if plot is not None:
+            draw(explanation, plot)
+        if show:
+            print_table(explanation)
+        return explanation
+
+    def _rows(self, recorder: Recorder) -> list[Row]:
+        wrapped = {wrapper.name: wrapper for wrapper in self._wrappers}
+        names = dict.fromkeys((*recorder.order, *wrapped))
+        if recorder.bytes_before[REST] or recorder.bytes_after[REST]:
+            names[REST] = None
+        times = self._times
+        rows = []
+        for name in names:
+            wrapper = wrapped.get(name)
+            notes = list(wrapper.site.notes) if wrapper is not None else []
+            if name in self._idle:
+                notes.insert(0, self._idle[name])
+            rows.append(
+                Row(
+                    block=name or self.title,
+                    rule=wrapper.rule.describe() if wrapper is not None else Keep.name,
+                    place=wrapper.site.store.place if wrapper is not None else "device",
+                    bytes_before=recorder.bytes_before[name],
+                    bytes_after=recorder.bytes_after[name],
+                    runs=recorder.runs[name],
+                    reruns=recorder.reruns[name],
+                    forward_seconds=times.seconds[name] if times is not None and name in times.seconds else None,
+                    recompute_seconds=times.again_seconds[name] if times and name in times.again_seconds else None,
+                    note=" · ".join(notes),
+                )
+            )
+        return rows
+
+    def _warnings(self, recorder: Recorder) -> Iterator[str]:
+        rule_rows = [w for w in self._wrappers if not isinstance(w.rule, Keep)]
+        for wrapper in rule_rows:
+            if not recorder.runs[wrapper.name] and wrapper.name not in self._idle:
+                yield f"{wrapper.name or self.title}: it never ran with gradients, so its flag did nothing"
+        yield from (f"{name}: {why}" for name, why in self._idle.items() if "does nothing" in why)
+        ran = [w for w in rule_rows if recorder.reruns[w.name]]
+        roots = {id(root) for _, root in self._roots}
+        for wrapper in ran:
+            if id(wrapper.module) in roots:
+                yield (
+                    f"{wrapper.name or self.title}: the whole model is one block, so all of it is alive again when it "
+                    "runs again, and the peak does not fall · fix: set the flag on its layers"
+                )
+        yield from self._last_block(recorder, ran)
+
+    def _last_block(self, recorder: Recorder, ran: list[BlockForward]) -> Iterator[str]:
+        """The block that backward reaches first is alive in full at once: its flag helps only if the peak is elsewhere."""
+        order = list(recorder.order)
+        if len(ran) < 2:
+            return
+        last = max(ran, key=lambda w: order.index(w.name) if w.name in order else -1)
+        peak = max(self._live.timeline, key=lambda e: e.live_bytes, default=None) if self._live else None
+        if peak is not None and peak.block == last.name and peak.phase in ("recompute", "backward"):
+            yield (
+                f"{last.name}: backward reaches it first, so it costs a second run and takes nothing off the peak · "
+                f"fix: set activation_checkpointing = False on {last.name}"
+            )
+
+    def _state(self) -> list[torch.Tensor]:
+        return [t for _, root in self._roots for t in (*root.parameters(), *root.buffers())]
+
+    @contextmanager
+    def _rows_for_modules(self, recorder: Recorder) -> Iterator[None]:
+        hooks = []
+        try:
+            for wrapper in self._wrappers:
+                wrapper.site.recorder = recorder
+            for name, module in self._plain_modules():
+                hooks.append(module.register_forward_pre_hook(_hook(recorder.enter_plain, name), prepend=True))
+                hooks.append(module.register_forward_hook(_hook(recorder.leave_plain, name), always_call=True))
+            yield
+        finally:
+            for wrapper in self._wrappers:
+                wrapper.site.recorder = None
+            for hook in hooks:
+                hook.remove()
+
+    def _plain_modules(self) -> list[tuple[str, nn.Module]]:
+        """The modules without a policy that get a row of their own: what stands beside the flagged blocks."""
+        wrapped = {w.name for w in self._wrappers}
+        found: list[tuple[str, nn.Module]] = []
+        for name, root in self._roots:
+            _rows_below(name, root, wrapped, found)
+        return found
+
+
+def _rows_below(name: str, module: nn.Module, wrapped: set[str], found: list[tuple[str, nn.Module]]) -> None:
+    if name in wrapped:
+        return
+    inside = [f"{name}.{key}" if name else key for key, _ in module.named_modules() if key]
+    has_flags = any(path in wrapped for path in inside)
+    if has_flags or any(_is_stack(m) for m in module.modules()):
+        for key, child in module.named_children():
+            _rows_below(f"{name}.{key}" if name else key, child, wrapped, found)
+    else:
+        found.append((name, module))
+
+
+def _is_stack(module: nn.Module) -> bool:
+    """A list of layers of one class, each of which is worth a row."""
+    kinds = {type(child) for child in module.children()}
+    return isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1 and len(kinds) == 1
+
+
+def _hook(call: Callable[..., Any], *args: Any) -> Callable[..., None]:
+    def hook(*_: Any) -> None:  # what a hook returns would take the place of the module's input or output
+        call(*args)
+
+    return hook
+
+
+class _Closing:
+    """Ends a context manager by the method that ends a hook."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def remove(self) -> None:
+        self._context.__exit__(None, None, None)

@@ -1,0 +1,106 @@
+"""The wrapper around one module's forward that puts its rule in force."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import MethodType
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch.utils import checkpoint as torch_checkpoint
+
+from graphckpt.rules import Keep, Rule, Site
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import nn
+
+_disabled: ContextVar[bool] = ContextVar("disabled", default=False)
+
+
+@final
+class BlockForward:
+    """Stands as ``forward`` on a module, and not on its class: type, hooks and ``state_dict`` keys stay what they are.
+
+    It holds the module weakly, so that a deleted model is freed at once, and follows it when it is copied or pickled.
+    """
+
+    __slots__ = ("_inner", "_module", "_site", "name", "rule")
+
+    def __init__(self, module: nn.Module, name: str, rule: Rule) -> None:
+        self._module = weakref.ref(module)
+        self._inner = _forward_beneath(module)
+        self._site: Site | None = None
+        self.name = name
+        self.rule = rule
+
+    @property
+    def site(self) -> Site:
+        """What all calls of the block share; made on first use."""
+        if self._site is None:
+            module = self._module()
+            assert module is not None
+            self._site = Site(self.name, module.modules())
+        return self._site
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The wrapped module, or ``None`` if it is gone."""
+        return self._module()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        function = self._function()
+        if not torch.is_grad_enabled() or _disabled.get():
+            return function(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            if isinstance(self.rule, Keep):
+                return function(*args, **kwargs)
+            return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+        return self.rule.run(self._site or self.site, function, args, kwargs)
+
+    def _function(self) -> Callable[..., Any]:
+        if self._inner is not None:
+            return self._inner
+        module = self._module()
+        return MethodType(type(module).forward, module)  # type: ignore[union-attr]
+
+    def put_on(self) -> None:
+        """Puts this wrapper in place."""
+        self._module().__dict__["forward"] = self  # type: ignore[union-attr]
+
+    def take_off(self) -> None:
+        """Takes this wrapper away, unless something else has been put in its place since."""
+        module = self._module()
+        if module is None or module.__dict__.get("forward") is not self:
+            return
+        if self._inner is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = self._inner
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BlockForward:
+        twin = memo.get(id(self._module()))
+        return self if twin is None else BlockForward(twin, self.name, self.rule)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BlockForward, (self._module(), self.name, self.rule)
+
+
+@contextmanager
+def disable_checkpointing() -> Iterator[None]:
+    """Runs every forward in the ``with`` block as if no policy were set."""
+    token = _disabled.set(True)
+    try:
+        yield
+    finally:
+        _disabled.reset(token)
+
+
+def _forward_beneath(module: nn.Module) -> Callable[..., Any] | None:
+    forward = module.__dict__.get("forward")
+    while isinstance(forward, BlockForward):  # a Graph's policy stands in for one that `apply` has put on
+        forward = forward._inner
+    return forward

@@ -1,0 +1,198 @@
+"""Watches one step: which storages each block would keep, which it does keep, how often and how long it runs."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, defaultdict
+from contextlib import contextmanager
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from graphckpt.ledger.record import Event
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from graphckpt.ledger.live import LiveBytes
+
+REST = "(outside of blocks)"
+"""The row for what is saved while no block of the table runs."""
+
+
+@final
+class Recorder:
+    """Is told by the rules what they do during one step.
+
+    A storage counts once, for the block that saves it first. Storages of ``alive_anyway`` (parameters, buffers, the
+    step's inputs) count nowhere: no policy could free them.
+    """
+
+    def __init__(self, alive_anyway: Iterable[torch.Tensor] = (), live: LiveBytes | None = None) -> None:
+        self.bytes_before: Counter[str] = Counter()
+        self.bytes_after: Counter[str] = Counter()
+        self.runs: Counter[str] = Counter()
+        self.reruns: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.again_seconds: defaultdict[str, float] = defaultdict(float)
+        self.order: dict[str, None] = {}
+        self._plain = _Storages()
+        self._kept = _Storages()
+        self._live = live
+        self._running: list[tuple[str, float]] = []
+        self._again = 0
+        self._is_passing_on = False
+        for tensor in alive_anyway:
+            self._plain.add(tensor)
+            self._kept.add(tensor)
+
+    @property
+    def timeline(self) -> tuple[Event, ...]:
+        """The levels of live bytes, if they were watched."""
+        return tuple(self._live.timeline) if self._live is not None else ()
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The largest level of live bytes, if they were watched."""
+        return self._live.peak_bytes if self._live is not None else None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watches a step, or a forward, from its first op to its last."""
+        with saved_tensors_hooks(self._save_plainly, self._give_back):
+            if self._live is None:
+                yield
+            else:
+                with self._live:
+                    yield
+
+    def phase(self, name: str, block: str = "") -> None:
+        """Labels what follows: ``"forward"``, ``"backward"``, ``"recompute"`` or ``"optimizer"``."""
+        if self._live is not None:
+            self._live.phase = name
+            self._live.block = block
+
+    def first_run(self, block: str, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+        """A block's first run begins. Returns ``pack`` with a look at what the plain step would save."""
+        if self._again:
+            return pack
+        self._enter(block)
+
+        def look_and_pack(tensor: torch.Tensor) -> Any:
+            if not self._is_passing_on:
+                self.bytes_before[self._running[-1][0]] += self._plain.add(tensor)
+            return pack(tensor)
+
+        return look_and_pack
+
+    def first_run_ended(self, block: str) -> None:
+        """A block's first run ended."""
+        if not self._again:
+            self._leave(block)
+
+    def kept_run(self, block: str, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+        """A block begins whose saved tensors are really kept."""
+        if self._again:
+            return pack
+        self._enter(block)
+
+        def look_and_pack(tensor: torch.Tensor) -> Any:
+            self.bytes_before[block] += self._plain.add(tensor)
+            self.bytes_after[block] += self._kept.add(tensor)
+            return pack(tensor)
+
+        return look_and_pack
+
+    def kept_run_ended(self, block: str) -> None:
+        """A block whose saved tensors are really kept ended."""
+        self.first_run_ended(block)
+
+    def kept(self, block: str, tensor: torch.Tensor) -> None:
+        """The rule of ``block`` keeps ``tensor`` for its second run."""
+        if not self._again:
+            self.bytes_after[block] += self._kept.add(tensor)
+
+    @contextmanager
+    def passing_on(self) -> Iterator[None]:
+        """What is packed now is kept by a rule, and not saved by an op."""
+        self._is_passing_on = True
+        try:
+            yield
+        finally:
+            self._is_passing_on = False
+
+    def second_run(self, block: str) -> None:
+        """A block begins to run again."""
+        self._again += 1
+        self.reruns[block] += 1
+        self.phase("recompute", block)
+        self._running.append((block, _now()))
+
+    def second_run_ended(self, block: str) -> None:
+        """A block has run again; backward goes on."""
+        self._again -= 1
+        _, begin = self._running.pop()
+        self.again_seconds[block] += _now() - begin
+        self.phase(
+            "recompute" if self._again else "backward", self._running[-1][0] if self._again else block
+        )
+
+    def _enter(self, block: str) -> None:
+        self.order.setdefault(block)
+        self.runs[block] += 1
+        self.phase("forward", block)
+        self._running.append((block, _now()))
+
+    def _leave(self, block: str) -> None:
+        _, begin = self._running.pop()
+        self.seconds[block] += _now() - begin
+        self.phase("forward", self._running[-1][0] if self._running else "")
+
+    def enter_plain(self, block: str) -> None:
+        """A module without a policy, but with a row of its own, begins."""
+        if not self._again:
+            self._enter(block)
+
+    def leave_plain(self, block: str) -> None:
+        """A module without a policy, but with a row of its own, ended."""
+        if not self._again and self._running and self._running[-1][0] == block:
+            self._leave(block)
+
+    def _save_plainly(self, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+        block = self._running[-1][0] if self._running else REST
+        if not self._again:
+            if not self._is_passing_on:
+                self.bytes_before[block] += self._plain.add(tensor)
+            self.bytes_after[block] += self._kept.add(tensor)
+        return block, tensor.detach()
+
+    def _give_back(self, saved: tuple[str, torch.Tensor]) -> torch.Tensor:
+        block, tensor = saved
+        if not self._again:
+            self.phase("backward", "" if block == REST else block)
+        return tensor
+
+
+class _Storages:
+    """The storages seen so far, held weakly: an address that is used again is another storage."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def add(self, tensor: torch.Tensor) -> int:
+        """Returns the bytes of the tensor's storage if it is new, else 0."""
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        seen = self._seen.get(address)
+        if address == 0 or (seen is not None and seen() is not None):
+            return 0
+        self._seen[address] = weakref.ref(storage)
+        return storage.nbytes()
+
+
+def _now() -> float:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return perf_counter()

@@ -1,0 +1,41 @@
+"""Random state of the CPU and of the devices that a block uses: taken before its first run, set again for its second."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+RandomState: TypeAlias = tuple[torch.Tensor, tuple[tuple[torch.device, torch.Tensor], ...]]
+"""State of the default CPU generator, and of each device's default generator."""
+
+_STATELESS = frozenset({"cpu", "meta"})  # device types with no generator beside the CPU's
+
+
+def random_devices(tensors: Iterable[torch.Tensor]) -> tuple[torch.device, ...]:
+    """Returns the devices of ``tensors`` that have a random generator of their own, each once, in order."""
+    return tuple(dict.fromkeys(t.device for t in tensors if t.device.type not in _STATELESS))
+
+
+def take_random_state(devices: tuple[torch.device, ...]) -> RandomState:
+    """Returns the random state of the CPU and of ``devices``; nothing is drawn."""
+    return torch.default_generator.get_state(), tuple((d, _device_module(d).get_rng_state(*_index(d))) for d in devices)
+
+
+def set_random_state(state: RandomState) -> None:
+    """Sets the random state that :func:`take_random_state` returned."""
+    cpu_state, device_states = state
+    torch.default_generator.set_state(cpu_state)
+    for device, device_state in device_states:
+        _device_module(device).set_rng_state(device_state, *_index(device))
+
+
+def _device_module(device: torch.device) -> Any:
+    return torch.get_device_module(device)
+
+
+def _index(device: torch.device) -> tuple[torch.device, ...]:
+    return () if device.type == "mps" else (device,)  # torch.mps has one device and takes no index

@@ -1,0 +1,15 @@
+"""WHAT of a block is kept: one file per rule, found by name."""
+
+from __future__ import annotations
+
+from graphckpt.rules.base import Rule
+from graphckpt.rules.frame import running
+from graphckpt.rules.full import Full
+from graphckpt.rules.keep import Keep
+from graphckpt.rules.registry import parse_rule, rule_classes
+from graphckpt.rules.segments import Segments
+from graphckpt.rules.selective import Selective
+from graphckpt.rules.site import Site
+from graphckpt.rules.tiles import Tiles
+
+__all__ = ["Full", "Keep", "Rule", "Segments", "Selective", "Site", "Tiles", "parse_rule", "rule_classes", "running"]

@@ -1,0 +1,42 @@
+"""What a rule is: it runs a block's forward so that less of it stays alive until backward."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from graphckpt.rules.site import Site
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule(ABC):
+    """WHAT of a block is kept between its forward and its backward.
+
+    A subclass is a frozen dataclass in a file of its own; the file's name is the rule's name in config files, and the
+    dataclass fields are its keys there.
+    """
+
+    name: ClassVar[str]
+
+    def check(self, module: nn.Module) -> str | None:
+        """Returns why this rule cannot act on ``module`` and how to fix it, or ``None`` if it can."""
+        del module
+
+    @abstractmethod
+    def run(self, site: Site, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs ``function(*args, **kwargs)``, the block's forward, with autograd on."""
+
+    def describe(self) -> str:
+        """Returns the rule as tables show it: its name, and its settings that are not the default."""
+        settings = [
+            str(value)
+            for field in dataclasses.fields(self)
+            if (value := getattr(self, field.name)) is not None and value != field.default
+        ]
+        return f"{self.name}({', '.join(settings)})" if settings else self.name

@@ -1,0 +1,329 @@
+"""One forward of one block that will run again in backward: the first run, what it keeps, and the second run.
+
+Autograd asks for a saved tensor through a hook. The first run answers with an empty :class:`Slot`; the first slot that
+backward reads starts the second run, which fills them all, in the order in which they were made.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import ExitStack
+from contextvars import ContextVar
+from itertools import chain
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from graphckpt._compat import saved_tensor_hooks_in_force
+from graphckpt.ambient import enter_ambient, take_ambient
+from graphckpt.errors import RecomputeError
+from graphckpt.rng import random_devices, set_random_state, take_random_state
+from graphckpt.rules.mismatch import Fault, differs, edited, edits_argument, iterator_argument
+from graphckpt.state import put_back, rewind_objects, settle_objects, take_objects
+from graphckpt.tree import ATOMS, flatten_call
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from graphckpt.rules.hole import HoleCall
+    from graphckpt.rules.selective import OpMemory
+    from graphckpt.rules.site import Site
+    from graphckpt.state import Undo
+
+
+@final
+class Slot:
+    """Stands in autograd's graph for a tensor that the second run will make again."""
+
+    __slots__ = ("__weakref__", "dtype", "shape", "value", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self.value: torch.Tensor | None = None
+        self.version = 0
+
+
+@final
+class Kept:
+    """A tensor that the first run keeps for the second: an argument, a hole's output, an op's result.
+
+    It passes through the hooks around the block, if there are any: inside of a block that will run again itself,
+    nothing is kept, but made again.
+    """
+
+    __slots__ = ("_held", "_requires_grad", "_store", "_unpack", "_version")
+
+    def __init__(self, tensor: torch.Tensor, site: Site, outer: Any) -> None:
+        self._requires_grad = tensor.requires_grad
+        recorder = site.recorder
+        if outer is None:
+            self._unpack, self._store = None, site.store
+            self._held = site.store.put(tensor)
+            self._version = None if tensor.is_inference() else tensor._version
+            if recorder is not None:
+                recorder.kept(site.name, tensor)
+        else:
+            self._version = self._store = None
+            pack, self._unpack = outer
+            if recorder is None:
+                self._held = pack(tensor)
+            else:
+                with recorder.passing_on():
+                    self._held = pack(tensor)
+
+    def take(self) -> torch.Tensor | None:
+        """Returns the tensor, cut off from its history; ``None`` if it was edited in place since."""
+        if self._store is None:
+            tensor = self._unpack(self._held)
+        else:
+            tensor = self._store.get(self._held)
+            if self._version is not None and tensor._version != self._version:
+                return None
+        return tensor.detach().requires_grad_() if self._requires_grad else tensor.detach()
+
+
+class Run:
+    """A pass through a block's forward that is going on in this thread."""
+
+    __slots__ = ("again", "frame", "outer")
+
+    def __init__(self, frame: Frame, outer: Run | None, *, again: bool) -> None:
+        self.frame = frame
+        self.outer = outer
+        self.again = again or (outer is not None and outer.again)
+
+
+running: ContextVar[Run | None] = ContextVar("running", default=None)
+
+
+class _Stop(BaseException):  # not an Exception: a forward that catches those must not catch this
+    """Ends a second run once every tensor that backward can still ask for is there."""
+
+    def __init__(self, run: SecondRun) -> None:
+        self.run = run
+
+
+@final
+class Frame:
+    """What one call of a block keeps, and how to run it again."""
+
+    __slots__ = (
+        "_ambient", "_early_stop", "_function", "_leaves", "_objects", "_random", "_shape", "_slots",
+        "_snapshot", "devices", "edited", "holes", "ops", "outer", "site",
+    )  # fmt: skip
+
+    def __init__(self, site: Site, function: Callable[..., Any], ops: OpMemory | None) -> None:
+        self.site = site
+        self.ops = ops
+        self.holes: list[HoleCall] = []
+        self.outer: Any = None
+        self.edited: frozenset[int] = frozenset()
+        self._function = function
+        self._slots: list[weakref.ref[Slot]] = []
+        self._objects: Any = ()
+
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Runs the block for the first time, with nothing saved but what the second run needs."""
+        site, state = self.site, self.site.state
+        self.outer = saved_tensor_hooks_in_force()
+        leaves, self._shape = flatten_call(args, kwargs)
+        self.devices = _devices(site, leaves)
+        self._random = take_random_state(self.devices)
+        self._ambient = take_ambient(self.devices)
+        self._snapshot = state.take()
+        learning = site.edited is None
+        self._early_stop = not learning  # on the first call the second run goes on to its end, and must save no more
+        watch = state.watch() if learning else None
+        tensors = self._keep(leaves, learning=learning)
+
+        token = running.set(Run(self, running.get(), again=False))
+        recorder = site.recorder
+        pack: Any = self.pack if recorder is None else recorder.first_run(site.name, self.pack)
+        try:
+            with saved_tensors_hooks(pack, self.unpack):
+                if self.ops is None:
+                    output = self._function(*args, **kwargs)
+                else:
+                    with self.ops.first_run(self):
+                        output = self._function(*args, **kwargs)
+        finally:
+            running.reset(token)
+            if recorder is not None:
+                recorder.first_run_ended(site.name)
+
+        if watch is not None:
+            self._snapshot = state.learn(watch, self._snapshot)
+        self._settle(tensors, learning=learning)
+        return output
+
+    def pack(self, tensor: torch.Tensor) -> Slot:
+        """Answers autograd, which wants ``tensor`` saved."""
+        slot = Slot(tensor)
+        self._slots.append(weakref.ref(slot))
+        return slot
+
+    def unpack(self, slot: Slot) -> torch.Tensor:
+        """Gives autograd the tensor back, running the block again if need be."""
+        value = slot.value
+        if value is None:
+            self._run_again()
+            value = slot.value
+            assert value is not None
+        slot.value = None
+        if value._version != slot.version:
+            raise RecomputeError(edited(self.site.name, "a tensor that one of its ops saves"))
+        return value
+
+    def name_of(self, position: int) -> str:
+        """Names the argument that leaf ``position`` belongs to."""
+        return self._shape.name(position, self._function)
+
+    def _keep(self, leaves: list[Any], *, learning: bool) -> list[tuple[int, torch.Tensor, int, torch.Tensor | None]]:
+        site = self.site
+        edited_before = site.edited or frozenset()
+        tensors = []
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                # An argument that forward edits in place is kept as a copy. Which ones these are shows on the first
+                # call, for which every argument is copied, one block's at a time.
+                twin = _twin(leaf) if learning or position in edited_before else None
+                version = 0 if leaf.is_inference() else leaf._version
+                tensors.append((position, leaf, version, twin))
+                deferred = learning and self.outer is None
+                leaves[position] = leaf if deferred else Kept(leaf if twin is None else twin, site, self.outer)
+            elif type(leaf) not in ATOMS:
+                if hasattr(leaf, "__next__"):
+                    raise RecomputeError(iterator_argument(site.name, self.name_of(position)))
+                self._objects = self._objects or take_objects(leaves)
+        self._leaves = leaves
+        self.edited = edited_before
+        return tensors
+
+    def _settle(self, tensors: list[tuple[int, torch.Tensor, int, torch.Tensor | None]], *, learning: bool) -> None:
+        """After the first run: sees which arguments it edited, and lets go of what the second run does not need."""
+        moved = frozenset(p for p, leaf, version, _ in tensors if not leaf.is_inference() and leaf._version != version)
+        site = self.site
+        if learning:
+            site.edited = self.edited = moved
+            if self.outer is None:
+                for position, leaf, _, twin in tensors:
+                    kept = twin if position in moved else leaf
+                    self._leaves[position] = Kept(kept, site, None)  # type: ignore[arg-type]
+        elif not moved <= self.edited:
+            raise RecomputeError(edits_argument(site.name, self.name_of(min(moved - self.edited))))
+        if self._objects:
+            self._objects = settle_objects(self._objects)
+        for hole in self.holes:
+            hole.settle()
+
+    def _take(self, position: int, leaf: Any) -> Any:
+        if not isinstance(leaf, Kept):
+            return leaf
+        tensor = leaf.take()
+        if tensor is None:
+            raise RecomputeError(edited(self.site.name, f"its argument `{self.name_of(position)}`"))
+        # clone() makes a tensor with history, which forward may edit in place; a leaf it may not
+        return tensor.clone() if position in self.edited else tensor
+
+    def _run_again(self) -> None:
+        recorder = self.site.recorder
+        if recorder is not None:
+            recorder.second_run(self.site.name)
+        try:
+            run = SecondRun(self, self._slots, early_stop=self._early_stop)
+            self._second_run(run)
+            fault = run.fault()
+            if fault is not None:
+                probe = SecondRun(self, self._slots, early_stop=False)
+                fault = fault.located(probe, lambda: self._second_run(probe))
+                raise RecomputeError(differs(self.site.name, fault))
+        finally:
+            if recorder is not None:
+                recorder.second_run_ended(self.site.name)
+
+    def _second_run(self, run: SecondRun) -> None:
+        with torch.enable_grad():
+            args, kwargs = self._shape.assemble([self._take(i, leaf) for i, leaf in enumerate(self._leaves)])
+        random_now = take_random_state(self.devices)
+        undo: Undo = []
+        token = running.set(run)
+        try:
+            with ExitStack() as stack:
+                enter_ambient(stack, self._ambient, self.devices)
+                self.site.state.rewind(self._snapshot, undo)
+                if self._objects:
+                    rewind_objects(self._objects, undo)
+                set_random_state(self._random)
+                if self.ops is not None:
+                    stack.enter_context(self.ops.second_run(self))
+                with torch.enable_grad(), saved_tensors_hooks(run.pack, run.unpack):
+                    self._function(*args, **kwargs)
+        except _Stop as stop:
+            if stop.run is not run:
+                raise
+        finally:
+            running.reset(token)
+            put_back(undo)
+            set_random_state(random_now)
+
+
+@final
+class SecondRun(Run):
+    """Fills the slots of a frame while its block runs again."""
+
+    __slots__ = ("_early_stop", "_first_fault", "_last", "_slots", "cursor", "hole_cursor", "on_pack")
+
+    def __init__(self, frame: Frame, slots: list[weakref.ref[Slot]], *, early_stop: bool) -> None:
+        super().__init__(frame, running.get(), again=True)
+        self.cursor = 0
+        self.hole_cursor = 0
+        self.on_pack: Callable[[int], None] | None = None
+        self._slots = slots
+        self._early_stop = early_stop
+        self._last = max((i for i, ref in enumerate(slots) if ref() is not None), default=-1)
+        self._first_fault: Fault | None = None
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Puts ``tensor`` into the slot whose turn it is."""
+        position = self.cursor
+        self.cursor = position + 1
+        if self.on_pack is not None:
+            self.on_pack(position)
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        if position < len(self._slots):
+            slot = self._slots[position]()
+            if slot is not None and slot.value is None:
+                if slot.shape != tensor.shape or slot.dtype != tensor.dtype:
+                    self._first_fault = self._first_fault or Fault(
+                        position, (slot.dtype, slot.shape), (tensor.dtype, tensor.shape)
+                    )
+                slot.value = tensor
+                slot.version = tensor._version
+            if position == self._last and self._early_stop:
+                raise _Stop(self)
+        return tensor
+
+    def unpack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Serves a backward inside of the block's own forward."""
+        return tensor
+
+    def fault(self) -> Fault | None:
+        """Returns how this run differed from the first one, if it did."""
+        if self._first_fault is not None:
+            return self._first_fault
+        short = self.cursor <= self._last
+        long = not self._early_stop and self.cursor > len(self._slots)
+        return Fault(self.cursor - 1, len(self._slots), self.cursor) if short or long else None
+
+
+def _twin(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _devices(site: Site, leaves: Sequence[Any]) -> tuple[torch.device, ...]:
+    if not torch.accelerator.is_available():
+        return ()
+    return random_devices(chain(site.tensors(), (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))))

@@ -1,0 +1,28 @@
+"""Keeps a block's inputs only, and runs all of it again in backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, final
+
+from graphckpt.rules.base import Rule
+from graphckpt.rules.frame import Frame, running
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from graphckpt.rules.site import Site
+
+
+@final
+@dataclass(frozen=True)
+class Full(Rule):
+    """Keeps the inputs of the block. ``activation_checkpointing = True`` means this rule."""
+
+    name: ClassVar[str] = "full"
+
+    def run(self, site: Site, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs the block; backward will run it again, once. Inside of such a block it is part of that one."""
+        if running.get() is not None:
+            return function(*args, **kwargs)
+        return Frame(site, function, None).run(args, kwargs)

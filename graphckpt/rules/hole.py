@@ -1,0 +1,131 @@
+"""A child that is kept inside of a block that runs again: its outputs are handed back, it does not run twice."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from graphckpt.rng import set_random_state, take_random_state
+from graphckpt.rules.frame import Frame, Kept, Run, SecondRun, running
+from graphckpt.rules.mismatch import holes_differ
+from graphckpt.tree import build_value, flatten_value
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from graphckpt.rng import RandomState
+    from graphckpt.rules.site import Site
+
+
+@final
+class HoleCall:
+    """One call of a kept child in a first run, and how to answer for it in the second."""
+
+    __slots__ = ("_leaves", "_random", "_spec", "_versions", "name")
+
+    def __init__(self, name: str, output: Any, frame: Frame, random: RandomState) -> None:
+        self.name = name
+        self._random = random
+        leaves, self._spec = flatten_value(output)
+        self._versions = [
+            (leaf.detach(), leaf._version) for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference()
+        ]
+        self._leaves: list[Any] | None = [
+            Kept(leaf, frame.site, frame.outer) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+        ]
+
+    def settle(self) -> None:
+        """After the first run: outputs that the parent edited in place can't be handed back. The child must run."""
+        if any(tensor._version != version for tensor, version in self._versions):
+            self._leaves = None
+        self._versions = []
+
+    def answer(self) -> tuple[bool, Any]:
+        """Returns ``(True, output)``, or ``(False, None)`` if the child has to run again after all."""
+        if self._leaves is None:
+            return False, None
+        leaves = []
+        for leaf in self._leaves:
+            tensor = leaf.take() if isinstance(leaf, Kept) else leaf
+            if tensor is None and isinstance(leaf, Kept):
+                return False, None
+            leaves.append(tensor)
+        set_random_state(self._random)
+        return True, build_value(self._spec, leaves)
+
+
+def run_hole(site: Site, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Runs a kept child; outside of a block that runs again this is a plain call.
+
+    Blocks may nest: the child is a hole in every block around it, up to one whose second run this is.
+    """
+    around = _runs_around(running.get())
+    if not around:
+        return function(*args, **kwargs)
+    outermost = around[-1]
+    first_runs = around[:-1] if isinstance(outermost, SecondRun) else around
+    answered, output = _ask(outermost, site) if isinstance(outermost, SecondRun) else (False, None)
+    if not answered:
+        keep = (_without_history, _same) if isinstance(outermost, SecondRun) else outermost.frame.outer
+        output = _run_kept(around, keep or (_without_history, _same), site, function, args, kwargs)
+    for run in first_runs:
+        frame = run.frame
+        frame.holes.append(HoleCall(site.name, output, frame, take_random_state(frame.devices)))
+    return output
+
+
+def _runs_around(run: Run | None) -> list[Run]:
+    around = []
+    while run is not None:
+        around.append(run)
+        if isinstance(run, SecondRun):
+            break
+        run = run.outer
+    return around
+
+
+def _ask(run: SecondRun, site: Site) -> tuple[bool, Any]:
+    frame = run.frame
+    position = run.hole_cursor
+    run.hole_cursor += 1
+    call = frame.holes[position] if position < len(frame.holes) else None
+    if call is None or call.name != site.name:
+        raise holes_differ(frame.site.name, call.name if call else None, site.name)
+    answered, output = call.answer()
+    if not answered:
+        site.note("its output is edited in place by its parent, so it runs again")
+    return answered, output
+
+
+def _run_kept(
+    around: list[Run],
+    keep: tuple[Any, Any],
+    site: Site,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    recorder = site.recorder
+    pack = keep[0] if recorder is None else recorder.kept_run(site.name, keep[0])
+    token = running.set(around[-1].outer)  # what runs in here belongs to what is around the outermost block
+    memories = [run.frame.ops for run in around if run.frame.ops is not None]
+    try:
+        with ExitStack() as stack, saved_tensors_hooks(pack, keep[1]):
+            for memory in memories:
+                stack.enter_context(memory.paused())
+            return function(*args, **kwargs)
+    finally:
+        running.reset(token)
+        if recorder is not None:
+            recorder.kept_run_ended(site.name)
+
+
+def _without_history(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach()  # a node that holds its own output would never be freed
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

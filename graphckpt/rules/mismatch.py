@@ -1,0 +1,123 @@
+"""Says how a second run differed from the first: which tensor, saved by which op, on which line."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from graphckpt.errors import RecomputeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from graphckpt.rules.frame import SecondRun
+
+_FIX = (
+    "fix: make forward depend on its arguments, parameters and random state alone, or set "
+    "activation_checkpointing = False on this block"
+)
+_NOT_THE_USERS = tuple(str(Path(module).parent) for module in (torch.__file__, __file__))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """The first difference between two runs.
+
+    ``first`` and ``second`` are ``(dtype, shape)`` of saved tensor number ``position``, or the counts of saved tensors.
+    """
+
+    position: int
+    first: tuple[torch.dtype, torch.Size] | int
+    second: tuple[torch.dtype, torch.Size] | int
+    op: str = ""
+    line: str = ""
+
+    def located(self, probe: SecondRun, rerun: Callable[[], None]) -> Fault:
+        """Runs the block once more, watching, and returns the fault with the op and the line that it belongs to."""
+        watch = _Watch(self.position)
+        probe.on_pack = watch.on_pack
+        with suppress(Exception), watch:
+            rerun()
+        return replace(self, op=watch.op, line=watch.line)
+
+
+@final
+class _Watch(TorchFunctionMode):
+    """Knows which PyTorch function is running when saved tensor number ``position`` is made."""
+
+    def __init__(self, position: int) -> None:
+        super().__init__()
+        self.op = ""
+        self.line = ""
+        self._position = position
+        self._running: list[Any] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self._running.append(func)
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self._running.pop()
+
+    def on_pack(self, position: int) -> None:
+        if position != self._position:
+            return
+        func = self._running[0] if self._running else None
+        self.op = "an op" if func is None else resolve_name(func) or getattr(func, "__name__", repr(func))
+        frame = sys._getframe(1)  # noqa: SLF001  # inspect.stack() reads every source file on the way
+        while frame is not None:
+            if not frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+                self.line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+                return
+            frame = frame.f_back  # type: ignore[assignment]
+
+
+def differs(block: str, fault: Fault) -> str:
+    """The message for a second run that was not like the first."""
+    where = f", saved by {fault.op} at {fault.line}," if fault.op else ""
+    if isinstance(fault.first, int):
+        number = f"the first run saved {fault.first} tensors, the second {fault.second}"
+        return f"{block}: {number}; the last one{where} is not the same in both · {_FIX}"
+    assert not isinstance(fault.second, int)
+    was, now = _describe(*fault.first), _describe(*fault.second)
+    return f"{block}: saved tensor {fault.position}{where} was {was} in the first run and {now} in the second · {_FIX}"
+
+
+def edited(block: str, what: str) -> str:
+    """The message for a tensor that was changed between the first run and backward."""
+    return (
+        f"{block}: {what} was edited in place between forward and backward · "
+        "fix: edit a clone, or edit after backward()"
+    )
+
+
+def edits_argument(block: str, name: str) -> str:
+    """The message for a forward that begins to edit an argument after its first call."""
+    return (
+        f"{block}: forward edited its argument `{name}` in place, which it did not do on its first call · "
+        "fix: edit a clone of it"
+    )
+
+
+def iterator_argument(block: str, name: str) -> str:
+    """The message for an argument that can be read only once."""
+    return f"{block}: argument `{name}` is an iterator; a second run would find it used up · fix: pass a list"
+
+
+def holes_differ(block: str, expected: str | None, got: str) -> RecomputeError:
+    """The error for children that were called in another order."""
+    was = f"called {expected}" if expected else "called no other child that is kept"
+    return RecomputeError(f"{block}: the first run {was} where the second run called {got} · {_FIX}")
+
+
+def _describe(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"

@@ -1,0 +1,60 @@
+"""One block under a policy: what all of its calls share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+import torch
+from torch import nn
+
+from graphckpt.state import ModuleState
+from graphckpt.stores import DeviceStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from graphckpt.ledger.recorder import Recorder
+    from graphckpt.stores import Store
+
+
+@final
+class Site:
+    """The name, the store and the learnt habits of a block.
+
+    Args:
+        name: Path of the block, for messages and tables.
+        modules: Every module that runs inside of the block.
+        store: Where kept tensors go.
+        learns: ``False`` for a function that is seen once: nothing can be learnt from a first call.
+    """
+
+    __slots__ = ("_parts", "edited", "name", "notes", "recorder", "state", "store")
+
+    def __init__(self, name: str, modules: Iterable[nn.Module], store: Store | None = None, *, learns: bool = True) -> None:
+        self.name = name
+        self.store = store or DeviceStore()
+        self.state = ModuleState(modules)
+        self.edited: frozenset[int] | None = None if learns else frozenset()
+        """Positions of the tensor arguments that forward edits in place; ``None`` until a first call has shown them."""
+        self.recorder: Recorder | None = None
+        self.notes: dict[str, None] = {}
+        """What ``explain()`` must say about this block, in order, each once."""
+        self._parts: dict[object, Site] = {}
+
+    def part(self, key: object, children: Iterable[object]) -> Site:
+        """Returns the site of a run of this block's children: its own habits, the same name, store and record."""
+        if key not in self._parts:
+            modules = [m for child in children if isinstance(child, nn.Module) for m in child.modules()]
+            self._parts[key] = Site(self.name, modules, self.store)
+        part = self._parts[key]
+        part.recorder = self.recorder
+        part.notes = self.notes
+        return part
+
+    def note(self, text: str) -> None:
+        """Says something about the block in ``explain()``."""
+        self.notes.setdefault(text)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Returns the block's parameters and buffers."""
+        return self.state.tensors()

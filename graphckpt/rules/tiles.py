@@ -1,0 +1,109 @@
+"""Runs a block on one slice of its input at a time, forward and again in backward: one slice's results are alive.
+
+The use that pays most is a loss head over a big vocabulary, where the logits are the peak of the whole step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, final
+
+import torch
+
+from graphckpt.errors import ConfigError
+from graphckpt.rules.base import Rule
+from graphckpt.rules.frame import Frame
+from graphckpt.tree import build_value, flatten_call, flatten_value
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from graphckpt.rules.site import Site
+
+
+@final
+@dataclass(frozen=True)
+class Tiles(Rule):
+    """Cuts the tensor arguments into slices along ``tile_dim`` and runs them one by one.
+
+    Cut are the first tensor argument and every other of the same size along ``tile_dim``; the rest are passed whole.
+    Outputs that have the dimension are concatenated. Random ops draw per slice, and weight gradients are added slice by
+    slice, so the result equals that of the plain step up to rounding, not in every bit.
+
+    Args:
+        num_tiles: How many slices.
+        tile_dim: The dimension to cut.
+        reduce: How outputs without dimensions are joined: ``"sum"`` for a loss that sums over the cut dimension,
+            ``"mean"`` for one that averages over it (slices weigh by their size).
+
+    Raises:
+        ConfigError: A setting is out of range; at the call: the outputs of the slices cannot be joined.
+    """
+
+    name: ClassVar[str] = "tiles"
+    num_tiles: int = 8
+    tile_dim: int = 0
+    reduce: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.num_tiles, bool) or not isinstance(self.num_tiles, int) or self.num_tiles < 1:
+            raise ConfigError(f"tiles: {self.num_tiles!r} is no number of tiles · fix: use a positive int")
+        if isinstance(self.tile_dim, bool) or not isinstance(self.tile_dim, int):
+            raise ConfigError(f"tiles: tile_dim {self.tile_dim!r} is no dimension · fix: use an int")
+        if self.reduce not in (None, "sum", "mean"):
+            raise ConfigError(f"tiles: reduce {self.reduce!r} is unknown · fix: use 'sum', 'mean' or None")
+
+    def run(self, site: Site, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs the block slice by slice."""
+        leaves, shape = flatten_call(args, kwargs)
+        size, tiled = self._tiled(site, leaves)
+        cuts = {i: torch.tensor_split(leaves[i], min(self.num_tiles, size), self.tile_dim) for i in tiled}
+        outputs, sizes = [], []
+        for number in range(min(self.num_tiles, size)):
+            slices = [cuts[i][number] if i in cuts else leaf for i, leaf in enumerate(leaves)]
+            sizes.append(slices[tiled[0]].shape[self.tile_dim])
+            tile_args, tile_kwargs = shape.assemble(slices)
+            outputs.append(Frame(site, function, None).run(tile_args, tile_kwargs))
+        return self._join(site, outputs, sizes)
+
+    def _tiled(self, site: Site, leaves: Sequence[Any]) -> tuple[int, list[int]]:
+        dims = range(-self.tile_dim, 1 << 30) if self.tile_dim < 0 else range(self.tile_dim + 1, 1 << 30)
+        able = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim() in dims]
+        if not able or not leaves[able[0]].shape[self.tile_dim]:
+            raise ConfigError(
+                f"{site.name}: tiles found no tensor argument with a dimension {self.tile_dim} to cut · fix: set tile_dim"
+            )
+        size = leaves[able[0]].shape[self.tile_dim]
+        return size, [i for i in able if leaves[i].shape[self.tile_dim] == size]
+
+    def _join(self, site: Site, outputs: list[Any], sizes: list[int]) -> Any:
+        flat = [flatten_value(output) for output in outputs]
+        joined = [self._join_leaves(site, leaves, sizes) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)]
+        return build_value(flat[0][1], joined)
+
+    def _join_leaves(self, site: Site, leaves: tuple[Any, ...], sizes: list[int]) -> Any:
+        first = leaves[0]
+        if not isinstance(first, torch.Tensor):
+            if any(leaf is not first and leaf != first for leaf in leaves):
+                raise ConfigError(f"{site.name}: tiles returned different values of {type(first).__name__}, not tensors")
+            return first
+        if first.dim() == 0:
+            return self._reduce(site, leaves, sizes)
+        if any(leaf.dim() <= max(self.tile_dim, -self.tile_dim - 1) for leaf in leaves) or any(
+            leaf.shape[self.tile_dim] != size for leaf, size in zip(leaves, sizes, strict=True)
+        ):
+            raise ConfigError(
+                f"{site.name}: a tile of {sizes[0]} along dimension {self.tile_dim} gave an output of shape "
+                f"{list(first.shape)}, which cannot be joined · fix: tile a block that keeps this dimension"
+            )
+        return torch.cat(leaves, self.tile_dim)
+
+    def _reduce(self, site: Site, leaves: tuple[torch.Tensor, ...], sizes: list[int]) -> torch.Tensor:
+        if self.reduce is None:
+            raise ConfigError(
+                f"{site.name}: tiles gave outputs without dimensions, and how to join them is not said · fix: use "
+                f"activation_checkpointing = Tiles({self.num_tiles}, reduce='sum') for a summed loss, 'mean' for a mean"
+            )
+        total = sum(sizes)
+        weighed = leaves if self.reduce == "sum" else [t * (n / total) for t, n in zip(leaves, sizes, strict=True)]
+        return torch.stack(list(weighed)).sum()

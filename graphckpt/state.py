@@ -1,0 +1,246 @@
+"""What a forward changes beside its outputs: buffers, attributes, objects among its arguments.
+
+The first run of a block changes them for good. Before the second run they are put back to what the first run saw, and
+after it to what they were. Which of them move is learnt once, on the first call: version counters alone would miss
+BatchNorm, whose running statistics change without a bump.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any, TypeAlias, final
+
+import torch
+from torch import nn
+
+from graphckpt.tree import ATOMS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+_ABSENT = object()  # the slot did not exist
+_OWN = frozenset(nn.Module().__dict__) | {"forward"}  # what torch itself keeps on every module
+_CONTAINERS = (list, dict, set, deque)
+
+Undo: TypeAlias = list[tuple[Any, Any, Any]]
+"""``(owner, key, value)`` in the order in which they were replaced; ``key`` is ``None`` for a whole list."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """A place that forward changes: ``owner[key]``. ``in_place`` if the tensor there is edited, not replaced."""
+
+    owner: dict[str, Any]
+    key: str
+    in_place: bool
+
+    def take(self) -> Any:
+        """Returns the present value, safe from later edits."""
+        value = self.owner.get(self.key, _ABSENT)
+        if isinstance(value, torch.Tensor):
+            return value.detach().clone() if self.in_place else value.detach().requires_grad_(value.requires_grad)
+        return copy.copy(value) if isinstance(value, _CONTAINERS) else value
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a block's modules held when its first run began."""
+
+    tensors: list[Any]
+    modes: list[bool]
+    moving: tuple[tuple[Moving, Any], ...]
+
+
+@final
+class ModuleState:
+    """The parameters, buffers, modes and moving places of a set of modules."""
+
+    __slots__ = ("_modules", "_moving", "_slots")
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        found = list(modules)
+        # Weak, for a module holds its wrapped forward, which holds this: a deleted model must be freed at once.
+        self._modules = [weakref.ref(m) for m in found]
+        self._slots = [(d, key) for m in found for d in (m._parameters, m._buffers) for key in d]
+        self._moving: tuple[Moving, ...] | None = None
+
+    @property
+    def learnt(self) -> bool:
+        """Whether a first call has shown which places move."""
+        return self._moving is not None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Returns the parameters and buffers in place now."""
+        return [t for owner, key in self._slots if (t := owner.get(key)) is not None]
+
+    def take(self) -> Snapshot:
+        """Reads what a second run must see again. Costs a dictionary look-up per parameter, no copy of any."""
+        return Snapshot(
+            [owner.get(key) for owner, key in self._slots],
+            [ref().training for ref in self._modules],  # type: ignore[union-attr]
+            tuple((place, place.take()) for place in self._moving or ()),
+        )
+
+    def rewind(self, snapshot: Snapshot, undo: Undo) -> None:
+        """Puts ``snapshot`` in place and notes in ``undo`` what it replaced."""
+        for (owner, key), tensor in zip(self._slots, snapshot.tensors, strict=True):
+            # functional_call and the like put other tensors in place for the length of one forward. Storage that
+            # has gone since is an unsharded view of FSDP, whose own hooks have put the right one back.
+            if owner.get(key) is not tensor and (tensor is None or tensor.untyped_storage().nbytes()):
+                _replace(owner, key, tensor, undo)
+        for module, mode in zip(self._modules, snapshot.modes, strict=True):
+            if module().training is not mode:  # type: ignore[union-attr]
+                _replace(module().__dict__, "training", mode, undo)
+        for place, value in snapshot.moving:
+            fresh = value
+            if isinstance(value, torch.Tensor):
+                fresh = value.clone() if place.in_place else value
+            elif isinstance(value, _CONTAINERS):
+                fresh = copy.copy(value)
+            _replace(place.owner, place.key, fresh, undo)
+
+    def watch(self) -> Watch:
+        """Begins to learn: what it returns is given to :meth:`learn` after the first run."""
+        attributes = [ref().__dict__ for ref in self._modules]
+        places = [*self._slots, *((d, key) for d in attributes for key in d if key not in _OWN)]
+        tensors = [(owner, key, t, t.detach().clone()) for owner, key in places if _is_plain(t := owner.get(key))]
+        return Watch(tensors, [(d, _shallow(d)) for d in attributes])
+
+    def learn(self, watch: Watch, snapshot: Snapshot) -> Snapshot:
+        """Notes which places moved since ``watch``, and returns ``snapshot`` with their values of then."""
+        moved: list[tuple[Moving, Any]] = []
+        for owner, key, tensor, before in watch.tensors:
+            if owner.get(key) is not tensor:
+                moved.append((Moving(owner, key, in_place=False), tensor.detach().requires_grad_(tensor.requires_grad)))
+            elif not _same_bits(tensor, before):
+                moved.append((Moving(owner, key, in_place=True), before))
+        for owner, attributes in watch.attributes:
+            moved.extend((Moving(owner, key, in_place=False), value) for key, value in _changed(owner, attributes))
+        self._moving = tuple(place for place, _ in moved)
+        return Snapshot(snapshot.tensors, snapshot.modes, tuple(moved))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Copies of all that could move, held during a first call only."""
+
+    tensors: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]]
+    attributes: list[tuple[dict[str, Any], dict[str, Any]]]
+
+
+Objects: TypeAlias = list[tuple[Any, Any]]
+"""``(list or attribute dict, shallow copy of it)`` for all that an argument object reaches."""
+
+
+def take_objects(leaves: Sequence[Any]) -> Objects:
+    """Copies, one level deep each, the lists and attributes that objects among ``leaves`` reach.
+
+    This is how a key-value cache that is passed by reference can be seen as it was.
+    """
+    seen: set[int] = set()
+    found: Objects = []
+    todo = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor) and type(leaf) not in ATOMS]
+    while todo and len(found) < _MOST_OBJECTS:
+        value = todo.pop()
+        owner = value if isinstance(value, (list, dict)) else getattr(value, "__dict__", None)
+        if owner is None or id(owner) in seen or isinstance(value, (nn.Module, type)) or callable(value):
+            continue
+        seen.add(id(owner))
+        if isinstance(owner, (list, dict)):
+            found.append((owner, copy.copy(owner)))
+            inner = owner.values() if isinstance(owner, dict) else owner
+            todo.extend(v for v in inner if not isinstance(v, torch.Tensor) and type(v) not in ATOMS)
+    return found
+
+
+def settle_objects(before: Objects) -> Objects:
+    """Drops from ``before`` the tensors that the first run left alone: they are not held for a second run."""
+    return [(owner, then if _differs(owner, then) else _without_tensors(then)) for owner, then in before]
+
+
+def rewind_objects(objects: Objects, undo: Undo) -> None:
+    """Puts the objects back to what they were, noting in ``undo`` what they are now."""
+    for owner, then in objects:
+        if isinstance(owner, list):
+            if then is not None and _differs(owner, then):
+                undo.append((owner, None, owner[:]))
+                owner[:] = then
+        elif any(owner.get(key, _ABSENT) is not value for key, value in then.items()):
+            undo.append((owner, None, dict(owner)))
+            owner.update(then)
+
+
+def put_back(undo: Undo) -> None:
+    """Undoes every replacement, the last one first."""
+    for owner, key, value in reversed(undo):
+        if key is None:
+            _fill(owner, value)
+        elif value is _ABSENT:
+            owner.pop(key, None)
+        else:
+            owner[key] = value
+
+
+_MOST_OBJECTS = 4096  # an object that reaches more than this is a whole program, not an argument
+
+
+def _replace(owner: dict[str, Any], key: str, value: Any, undo: Undo) -> None:
+    undo.append((owner, key, owner.get(key, _ABSENT)))
+    if value is _ABSENT:
+        owner.pop(key, None)
+    else:
+        owner[key] = value
+
+
+def _fill(owner: Any, value: Any) -> None:
+    if isinstance(owner, list):
+        owner[:] = value
+    else:
+        owner.clear()
+        owner.update(value)
+
+
+def _without_tensors(then: Any) -> Any:
+    if isinstance(then, list):
+        return None if any(isinstance(v, torch.Tensor) for v in then) else then
+    return {key: value for key, value in then.items() if not isinstance(value, torch.Tensor)}
+
+
+def _differs(now: Any, then: Any) -> bool:
+    if len(now) != len(then):
+        return True
+    if isinstance(now, list):
+        return any(a is not b for a, b in zip(now, then, strict=True))
+    return any(key not in now or now[key] is not value for key, value in then.items())
+
+
+def _is_plain(value: Any) -> bool:  # a buffer or a tensor attribute
+    return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.is_meta or (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b))
+
+
+def _shallow(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {k: copy.copy(v) if isinstance(v, _CONTAINERS) else v for k, v in attributes.items() if k not in _OWN}
+
+
+def _changed(now: dict[str, Any], then: dict[str, Any]) -> Iterable[tuple[str, Any]]:
+    for key in dict.fromkeys(chain(then, (k for k in now if k not in _OWN))):
+        old, new = then.get(key, _ABSENT), now.get(key, _ABSENT)
+        if isinstance(old, (list, dict)) and type(old) is type(new):
+            if _differs(new, old):
+                yield key, old
+        elif isinstance(old, (set, deque)):
+            if old != new:
+                yield key, old
+        elif old is not new and not isinstance(old, torch.Tensor):  # tensors are compared by their bits
+            yield key, old

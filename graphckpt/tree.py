@@ -1,0 +1,135 @@
+"""Takes the arguments or outputs of a call apart into leaves, and puts them together again around other leaves."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from dataclasses import dataclass
+from types import NoneType
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from graphckpt._compat import pytree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+ATOMS = frozenset({NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
+"""Types that cannot change and hold no tensor."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CallShape:
+    """How the leaves of one call fit together; ``spec`` is ``None`` where no argument is a container."""
+
+    num_args: int
+    keywords: tuple[str, ...]
+    spec: Any = None
+
+    def assemble(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """Returns ``(args, kwargs)`` with fresh containers around ``leaves``."""
+        if self.spec is not None:
+            leaves = _join(self.spec, leaves)
+        if not self.keywords:
+            return leaves, {}
+        return leaves[: self.num_args], dict(zip(self.keywords, leaves[self.num_args :], strict=True))
+
+    def name(self, position: int, function: Callable[..., Any]) -> str:
+        """Names leaf number ``position`` as the user would: ``hidden_states`` or ``states[0]``."""
+        if self.spec is None:
+            top, path = position, ""
+        else:
+            indices = list(range(_num_leaves(self.spec)))
+            paths = pytree.tree_flatten_with_path(_join(self.spec, indices), is_leaf=lambda x: isinstance(x, int))[0]
+            keys = next((keys for keys, leaf in paths if leaf == position), ())
+            top, path = (keys[0].idx, pytree.keystr(keys[1:])) if keys else (position, "")
+        if top >= self.num_args:
+            return self.keywords[top - self.num_args] + path
+        return _positional_name(function, top) + path
+
+
+def flatten_call(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], CallShape]:
+    """Returns every leaf of the arguments in order, and the shape that puts them together again.
+
+    Lists, tuples, dicts, dataclasses and every container that is registered with ``torch.utils._pytree`` are taken
+    apart. What else is no tensor stays one leaf and passes by reference.
+    """
+    leaves = [*args, *kwargs.values()] if kwargs else list(args)
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor) and type(leaf) not in ATOMS:
+            leaves, spec = _split(leaves)
+            return leaves, CallShape(len(args), tuple(kwargs), spec)
+    return leaves, CallShape(len(args), tuple(kwargs))
+
+
+def flatten_value(value: Any) -> tuple[list[Any], Any]:
+    """Returns the leaves of one value, such as an output, and the spec for :func:`build_value`."""
+    if isinstance(value, torch.Tensor):
+        return [value], None
+    return _split(value)
+
+
+def build_value(spec: Any, leaves: Sequence[Any]) -> Any:
+    """Puts the leaves of :func:`flatten_value` together again."""
+    return leaves[0] if spec is None else _join(spec, leaves)
+
+
+@dataclass(frozen=True, slots=True)
+class _Spec:
+    tree: Any
+    records: tuple[tuple[int, Any, tuple[str, ...], _Spec], ...]  # (leaf position, the dataclass, its fields, below)
+
+
+def _split(value: Any) -> tuple[list[Any], _Spec]:
+    found, tree = pytree.tree_flatten(value)
+    leaves: list[Any] = []
+    records = []
+    for position, leaf in enumerate(found):
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, (type, torch.nn.Module)):
+            names = tuple(f.name for f in dataclasses.fields(leaf) if hasattr(leaf, f.name))
+            below, spec = _split([getattr(leaf, name) for name in names])
+            records.append((position, leaf, names, spec))
+            leaves.extend(below)
+        else:
+            leaves.append(leaf)
+    return leaves, _Spec(tree, tuple(records))
+
+
+def _join(spec: _Spec, leaves: Sequence[Any]) -> Any:
+    if not spec.records:
+        return pytree.tree_unflatten(leaves, spec.tree)
+    found: list[Any] = []
+    rest = iter(leaves)
+    records = {position: record for position, *record in spec.records}
+    for position in range(spec.tree.num_leaves):
+        if position not in records:
+            found.append(next(rest))
+            continue
+        leaf, names, below = records[position]
+        values = _join(below, [next(rest) for _ in range(_num_leaves(below))])
+        twin = copy.copy(leaf)
+        for name, value in zip(names, values, strict=True):
+            object.__setattr__(twin, name, value)  # also where the dataclass is frozen
+        found.append(twin)
+    return pytree.tree_unflatten(found, spec.tree)
+
+
+def _num_leaves(spec: _Spec) -> int:
+    below = sum(_num_leaves(record[3]) for record in spec.records)
+    return int(spec.tree.num_leaves) - len(spec.records) + below
+
+
+def _positional_name(function: Callable[..., Any], position: int) -> str:
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return f"argument {position}"
+    for index, parameter in enumerate(parameters):
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            return f"{parameter.name}[{position - index}]"
+        if index == position:
+            return parameter.name
+    return f"argument {position}"
