@@ -9,7 +9,6 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -26,15 +25,6 @@ def kib(num: int = 1) -> torch.Tensor:
 def storage_bytes(tensors) -> int:
     storages = {id(t.untyped_storage()): t.untyped_storage() for t in tensors}
     return sum(storage.nbytes() for storage in storages.values())
-
-
-def allocator_bytes(run) -> int:
-    """Bytes that ``run`` takes from the CPU allocator and does not give back, as the allocator reports."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as prof:
-        kept = run()
-    taken = sum(e.nbytes() for e in prof.profiler.kineto_results.events() if e.name() == "[memory]")
-    del kept
-    return taken
 
 
 def mlp(width: int = 32, depth: int = 4) -> nn.Sequential:
@@ -254,7 +244,7 @@ def test_one_storage_one_object():
 # ---- against the allocator and the objects
 
 
-def test_after_forward_it_equals_the_allocators_own_sum():
+def test_after_forward_it_equals_the_allocators_own_sum(allocator_bytes):
     model, x = mlp(), torch.randn(64, 32)
     model(x)
     truth = allocator_bytes(lambda: model(x))
@@ -266,7 +256,7 @@ def test_after_forward_it_equals_the_allocators_own_sum():
     assert out.requires_grad
 
 
-def test_after_backward_it_equals_the_allocators_own_sum():
+def test_after_backward_it_equals_the_allocators_own_sum(allocator_bytes):
     model, x = mlp(), torch.randn(64, 32)
 
     def step():

@@ -1,0 +1,485 @@
+"""Tiny models of many Transformers architectures, each with inputs, a loss and its repeated layers.
+
+Every one is in train mode, has dropout where its architecture has it, keeps ``use_cache`` at its default,
+and runs forward and backward on a CPU in about 5 ms without a warning: ``ledger/test_plain_models.py`` holds it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+# Legend: B batch, T tokens, D width, V vocabulary, H height and width of an image
+B, T, D, V, H = 2, 12, 32, 64, 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """One architecture at its smallest, built the same at every call."""
+
+    name: str
+    model: str
+    """Name of the model class in ``transformers``."""
+    config: dict[str, Any]
+    layers: str
+    """Pattern of the repeated layers' paths; ``*`` is one component."""
+    inputs: Callable[[], dict[str, Tensor]]
+    """Builds the keyword arguments, labels included."""
+    loss: Callable[[Any], Tensor] = lambda output: output.loss
+    has_dropout: bool = True
+    """Whether two runs in train mode differ, because the architecture drops something at random."""
+
+    def build(self) -> nn.Module:
+        """Builds the model in train mode, always with the same weights; the random stream stays."""
+        model_class = getattr(transformers, self.model)
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(0)
+            return model_class(model_class.config_class(**self.config)).train()
+
+    def layer_modules(self, model: nn.Module) -> dict[str, nn.Module]:
+        """Returns the modules that :attr:`layers` names, by path."""
+        pattern = re.compile(re.escape(self.layers).replace(r"\*", r"[^.]+"))
+        return {path: module for path, module in model.named_modules() if pattern.fullmatch(path)}
+
+
+def _ids(length: int = T, seed: int = 1) -> Tensor:
+    return torch.randint(3, V, (B, length), generator=torch.Generator().manual_seed(seed))
+
+
+def _noise(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(2))
+
+
+def _text() -> dict[str, Tensor]:
+    return {"input_ids": _ids(), "labels": _ids()}
+
+
+def _padded_text() -> dict[str, Tensor]:
+    mask_BT = torch.ones(B, T, dtype=torch.long)
+    mask_BT[1, T // 2 :] = 0
+    return {"input_ids": _ids(), "attention_mask": mask_BT, "labels": _ids(seed=3)}
+
+
+def _sequence_pair() -> dict[str, Tensor]:
+    return {"input_ids": _ids(), "labels": _ids(length=T // 2, seed=3)}
+
+
+def _image() -> dict[str, Tensor]:
+    return {"pixel_values": _noise(B, 3, H, H), "labels": torch.tensor([0, 1])}
+
+
+def _speech() -> dict[str, Tensor]:
+    return {"input_values": _noise(B, 800), "labels": _ids(length=3)}
+
+
+def _spectrogram() -> dict[str, Tensor]:
+    return {"input_features": _noise(B, 8, 40), "labels": _ids()}
+
+
+def _image_and_text() -> dict[str, Tensor]:
+    return {"input_ids": _ids(), "pixel_values": _noise(B, 3, H, H), "return_loss": torch.tensor(True)}
+
+
+_TOKENS = {"vocab_size": V, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_LLAMA = _TOKENS | {
+    "hidden_size": D,
+    "intermediate_size": 2 * D,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": D // 4,
+    "max_position_embeddings": 32,
+    "attention_dropout": 0.1,
+}
+_BERT = {
+    "vocab_size": V,
+    "pad_token_id": 0,
+    "hidden_size": D,
+    "intermediate_size": 2 * D,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+}
+_BART = _TOKENS | {
+    "d_model": D,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 2 * D,
+    "decoder_ffn_dim": 2 * D,
+    "max_position_embeddings": 32,
+    "decoder_start_token_id": 1,
+    "forced_eos_token_id": 2,
+    "attention_dropout": 0.1,
+    "activation_dropout": 0.1,
+}
+_T5 = {
+    "vocab_size": V,
+    "d_model": D,
+    "d_kv": D // 4,
+    "d_ff": 2 * D,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+}
+_VIT = {
+    "hidden_size": D,
+    "intermediate_size": 2 * D,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "image_size": H,
+    "patch_size": 8,
+    "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.1,
+}
+_SPEECH = {
+    "vocab_size": V,
+    "hidden_size": D,
+    "intermediate_size": 2 * D,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "conv_dim": (16, 16),
+    "conv_kernel": (10, 3),
+    "conv_stride": (5, 4),
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 8,
+    "num_conv_pos_embedding_groups": 4,
+    "mask_time_prob": 0.0,  # drawn by numpy, so a torch seed would not repeat it
+    "layerdrop": 0.0,
+    "pad_token_id": 0,
+}
+
+
+def _causal(name: str, model: str, layers: str, config: dict[str, Any], **more: Any) -> Architecture:
+    return Architecture(name=name, model=model, layers=layers, config=config, **{"inputs": _text} | more)
+
+
+ARCHITECTURES = (
+    # ---- decoders
+    _causal(
+        "gpt2",
+        "GPT2LMHeadModel",
+        "transformer.h.*",
+        _TOKENS | {"n_embd": D, "n_layer": 3, "n_head": 4, "n_positions": 32},
+    ),
+    _causal("llama", "LlamaForCausalLM", "model.layers.*", _LLAMA, inputs=_padded_text),
+    _causal("mistral", "MistralForCausalLM", "model.layers.*", _LLAMA | {"sliding_window": 4}),
+    _causal("qwen2", "Qwen2ForCausalLM", "model.layers.*", _LLAMA),
+    _causal("qwen3", "Qwen3ForCausalLM", "model.layers.*", _LLAMA),
+    _causal("gemma", "GemmaForCausalLM", "model.layers.*", _LLAMA),
+    _causal("gemma2", "Gemma2ForCausalLM", "model.layers.*", _LLAMA | {"sliding_window": 4}),
+    _causal("gemma3", "Gemma3ForCausalLM", "model.layers.*", _LLAMA | {"sliding_window": 4}),
+    _causal("phi", "PhiForCausalLM", "model.layers.*", _LLAMA | {"resid_pdrop": 0.1, "embd_pdrop": 0.1}),
+    _causal("phi3", "Phi3ForCausalLM", "model.layers.*", _LLAMA | {"resid_pdrop": 0.1, "embd_pdrop": 0.1}),
+    _causal("olmo", "OlmoForCausalLM", "model.layers.*", _LLAMA),
+    _causal("olmo2", "Olmo2ForCausalLM", "model.layers.*", _LLAMA),
+    _causal("stablelm", "StableLmForCausalLM", "model.layers.*", _LLAMA | {"hidden_dropout": 0.1}),
+    _causal("cohere", "CohereForCausalLM", "model.layers.*", _LLAMA),
+    _causal("granite", "GraniteForCausalLM", "model.layers.*", _LLAMA),
+    _causal("starcoder2", "Starcoder2ForCausalLM", "model.layers.*", _LLAMA | {"residual_dropout": 0.1}),
+    _causal(
+        "falcon",
+        "FalconForCausalLM",
+        "transformer.h.*",
+        _TOKENS
+        | {
+            "hidden_size": D,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "hidden_dropout": 0.1,
+            "attention_dropout": 0.1,
+        },
+    ),
+    _causal(
+        "bloom",
+        "BloomForCausalLM",
+        "transformer.h.*",
+        _TOKENS
+        | {"hidden_size": D, "n_layer": 3, "n_head": 4, "hidden_dropout": 0.1, "attention_dropout": 0.1},
+    ),
+    _causal(
+        "opt",
+        "OPTForCausalLM",
+        "model.decoder.layers.*",
+        _TOKENS
+        | {
+            "hidden_size": D,
+            "word_embed_proj_dim": D,
+            "ffn_dim": 2 * D,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 32,
+            "attention_dropout": 0.1,
+        },
+    ),
+    _causal(
+        "gpt_neo",
+        "GPTNeoForCausalLM",
+        "transformer.h.*",
+        _TOKENS
+        | {
+            "hidden_size": D,
+            "num_layers": 2,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 4,
+            "max_position_embeddings": 32,
+            "resid_dropout": 0.1,
+            "embed_dropout": 0.1,
+            "attention_dropout": 0.1,
+        },
+    ),
+    _causal(
+        "gpt_neox",
+        "GPTNeoXForCausalLM",
+        "gpt_neox.layers.*",
+        _TOKENS
+        | {
+            "hidden_size": D,
+            "intermediate_size": 2 * D,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "hidden_dropout": 0.1,
+            "attention_dropout": 0.1,
+        },
+    ),
+    _causal(
+        "gptj",
+        "GPTJForCausalLM",
+        "transformer.h.*",
+        _TOKENS
+        | {
+            "n_embd": D,
+            "n_layer": 3,
+            "n_head": 4,
+            "n_positions": 32,
+            "rotary_dim": 4,
+            "resid_pdrop": 0.1,
+            "embd_pdrop": 0.1,
+            "attn_pdrop": 0.1,
+        },
+    ),
+    _causal(
+        "mpt",
+        "MptForCausalLM",
+        "transformer.blocks.*",
+        _TOKENS
+        | {
+            "d_model": D,
+            "n_layers": 3,
+            "n_heads": 4,
+            "max_seq_len": 32,
+        },
+        has_dropout=False,  # Transformers 5.23 takes whole numbers only as its rate
+    ),
+    _causal(
+        "ctrl",
+        "CTRLLMHeadModel",
+        "transformer.h.*",
+        {"vocab_size": V, "n_embd": D, "dff": 2 * D, "n_layer": 3, "n_head": 4, "n_positions": 32},
+    ),
+    _causal(
+        "gpt_bigcode",
+        "GPTBigCodeForCausalLM",
+        "transformer.h.*",
+        _TOKENS | {"n_embd": D, "n_layer": 3, "n_head": 4, "n_positions": 32},
+    ),
+    _causal(
+        "xlnet",
+        "XLNetLMHeadModel",
+        "transformer.layer.*",
+        _TOKENS | {"d_model": D, "n_layer": 3, "n_head": 4, "d_inner": 2 * D, "dropout": 0.1},
+    ),
+    # ---- mixtures of experts
+    _causal("mixtral", "MixtralForCausalLM", "model.layers.*", _LLAMA | {"num_local_experts": 4}),
+    _causal(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        "model.layers.*",
+        _LLAMA
+        | {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": D,
+            "shared_expert_intermediate_size": D,
+            "output_router_logits": True,
+        },
+    ),
+    _causal(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        "model.layers.*",
+        _LLAMA | {"num_local_experts": 4, "sliding_window": 4},
+    ),
+    # ---- state spaces and recurrences
+    _causal(
+        "mamba",
+        "MambaForCausalLM",
+        "backbone.layers.*",
+        _TOKENS | {"hidden_size": D, "state_size": 4, "num_hidden_layers": 3},
+        has_dropout=False,
+    ),
+    _causal(
+        "mamba2",
+        "Mamba2ForCausalLM",
+        "backbone.layers.*",
+        _TOKENS
+        | {
+            "hidden_size": D,
+            "state_size": 4,
+            "num_hidden_layers": 3,
+            "num_heads": 8,
+            "head_dim": 8,
+            "n_groups": 2,
+            "chunk_size": 4,
+        },
+        has_dropout=False,
+    ),
+    _causal(
+        "rwkv",
+        "RwkvForCausalLM",
+        "rwkv.blocks.*",
+        _TOKENS
+        | {
+            "hidden_size": D,
+            "attention_hidden_size": D,
+            "intermediate_size": 2 * D,
+            "num_hidden_layers": 3,
+        },
+        has_dropout=False,
+    ),
+    _causal(
+        "recurrent_gemma",
+        "RecurrentGemmaForCausalLM",
+        "model.layers.*",
+        _LLAMA | {"lru_width": D, "attention_window_size": 4, "block_types": ["recurrent", "attention"]},
+    ),
+    # ---- encoders
+    _causal("bert", "BertForMaskedLM", "bert.encoder.layer.*", _BERT, inputs=_padded_text),
+    _causal(
+        "roberta", "RobertaForMaskedLM", "roberta.encoder.layer.*", _BERT | {"max_position_embeddings": 40}
+    ),
+    _causal(
+        "albert",
+        "AlbertForMaskedLM",
+        "albert.encoder.albert_layer_groups.*",
+        _BERT | {"embedding_size": 16, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
+    ),
+    _causal("electra", "ElectraForMaskedLM", "electra.encoder.layer.*", _BERT | {"embedding_size": 16}),
+    _causal(
+        "distilbert",
+        "DistilBertForMaskedLM",
+        "distilbert.transformer.layer.*",
+        {
+            "vocab_size": V,
+            "pad_token_id": 0,
+            "dim": D,
+            "hidden_dim": 2 * D,
+            "n_layers": 3,
+            "n_heads": 4,
+            "max_position_embeddings": 32,
+        },
+    ),
+    _causal(
+        "deberta_v2",
+        "DebertaV2ForMaskedLM",
+        "deberta.encoder.layer.*",
+        _BERT | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "type_vocab_size": 0},
+    ),
+    _causal(
+        "modernbert",
+        "ModernBertForMaskedLM",
+        "model.layers.*",
+        _BERT
+        | {
+            "cls_token_id": 1,
+            "sep_token_id": 2,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "attention_dropout": 0.1,
+            "mlp_dropout": 0.1,
+            "local_attention": 4,
+        },
+    ),
+    _causal("fnet", "FNetForMaskedLM", "fnet.encoder.layer.*", _BERT),
+    # ---- encoder and decoder
+    _causal("t5", "T5ForConditionalGeneration", "*.block.*", _T5, inputs=_sequence_pair),
+    _causal("bart", "BartForConditionalGeneration", "model.*.layers.*", _BART, inputs=_sequence_pair),
+    _causal("mbart", "MBartForConditionalGeneration", "model.*.layers.*", _BART, inputs=_sequence_pair),
+    _causal("pegasus", "PegasusForConditionalGeneration", "model.*.layers.*", _BART, inputs=_sequence_pair),
+    # ---- vision
+    _causal("vit", "ViTForImageClassification", "vit.layers.*", _VIT, inputs=_image),
+    _causal("deit", "DeiTForImageClassification", "deit.layers.*", _VIT, inputs=_image),
+    _causal(
+        "beit", "BeitForImageClassification", "beit.layers.*", _VIT | {"drop_path_rate": 0.5}, inputs=_image
+    ),
+    _causal("dinov2", "Dinov2ForImageClassification", "dinov2.encoder.layer.*", _VIT, inputs=_image),
+    _causal(
+        "swin",
+        "SwinForImageClassification",
+        "swin.encoder.layers.*.blocks.*",
+        {
+            "image_size": H,
+            "patch_size": 4,
+            "window_size": 4,
+            "embed_dim": 16,
+            "depths": [2, 2],
+            "num_heads": [2, 4],
+            "hidden_dropout_prob": 0.1,
+            "attention_probs_dropout_prob": 0.1,
+            "drop_path_rate": 0.5,
+        },
+        inputs=_image,
+    ),
+    _causal(
+        "convnext",
+        "ConvNextForImageClassification",
+        "convnext.encoder.stages.*.layers.*",
+        {
+            "hidden_sizes": [16, 32],
+            "depths": [2, 2],
+            "num_stages": 2,
+            "drop_path_rate": 0.5,
+            "layer_scale_init_value": 1.0,
+        },
+        inputs=_image,
+    ),
+    _causal(
+        "resnet",
+        "ResNetForImageClassification",
+        "resnet.encoder.stages.*.layers.*",
+        {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [2, 2], "layer_type": "basic"},
+        inputs=_image,
+        has_dropout=False,
+    ),
+    # ---- audio
+    _causal("wav2vec2", "Wav2Vec2ForCTC", "wav2vec2.encoder.layers.*", _SPEECH, inputs=_speech),
+    _causal("hubert", "HubertForCTC", "hubert.encoder.layers.*", _SPEECH, inputs=_speech),
+    _causal(
+        "whisper",
+        "WhisperForConditionalGeneration",
+        "model.*.layers.*",
+        _BART | {"num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 32},
+        inputs=_spectrogram,
+    ),
+    # ---- image and text
+    _causal(
+        "clip",
+        "CLIPModel",
+        "*.encoder.layers.*",
+        {
+            "text_config": _LLAMA | {"attention_dropout": 0.1},
+            "vision_config": {k: v for k, v in _VIT.items() if "prob" not in k}
+            | {"attention_dropout": 0.1},
+            "projection_dim": 16,
+        },
+        inputs=_image_and_text,
+    ),
+)
