@@ -1,7 +1,7 @@
 """Tiny models of many Transformers architectures, each with inputs, a loss and its repeated layers.
 
 Every one is in train mode, has dropout where its architecture has it, keeps ``use_cache`` at its default,
-and runs forward and backward on a CPU in about 5 ms without a warning: ``ledger/test_plain_models.py`` holds it.
+and runs forward and backward on a CPU in about 5 ms without a warning (``ledger/test_plain_models.py``).
 """
 
 from __future__ import annotations
