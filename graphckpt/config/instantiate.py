@@ -90,8 +90,9 @@ def _make(node: Any, where: str) -> Any:
         return Call.read(node, where)()
     if isinstance(node, Mapping):
         return {key: _make(value, f"{where}.{key}") for key, value in node.items()}
-    if isinstance(node, list):
-        return [_make(value, f"{where}[{index}]") for index, value in enumerate(node)]
+    if isinstance(node, list | tuple):
+        items = [_make(value, f"{where}[{index}]") for index, value in enumerate(node)]
+        return items if isinstance(node, list) else tuple(items)
     return node
 
 

@@ -12,7 +12,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 def apply(config: DictConfig, overrides: Iterable[str]) -> list[str]:
     """Changes ``config`` in place, one override after the other, and returns what could not be done.
 
-    A mapping is merged into the mapping that stands there; any other value takes the place of what stands there.
+    A mapping is merged into the mapping that stands there; any other value replaces what is there.
     A key that is not there yet is added: whether it may be there at all is for the schema to say.
 
     >>> config = OmegaConf.create({"train": {"log_period": 20}})
@@ -46,14 +46,20 @@ def _no_section(config: DictConfig, key: str) -> str:
     """Returns a fault if the path to ``key`` leads through a plain value."""
     node: object = config
     parts = key.split(".")
-    for depth, part in enumerate(parts[:-1]):
+    for depth, part in enumerate(parts):
+        above = ".".join(parts[:depth])
         if isinstance(node, ListConfig):
+            if not part.isdecimal() or int(part) >= len(node):
+                return f"{key}: {above} is a list of {len(node)}, and {part!r} is no place in it"
+            node = node[int(part)]
+        elif isinstance(node, DictConfig):
+            if part not in node or OmegaConf.is_interpolation(node, part):
+                return ""
+            node = node[part]
+        elif node is None:
             return ""
-        if not isinstance(node, DictConfig) or part not in node or OmegaConf.is_interpolation(node, part):
-            return ""
-        node = node[part]
-        if node is not None and not isinstance(node, DictConfig | ListConfig):
-            return f"{key}: {'.'.join(parts[: depth + 1])} is a value ({node!r}), not a section"
+        else:
+            return f"{key}: {above} is a value ({node!r}), not a section"
     return ""
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -19,8 +19,8 @@ Read = tuple[Any, list[str]]
 def read(hint: Any, value: Any, where: str) -> Read:  # noqa: PLR0911 - one for each kind of type
     """Reads ``value`` as the type ``hint``, which a key ``where`` of the config asks for.
 
-    A whole float is good as an int (``1e3``) and an int as a float; a bool is neither. A described call is good
-    where a callable is asked for (it becomes a ``Call``) and where its result may be what is asked for.
+    A whole float is good as an int (``1e3``) and an int as a float; a bool is neither. A described call is
+    good where a callable is asked for (it becomes a ``Call``) and where its result may be asked for.
     """
     if hint is Any or isinstance(hint, typing.TypeVar | str):
         return (value, check_call(value, where)[1]) if is_call(value) else (value, [])
@@ -56,15 +56,30 @@ def read_section(section: type, value: Any, where: str) -> Read:
     for field in fields(section):
         path = f"{where}.{field.name}" if where else field.name
         if field.name in value:
-            made[field.name], found = read(hints[field.name], value[field.name], path)
+            item, found = read(hints[field.name], value[field.name], path)
             faults += found
-        elif field.default is MISSING and field.default_factory is MISSING:
+            if not found:
+                made[field.name] = item
+        elif _is_required(field):
             faults.append(f"{path}: is missing · fix: give it a value")
-    if faults:
-        return None, faults
-    instance = section(**made)
-    own = instance.faults() if hasattr(instance, "faults") else ()
-    return instance, [f"{where}.{fault}" if where else fault for fault in own]
+    faults += _own_faults(section, made, where)
+    return (None, faults) if faults else (section(**made), [])
+
+
+def _own_faults(target: Callable[..., Any], made: dict[str, Any], where: str) -> list[str]:
+    """Asks a dataclass what the types cannot say; its defaults stand in for what is wrong already."""
+    if not (is_dataclass(target) and callable(getattr(target, "faults", None))):
+        return []
+    missing = [field.name for field in fields(target) if _is_required(field) and field.name not in made]
+    if missing:
+        return []
+    instance: Any = target(**made)
+    faults: Iterable[str] = instance.faults()
+    return [f"{where}.{fault}" if where else fault for fault in faults]
+
+
+def _is_required(field: Field[Any]) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
 
 
 def check_call(value: Any, where: str) -> Read:
@@ -79,15 +94,19 @@ def check_call(value: Any, where: str) -> Read:
         return None, [f"{where}: {error}"]
     known, takes_any = parameters(call.target)
     faults: list[str] = []
+    made: dict[str, Any] = {}
     for key, argument in call.arguments.items():
         path = f"{where}.{key}"
         if key in known:
-            faults += read(known[key], argument, path)[1]
+            item, found = read(known[key], argument, path)
+            faults += found
+            if not found:
+                made[key] = item
         elif not takes_any:
             faults.append(
                 _unknown(key, known, where, of=f" of {dotted_name(call.target).rpartition('.')[2]}")
             )
-    return call, faults
+    return call, faults + _own_faults(call.target, made, where)
 
 
 def _unknown(key: str, known: Sequence[str] | Mapping[str, Any], where: str, of: str = "") -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from typing import Any, final
 
 import torch
@@ -14,7 +12,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from graphckpt import Graph
-from graphckpt.errors import ConfigError, did_you_mean
+from graphckpt.blocks.select import select
+from graphckpt.errors import ConfigError
 from graphckpt.train.settings import ActivationCheckpointConfig, AmpConfig
 
 _WHERE = "train.activation_checkpoint"
@@ -38,8 +37,7 @@ class TrainGraph(Graph):
         self.model = _causal(model)
         for name, fields in checkpointed_blocks(model, activation_checkpoint).items():
             block = self._block_of(model.get_submodule(name))
-            for field, value in fields.items():
-                setattr(block.config, field, value)
+            block.config.update(fields)
         self.add_optimizer(optimizer, lr_sch=scheduler)
         if num_accumulation_steps > 1:
             self.config.set_gradient_accumulation_steps(num_accumulation_steps)
@@ -89,42 +87,26 @@ def checkpointed_blocks(model: nn.Module, config: ActivationCheckpointConfig) ->
     """
     if not config.enabled:
         return {}
-    names = [name for name, _ in model.named_modules() if name]
-    if config.blocks is not None:
-        return dict(_by_pattern(names, config.blocks))
+    if config.blocks is None:
+        return {name: {"activation_checkpointing": config.rule} for name in _layers(model)}
+    settings: dict[str, dict[str, Any]] = {}
+    faults: list[str] = []
+    for pattern, fields in config.blocks.items():
+        try:
+            for name, _ in select(model, pattern):
+                settings[name] = {**settings.get(name, {}), **fields}
+        except ConfigError as error:
+            faults.append(str(error))
+    if faults:
+        raise ConfigError("\n  • ".join([f"{_WHERE}.blocks:", *faults]))
+    return settings
+
+
+def _layers(model: nn.Module) -> list[str]:
     layers = [
-        name
-        for name, module in model.named_modules()
-        if name and isinstance(module, GradientCheckpointingLayer)
+        name for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)
     ]
     if not layers:
         fix = f'name its blocks: {_WHERE}.blocks={{"layers.*": {{"activation_checkpointing": true}}}}'
         raise ConfigError(f"{_WHERE}: {type(model).__name__} marks no layer as a unit · fix: {fix}")
-    return {name: {"activation_checkpointing": config.rule} for name in layers}
-
-
-def _by_pattern(
-    names: list[str], blocks: dict[str, dict[str, Any]]
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    settings: dict[str, dict[str, Any]] = {}
-    faults: list[str] = []
-    for pattern, fields in blocks.items():
-        matched = [name for name in names if _matches(name, pattern)]
-        if not matched:
-            hint = did_you_mean(pattern, names) or f" · fix: use one of {', '.join(names[:8])}, ..."
-            faults.append(f"{_WHERE}.blocks: {pattern!r} matches no block{hint}")
-        for name in matched:
-            settings[name] = {**settings.get(name, {}), **fields}
-    if faults:
-        raise ConfigError("\n".join(faults))
-    yield from settings.items()
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """Returns whether a dotted name fits a pattern; ``*`` stands within one part of the name.
-
-    >>> _matches("transformer.h.0", "transformer.h.*"), _matches("transformer.h.0.mlp", "transformer.h.*")
-    (True, False)
-    """
-    parts, patterns = name.split("."), pattern.split(".")
-    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+    return layers

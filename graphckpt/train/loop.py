@@ -71,8 +71,8 @@ class Loop:
     def run(self) -> None:
         """Runs all iterations that are left.
 
-        The first Ctrl-C ends the loop after the iteration that is running, so that no weight is half updated;
-        the second raises ``KeyboardInterrupt`` at once.
+        The first Ctrl-C ends the loop after the iteration that is running, so that no weight is half
+        updated; the second raises ``KeyboardInterrupt`` at once.
         """
         with self._stops_on_interrupt():
             for hook in self._hooks:

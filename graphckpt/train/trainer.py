@@ -85,7 +85,6 @@ class Trainer:
             GraphckptError: the config cannot act, there is too little text, or the loss is not finite.
         """
         settings = self.settings
-        prepared = self._data.prepare(self.report)
         torch.manual_seed(settings.seed)
         model = self._make_model().to(self.device).train()
         optimizer = self._make_optimizer(model)
@@ -102,6 +101,8 @@ class Trainer:
             amp=settings.amp,
             num_accumulation_steps=settings.num_accumulation_steps,
         )
+        # After the graph: a fault in the config shows before a long wait for the data.
+        prepared = self._data.prepare(self.report)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.report.line(
             f"model: {type(model).__name__}, {num_parameters:,} parameters on {self.device};"

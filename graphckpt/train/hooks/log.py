@@ -18,8 +18,8 @@ from graphckpt.units import format_bytes, format_seconds
 class LogHook(HookBase):
     """Logs after the first, after every ``log_period``-th and after the last iteration.
 
-    The loss is the mean since the line before, and is read from the device only then. Speed counts steps, not
-    evaluations.
+    The loss is the mean since the line before, and is read from the device only then. Speed counts steps,
+    not evaluations.
     """
 
     def __init__(

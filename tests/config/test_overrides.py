@@ -1,0 +1,63 @@
+"""Overrides of the command line."""
+
+from __future__ import annotations
+
+import pytest
+from omegaconf import OmegaConf
+
+from graphckpt.config import LazyConfig
+from graphckpt.errors import ConfigError
+
+
+def _config():
+    config = {"a": {"b": 1, "list": [1, 2], "map": {"x": 1}, "nothing": None}, "text": "t"}
+    return OmegaConf.create(config, flags={"allow_objects": True})
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "value"),
+    [
+        ("a.b=2", "a.b", 2),
+        ("a.b=-3", "a.b", -3),
+        ("a.b=1e-4", "a.b", 1e-4),
+        ("a.b=.5", "a.b", 0.5),
+        ("a.b=true", "a.b", True),
+        ("a.b=False", "a.b", False),
+        ("a.b=null", "a.b", None),
+        ("a.b=word", "a.b", "word"),
+        ("a.b='1'", "a.b", "1"),
+        ("a.b=x=y", "a.b", "x=y"),
+        ("a.b=", "a.b", None),
+        ("a.b=[1, two, 3.5]", "a.b", [1, "two", 3.5]),
+        ("a.list=[7]", "a.list", [7]),
+        ("a.list.1=7", "a.list", [1, 7]),
+        ("a.map={y: 2}", "a.map", {"x": 1, "y": 2}),
+        ("a.nothing={h.*: {deep: [1]}}", "a.nothing", {"h.*": {"deep": [1]}}),
+        ("a.new.deeper=1", "a.new", {"deeper": 1}),
+        ("text=http://x/y", "text", "http://x/y"),
+    ],
+)
+def test_values_of_each_type(word, key, value):
+    config = LazyConfig.apply_overrides(_config(), [word])
+    found = OmegaConf.select(config, key)
+    found = OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_later_words_win():
+    assert LazyConfig.apply_overrides(_config(), ["a.b=2", "a.b=3"]).a.b == 3
+
+
+def test_every_senseless_word_is_named_at_once():
+    with pytest.raises(ConfigError) as caught:
+        LazyConfig.apply_overrides(_config(), ["a.b", "=3", "a..b=1", "a.b.c=1", "a.b=[1", "a.list.x=1"])
+    assert str(caught.value).splitlines() == [
+        "the overrides have faults:",
+        "  • override 'a.b': expects key=value",
+        "  • override '=3': expects key=value",
+        "  • override 'a..b=1': expects key=value",
+        "  • a.b.c: a.b is a value (1), not a section",
+        "  • a.b: '[1' is no YAML value · fix: quote it (while parsing a flow sequence)",
+        "  • a.list.x: a.list is a list of 2, and 'x' is no place in it",
+    ]

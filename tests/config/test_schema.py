@@ -1,0 +1,153 @@
+"""What a config may hold: every fault is found, and all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pytest
+from omegaconf import OmegaConf
+
+from graphckpt.config import get_config
+from graphckpt.config.schema import check
+from graphckpt.config.typed import check_call, read
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    ratio: float = 0.5
+    kind: Literal["a", "bb"] = "a"
+
+    def faults(self):
+        if self.ratio > 1:
+            yield f"ratio: {self.ratio} is above 1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    needed: int
+    maybe: int | None = None
+    names: str | list[str] | None = None
+    pair: tuple[int, float] = (1, 2.0)
+    table: dict[str, dict[str, Any]] | None = None
+    make: Callable[..., int] = int
+    inner: Inner = field(default_factory=Inner)
+
+
+def test_good_values_become_frozen_fields():
+    given = {
+        "needed": 1e3,
+        "names": ["x"],
+        "pair": [1, 2],
+        "table": {"h.*": {"k": 1}},
+        "make": {"_target_": "builtins.int"},
+        "inner": {"ratio": 1, "kind": "bb"},
+    }
+    made, faults = read(Outer, given, "train")
+    assert faults == []
+    assert (made.needed, made.names, made.pair) == (1000, ["x"], (1, 2.0))
+    assert type(made.inner.ratio) is float
+    assert made.inner == Inner(ratio=1.0, kind="bb")
+    assert made.make() == 0
+    with pytest.raises(AttributeError):
+        made.needed = 3
+
+
+@pytest.mark.parametrize(
+    ("given", "fault"),
+    [
+        ({}, "t.needed: is missing · fix: give it a value"),
+        ({"needed": True}, "t.needed: expects int, got True (bool)"),
+        ({"needed": 1.5}, "t.needed: expects int, got 1.5 (float)"),
+        ({"needed": None}, "t.needed: expects int, got None (null)"),
+        ({"needed": 1, "maybe": "x"}, "t.maybe: expects int or null, got 'x' (str)"),
+        ({"needed": 1, "names": 3}, "t.names: expects str or list[str] or null, got 3 (int)"),
+        ({"needed": 1, "names": ["a", 3]}, "t.names[1]: expects str, got 3 (int)"),
+        ({"needed": 1, "pair": [1]}, "t.pair: expects 2 values, got 1"),
+        ({"needed": 1, "pair": 5}, "t.pair: expects tuple[int, float], got 5 (int)"),
+        ({"needed": 1, "table": {"x": 3}}, "t.table['x']: expects a mapping, got 3 (int)"),
+        (
+            {"needed": 1, "make": 3},
+            "t.make: expects a call · fix: write LazyCall(target)(...), or a mapping with _target_",
+        ),
+        ({"needed": 1, "inner": 3}, "t.inner: expects a section, got 3 (int)"),
+        (
+            {"needed": 1, "inner": {"kind": "b"}},
+            "t.inner.kind: expects one of 'a', 'bb', got 'b' (str) · did you mean 'bb'?",
+        ),
+        ({"needed": 1, "inner": {"ratio": 2}}, "t.inner.ratio: 2.0 is above 1"),
+        ({"needed": 1, "innner": 2}, "t.innner: no such key · did you mean 'inner'?"),
+        ({"needed": 1, "inner": {"zzz": 2}}, "t.inner.zzz: no such key · fix: use one of ratio, kind"),
+    ],
+)
+def test_each_fault_names_key_and_fix(given, fault):
+    assert read(Outer, given, "t")[1] == [fault]
+
+
+def test_all_faults_come_at_once():
+    given = {"maibe": 1, "pair": 5, "inner": {"ratio": 3, "kind": 4}}
+    faults = read(Outer, given, "t")[1]
+    assert [fault.split(":")[0] for fault in faults] == [
+        "t.maibe",
+        "t.needed",
+        "t.pair",
+        "t.inner.kind",
+        "t.inner.ratio",
+    ]
+
+
+def _target(*, width: int, rate: float = 0.1, **others: object) -> None: ...
+
+
+def test_call_is_checked_against_the_signature_of_its_target():
+    described = {"_target_": _target, "width": "wide", "rate": 1, "other": 3}
+    assert check_call(described, "model")[1] == ["model.width: expects int, got 'wide' (str)"]
+    described = {"_target_": "torch.optim.SGD", "lr": "fast", "momentun": 0.9}
+    assert check_call(described, "optim")[1] == [
+        "optim.lr: expects float or Tensor, got 'fast' (str)",
+        "optim.momentun: no such key of SGD · did you mean 'momentum'?",
+    ]
+    assert check_call({"_target_": "torch.optim.SDG"}, "optim")[1][0].startswith(
+        "optim: _target_ 'torch.optim.SDG'"
+    )
+
+
+def test_call_within_a_call_is_checked_too():
+    model = {
+        "_target_": "transformers.GPT2LMHeadModel",
+        "config": {"_target_": "transformers.GPT2Config", "n_layers": 3, "hidden_size": 8, "n_head": "x"},
+    }
+    assert check_call(model, "model")[1] == [
+        "model.config.n_layers: no such key of GPT2Config · did you mean 'n_layer' or 'num_hidden_layers'?",
+        "model.config.n_head: expects int, got 'x' (str)",
+    ]
+
+
+def test_quickstart_is_without_fault_and_a_bad_one_lists_all():
+    run, faults = check(get_config("quickstart.py"))
+    assert faults == []
+    assert run is not None
+    assert run.train.activation_checkpoint.enabled
+
+    config = get_config("quickstart.py")
+    config.train.activation_checkpoint.enable = True  # libai takes this in silence
+    config.train.seed = -1
+    config.data.vocab_size = 3
+    config.trian = {}
+    config.optim.lr = "${nothing}"
+    assert check(config) == (None, ["optim.lr: Interpolation key 'nothing' not found"])
+    config.optim.lr = 1e-3
+    run, faults = check(config)
+    assert run is None
+    assert faults == [
+        "trian: no such key · did you mean 'train'?",
+        "train.activation_checkpoint.enable: no such key · did you mean 'enabled'?",
+        "train.seed: -1 · fix: use 0 or more",
+        "data.vocab_size: 3 · fix: use 257 or more, for each byte",
+    ]
+
+
+def test_missing_sections_are_named():
+    faults = check(OmegaConf.create({"train": {}}))[1]
+    assert faults == [f"{name}: is missing · fix: give it a value" for name in ("model", "optim", "data")]
