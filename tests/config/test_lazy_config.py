@@ -99,8 +99,8 @@ def test_relative_imports_go_by_file_and_every_load_is_fresh(tmp_path):
         ("from .main import x\n", r"main\.py:1: .*imports this file"),
         ("import no_such_package\n", r"main\.py:1: import no_such_package: ModuleNotFoundError"),
         (
-            "from graphckpt.config import LazyCall\na = LazyCall(3)\n",
-            r"main\.py:2: a = LazyCall\(3\): LazyCall: expects",
+            "from graphckpt.config import LazyCall as L\na = L(3)\n",
+            r"main\.py:2: a = L\(3\): LazyCall: expects",
         ),
     ],
 )

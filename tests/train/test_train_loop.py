@@ -1,0 +1,177 @@
+"""The loop, its hooks, parameter groups and learning rates."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import math
+import os
+import signal
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from graphckpt.train.hooks import EvalHook, LogHook, MetricsHook
+from graphckpt.train.loop import HookBase, Loop, TrainError
+from graphckpt.train.memory import process_memory
+from graphckpt.train.optim import get_default_optimizer_params, warmup_cosine_lr
+from graphckpt.train.report import Report
+
+
+class Written(HookBase):
+    def __init__(self):
+        self.calls = []
+
+    def before_train(self, loop):
+        self.calls.append("before_train")
+
+    def before_step(self, loop):
+        self.calls.append(f"before_step {loop.done}")
+
+    def after_step(self, loop):
+        self.calls.append(f"after_step {loop.done}")
+
+    def after_train(self, loop):
+        self.calls.append("after_train")
+
+
+def _report(log_file=None):
+    return Report(Console(file=io.StringIO()), log_file)
+
+
+def _log_hook(**more):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+    fields = {"device": torch.device("cpu"), "log_period": 2, "batch_size": 3, "seq_length": 5}
+    return LogHook(optimizer, **{**fields, **more})
+
+
+def test_hooks_run_around_every_step():
+    hook = Written()
+    Loop(
+        lambda iteration: torch.tensor(float(iteration)), train_iter=2, report=_report(), hooks=[hook]
+    ).run()
+    steps = ["before_step 0", "after_step 1", "before_step 1", "after_step 2"]
+    assert hook.calls == ["before_train", *steps, "after_train"]
+
+
+def test_first_interrupt_ends_after_the_step_and_the_handler_is_restored():
+    before = signal.getsignal(signal.SIGINT)
+    hook = Written()
+
+    def step(iteration):
+        if iteration == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return torch.zeros(())
+
+    loop = Loop(step, train_iter=10, report=_report(), hooks=[hook])
+    loop.run()
+    assert (loop.done, loop.is_stopped) == (2, True)
+    assert hook.calls[-2:] == ["after_step 2", "after_train"]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_second_interrupt_ends_at_once():
+    before = signal.getsignal(signal.SIGINT)
+
+    def step(iteration):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("goes on")
+
+    with pytest.raises(KeyboardInterrupt):
+        Loop(step, train_iter=10, report=_report()).run()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_log_holds_the_mean_since_the_line_before(tmp_path):
+    metrics = tmp_path / "metrics.json"
+    hooks = [_log_hook(), MetricsHook(metrics)]
+    report = _report(tmp_path / "log.txt")
+    Loop(lambda iteration: torch.tensor(float(iteration)), train_iter=5, report=report, hooks=hooks).run()
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [(row["iteration"], row["total_loss"]) for row in rows] == [
+        (1, 0.0),
+        (2, 1.0),
+        (4, 2.5),
+        (5, 4.0),
+    ]
+    assert [row["consumed_samples"] for row in rows] == [3, 6, 12, 15]
+    assert all(row["lr"] == 0.5 and row["tokens_per_second"] > 0 for row in rows)
+    assert all(0 < row["rss_bytes"] <= row["peak_rss_bytes"] for row in rows)
+    log = (tmp_path / "log.txt").read_text()
+    assert log.count("tokens/s") == 4
+    assert "iteration 4/5  loss 2.5000  lr 5.00e-01" in log
+
+
+def test_loss_that_is_no_number_ends_the_run():
+    loop = Loop(lambda _: torch.tensor(math.nan), train_iter=5, report=_report(), hooks=[_log_hook()])
+    with pytest.raises(TrainError, match=r"the loss is nan at iteration 1 · fix: lower optim\.lr"):
+        loop.run()
+
+
+def test_evaluation_weighs_by_tokens_and_restores_the_mode():
+    model = nn.Dropout()
+    seen = []
+
+    def evaluate(batch):
+        seen.append((model.training, torch.is_grad_enabled()))
+        return batch["labels"].float().mean()
+
+    def batches():
+        yield {"labels": torch.full((3, 5), 2.0)}
+        yield {"labels": torch.full((1, 5), 6.0)}
+
+    hook = EvalHook(evaluate, batches, model=model, eval_period=2)
+    assert hook.measure() == (3.0, 16)
+    assert seen == [(False, False)] * 2
+    assert model.training
+
+    loop = Loop(lambda _: torch.zeros(()), train_iter=3, report=_report(), hooks=[hook])
+    metrics = []
+    loop._hooks += (
+        type("Spy", (HookBase,), {"after_step": lambda self, loop: metrics.append(loop.metrics)})(),
+    )
+    loop.run()
+    assert [sorted(row) for row in metrics] == [[], ["eval_loss", "eval_ppl"], ["eval_loss", "eval_ppl"]]
+    assert metrics[-1]["eval_ppl"] == math.exp(3.0)
+
+
+def test_memory_counts_what_is_held():
+    before = process_memory()
+    held = torch.ones(64 << 18)  # 64 MiB
+    after = process_memory()
+    assert after.now_bytes - before.now_bytes > 0.9 * held.nbytes
+    del held
+    assert process_memory().peak_bytes > 0.99 * after.now_bytes  # the kernel sums its counters late
+
+
+def test_parameter_groups():
+    model = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3, bias=False))
+    model[3].weight = model[0].weight  # shared: counts once
+    model[2].bias.requires_grad_(False)
+    groups = get_default_optimizer_params(model, weight_decay_bias=0.3, clip_grad_max_norm=2.0)
+    assert [len(group["params"]) for group in groups] == [2, 1, 1]
+    assert [group.get("weight_decay") for group in groups] == [None, 0.3, 0.0]
+    assert all(
+        group["clip_grad_max_norm"] == 2.0 and group["clip_grad_norm_type"] == 2.0 for group in groups
+    )
+    groups = get_default_optimizer_params(model, clip_grad_max_norm=None)
+    assert [len(group["params"]) for group in groups] == [2, 2]
+    assert "clip_grad_norm_type" not in groups[0]
+
+
+def test_learning_rate_rises_then_falls():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+    scheduler = warmup_cosine_lr(optimizer, max_iter=20, warmup_iter=4, warmup_factor=0.5, alpha=0.1)
+    rates = []
+    for _ in range(21):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates[:5] == [1.0, 1.25, 1.5, 1.75, 2.0]
+    assert rates[12] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
+    assert rates[20] == pytest.approx(0.2)
+    assert all(earlier >= later for earlier, later in itertools.pairwise(rates[4:]))
