@@ -76,7 +76,8 @@ def test_relative_imports_go_by_file_and_every_load_is_fresh(tmp_path):
     _write(tmp_path / "common" / "base.py", "base = {'width': 4}\nnumber = 3\n_hidden = {'a': 1}")
     main = _write(
         tmp_path / "main.py",
-        "from .common.deep.model import model\nfrom .common.base import base, number\nbase.width += number\n"
+        "from .common.deep.model import model\nfrom .common.base import base, number\n"
+        "base.width += number\n"
         "import math\nouter = dict(pi=math.floor(math.pi), again='${base.width}')",
     )
     config = LazyConfig.load(main)
