@@ -1,15 +1,36 @@
 """Say, block by block, what a training step keeps, recomputes or moves."""
 
-from graphckpt.blocks import BlockConfig, Handle, apply, disable_checkpointing
+from graphckpt.blocks import BlockConfig, Handle, apply
+from graphckpt.blocks.dropins import checkpoint, checkpoint_sequential, checkpoint_wrapper, is_recomputing
+from graphckpt.blocks.forward import disable_checkpointing
+from graphckpt.blocks.proxy import Block, GraphModule
 from graphckpt.errors import ConfigError, GraphckptError, GraphError, RecomputeError
+from graphckpt.graph import Graph, GraphConfig
+from graphckpt.rules import Full, Keep, Rule, Segments, Selective, Tiles
+
+__version__ = "0.1.0"
 
 __all__ = [
+    "Block",
     "BlockConfig",
     "ConfigError",
+    "Full",
+    "Graph",
+    "GraphConfig",
     "GraphError",
+    "GraphModule",
     "GraphckptError",
     "Handle",
+    "Keep",
     "RecomputeError",
+    "Rule",
+    "Segments",
+    "Selective",
+    "Tiles",
     "apply",
+    "checkpoint",
+    "checkpoint_sequential",
+    "checkpoint_wrapper",
     "disable_checkpointing",
+    "is_recomputing",
 ]

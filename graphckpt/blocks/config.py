@@ -23,14 +23,20 @@ FIELDS = {
 class BlockConfig:
     """What a block keeps. Every field is ``None`` until it is set: the enclosing block then decides.
 
+    Args:
+        block: The block's path, for messages.
+        changed: Called after a field was set.
+        own: The module's own ``config``, as Hugging Face models have one; what this one lacks is read from there.
+
     Raises:
         ConfigError: A field does not exist, or a value means nothing for it. The message names block, field and fix.
     """
 
-    __slots__ = ("_changed", "_rule", "_values", "block")
+    __slots__ = ("_changed", "_own", "_rule", "_values", "block")
 
-    def __init__(self, block: str, changed: Callable[[], None] | None = None) -> None:
+    def __init__(self, block: str, changed: Callable[[], None] | None = None, own: Any = None) -> None:
         set_slot = object.__setattr__
+        set_slot(self, "_own", own)
         set_slot(self, "block", block)
         set_slot(self, "_values", {})
         set_slot(self, "_rule", None)
@@ -39,6 +45,8 @@ class BlockConfig:
     def __getattr__(self, field: str) -> Any:
         if field in FIELDS:
             return self._values.get(field)
+        if self._own is not None and hasattr(self._own, field):
+            return getattr(self._own, field)
         raise AttributeError(f"{self.block}.config has no field {field!r}{did_you_mean(field, FIELDS)} · {_FIX}")
 
     def __setattr__(self, field: str, value: Any) -> None:

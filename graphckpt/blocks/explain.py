@@ -14,7 +14,7 @@ from graphckpt.ledger.picture import draw
 from graphckpt.ledger.record import Explanation, Row
 from graphckpt.ledger.recorder import REST, Recorder
 from graphckpt.ledger.table import print_table
-from graphckpt.rules import Keep
+from graphckpt.rules import Keep, Segments, Tiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -148,7 +148,7 @@ class Watcher:
         ran = [w for w in rule_rows if recorder.reruns[w.name]]
         roots = {id(root) for _, root in self._roots}
         for wrapper in ran:
-            if id(wrapper.module) in roots:
+            if id(wrapper.module) in roots and not isinstance(wrapper.rule, (Segments, Tiles)):
                 yield (
                     f"{wrapper.name or self.title}: the whole model is one block, so all of it is alive again when it "
                     "runs again, and the peak does not fall · fix: set the flag on its layers"

@@ -99,6 +99,11 @@ def disable_checkpointing() -> Iterator[None]:
         _disabled.reset(token)
 
 
+def checkpointing_is_off() -> bool:
+    """Whether the caller is within :func:`disable_checkpointing`."""
+    return _disabled.get()
+
+
 def _forward_beneath(module: nn.Module) -> Callable[..., Any] | None:
     forward = module.__dict__.get("forward")
     while isinstance(forward, BlockForward):  # a Graph's policy stands in for one that `apply` has put on

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from graphckpt._compat import saved_tensor_hooks_in_force
 from graphckpt.ledger.record import Event
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Recorder:
         self._running: list[tuple[str, float]] = []
         self._again = 0
         self._is_passing_on = False
+        self._outer: Any = None
         for tensor in alive_anyway:
             self._plain.add(tensor)
             self._kept.add(tensor)
@@ -58,9 +60,14 @@ class Recorder:
         """The largest level of live bytes, if they were watched."""
         return self._live.peak_bytes if self._live is not None else None
 
+    def beneath(self, hooks: Any) -> Any:
+        """Returns the hooks that would be in force without this recorder."""
+        return self._outer if hooks is not None and hooks[0] == self._save_plainly else hooks
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watches a step, or a forward, from its first op to its last."""
+        self._outer = saved_tensor_hooks_in_force()
         with saved_tensors_hooks(self._save_plainly, self._give_back):
             if self._live is None:
                 yield
@@ -160,18 +167,18 @@ class Recorder:
         if not self._again and self._running and self._running[-1][0] == block:
             self._leave(block)
 
-    def _save_plainly(self, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+    def _save_plainly(self, tensor: torch.Tensor) -> tuple[str, Any]:
         block = self._running[-1][0] if self._running else REST
         if not self._again:
-            if not self._is_passing_on:
-                self.bytes_before[block] += self._plain.add(tensor)
+            self.bytes_before[block] += self._plain.add(tensor)
             self.bytes_after[block] += self._kept.add(tensor)
-        return block, tensor.detach()
+        return block, tensor.detach() if self._outer is None else self._outer[0](tensor)
 
-    def _give_back(self, saved: tuple[str, torch.Tensor]) -> torch.Tensor:
-        block, tensor = saved
+    def _give_back(self, saved: tuple[str, Any]) -> torch.Tensor:
+        block, held = saved
         if not self._again:
             self.phase("backward", "" if block == REST else block)
+        tensor: torch.Tensor = held if self._outer is None else self._outer[1](held)
         return tensor
 
 

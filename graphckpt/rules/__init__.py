@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from graphckpt.rules.base import Rule
-from graphckpt.rules.frame import running
+from graphckpt.rules.frame import Frame, running
 from graphckpt.rules.full import Full
 from graphckpt.rules.keep import Keep
 from graphckpt.rules.registry import parse_rule, rule_classes
-from graphckpt.rules.segments import Segments
+from graphckpt.rules.segments import Segments, run_segments
 from graphckpt.rules.selective import Selective
 from graphckpt.rules.site import Site
 from graphckpt.rules.tiles import Tiles
 
-__all__ = ["Full", "Keep", "Rule", "Segments", "Selective", "Site", "Tiles", "parse_rule", "rule_classes", "running"]
+__all__ = [
+    "Frame",
+    "Full",
+    "Keep",
+    "Rule",
+    "Segments",
+    "Selective",
+    "Site",
+    "Tiles",
+    "parse_rule",
+    "rule_classes",
+    "run_segments",
+    "running",
+]

@@ -10,7 +10,7 @@ import weakref
 from contextlib import ExitStack
 from contextvars import ContextVar
 from itertools import chain
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -25,9 +25,9 @@ from graphckpt.tree import ATOMS, flatten_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from graphckpt.rules.hole import HoleCall
-    from graphckpt.rules.selective import OpMemory
     from graphckpt.rules.site import Site
     from graphckpt.state import Undo
 
@@ -84,6 +84,19 @@ class Kept:
         return tensor.detach().requires_grad_() if self._requires_grad else tensor.detach()
 
 
+class Contexts(Protocol):
+    """Contexts around the two runs of a frame, such as those that keep op results."""
+
+    def first_run(self, frame: Frame) -> AbstractContextManager[Any]:
+        """Returns the context for the first run."""
+
+    def second_run(self, frame: Frame) -> AbstractContextManager[Any]:
+        """Returns the context for a second run."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Returns a context in which the one in force does nothing."""
+
+
 class Run:
     """A pass through a block's forward that is going on in this thread."""
 
@@ -111,12 +124,22 @@ class Frame:
 
     __slots__ = (
         "_ambient", "_early_stop", "_function", "_leaves", "_objects", "_random", "_shape", "_slots",
-        "_snapshot", "devices", "edited", "holes", "ops", "outer", "site",
+        "_snapshot", "_strict", "contexts", "devices", "edited", "holes", "outer", "site",
     )  # fmt: skip
 
-    def __init__(self, site: Site, function: Callable[..., Any], ops: OpMemory | None) -> None:
+    def __init__(
+        self,
+        site: Site,
+        function: Callable[..., Any],
+        contexts: Contexts | None = None,
+        *,
+        early_stop: bool = True,
+        strict: bool = True,
+    ) -> None:
         self.site = site
-        self.ops = ops
+        self.contexts = contexts
+        self._early_stop = early_stop
+        self._strict = strict
         self.holes: list[HoleCall] = []
         self.outer: Any = None
         self.edited: frozenset[int] = frozenset()
@@ -127,26 +150,27 @@ class Frame:
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs the block for the first time, with nothing saved but what the second run needs."""
         site, state = self.site, self.site.state
-        self.outer = saved_tensor_hooks_in_force()
+        recorder = site.recorder
+        outer = saved_tensor_hooks_in_force()
+        self.outer = outer if recorder is None else recorder.beneath(outer)
         leaves, self._shape = flatten_call(args, kwargs)
         self.devices = _devices(site, leaves)
         self._random = take_random_state(self.devices)
         self._ambient = take_ambient(self.devices)
         self._snapshot = state.take()
         learning = site.edited is None
-        self._early_stop = not learning  # on the first call the second run goes on to its end, and must save no more
+        self._early_stop &= not learning  # the first call's second run goes on to its end, and must save no more
         watch = state.watch() if learning else None
         tensors = self._keep(leaves, learning=learning)
 
         token = running.set(Run(self, running.get(), again=False))
-        recorder = site.recorder
         pack: Any = self.pack if recorder is None else recorder.first_run(site.name, self.pack)
         try:
             with saved_tensors_hooks(pack, self.unpack):
-                if self.ops is None:
+                if self.contexts is None:
                     output = self._function(*args, **kwargs)
                 else:
-                    with self.ops.first_run(self):
+                    with self.contexts.first_run(self):
                         output = self._function(*args, **kwargs)
         finally:
             running.reset(token)
@@ -235,7 +259,7 @@ class Frame:
             run = SecondRun(self, self._slots, early_stop=self._early_stop)
             self._second_run(run)
             fault = run.fault()
-            if fault is not None:
+            if fault is not None and (self._strict or isinstance(fault.first, int)):
                 probe = SecondRun(self, self._slots, early_stop=False)
                 fault = fault.located(probe, lambda: self._second_run(probe))
                 raise RecomputeError(differs(self.site.name, fault))
@@ -256,8 +280,8 @@ class Frame:
                 if self._objects:
                     rewind_objects(self._objects, undo)
                 set_random_state(self._random)
-                if self.ops is not None:
-                    stack.enter_context(self.ops.second_run(self))
+                if self.contexts is not None:
+                    stack.enter_context(self.contexts.second_run(self))
                 with torch.enable_grad(), saved_tensors_hooks(run.pack, run.unpack):
                     self._function(*args, **kwargs)
         except _Stop as stop:

@@ -25,4 +25,4 @@ class Full(Rule):
         """Runs the block; backward will run it again, once. Inside of such a block it is part of that one."""
         if running.get() is not None:
             return function(*args, **kwargs)
-        return Frame(site, function, None).run(args, kwargs)
+        return Frame(site, function).run(args, kwargs)

@@ -111,11 +111,11 @@ def _run_kept(
     recorder = site.recorder
     pack = keep[0] if recorder is None else recorder.kept_run(site.name, keep[0])
     token = running.set(around[-1].outer)  # what runs in here belongs to what is around the outermost block
-    memories = [run.frame.ops for run in around if run.frame.ops is not None]
+    contexts = [run.frame.contexts for run in around if run.frame.contexts is not None]
     try:
         with ExitStack() as stack, saved_tensors_hooks(pack, keep[1]):
-            for memory in memories:
-                stack.enter_context(memory.paused())
+            for context in contexts:
+                stack.enter_context(context.paused())
             return function(*args, **kwargs)
     finally:
         running.reset(token)

@@ -106,7 +106,7 @@ def _run_halves(site: Site, children: Sequence[Callable[..., Any]], first: int, 
 def _frame(
     site: Site, children: Sequence[Callable[..., Any]], first: int, end: int, function: Callable[[Any], Any], value: Any
 ) -> Any:
-    return Frame(site.part((first, end), children[first:end]), function, None).run((value,), {})
+    return Frame(site.part((first, end), children[first:end]), function).run((value,), {})
 
 
 def _call_in_order(children: Sequence[Callable[..., Any]], value: Any) -> Any:

@@ -63,7 +63,7 @@ class Tiles(Rule):
             slices = [cuts[i][number] if i in cuts else leaf for i, leaf in enumerate(leaves)]
             sizes.append(slices[tiled[0]].shape[self.tile_dim])
             tile_args, tile_kwargs = shape.assemble(slices)
-            outputs.append(Frame(site, function, None).run(tile_args, tile_kwargs))
+            outputs.append(Frame(site, function).run(tile_args, tile_kwargs))
         return self._join(site, outputs, sizes)
 
     def _tiled(self, site: Site, leaves: Sequence[Any]) -> tuple[int, list[int]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import final
+from typing import IO, final
 
 from rich.console import Console, RenderableType
 from rich.progress import (
@@ -30,15 +30,19 @@ class Report:
         self._log_file = log_file
 
     @property
-    def console(self) -> Console:
-        """The console, for what prints by itself."""
-        return self._console
+    def stream(self) -> IO[str]:
+        """Where the console writes, for what prints by itself."""
+        return self._console.file
+
+    def log(self, text: str) -> None:
+        """Writes to the file alone."""
+        self._append(text if text.endswith("\n") else f"{text}\n")
 
     def line(self, text: str, style: str | None = None) -> None:
         """Prints one line, however long; in the file it bears the time."""
         self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
         stamp = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S")
-        self._append(f"{stamp}  {text}\n")
+        self.log(f"{stamp}  {text}")
 
     def show(self, renderable: RenderableType) -> None:
         """Prints a table."""

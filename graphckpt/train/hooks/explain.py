@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import final
 
 from graphckpt import Graph
+from graphckpt.ledger.table import print_table
 from graphckpt.train.loop import HookBase, Loop
 
 
@@ -19,5 +21,10 @@ class ExplainHook(HookBase):
 
     def after_train(self, loop: Loop) -> None:
         """Prints the table, draws the picture."""
-        if loop.done > loop.start_iter:
-            self._graph.explain(plot=self._picture)
+        if loop.done == loop.start_iter:
+            return
+        explanation = self._graph.explain(str(self._picture), show=False)
+        print_table(explanation, loop.report.stream)
+        plain = io.StringIO()
+        print_table(explanation, plain)
+        loop.report.log(plain.getvalue())

@@ -1,0 +1,167 @@
+"""The functions that people know from PyTorch and FairScale, with their signatures, on this engine."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import noop_context_fn
+
+from graphckpt.blocks.forward import BlockForward, checkpointing_is_off
+from graphckpt.errors import ConfigError
+from graphckpt.rules import Frame, Full, Site, run_segments, running
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from graphckpt.rules.frame import Contexts
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool | None = None,
+    context_fn: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]] = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    preserve_rng_state: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Runs ``function`` so that backward runs it again, in place of ``torch.utils.checkpoint.checkpoint``.
+
+    Beyond PyTorch's: tensors in keyword arguments and containers are kept and checked like positional ones, random state
+    is restored on every device in use, and buffers of the modules that ``function`` is bound to, wraps or closes over
+    move once.
+
+    Args:
+        function: Any callable.
+        *args: Its arguments.
+        use_reentrant: Without meaning here: there is one kind, and it works under ``torch.autograd.grad`` as well.
+        context_fn: Returns two contexts, for the first and the second run.
+        determinism_check: ``"none"`` lets a second run save tensors of other shapes.
+        debug: Without meaning here: an error always names op and line.
+        early_stop: ``False`` runs ``function`` to its end in the second run.
+        preserve_rng_state: Without meaning here: random state costs a microsecond and is always restored.
+        **kwargs: Its keyword arguments.
+
+    Raises:
+        RecomputeError: In backward, if the second run differs from the first.
+    """
+    del use_reentrant, debug, preserve_rng_state
+    if determinism_check not in ("default", "none"):
+        raise ConfigError(f"determinism_check: {determinism_check!r} is unknown · fix: use 'default' or 'none'")
+    if not torch.is_grad_enabled() or checkpointing_is_off():
+        return function(*args, **kwargs)
+    contexts = None if context_fn is noop_context_fn else _GivenContexts(*context_fn())
+    frame = Frame(_site(function), function, contexts, early_stop=early_stop, strict=determinism_check == "default")
+    return frame.run(args, kwargs)
+
+
+def checkpoint_sequential(
+    functions: nn.Sequential | Sequence[Callable[..., Any]],
+    segments: int,
+    input: Any,  # noqa: A002  # PyTorch's name for it
+    use_reentrant: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Runs a chain in ``segments`` runs, all but the last of them under recompute, as PyTorch's function does.
+
+    Raises:
+        ConfigError: ``segments`` is not within 1 and the number of functions, or a keyword is unknown.
+    """
+    del use_reentrant
+    kwargs.pop("preserve_rng_state", None)
+    if kwargs:
+        raise ConfigError(f"checkpoint_sequential has no argument {next(iter(kwargs))!r} · fix: remove it")
+    chain = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
+    if isinstance(segments, bool) or not isinstance(segments, int) or not 1 <= segments <= len(chain):
+        raise ConfigError(f"segments: {segments!r} is not within 1 and the {len(chain)} functions · fix: the number")
+    if not torch.is_grad_enabled() or checkpointing_is_off():
+        for function in chain:
+            input = function(input)
+        return input
+    site = _site(functions) if isinstance(functions, nn.Sequential) else Site("checkpoint_sequential", (), learns=False)
+    return run_segments(site, chain, segments, input)
+
+
+def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False) -> nn.Module:
+    """Puts ``full`` on a module and returns it, as FairScale's function of this name does.
+
+    The module keeps its class, its attributes and its ``state_dict`` keys.
+
+    Raises:
+        ConfigError: ``offload_to_cpu`` is set, which this version cannot do, or the module is wrapped already.
+    """
+    if offload_to_cpu:
+        raise ConfigError("checkpoint_wrapper: offload_to_cpu is not in this version · fix: leave it False")
+    if isinstance(module.forward, BlockForward):
+        raise ConfigError(f"checkpoint_wrapper: this {type(module).__name__} is wrapped already · fix: wrap it once")
+    BlockForward(module, type(module).__name__, Full()).put_on()
+    return module
+
+
+def is_recomputing() -> bool:
+    """Whether the code that asks is part of a second run, in this thread."""
+    run = running.get()
+    return run is not None and run.again
+
+
+@final
+class _GivenContexts:
+    """The two contexts of a ``context_fn``, where the engine expects its own."""
+
+    def __init__(self, first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> None:
+        self._first, self._second = first, second
+
+    def first_run(self, frame: Frame) -> AbstractContextManager[Any]:
+        del frame
+        return self._first
+
+    def second_run(self, frame: Frame) -> AbstractContextManager[Any]:
+        del frame
+        return self._second
+
+    def paused(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+_SITES: WeakKeyDictionary[nn.Module, dict[tuple[int, ...], Site]] = WeakKeyDictionary()
+# What first calls have taught about modules: a cache, which changes no result.
+
+
+def _site(function: Any) -> Site:
+    modules = list(dict.fromkeys(_modules_of(function)))
+    name = getattr(function, "__qualname__", None) or type(modules[0] if modules else function).__name__
+    if not modules:
+        return Site(name, (), learns=False)
+    known = _SITES.setdefault(modules[0], {})
+    key = tuple(id(module) for module in modules)
+    if key not in known:
+        known[key] = Site(name, [m for module in modules for m in module.modules()])
+    return known[key]
+
+
+def _modules_of(function: Any) -> Iterable[nn.Module]:
+    if isinstance(function, nn.Module):
+        yield function
+    elif isinstance(function, partial):
+        for value in (function.func, *function.args, *function.keywords.values()):
+            yield from _modules_of(value)
+    else:
+        owner = getattr(function, "__self__", None)
+        cells = getattr(function, "__closure__", None) or ()
+        for value in (owner, *(cell.cell_contents for cell in cells if _is_full(cell))):
+            if isinstance(value, nn.Module):
+                yield value
+
+
+def _is_full(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # the variable has no value yet
+        return False

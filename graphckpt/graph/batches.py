@@ -1,0 +1,70 @@
+"""Cuts a batch into micro-batches and packs their outputs. Knows tensors and containers, not graphs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from graphckpt.errors import GraphError
+from graphckpt.tree import build_value, flatten_call, flatten_value
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+
+def micro_batches(
+    build: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], count: int
+) -> Iterator[tuple[Sequence[Any], dict[str, Any]]]:
+    """Yields the arguments of each micro-batch: every tensor's part of dim 0, all else as it is.
+
+    Raises:
+        GraphError: A tensor's dim 0 is no multiple of ``count``.
+    """
+    leaves, shape = flatten_call(args, kwargs)
+    parts: dict[int, Sequence[torch.Tensor]] = {}
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            if leaf.shape[0] % count:
+                raise GraphError(
+                    f"input `{shape.name(position, build)}` of shape {list(leaf.shape)} cannot be cut into {count} "
+                    f"micro-batches · fix: make its dim 0 a multiple of {count}, the gradient accumulation steps"
+                )
+            parts[position] = leaf.chunk(count)
+    for number in range(count):
+        yield shape.assemble([parts[i][number] if i in parts else leaf for i, leaf in enumerate(leaves)])
+
+
+def pack_outputs(outputs: list[Any]) -> Any:
+    """Joins the outputs of the micro-batches: stacks what has no dimension, concatenates the rest on dim 0."""
+    flat = [flatten_value(output) for output in outputs]
+    return build_value(flat[0][1], [_pack(leaves) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)])
+
+
+def fresh_outputs(output: Any, alive: Callable[[], set[int]]) -> Any:
+    """Cuts the tensors of ``output`` off from the graph, and copies those that share memory with its inputs or state.
+
+    Args:
+        output: What ``build`` returned.
+        alive: Returns the addresses of storages that belong to inputs, parameters and buffers.
+    """
+    if isinstance(output, torch.Tensor) and output.grad_fn is not None:
+        return output.detach()
+    leaves, spec = flatten_value(output)
+    known: set[int] | None = None
+    fresh = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            known = alive() if known is None else known
+            shared = leaf.layout is torch.strided and leaf.untyped_storage().data_ptr() in known
+            fresh.append(leaf.detach().clone() if shared else leaf.detach())
+        else:
+            fresh.append(leaf)
+    return build_value(spec, fresh)
+
+
+def _pack(leaves: tuple[Any, ...]) -> Any:
+    first = leaves[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(leaves) if first.dim() else torch.stack(leaves)
+    return first if all(leaf is first or leaf == first for leaf in leaves) else list(leaves)

@@ -1,0 +1,125 @@
+"""Settings of a whole Graph, with OneFlow's names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from graphckpt.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_WITHOUT_EFFECT = (
+    "allow_fuse_add_to_output", "allow_fuse_cast_scale", "allow_fuse_model_update_ops", "enable_compress_memory",
+    "enable_choose_best_memory_allocation", "enable_cudnn_conv_heuristic_search_algo", "enable_fused_model_update_cast",
+    "enable_multi_tensor_update", "enable_straighten_algorithm", "set_outputs_buffer_size",
+)  # fmt: skip
+_IMPOSSIBLE = {
+    "enable_auto_parallel": "set torch.distributed's parallelism on the module",
+    "enable_zero": "use fully_shard or ZeroRedundancyOptimizer",
+    "set_zero_redundancy_optimizer_mode": "use fully_shard or ZeroRedundancyOptimizer",
+}
+
+
+@final
+class GraphConfig:
+    """What holds for every call of a Graph.
+
+    OneFlow's pure performance knobs (``allow_fuse_*`` and the like) are accepted and do nothing, since PyTorch has its own;
+    its parallelism raises with what to use instead.
+    """
+
+    def __init__(self, changed: Callable[[], None] | None = None) -> None:
+        object.__setattr__(self, "_changed", changed)
+        self.training = False
+        """True once an optimizer was added."""
+        self.amp_dtype: torch.dtype | None = None
+        """Autocast's dtype around ``build``; ``None`` without autocast."""
+        self.num_micro_batches = 1
+        """Into how many parts a batch is cut; gradients are averaged over them."""
+        self.has_scaler = False
+        """Whether a gradient scaler was set."""
+        self.strict_static = False
+        """An input of another shape, dtype, device or value than on the first call is an error."""
+        self.measure = True
+        """The first calls of a training graph are watched for ``explain()``; later ones cost nothing."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        known = _FIELDS
+        if name not in known:
+            raise ConfigError(
+                f"Graph.config has no field {name!r}{did_you_mean(name, known)} · fix: use one of {', '.join(known)}"
+            )
+        if name in ("training", "strict_static", "measure") and not isinstance(value, bool):
+            raise ConfigError(f"Graph.config.{name}: {value!r} is neither True nor False · fix: use one of them")
+        object.__setattr__(self, name, value)
+        if self._changed is not None:
+            self._changed()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _WITHOUT_EFFECT:
+            return _accept
+        if name in _IMPOSSIBLE:
+            return _refuse(name)
+        raise AttributeError(f"Graph.config has no attribute {name!r}{did_you_mean(name, dir(self))}")
+
+    def enable_amp(self, mode: bool = True, *, dtype: torch.dtype = torch.float16) -> None:
+        """Runs ``build`` under autocast.
+
+        Args:
+            mode: ``False`` switches it off.
+            dtype: ``torch.float16`` (with :meth:`~graphckpt.Graph.set_grad_scaler`) or ``torch.bfloat16``.
+
+        Raises:
+            ConfigError: ``mode`` is no bool or ``dtype`` is another one.
+        """
+        if not isinstance(mode, bool):
+            raise ConfigError(f"enable_amp: mode {mode!r} is no bool · fix: use True or False")
+        if dtype not in (torch.float16, torch.bfloat16):
+            raise ConfigError(f"enable_amp: dtype {dtype} is not for autocast · fix: use torch.float16 or torch.bfloat16")
+        self.amp_dtype = dtype if mode else None
+
+    def set_gradient_accumulation_steps(self, value: int) -> None:
+        """Cuts each batch on dim 0 into ``value`` micro-batches and steps once with the mean of their gradients.
+
+        ``build`` runs once per micro-batch. Outputs are packed: a loss without dimensions becomes one of shape
+        ``[value]``, other tensors are concatenated on dim 0.
+
+        Raises:
+            ConfigError: ``value`` is no positive int.
+        """
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"set_gradient_accumulation_steps: {value!r} is no number of steps · fix: a positive int")
+        self.num_micro_batches = value
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether ``build`` runs as it is: once a call, without autocast or scaling."""
+        return self.amp_dtype is None and self.num_micro_batches == 1 and not self.has_scaler
+
+    def __repr__(self) -> str:
+        settings = f"training={self.training}, "
+        if self.amp_dtype is not None:
+            settings += f"amp={str(self.amp_dtype).removeprefix('torch.')}, "
+        if self.num_micro_batches > 1:
+            settings += f"gradient_accumulation_steps={self.num_micro_batches}, "
+        if self.strict_static:
+            settings += "strict_static=True, "
+        return f"GraphConfig({settings})"
+
+
+_FIELDS = ("training", "amp_dtype", "num_micro_batches", "has_scaler", "strict_static", "measure")
+
+
+def _accept(*args: object, **kwargs: object) -> None:
+    """Takes what a knob without effect is given."""
+
+
+def _refuse(name: str) -> Any:
+    def refuse(mode: object = True, *args: object, **kwargs: object) -> None:
+        if mode is not False:
+            raise ConfigError(f"Graph.config.{name}: a Graph does not do this · fix: {_IMPOSSIBLE[name]}")
+
+    return refuse
