@@ -8,7 +8,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 from rich.console import Console
 
-from graphckpt.config.run import trainer_from
 from graphckpt.errors import GraphckptError
 
 _FAULT = 2  # exit code for what the user can mend; argparse's own
@@ -82,6 +81,8 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _train(parsed: argparse.Namespace) -> int:
+    from graphckpt.config.run import trainer_from  # noqa: PLC0415 - seconds of imports that --help can do without
+
     trainer = trainer_from(parsed.config_file, parsed.overrides, fast_dev_run=parsed.fast_dev_run)
     return _INTERRUPTED if trainer.train().is_stopped else 0
 

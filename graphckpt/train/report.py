@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import IO, final
+from typing import TextIO, cast, final
 
 from rich.console import Console, RenderableType
 from rich.progress import (
@@ -30,9 +30,9 @@ class Report:
         self._log_file = log_file
 
     @property
-    def stream(self) -> IO[str]:
+    def stream(self) -> TextIO:
         """Where the console writes, for what prints by itself."""
-        return self._console.file
+        return cast("TextIO", self._console.file)  # rich says IO[str], a wider type
 
     def log(self, text: str) -> None:
         """Writes to the file alone."""

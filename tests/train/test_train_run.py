@@ -1,0 +1,284 @@
+"""Whole runs of the command line, on a model and a text of a minute's reading."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from graphckpt.cli import main
+from graphckpt.config.run import trainer_from
+from graphckpt.train.loop import HookBase
+from graphckpt.train.report import Report
+
+_CONFIG = """
+from graphckpt.config import get_config
+
+data = get_config("common/data.py").data
+model = get_config("common/models/gpt2.py").model
+optim = get_config("common/optim.py").optim
+train = get_config("common/train.py").train
+
+data.update(paths="texts", cache_dir="cache", vocab_size=300, seq_length=32, eval_fraction=0.2)
+model.config.update(n_layer=3, n_head=2, n_embd=32)
+optim.lr = 5e-3
+train.update(output_dir="out", train_micro_batch_size=8, test_micro_batch_size=4, device="cpu")
+train.update(train_iter=12, log_period=1, warmup_ratio=0.1)
+train.evaluation.update(eval_period=6, eval_iter=3)
+train.activation_checkpoint.enabled = True
+"""
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    """A folder with texts and a config, to be in."""
+    monkeypatch.chdir(tmp_path)
+    generator = random.Random(0)
+    words = [f"w{n}" for n in range(30)]
+    (tmp_path / "texts").mkdir()
+    for index in range(20):
+        text = " ".join(generator.choices(words, k=300))
+        (tmp_path / "texts" / f"{index}.txt").write_text(f"text {index}: {text}\n", encoding="utf-8")
+    (tmp_path / "tiny.py").write_text(_CONFIG, encoding="utf-8")
+    return tmp_path
+
+
+def _train(*overrides):
+    return main(["train", "--config-file", "tiny.py", *overrides])
+
+
+def _rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
+
+
+def _losses(folder):
+    return [row["total_loss"] for row in _rows(folder) if "total_loss" in row]
+
+
+def test_a_run_learns_and_writes_all(place, capsys):
+    assert _train("train.train_iter=40", "train.log_period=5") == 0
+    out = place / "out"
+    rows = _rows(out)
+    losses = _losses(out)
+    assert losses[0] == pytest.approx(math.log(300), rel=0.1)
+    assert losses[-1] < losses[0] - 1
+    evaluated = [row for row in rows if "eval_ppl" in row]
+    assert [row["iteration"] for row in evaluated] == [6, 12, 18, 24, 30, 36, 40]
+    assert all(row["eval_ppl"] == math.exp(row["eval_loss"]) for row in evaluated)
+    assert (out / "step.png").read_bytes().startswith(b"\x89PNG")
+
+    printed, log = capsys.readouterr().out, (out / "log.txt").read_text()
+    for text in (printed, log):
+        assert re.search(r"model\.transformer\.h\.0-2 \(3x\) +full", text)
+        assert "kept for backward" in text
+        assert re.search(r"iteration 40/40  loss \d.*lr .*tokens/s  memory .* peak .* eta 0 s", text)
+    assert "model_final" in printed
+
+
+def test_saved_model_is_the_trained_one_for_transformers(place):
+    assert _train() == 0
+    model = AutoModelForCausalLM.from_pretrained(place / "out" / "model_final")
+    tokenizer = AutoTokenizer.from_pretrained(place / "out" / "model_final")
+    assert tokenizer.decode(tokenizer("w1 w2 text")["input_ids"]) == "w1 w2 text"
+    trainer = trainer_from("tiny.py", ["train.output_dir=again"])
+    prepared = trainer._data.prepare(trainer.report)
+    total = count = 0.0
+    with torch.no_grad():
+        for first in (0, 4, 8):  # the three batches of four that the run evaluated
+            rows = prepared.heldout.batch(range(first, first + 4))
+            total += model(input_ids=rows, labels=rows).loss.item() * rows.shape[0]
+            count += rows.shape[0]
+    assert total / count == pytest.approx(_rows(place / "out")[-1]["eval_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "train.activation_checkpoint.rule=selective",
+        "train.activation_checkpoint.rule=True",
+        'train.activation_checkpoint.blocks={"transformer.h.*.mlp": {"activation_checkpointing": true}}',
+    ],
+)
+def test_losses_are_the_same_to_the_bit_without_checkpointing(place, policy):
+    assert _train("train.output_dir=plain", "train.activation_checkpoint.enabled=False") == 0
+    assert _train("train.output_dir=policy", policy) == 0
+    assert _losses(place / "policy") == _losses(place / "plain")
+    weights = [
+        (place / name / "model_final" / "model.safetensors").read_bytes() for name in ("plain", "policy")
+    ]
+    assert weights[0] == weights[1]
+
+
+def test_named_blocks_are_those_that_act(place):
+    blocks = '{"transformer.h.[01]": {"activation_checkpointing": true}}'
+    assert _train("train.train_iter=3", f"train.activation_checkpoint.blocks={blocks}") == 0
+    log = (place / "out" / "log.txt").read_text()
+    assert re.search(r"model\.transformer\.h\.0-1 \(2x\) +full", log)
+    assert re.search(r"model\.transformer\.h\.2 +keep", log)
+
+
+def test_accumulation_comes_near_one_large_batch(place):
+    dropout = [f"model.config.{name}=0" for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
+    assert _train("train.output_dir=one", *dropout) == 0
+    steps = ["train.num_accumulation_steps=4", "train.train_micro_batch_size=2"]
+    assert _train("train.output_dir=four", *dropout, *steps) == 0
+    assert _losses(place / "four") == pytest.approx(_losses(place / "one"), rel=1e-3)
+    assert [row["consumed_samples"] for row in _rows(place / "four")] == [8 * n for n in range(1, 13)]
+
+
+def test_amp_trains_in_the_shorter_type(place):
+    assert _train("train.output_dir=long") == 0
+    assert _train("train.output_dir=short", "train.amp.enabled=True") == 0
+    long, short = _losses(place / "long"), _losses(place / "short")
+    assert short != long
+    assert short == pytest.approx(long, rel=0.05)
+
+
+def test_saved_config_runs_the_same_again(place):
+    assert _train("train.seed=7") == 0
+    first = _losses(place / "out")
+    assert main(["train", "--config-file", "out/config.yaml", "train.output_dir=again"]) == 0
+    assert _losses(place / "again") == first
+    assert _train("train.seed=8") == 0
+    assert _losses(place / "out") != first
+
+
+def test_fast_dev_run_and_overrides_between_flags(place):
+    assert (
+        main(
+            [
+                "train",
+                "train.evaluation.eval_iter=1",
+                "--fast-dev-run",
+                "optim.lr=1e-3",
+                "--config-file",
+                "tiny.py",
+            ]
+        )
+        == 0
+    )
+    rows = _rows(place / "out")
+    assert [row["iteration"] for row in rows] == list(range(1, 21))
+    assert [row["iteration"] for row in rows if "eval_ppl" in row] == [10, 20]
+
+
+def test_interrupt_saves_what_there_is(place):
+    class Interrupt(HookBase):
+        def after_step(self, loop):
+            if loop.done == 4:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    trainer = trainer_from("tiny.py", ["train.train_iter=1000"])
+    trainer._more_hooks = (Interrupt(),)
+    outcome = trainer.train()
+    assert (outcome.iterations, outcome.is_stopped) == (4, True)
+    assert AutoModelForCausalLM.from_pretrained(place / "out" / "model_final") is not None
+    assert "stopped after 4 iterations" in (place / "out" / "log.txt").read_text()
+
+
+def test_model_without_marked_layers_asks_for_names(place, capsys):
+    (place / "plain.py").write_text(
+        _CONFIG + "from graphckpt.config import LazyCall\nfrom torch import nn\nmodel = LazyCall(nn.Linear)"
+        "(in_features=2, out_features=2)\n"
+    )
+    assert main(["train", "--config-file", "plain.py"]) == 2
+    assert "Linear marks no layer as a unit · fix: name its blocks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "messages"),
+    [
+        (
+            ["trian.seed=1", "train.seed=x"],
+            ["2 faults", "• trian: no such key · did you mean 'train'?", "• train.seed: expects int"],
+        ),
+        (["data.paths=nowhere"], ["data.paths: nowhere: no such file or folder"]),
+        (["data.seq_length=100000"], ["fewer than one sequence of 100000"]),
+        (["train.device=cuda:99"], ["train.device: 'cuda:99' cannot be used"]),
+        (["train.output_dir=tiny.py"], ["train.output_dir: tiny.py: File exists"]),
+        (["model.config.n_embd=33"], ["model: error in call to 'transformers", "divisible"]),
+        (["optim.lr=1e6"], ["the loss is", "fix: lower optim.lr"]),
+        (
+            ['train.activation_checkpoint.blocks={"transformer.g.*": {}, "x": {}}'],
+            ["• 'transformer.g.*' matches no module", "• 'x' matches no module"],
+        ),
+        (
+            ['train.activation_checkpoint.blocks={"transformer.h.*": {"activation_checkpoint": true}}'],
+            ["did you mean 'activation_checkpointing'"],
+        ),
+        (["train.activation_checkpoint.rule=selectiv"], ["activation_checkpointing: ", "'selective'"]),
+    ],
+)
+def test_faults_are_messages_and_exit_code_2(capsys, overrides, messages):
+    assert _train("train.train_iter=8", *overrides) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert "Traceback" not in error
+    for message in messages:
+        assert message in error
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--version"], 0, r"graphckpt \d+\.\d+\.\d+"),
+        (["train", "--help"], 0, r"graphckpt train --config-file configs/quickstart\.py --fast-dev-run"),
+        (["train", "--config-file", "tiny.py", "--fast-dev-rnu"], 2, "unknown option --fast-dev-rnu"),
+        (["train"], 2, "required: --config-file"),
+        ([], 2, "required: command"),
+    ],
+)
+def test_words_of_the_command_line(capsys, words, code, message):
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == code
+    captured = capsys.readouterr()
+    assert re.search(message, captured.out + captured.err)
+
+
+def test_packaged_config_runs_from_anywhere_and_a_missing_one_has_a_hint(capsys):
+    quick = [
+        "train.train_iter=1",
+        "train.evaluation.enabled=False",
+        "data.paths=texts",
+        "data.cache_dir=cache",
+    ]
+    small = [
+        "model.config.n_layer=1",
+        "data.seq_length=16",
+        "data.vocab_size=300",
+        "data.eval_fraction=0.2",
+    ]
+    words = ["train", "--config-file", "configs/quickstart.py", "train.output_dir=out", *quick, *small]
+    assert main(words) == 0
+    assert main(["train", "--config-file", "configs/quickstrat.py"]) == 2
+    assert "did you mean 'quickstart.py'" in capsys.readouterr().err
+
+
+def test_exit_code_reaches_the_shell():
+    words = [sys.executable, "-m", "graphckpt", "train", "--config-file", "nowhere.py"]
+    ran = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("error: nowhere.py: no such config file")
+    assert len(ran.stderr.splitlines()) == 1
+
+
+def test_terminal_shows_a_bar_with_the_time_left(place):
+    screen = io.StringIO()
+    trainer = trainer_from("tiny.py", ["train.train_iter=3"])
+    trainer.report = Report(Console(file=screen, force_terminal=True, width=100))
+    trainer.train()
+    shown = screen.getvalue()
+    for label in ("training the tokenizer", "tokenizing", "training", "eta"):
+        assert label in shown
