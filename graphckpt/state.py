@@ -123,7 +123,8 @@ class ModuleState:
         for owner, attributes in watch.attributes:
             moved.extend((Moving(owner, key, in_place=False), value) for key, value in _changed(owner, attributes))
         self._moving = tuple(place for place, _ in moved)
-        return Snapshot(snapshot.tensors, snapshot.modes, tuple(moved))
+        lasting = tuple((place, value) for place, value in moved if not _sets_up(value, place.owner.get(place.key)))
+        return Snapshot(snapshot.tensors, snapshot.modes, lasting)
 
 
 @final
@@ -219,6 +220,14 @@ def _differs(now: Any, then: Any) -> bool:
     if isinstance(now, list):
         return any(a is not b for a, b in zip(now, then, strict=True))
     return any(key not in now or now[key] is not value for key, value in then.items())
+
+
+def _sets_up(before: Any, after: Any) -> bool:
+    """Whether a first call set something up, which is done once: a second run must not do it again.
+
+    Transformers installs hooks on the first call and notes that in a flag.
+    """
+    return isinstance(after, bool) or (any(before is nothing for nothing in (None, False, _ABSENT)) and not isinstance(after, torch.Tensor))
 
 
 def _is_plain(value: Any) -> bool:  # a buffer or a tensor attribute

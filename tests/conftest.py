@@ -1,0 +1,21 @@
+"""What all tests share."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # tests/architectures.py and tests/zoo.py are imported by name
+
+torch.set_num_threads(1)  # two workers on two cores
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what the machine cannot run."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))

@@ -1,0 +1,80 @@
+"""Every rule on every architecture: the step's loss, gradients, buffers and random stream keep every bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, Architecture
+from torch import nn
+
+import graphckpt
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "full": {"layers": True},
+    "selective-matmul": {"layers": {"rule": "selective", "save": "matmul"}},
+    "selective-attention": {"layers": {"rule": "selective", "save": "attention"}},
+    "selective-both": {"layers": "selective"},
+    "holes": {"layers": True, "holes": False},
+    "nested": {"": True, "layers": {"rule": "selective", "save": "matmul"}},
+    "mixed": {"layers": True, "every other layer": False},
+}
+
+
+def policy_rules(model: nn.Module, architecture: Architecture, policy: dict[str, Any]) -> dict[str, Any]:
+    """Replaces the words of a policy by the names of the modules that they mean in this model."""
+    layers = list(architecture.layer_modules(model))
+    rules: dict[str, Any] = {}
+    for word, value in policy.items():
+        names = {
+            "layers": layers,
+            "": [""],
+            "every other layer": layers[1::2],
+            "holes": [
+                f"{layer}.{name}"
+                for layer in layers
+                for name, child in list(model.get_submodule(layer).named_children())[::2]
+                if not isinstance(child, (nn.ModuleList, nn.ModuleDict))
+            ],
+        }[word]
+        rules |= {name: value for name in names}
+    return rules
+
+
+def step(architecture: Architecture, model: nn.Module, *, seed: int = 3) -> dict[str, torch.Tensor]:
+    """Runs two forwards and backwards and returns all that the contract speaks of."""
+    torch.manual_seed(seed)
+    seen = {}
+    for number in range(2):
+        loss = architecture.loss(model(**architecture.inputs()))
+        loss.backward()
+        seen[f"loss {number}"] = loss.detach()
+    seen |= {f"grad {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    seen |= {f"buffer {name}": b.clone() for name, b in model.named_buffers()}
+    seen["random state"] = torch.get_rng_state()
+    return seen
+
+
+@pytest.fixture(scope="module")
+def plain_steps() -> dict[str, dict[str, torch.Tensor]]:
+    return {}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
+def test_same_bits_as_the_plain_step(
+    architecture: Architecture, policy: str, plain_steps: dict[str, dict[str, torch.Tensor]]
+) -> None:
+    if architecture.name not in plain_steps:
+        plain_steps[architecture.name] = step(architecture, architecture.build())
+    plain = plain_steps[architecture.name]
+    model = architecture.build()
+
+    with graphckpt.apply(model, policy_rules(model, architecture, POLICIES[policy])) as handle:
+        ours = step(architecture, model)
+        explanation = handle.explain(show=False)
+
+    assert ours.keys() == plain.keys()
+    assert [name for name in plain if not torch.equal(ours[name], plain[name])] == []
+    assert sum(row.reruns for row in explanation.rows) > 0, "nothing ran again: the policy was not in force"
