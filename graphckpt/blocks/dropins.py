@@ -126,6 +126,9 @@ class _GivenContexts:
         del frame
         return self._second
 
+    def settle(self, frame: Frame) -> None:
+        """PyTorch's contexts look after themselves."""
+
     def paused(self) -> AbstractContextManager[None]:
         return nullcontext()
 

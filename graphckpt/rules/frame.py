@@ -93,6 +93,9 @@ class Contexts(Protocol):
     def second_run(self, frame: Frame) -> AbstractContextManager[Any]:
         """Returns the context for a second run."""
 
+    def settle(self, frame: Frame) -> None:
+        """The first run is over."""
+
     def paused(self) -> AbstractContextManager[None]:
         """Returns a context in which the one in force does nothing."""
 
@@ -241,6 +244,8 @@ class Frame:
             self._objects = settle_objects(self._objects)
         for hole in self.holes:
             hole.settle()
+        if self.contexts is not None:
+            self.contexts.settle(self)
 
     def _take(self, position: int, leaf: Any) -> Any:
         if not isinstance(leaf, Kept):

@@ -102,6 +102,15 @@ class OpMemory:
         """Returns the mode that hands them back."""
         return _HandBack(self, frame)
 
+    def settle(self, frame: Frame) -> None:
+        """Forgets the results that the block edited in place after they were kept: those ops run again."""
+        for results in self.results.values():
+            for number, result in list(results.items()):
+                if result.is_edited():
+                    del results[number]
+                elif frame.outer is not None:
+                    result.versions.clear()  # what is around the block keeps it, and sees edits itself
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Lets ops run unseen."""
@@ -119,9 +128,12 @@ class _Result:
     versions: list[tuple[torch.Tensor, int]]
     random: RandomState | None  # after an op that draws: the second run must not lose its place in the stream
 
+    def is_edited(self) -> bool:
+        return any(tensor._version != version for tensor, version in self.versions)
+
     def take(self) -> list[Any] | None:
-        if any(tensor._version != version for tensor, version in self.versions):
-            return None  # edited in place since: the op runs again
+        if self.is_edited():
+            return None  # by code after the block: the op runs again
         return [leaf.take() if isinstance(leaf, Kept) else leaf for leaf in self.leaves]
 
 
@@ -156,7 +168,7 @@ class _Keep(_Counting):
             frame = self._frame
             leaves, spec = pytree.tree_flatten(output)
             aliases = [version_sharing_detach(x) if isinstance(x, torch.Tensor) else x for x in leaves]
-            versions = [(x, x._version) for x in aliases if isinstance(x, torch.Tensor)] if frame.outer is None else []
+            versions = [(x, x._version) for x in aliases if isinstance(x, torch.Tensor)]
             kept = [Kept(x, frame.site, frame.outer) if isinstance(x, torch.Tensor) else x for x in aliases]
             random = take_random_state(frame.devices) if torch.Tag.nondeterministic_seeded in func.tags else None
             self._memory.results[func][number] = _Result(kept, spec, versions, random)
