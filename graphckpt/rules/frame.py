@@ -122,11 +122,21 @@ class _Stop(BaseException):  # not an Exception: a forward that catches those mu
 
 
 @final
+class _Same:
+    """Stands for an argument that is the same object as an earlier one."""
+
+    __slots__ = ("position",)
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+
+@final
 class Frame:
     """What one call of a block keeps, and how to run it again."""
 
     __slots__ = (
-        "_ambient", "_early_stop", "_function", "_leaves", "_objects", "_random", "_shape", "_slots",
+        "_ambient", "_early_stop", "_function", "_is_complete", "_leaves", "_objects", "_random", "_shape", "_slots",
         "_snapshot", "_strict", "contexts", "devices", "edited", "holes", "outer", "site",
     )  # fmt: skip
 
@@ -147,6 +157,7 @@ class Frame:
         self.outer: Any = None
         self.edited: frozenset[int] = frozenset()
         self._function = function
+        self._is_complete = False
         self._slots: list[weakref.ref[Slot]] = []
         self._objects: Any = ()
 
@@ -211,8 +222,13 @@ class Frame:
         site = self.site
         edited_before = site.edited or frozenset()
         tensors = []
+        first_of: dict[int, int] = {}
         for position, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
+                first = first_of.setdefault(id(leaf), position)
+                if first != position:  # `attention(x, x, x)` takes another path than three equal tensors
+                    leaves[position] = _Same(first)
+                    continue
                 # An argument that forward edits in place is kept as a copy. Which ones these are shows on the first
                 # call, for which every argument is copied, one block's at a time.
                 twin = _twin(leaf) if learning or position in edited_before else None
@@ -244,11 +260,20 @@ class Frame:
             self._objects = settle_objects(self._objects)
         for hole in self.holes:
             hole.settle()
+        self._is_complete = True
         if self.contexts is not None:
             self.contexts.settle(self)
 
+    def _take_all(self) -> list[Any]:
+        taken: list[Any] = []
+        for position, leaf in enumerate(self._leaves):
+            taken.append(taken[leaf.position] if isinstance(leaf, _Same) else self._take(position, leaf))
+        return taken
+
     def _take(self, position: int, leaf: Any) -> Any:
         if not isinstance(leaf, Kept):
+            if isinstance(leaf, torch.Tensor):  # backward within the first run of a first call
+                return leaf.detach().requires_grad_(leaf.requires_grad)
             return leaf
         tensor = leaf.take()
         if tensor is None:
@@ -261,7 +286,8 @@ class Frame:
         if recorder is not None:
             recorder.second_run(self.site.name)
         try:
-            run = SecondRun(self, self._slots, early_stop=self._early_stop)
+            # A backward within forward comes before the first run has made all of its slots.
+            run = SecondRun(self, self._slots, early_stop=self._early_stop or not self._is_complete)
             self._second_run(run)
             fault = run.fault()
             if fault is not None and (self._strict or isinstance(fault.first, int)):
@@ -274,12 +300,13 @@ class Frame:
 
     def _second_run(self, run: SecondRun) -> None:
         with torch.enable_grad():
-            args, kwargs = self._shape.assemble([self._take(i, leaf) for i, leaf in enumerate(self._leaves)])
+            args, kwargs = self._shape.assemble(self._take_all())
         random_now = take_random_state(self.devices)
         undo: Undo = []
         token = running.set(run)
         try:
             with ExitStack() as stack:
+                _pause(run.outer, stack)
                 enter_ambient(stack, self._ambient, self.devices)
                 self.site.state.rewind(self._snapshot, undo)
                 if self._objects:
@@ -346,6 +373,14 @@ class SecondRun(Run):
         short = self.cursor <= self._last
         long = not self._early_stop and self.cursor > len(self._slots)
         return Fault(self.cursor - 1, len(self._slots), self.cursor) if short or long else None
+
+
+def _pause(run: Run | None, stack: ExitStack) -> None:
+    """Where a backward within forward has begun this second run, the runs around it must not see its ops."""
+    while run is not None:
+        if run.frame.contexts is not None:
+            stack.enter_context(run.frame.contexts.paused())
+        run = run.outer
 
 
 def _twin(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, final
 
@@ -92,18 +92,45 @@ class OpMemory:
     def __init__(self, policy: Callable[..., bool]) -> None:
         self.policy = policy
         self.results: dict[Op, dict[int, _Result]] = defaultdict(dict)
-        self.is_paused = False
+        self.storages: dict[int, tuple[Op, int]] = {}  # address of a kept result: which one it is
+        self._modes: list[_Counting] = []
 
-    def first_run(self, frame: Frame) -> TorchDispatchMode:
-        """Returns the mode that keeps the chosen results."""
-        return _Keep(self, frame)
+    def first_run(self, frame: Frame) -> AbstractContextManager[None]:
+        """Returns the context that keeps the chosen results."""
+        return self._in_force(_Keep(self, frame))
 
-    def second_run(self, frame: Frame) -> TorchDispatchMode:
-        """Returns the mode that hands them back."""
-        return _HandBack(self, frame)
+    def second_run(self, frame: Frame) -> AbstractContextManager[None]:
+        """Returns the context that hands them back."""
+        return self._in_force(_HandBack(self, frame))
+
+    @contextmanager
+    def _in_force(self, mode: _Counting) -> Iterator[None]:
+        self._modes.append(mode)
+        try:
+            with mode:
+                yield
+        finally:
+            self._modes.remove(mode)  # it holds this object: a cycle would keep what it keeps alive
+
+    def forget_edited(self, func: Op, args: Any, kwargs: dict[str, Any]) -> None:
+        """Forgets a kept result that ``func`` edits, also through a view that does not share its version counter.
+
+        GRU edits what ``unsafe_chunk`` returns, which is such a view.
+        """
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(tensor, torch.Tensor):
+                    func_and_number = self.storages.get(tensor.untyped_storage().data_ptr())
+                    if func_and_number is not None:
+                        kept, number = func_and_number
+                        self.results[kept].pop(number, None)
 
     def settle(self, frame: Frame) -> None:
         """Forgets the results that the block edited in place after they were kept: those ops run again."""
+        self.storages.clear()
         for results in self.results.values():
             for number, result in list(results.items()):
                 if result.is_edited():
@@ -113,12 +140,15 @@ class OpMemory:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Lets ops run unseen."""
-        before, self.is_paused = self.is_paused, True
+        """Lets ops run unseen by the modes that are in force now."""
+        modes = [mode for mode in self._modes if not mode.is_paused]
+        for mode in modes:
+            mode.is_paused = True
         try:
             yield
         finally:
-            self.is_paused = before
+            for mode in modes:
+                mode.is_paused = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +173,7 @@ class _Counting(TorchDispatchMode):
         self._memory = memory
         self._frame = frame
         self._calls: dict[Op, int] = defaultdict(int)
+        self.is_paused = False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -150,7 +181,7 @@ class _Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if self._memory.is_paused or func is _DETACH:  # the hooks of the two runs detach unlike often
+        if self.is_paused or func is _DETACH:  # the hooks of the two runs detach unlike often
             return func(*args, **kwargs)
         number = self._calls[func]
         self._calls[func] = number + 1
@@ -164,6 +195,8 @@ class _Counting(TorchDispatchMode):
 class _Keep(_Counting):
     def _call(self, func: Op, number: int, args: Any, kwargs: dict[str, Any]) -> Any:
         output = func(*args, **kwargs)
+        if getattr(func, "_schema", None) is not None and func._schema.is_mutable:
+            self._memory.forget_edited(func, args, kwargs)
         if _makes_new_tensors(func) and self._memory.policy(output, func, args, kwargs):
             frame = self._frame
             leaves, spec = pytree.tree_flatten(output)
@@ -171,6 +204,8 @@ class _Keep(_Counting):
             versions = [(x, x._version) for x in aliases if isinstance(x, torch.Tensor)]
             kept = [Kept(x, frame.site, frame.outer) if isinstance(x, torch.Tensor) else x for x in aliases]
             random = take_random_state(frame.devices) if torch.Tag.nondeterministic_seeded in func.tags else None
+            for tensor, _ in versions:
+                self._memory.storages[tensor.untyped_storage().data_ptr()] = (func, number)
             self._memory.results[func][number] = _Result(kept, spec, versions, random)
         return output
 

@@ -1,0 +1,134 @@
+"""What must hold for every rule: found by the registry, so that a new rule is tested without being named."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from zoo import ZOO, chain, differing, run_steps
+
+import graphckpt
+from graphckpt.rules import Segments, Selective, Tiles, rule_classes
+
+# One way to put each rule on the chain's blocks 1..3; "" is the whole chain, an nn.Sequential.
+ON_CHAIN: dict[str, dict[str, Any]] = {
+    "keep": {"*": False},
+    "full": {"[123]": True},
+    "selective": {"[123]": Selective("matmul")},
+    "segments": {"": Segments("sqrt")},
+    "tiles": {"[123]": Tiles(1)},
+}
+NESTED: dict[str, dict[str, Any]] = {
+    f"{outer} around {inner}": {"": value} | {k: v for k, v in ON_CHAIN[inner].items() if k}
+    for outer, value in {
+        "full": True,
+        "selective": Selective("matmul"),
+        "selective, random ops kept": Selective(["aten.native_dropout.default", "aten.bernoulli_.float", "aten.addmm.default"]),
+        "segments sqrt": Segments("sqrt"),
+        "segments log": Segments("log"),
+        "one tile": Tiles(1),
+    }.items()
+    for inner in ON_CHAIN
+    if inner != "segments"
+}
+HOLES: dict[str, dict[str, Any]] = {
+    "every second child kept": {"[123]": True, "re:[123]\\.[a-z]*[aeiou]": False},
+    "one block kept": {"": True, "2": False},
+    "a segment in a hole": {"": True, "2": False, "re:2\\.(linear|up|first|rnn|inner|attention)": True},
+}
+
+
+def put(model: nn.Module, rules: dict[str, Any]) -> graphckpt.Handle | None:
+    """Applies the rules whose selectors mean something in this model."""
+    names = [name for name, _ in model.named_modules()]
+    fits = {}
+    for selector, value in rules.items():
+        pattern = graphckpt.blocks.select._pattern(selector)
+        if any(pattern.fullmatch(name) and (name or not selector) for name in names):
+            fits[selector] = value
+    return graphckpt.apply(model, fits)
+
+
+def test_every_rule_has_a_case() -> None:
+    assert set(ON_CHAIN) == set(rule_classes())
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ZOO)
+@pytest.mark.parametrize("policy", ON_CHAIN | NESTED | HOLES)
+def test_same_bits_as_the_plain_step(policy: str, kind: str, autocast: bool) -> None:
+    if autocast and kind in ("rnn", "gru", "grad_in_forward"):
+        pytest.skip("its plain step fails or differs between runs under CPU autocast")
+    plain = run_steps(chain(kind), autocast=autocast)
+    model = chain(kind)
+    with put(model, (ON_CHAIN | NESTED | HOLES)[policy]):
+        ours = run_steps(model, autocast=autocast)
+    assert differing(ours, plain) == []
+
+
+@pytest.mark.parametrize("policy", [p for p in ON_CHAIN if p != "keep"])
+def test_the_rule_runs_blocks_again(policy: str) -> None:
+    model = chain("mlp", length=6)
+    runs = [0]
+    for block in model:
+        block.register_forward_pre_hook(lambda *_: runs.__setitem__(0, runs[0] + 1))
+    inner = [0]
+    model[1].up.register_forward_pre_hook(lambda *_: inner.__setitem__(0, inner[0] + 1))
+    with put(model, ON_CHAIN[policy]):
+        run_steps(model, steps=1)
+    assert inner[0] == 2
+
+
+@pytest.mark.parametrize("policy", ON_CHAIN)
+def test_inputs_that_need_no_gradient(policy: str) -> None:
+    plain = run_steps(chain("mlp"), needs_grad=False)
+    model = chain("mlp")
+    with put(model, ON_CHAIN[policy]):
+        assert differing(run_steps(model, needs_grad=False), plain) == []
+
+
+@pytest.mark.parametrize("policy", ON_CHAIN)
+def test_without_gradients_the_block_just_runs(policy: str) -> None:
+    model = chain("batch_norm")
+    with put(model, ON_CHAIN[policy]), torch.no_grad():
+        out = model(torch.ones(6, 16))
+    assert not out.requires_grad
+
+
+@pytest.mark.parametrize("policy", ON_CHAIN | NESTED)
+def test_nothing_is_left_behind(policy: str) -> None:
+    """Forward without backward, an error in forward, one in backward: the kept tensors die with their graph."""
+
+    class Fails(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("forward fails")
+
+    model = chain("mlp")
+    alive: list[weakref.ref[torch.UntypedStorage]] = []
+    model[1].up.register_forward_pre_hook(lambda _, args: alive.append(weakref.ref(args[0].untyped_storage())))
+    gc.collect()
+    gc.disable()  # what only the collector frees would be a cycle through autograd's graph
+    try:
+        with put(model, (ON_CHAIN | NESTED)[policy]):
+            run_steps(model, steps=1)
+            model(torch.randn(6, 16))
+            out = model(torch.randn(6, 16)).sum()
+            out.register_hook(lambda _: (_ for _ in ()).throw(RuntimeError("backward fails")))
+            with pytest.raises(RuntimeError, match="backward fails"):
+                (out * 1).backward()
+            del out
+            head, model[4] = model[4], Fails()
+            with pytest.raises(RuntimeError, match="forward fails"):
+                model(torch.randn(6, 16))
+            model[4] = head
+            run_steps(model, steps=1)
+        for parameter in model.parameters():
+            parameter.grad = None
+        assert len(alive) >= 5
+        assert [ref for ref in alive if ref() is not None] == []
+    finally:
+        gc.enable()
