@@ -1,4 +1,9 @@
-"""Draws the live bytes of one step as a PNG or SVG. Knows the record only."""
+"""Draws the live bytes of one step as a PNG or SVG. Knows the record only.
+
+Matplotlib takes half a second to import, so only a call of :func:`draw` does.
+"""
+
+# ruff: noqa: PLC0415
 
 from __future__ import annotations
 
@@ -6,12 +11,6 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
-
-import matplotlib as mpl
-from matplotlib.collections import PolyCollection
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
 
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.legend import legend_names, shades
@@ -58,6 +57,9 @@ def draw(explanation: Explanation, path: str | Path) -> Path:
     if not explanation.timeline:
         record = f"the record of {explanation.title!r}"
         raise ConfigError(f"{target}: {record} has no timeline to draw · fix: record the step with one")
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
     steps = thin(explanation.timeline, _MAX_STEPS)
     end = len(explanation.timeline)
     with mpl.rc_context(_SETTINGS):
@@ -100,6 +102,8 @@ def _runs(steps: _Steps, end: int, name: str) -> Iterator[tuple[str, int, _Steps
 
 
 def _draw_phases(strip: Any, steps: _Steps, end: int) -> None:
+    from matplotlib.patches import Patch
+
     seen = {}
     for phase, stop, run in _runs(steps, end, "phase"):
         seen[phase] = _PHASES.get(phase, _UNKNOWN_PHASE)
@@ -110,6 +114,10 @@ def _draw_phases(strip: Any, steps: _Steps, end: int) -> None:
 
 
 def _draw_levels(axes: Any, steps: _Steps, end: int) -> None:
+    from matplotlib.collections import PolyCollection
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import MaxNLocator
+
     names = legend_names(event.block for _, event in steps)
     colours = shades(names)
     areas: dict[str, list[list[tuple[float, float]]]] = {block: [] for block in names}

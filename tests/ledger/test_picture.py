@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import matplotlib as mpl
@@ -151,3 +153,8 @@ def test_thinning_keeps_the_peak_and_the_order(levels, limit):
     assert [at for at, _ in steps] == sorted(at for at, _ in steps)
     if limit >= len(levels):
         assert [event.live_bytes for _, event in steps] == levels
+
+
+def test_the_library_imports_without_matplotlib():
+    code = "import sys, graphckpt.ledger.picture; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
