@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
+from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from graphckpt.ledger.record import Explanation, Row
 from graphckpt.ledger.recorder import REST, Recorder
 from graphckpt.ledger.table import print_table
 from graphckpt.rules import Keep, Segments, Tiles
+from graphckpt.tree import flatten_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -46,7 +48,7 @@ class Watcher:
         live = LiveBytes()
         live.track([*known, *others, *(t.grad for t in known if t.is_leaf and t.grad is not None)])
         recorder = Recorder(known, live)
-        with self._rows_for_modules(recorder), recorder.watching():
+        with self._rows_for_modules(recorder), recorder.watching(), self._inputs_of_root(recorder):
             yield
         self._bytes = self._live = recorder
 
@@ -67,22 +69,21 @@ class Watcher:
     def watch_next_forward(self) -> None:
         """Records the next forward of the model and what its backward runs again, at the cost of a few hooks."""
         root = self._roots[0][1]
-
-        def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not torch.is_grad_enabled():
-                return
-            self.close()
-            inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
-            recorder = self._bytes = Recorder([*self._state(), *inputs])
-            watching = recorder.watching()
-            rows = self._rows_for_modules(recorder)
-            rows.__enter__()
-            watching.__enter__()
-            end = module.register_forward_hook(_hook(watching.__exit__, None, None, None), always_call=True)
-            stop = root.register_forward_pre_hook(_hook(self.close))
-            self._hooks += [end, stop, _Closing(rows)]
-
+        begin = _Hook(WeakMethod(self._begin), passes_on=True)
         self._hooks.append(root.register_forward_pre_hook(begin, with_kwargs=True))
+
+    def _begin(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled():
+            return
+        self.close()
+        recorder = self._bytes = Recorder([*self._state(), *_tensors(args, kwargs)])
+        watching = recorder.watching()
+        rows = self._rows_for_modules(recorder)
+        rows.__enter__()
+        watching.__enter__()
+        end = root.register_forward_hook(_Hook(lambda: watching.__exit__, None, None, None), always_call=True)
+        stop = root.register_forward_pre_hook(_Hook(WeakMethod(self.close)))
+        self._hooks += [end, stop, _Closing(rows)]
 
     def close(self) -> None:
         """Ends a recording that is going on."""
@@ -172,14 +173,29 @@ class Watcher:
         return [t for _, root in self._roots for t in (*root.parameters(), *root.buffers())]
 
     @contextmanager
+    def _inputs_of_root(self, recorder: Recorder) -> Iterator[None]:
+        """The caller holds the model's inputs: they are alive anyway."""
+
+        def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            recorder.ignore(_tensors(args, kwargs))
+
+        name, root = self._roots[0]
+        hook = None if name else root.register_forward_pre_hook(see, with_kwargs=True)
+        try:
+            yield
+        finally:
+            if hook is not None:
+                hook.remove()
+
+    @contextmanager
     def _rows_for_modules(self, recorder: Recorder) -> Iterator[None]:
         hooks = []
         try:
             for wrapper in self._wrappers:
                 wrapper.site.recorder = recorder
             for name, module in self._plain_modules():
-                hooks.append(module.register_forward_pre_hook(_hook(recorder.enter_plain, name), prepend=True))
-                hooks.append(module.register_forward_hook(_hook(recorder.leave_plain, name), always_call=True))
+                hooks.append(module.register_forward_pre_hook(_Hook(lambda: recorder.enter_plain, name), prepend=True))
+                hooks.append(module.register_forward_hook(_Hook(lambda: recorder.leave_plain, name), always_call=True))
             yield
         finally:
             for wrapper in self._wrappers:
@@ -214,11 +230,32 @@ def _is_stack(module: nn.Module) -> bool:
     return isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1 and len(kinds) == 1
 
 
-def _hook(call: Callable[..., Any], *args: Any) -> Callable[..., None]:
-    def hook(*_: Any) -> None:  # what a hook returns would take the place of the module's input or output
-        call(*args)
+class _Hook:
+    """A module hook that returns nothing, does nothing on copies of the module, and can be pickled with it.
 
-    return hook
+    ``find`` returns what to call, or ``None`` if it is gone: a hook must not keep what watches its module alive.
+    """
+
+    def __init__(self, find: Callable[[], Callable[..., Any] | None], *args: Any, passes_on: bool = False) -> None:
+        self._find = find
+        self._args = args
+        self._passes_on = passes_on
+
+    def __call__(self, *given: Any) -> None:
+        call = self._find()
+        if call is not None:
+            call(*(given if self._passes_on else self._args))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (_nothing,)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _tensors(args: Iterable[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    return [leaf for leaf in flatten_call(tuple(args), kwargs)[0] if isinstance(leaf, torch.Tensor)]
 
 
 class _Closing:

@@ -46,9 +46,7 @@ class Recorder:
         self._again = 0
         self._is_passing_on = False
         self._outer: Any = None
-        for tensor in alive_anyway:
-            self._plain.add(tensor)
-            self._kept.add(tensor)
+        self.ignore(alive_anyway)
 
     @property
     def timeline(self) -> tuple[Event, ...]:
@@ -59,6 +57,12 @@ class Recorder:
     def peak_bytes(self) -> int | None:
         """The largest level of live bytes, if they were watched."""
         return self._live.peak_bytes if self._live is not None else None
+
+    def ignore(self, alive_anyway: Iterable[torch.Tensor]) -> None:
+        """Counts these storages nowhere."""
+        for tensor in alive_anyway:
+            self._plain.add(tensor)
+            self._kept.add(tensor)
 
     def beneath(self, hooks: Any) -> Any:
         """Returns the hooks that would be in force without this recorder."""

@@ -1,0 +1,266 @@
+"""What the rules are for: fewer bytes alive, by exactly what the table says; and no op run again but those of the rule."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from architectures import ARCHITECTURES
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from zoo import Mlp, chain
+
+import graphckpt
+from graphckpt import Segments, Selective, Tiles
+from graphckpt.ledger.live import LiveBytes
+
+GPT2 = next(a for a in ARCHITECTURES if a.name == "gpt2")
+
+
+class CountOps(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def bytes_after_forward(model: nn.Module, x: torch.Tensor) -> int:
+    """Bytes that a forward has added, by weak references to every storage; the output is let go of but for its graph."""
+    model(x).sum().backward()  # a first call learns
+    model.zero_grad()
+    with LiveBytes() as live:
+        live.track([*model.parameters(), *model.buffers(), x])
+        before = live.live_bytes
+        loss = model(x).sum()
+        added = live.live_bytes - before - loss.untyped_storage().nbytes()
+    loss.backward()
+    return added
+
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "full": {"[1-6]": True},
+    "full, last kept": {"[1-5]": True},
+    "selective matmul": {"[1-6]": Selective("matmul")},
+    "selective by name": {"[1-6]": Selective(["aten.gelu.default"])},
+    "holes": {"[1-6]": True, "[1-6].down": False},
+    "segments 3": {"": Segments(3)},
+    "segments log": {"": Segments("log")},
+    "tiles": {"[1-6]": Tiles(3)},
+    "mixed": {"1": True, "2": Selective("matmul"), "3": Tiles(2), "4": False},
+    "nested": {"": True, "[1-6]": Selective("matmul")},
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_bytes_fall_by_exactly_what_explain_says(policy: str) -> None:
+    x = torch.randn(30, 16)
+    plain = bytes_after_forward(chain("mlp", length=6), x)
+    model = chain("mlp", length=6)
+    with graphckpt.apply(model, POLICIES[policy]) as handle:
+        ours = bytes_after_forward(model, x)
+        with handle.measure():
+            model(x).sum().backward()
+        explanation = handle.explain(show=False)
+    assert explanation.bytes_before == plain
+    assert explanation.bytes_after == ours
+    assert plain - ours == explanation.bytes_saved
+    assert sum(row.bytes_after for row in explanation.rows) == ours
+    assert ours < plain
+
+
+@pytest.mark.parametrize("rule", [True, Selective("matmul")])
+def test_bytes_fall_on_a_transformer(rule: Any) -> None:
+    inputs = GPT2.inputs()
+
+    def added(model: nn.Module) -> int:
+        GPT2.loss(model(**inputs)).backward()
+        with LiveBytes() as live:
+            live.track([*model.parameters(), *model.buffers(), *inputs.values()])
+            before = live.live_bytes
+            loss = GPT2.loss(model(**inputs, use_cache=False))
+            added = live.live_bytes - before
+        loss.backward()
+        return added
+
+    plain = added(GPT2.build())
+    model = GPT2.build()
+    with graphckpt.apply(model, {GPT2.layers: rule}) as handle:
+        ours = added(model)
+        with handle.measure():
+            GPT2.loss(model(**inputs, use_cache=False)).backward()
+        assert plain - ours == handle.explain(show=False).bytes_saved > 0
+
+
+def backward_ops(model: nn.Module, x: torch.Tensor) -> Counter[str]:
+    """The ops of one backward, those run again among them."""
+    for _ in range(2):
+        loss = model(x).sum()
+        with CountOps() as ops:
+            loss.backward()
+    return ops.counts
+
+
+def ops_run_again(rules: dict[str, Any], kind: str = "mlp") -> Counter[str]:
+    x = torch.randn(6, 16)
+    plain = backward_ops(chain(kind), x)
+    model = chain(kind)
+    with graphckpt.apply(model, rules):
+        ours = backward_ops(model, x)
+    again = ours - plain
+    for harmless in ("aten.detach.default", "aten.view.default", "aten.t.default", "aten.alias.default"):
+        del again[harmless]
+    return again
+
+
+def test_full_runs_every_op_again_but_what_nothing_needs() -> None:
+    # per block: up, gelu, down, dropout; the final add saves nothing, and so is not run again
+    again = ops_run_again({"[123]": True})
+    assert again["aten.addmm.default"] == 2 * 3
+    assert again["aten.gelu.default"] == 3
+    assert again["aten.add.Tensor"] == 0
+
+
+def test_selective_runs_no_kept_op_again() -> None:
+    again = ops_run_again({"[123]": Selective("matmul")})
+    assert again["aten.addmm.default"] == 0
+    assert again["aten.gelu.default"] == 3
+    again = ops_run_again({"[123]": Selective(["aten.gelu.default"])})
+    assert again["aten.addmm.default"] == 2 * 3
+    assert again["aten.gelu.default"] == 0
+
+
+def test_a_policy_function_decides_op_by_op() -> None:
+    def every_second_addmm(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+        return op is torch.ops.aten.addmm.default and context.op_output.shape[1] == 32
+
+    assert ops_run_again({"[123]": Selective(every_second_addmm)})["aten.addmm.default"] == 3
+
+
+def test_a_hole_is_not_run_again() -> None:
+    again = ops_run_again({"[123]": True, "[123].up": False})
+    assert again["aten.addmm.default"] == 3
+    assert again["aten.gelu.default"] == 3
+
+
+def test_nested_full_is_one_segment() -> None:
+    assert ops_run_again({"[123]": True, "[123].up": True}) == ops_run_again({"[123]": True})
+
+
+class Tanh(nn.Module):
+    """A layer whose plain forward saves one tensor, its output: one boundary."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x)
+
+
+@pytest.mark.parametrize("count", [4, 16, 64, 100, 256])
+@pytest.mark.parametrize("runs", ["sqrt", "log"])
+def test_segments_keep_few_boundaries(runs: str, count: int) -> None:
+    model = nn.Sequential(*[Tanh() for _ in range(count)])
+    x = torch.randn(10, 10, requires_grad=True)
+    with graphckpt.apply(model, {"": Segments(runs)}) as handle:
+        model(x).sum().backward()
+        with handle.measure():
+            model(x).sum().backward()
+        explanation = handle.explain(show=False)
+        boundaries = explanation.bytes_after / x.untyped_storage().nbytes()
+        limit = 2 * math.sqrt(count) if runs == "sqrt" else 2 * math.log2(count) + 2
+        assert boundaries <= limit
+        assert explanation.peak_bytes is not None
+        # alive at the peak: the boundaries, the run being run again (kept and in passing), input and gradients
+        assert explanation.peak_bytes / x.untyped_storage().nbytes() <= 2 * limit + 6
+
+
+def test_log_segments_run_each_layer_at_most_log_times() -> None:
+    count = 64
+    calls = [0]
+
+    class Counted(Tanh):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            calls[0] += 1
+            return super().forward(x)
+
+    model = nn.Sequential(*[Counted() for _ in range(count)])
+    with graphckpt.apply(model, {"": Segments("log")}):
+        model(torch.randn(2, requires_grad=True)).sum().backward()
+        calls[0] = 0
+        model(torch.randn(2, requires_grad=True)).sum().backward()
+    assert count < calls[0] <= count * (1 + math.log2(count) / 2)
+
+
+class LossHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(32, 5000, bias=False)
+
+    def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(hidden), labels, reduction="sum")
+
+
+def test_tiles_cut_the_logits_peak_to_one_slice() -> None:
+    hidden, labels = torch.randn(256, 32, requires_grad=True), torch.randint(0, 5000, (256,))
+    logits_bytes = 256 * 5000 * 4
+
+    def activation_peak(head: nn.Module) -> tuple[int, torch.Tensor]:
+        head(hidden, labels).backward()
+        with LiveBytes() as live:
+            live.track([*head.parameters(), *(p.grad for p in head.parameters()), hidden, hidden.grad, labels])
+            before = live.live_bytes
+            loss = head(hidden, labels)
+            loss.backward()
+        weight_grad = head.head.weight.untyped_storage().nbytes()
+        return live.peak_bytes - before - weight_grad, loss.detach()
+
+    torch.manual_seed(0)
+    head = LossHead()
+    plain_peak, plain_loss = activation_peak(head)
+    with graphckpt.apply(head, {"": Tiles(8, reduce="sum")}):
+        tiled_peak, tiled_loss = activation_peak(head)
+    # what is alive of the logits: themselves, their log-softmax, its gradient
+    assert plain_peak >= 2 * logits_bytes
+    small = hidden.untyped_storage().nbytes() * 2 + head.head.weight.untyped_storage().nbytes()
+    assert tiled_peak <= plain_peak / 8 + small
+    torch.testing.assert_close(tiled_loss, plain_loss, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("rows", [16, 17])
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+def test_tiles_agree_with_a_float64_reference(reduce: str, rows: int) -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(8, 11, dtype=torch.float64)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            logits = self.head(x)
+            return F.cross_entropy(logits, y, reduction=reduce), logits.argmax(-1)
+
+    torch.manual_seed(0)
+    head, x, y = Head(), torch.randn(rows, 8, dtype=torch.float64, requires_grad=True), torch.randint(0, 11, (rows,))
+    loss, best = head(x, y)
+    plain = torch.autograd.grad(loss, [x, *head.parameters()])
+    with graphckpt.apply(head, {"": Tiles(4, reduce=reduce)}):
+        tiled_loss, tiled_best = head(x, y)
+        tiled = torch.autograd.grad(tiled_loss, [x, *head.parameters()])
+    torch.testing.assert_close(tiled_loss, loss, rtol=1e-12, atol=1e-12)
+    assert torch.equal(tiled_best, best)
+    for ours, theirs in zip(tiled, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_tile_dim_one_cuts_tokens() -> None:
+    block, x = Mlp(p=0.0).double(), torch.randn(2, 9, 16, dtype=torch.float64, requires_grad=True)
+    (plain,) = torch.autograd.grad(block(x).sum(), x)
+    rows = []
+    block.up.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[1]))
+    with graphckpt.apply(block, {"": Tiles(4, tile_dim=1)}):
+        (ours,) = torch.autograd.grad(block(x).sum(), x)
+    torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
+    assert max(rows) == 3
