@@ -1,0 +1,217 @@
+"""A second run that is not like the first is an error that names block, op and argument, and leaves nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphckpt
+from graphckpt import RecomputeError
+
+
+class Fickle(nn.Module):
+    """Does something else on every call; ``outside`` is no state of the module."""
+
+    def __init__(self, change: Callable[[int, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.__dict__["outside"] = Outside()
+        self.__dict__["change"] = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.outside.calls += 1
+        return self.change(self.outside.calls, self.linear(x)).exp()
+
+
+class Outside:
+    calls = 0
+
+
+def slice_once(call: int, h: Tensor) -> Tensor:
+    return torch.sigmoid(h[: 2 * call])
+
+
+def cast_once(call: int, h: Tensor) -> Tensor:
+    return torch.sigmoid(h.double() if call > 1 else h)
+
+
+def fewer(call: int, h: Tensor) -> Tensor:
+    return h if call > 1 else torch.sigmoid(torch.tanh(h))
+
+
+def more(call: int, h: Tensor) -> Tensor:
+    return torch.sigmoid(torch.tanh(h)) if call > 1 else h
+
+
+def run(change: Callable[[int, Tensor], Tensor]) -> str:
+    model = nn.Sequential(nn.Linear(4, 4), Fickle(change))
+    with graphckpt.apply(model, {"1": True}):
+        loss = model(torch.randn(8, 4)).sum()
+        with pytest.raises(RecomputeError) as caught:
+            loss.backward()
+    return str(caught.value)
+
+
+def test_another_shape() -> None:
+    message = run(slice_once)
+    assert message.startswith("1: saved tensor 2, saved by torch.sigmoid at test_rule_mismatch.py:")
+    assert "was float32[2, 4] in the first run and float32[4, 4] in the second" in message
+    assert "fix: make forward depend on" in message
+
+
+def test_another_dtype() -> None:
+    message = run(cast_once)
+    assert "saved by torch.sigmoid" in message
+    assert "was float32[8, 4] in the first run and float64[8, 4] in the second" in message
+
+
+def test_fewer_tensors() -> None:
+    assert "the first run saved 5 tensors, the second 3" in run(fewer)
+
+
+def test_more_tensors() -> None:
+    assert "the first run saved 3 tensors, the second 5" in run(more)
+
+
+def test_editing_an_input_between_forward_and_backward() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    with graphckpt.apply(model, {"1": True}):
+        h = model[0](torch.randn(2, 4))
+        out = model[2](model[1](h))
+        h.data.add_(1)  # unseen by autograd too
+        h.detach().add_(1)
+        with pytest.raises(RecomputeError, match=r"1: its argument `input` was edited in place between forward and"):
+            out.sum().backward()
+
+
+@pytest.mark.parametrize("how", ["keyword", "nested"])
+def test_editing_a_keyword_or_nested_input(how: str) -> None:
+    class Takes(nn.Module):
+        def forward(self, x: Tensor, states: list[Any] | None = None, *, mask: Tensor | None = None) -> Tensor:
+            for extra in (mask, *(states or ())):
+                x = x * extra if isinstance(extra, Tensor) else x
+            return x.sin()
+
+    block, x, extra = Takes(), torch.randn(3, requires_grad=True), torch.randn(3)
+    with graphckpt.apply(block, {"": True}):
+        kwargs: dict[str, Any] = {"mask": extra} if how == "keyword" else {"states": [None, extra]}
+        out = block(x, **kwargs)
+        extra.add_(1)
+        name = "mask" if how == "keyword" else r"states\[1\]"
+        with pytest.raises(RecomputeError, match=rf"Takes: its argument `{name}` was edited|: its argument `{name}` was"):
+            out.sum().backward()
+
+
+def test_a_forward_that_begins_to_edit_its_argument() -> None:
+    class Begins(nn.Module):
+        edits = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.mul_(2) if self.edits else x * 2).sin()
+
+    block = Begins()
+    with graphckpt.apply(nn.Sequential(block), {"0": True}):
+        block(torch.randn(3, requires_grad=True) * 1).sum().backward()
+        block.edits = True
+        with pytest.raises(RecomputeError, match=r"0: forward edited its argument `x` in place, which it did not do on"):
+            block(torch.randn(3, requires_grad=True) * 1)
+
+
+def test_an_iterator_as_argument() -> None:
+    class Takes(nn.Module):
+        def forward(self, x: Tensor, more: Any) -> Tensor:
+            return x * sum(more)
+
+    block = Takes()
+    with (
+        graphckpt.apply(nn.ModuleDict({"b": block}), {"b": True}),
+        pytest.raises(RecomputeError, match=r"b: argument `more` is an iterator; .* fix: pass a list"),
+    ):
+        block(torch.ones(2, requires_grad=True), iter([1, 2]))
+
+
+def test_children_called_in_another_order() -> None:
+    class Swaps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.__dict__["outside"] = Outside()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.outside.calls += 1
+            first, second = (self.a, self.b) if self.outside.calls % 2 else (self.b, self.a)
+            return torch.sin(second(torch.sin(first(x))))
+
+    model = nn.Sequential(Swaps())
+    with graphckpt.apply(model, {"0": True, "0.a": False, "0.b": False}):
+        loss = model(torch.randn(2, 4)).sum()
+        with pytest.raises(RecomputeError, match=r"0: the first run called 0\.a where the second run called 0\.b"):
+            loss.backward()
+
+
+def test_an_argument_object_that_changes_is_seen_as_it_was() -> None:
+    """A non-tensor argument that the caller changes between forward and backward does not change the gradient."""
+
+    class Settings:
+        def __init__(self) -> None:
+            self.scale = 2.0
+            self.path = [1]
+
+    class Takes(nn.Module):
+        def forward(self, x: Tensor, settings: Settings) -> Tensor:
+            settings.path.append(2)
+            return (x * settings.scale * len(settings.path)).sin()
+
+    block, settings, x = Takes(), Settings(), torch.randn(3, requires_grad=True)
+    with graphckpt.apply(nn.Sequential(block), {"0": True}):
+        out = block(x, settings)
+        settings.scale = 3.0
+        out.sum().backward()
+    torch.testing.assert_close(x.grad, 4.0 * torch.cos(4.0 * x.detach()), rtol=0, atol=0)
+    assert (settings.scale, settings.path) == (3.0, [1, 2])
+
+
+def test_a_failed_second_run_leaves_the_module_as_it_was() -> None:
+    class Raises(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+            self.__dict__["outside"] = Outside()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.outside.calls += 1
+            if self.outside.calls == 2:
+                self.norm(x)
+                raise ValueError("second run")
+            return self.norm(x).sin()
+
+    model = nn.Sequential(Raises())
+    with graphckpt.apply(model, {"0": True}):
+        loss = model(torch.randn(8, 4, requires_grad=True)).sum()
+        stats, random = model[0].norm.running_mean.clone(), torch.get_rng_state()
+        with pytest.raises(ValueError, match="second run"):
+            loss.backward()
+    assert torch.equal(model[0].norm.running_mean, stats)
+    assert model[0].norm.num_batches_tracked == 1
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not graphckpt.is_recomputing()
+
+
+def test_a_kept_result_that_later_code_edits_is_made_again() -> None:
+    """An edit of a kept op result after its block is legal in the plain step, and stays so."""
+    results = []
+    for rules in ({}, {"0": graphckpt.Selective("matmul")}, {"0": True, "0.0": False}):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)))
+        x = torch.randn(2, 4, requires_grad=True)
+        with graphckpt.apply(model, rules):
+            h = model(x * 1)
+            h += 1
+            h.sum().backward()
+        results.append((x.grad, model[0][0].weight.grad))
+    for grads in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(grads, results[0], strict=True))
