@@ -45,7 +45,12 @@ def enter_ambient(stack: ExitStack, wanted: Ambient, devices: tuple[torch.device
         stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled))  # type: ignore[has-type]
 
 
-_KERNELS = (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
+_KERNELS = (
+    SDPBackend.MATH,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+)
 
 
 def _autocast(kind: str) -> tuple[str, bool, torch.dtype, bool] | None:

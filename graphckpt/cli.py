@@ -31,17 +31,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns 0, 2 for what the user can mend, or 130 after Ctrl-C."""
     parser = _parser()
     parsed, rest = parser.parse_known_args(arguments)
-    parsed.overrides += [
-        word for word in rest if not word.startswith("-")
-    ]  # flags may stand between overrides
+    parsed.overrides += [word for word in rest if not word.startswith("-")]  # flags may stand between overrides
     if unknown := [word for word in rest if word.startswith("-")]:
         parser.error(f"unknown option {', '.join(unknown)} · see 'graphckpt {parsed.command} --help'")
     try:
         code: int = parsed.run(parsed)
     except GraphckptError as error:
-        Console(stderr=True).print(
-            f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True
-        )
+        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return _FAULT
     except KeyboardInterrupt:
         Console(stderr=True).print("interrupted", style="yellow")

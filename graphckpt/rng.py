@@ -1,4 +1,4 @@
-"""Random state of the CPU and of the devices that a block uses: taken before its first run, set again for its second."""
+"""Random state of the CPU and of the devices that a block uses: taken before its first run, set for its second."""
 
 from __future__ import annotations
 

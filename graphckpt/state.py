@@ -67,7 +67,9 @@ class ModuleState:
         found = list(modules)
         # Weak, for a module holds its wrapped forward, which holds this: a deleted model must be freed at once.
         self._modules = [weakref.ref(m) for m in found]
-        self._slots = [(d, key) for m in found for d in (m._parameters, m._buffers) for key in d]
+        self._slots: list[tuple[dict[str, Any], str]] = [
+            (owner, key) for m in found for owner in (m._parameters, m._buffers) for key in owner
+        ]
         self._moving: tuple[Moving, ...] | None = None
 
     @property
@@ -108,8 +110,9 @@ class ModuleState:
     def watch(self) -> Watch:
         """Begins to learn: what it returns is given to :meth:`learn` after the first run."""
         attributes = [ref().__dict__ for ref in self._modules]
-        places = [*self._slots, *((d, key) for d in attributes for key in d if key not in _OWN)]
-        tensors = [(owner, key, t, t.detach().clone()) for owner, key in places if _is_plain(t := owner.get(key))]
+        places: list[tuple[dict[str, Any], str]] = [*self._slots]
+        places += [(d, key) for d in attributes for key in d if key not in _OWN]
+        tensors = [(d, key, d[key], d[key].detach().clone()) for d, key in places if _is_plain(d[key])]
         return Watch(tensors, [(d, _shallow(d)) for d in attributes])
 
     def learn(self, watch: Watch, snapshot: Snapshot) -> Snapshot:
@@ -117,7 +120,12 @@ class ModuleState:
         moved: list[tuple[Moving, Any]] = []
         for owner, key, tensor, before in watch.tensors:
             if owner.get(key) is not tensor:
-                moved.append((Moving(owner, key, in_place=False), tensor.detach().requires_grad_(tensor.requires_grad)))
+                moved.append(
+                    (
+                        Moving(owner, key, in_place=False),
+                        tensor.detach().requires_grad_(tensor.requires_grad),
+                    )
+                )
             elif not _same_bits(tensor, before):
                 moved.append((Moving(owner, key, in_place=True), before))
         for owner, attributes in watch.attributes:
@@ -227,7 +235,9 @@ def _sets_up(before: Any, after: Any) -> bool:
 
     Transformers installs hooks on the first call and notes that in a flag.
     """
-    return isinstance(after, bool) or (any(before is nothing for nothing in (None, False, _ABSENT)) and not isinstance(after, torch.Tensor))
+    return isinstance(after, bool) or (
+        any(before is nothing for nothing in (None, False, _ABSENT)) and not isinstance(after, torch.Tensor)
+    )
 
 
 def _is_plain(value: Any) -> bool:  # a buffer or a tensor attribute

@@ -45,7 +45,7 @@ class CallShape:
             indices = list(range(_num_leaves(self.spec)))
             paths = pytree.tree_flatten_with_path(_join(self.spec, indices), is_leaf=lambda x: isinstance(x, int))[0]
             keys = next((keys for keys, leaf in paths if leaf == position), ())
-            top, path = (keys[0].idx, pytree.keystr(keys[1:])) if keys else (position, "")
+            top, path = (getattr(keys[0], "idx", position), pytree.keystr(keys[1:])) if keys else (position, "")
         if top >= self.num_args:
             return self.keywords[top - self.num_args] + path
         return _positional_name(function, top) + path

@@ -17,7 +17,12 @@ B, D = 6, 16
 class Mlp(nn.Module):
     def __init__(self, p: float = 0.2) -> None:
         super().__init__()
-        self.up, self.act, self.down, self.drop = nn.Linear(D, 2 * D), nn.GELU(), nn.Linear(2 * D, D), nn.Dropout(p)
+        self.up, self.act, self.down, self.drop = (
+            nn.Linear(D, 2 * D),
+            nn.GELU(),
+            nn.Linear(2 * D, D),
+            nn.Dropout(p),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.drop(self.down(self.act(self.up(x))))
@@ -160,7 +165,7 @@ class UsesContainers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.inner(Record(x, {"bias": self.bias}), pairs=[Pair(x * 2, None), Pair(x.sin(), 1)], scale=1.5)
-        assert out["nothing"] is None and out["pair"].rest == "text" and out["n"] == 3
+        assert (out["nothing"], out["pair"].rest, out["n"]) == (None, "text", 3)
         return out["h"] + out["pair"].a
 
 

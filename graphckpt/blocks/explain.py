@@ -29,7 +29,11 @@ class Watcher:
     """Knows the blocks of a model and what was last seen of a step through them."""
 
     def __init__(
-        self, title: str, roots: list[tuple[str, nn.Module]], wrappers: list[BlockForward], idle: dict[str, str]
+        self,
+        title: str,
+        roots: list[tuple[str, nn.Module]],
+        wrappers: list[BlockForward],
+        idle: dict[str, str],
     ) -> None:
         self.title = title
         self._roots = roots
@@ -157,7 +161,7 @@ class Watcher:
         yield from self._last_block(recorder, ran)
 
     def _last_block(self, recorder: Recorder, ran: list[BlockForward]) -> Iterator[str]:
-        """The block that backward reaches first is alive in full at once: its flag helps only if the peak is elsewhere."""
+        """Backward reaches this block first, with all others still kept: its flag helps only with a peak elsewhere."""
         order = list(recorder.order)
         if len(ran) < 2:
             return

@@ -52,6 +52,7 @@ class BlockForward:
         return self._module()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's forward under its rule; without gradients, as it is."""
         function = self._function()
         if not torch.is_grad_enabled() or _disabled.get():
             return function(*args, **kwargs)
@@ -69,7 +70,7 @@ class BlockForward:
 
     def put_on(self) -> None:
         """Puts this wrapper in place."""
-        self._module().__dict__["forward"] = self  # type: ignore[union-attr]
+        self._module().__dict__["forward"] = self
 
     def take_off(self) -> None:
         """Takes this wrapper away, unless something else has been put in its place since."""

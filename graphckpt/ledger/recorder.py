@@ -146,9 +146,7 @@ class Recorder:
         self._again -= 1
         _, begin = self._running.pop()
         self.again_seconds[block] += _now() - begin
-        self.phase(
-            "recompute" if self._again else "backward", self._running[-1][0] if self._again else block
-        )
+        self.phase("recompute" if self._again else "backward", self._running[-1][0] if self._again else block)
 
     def _enter(self, block: str) -> None:
         self.order.setdefault(block)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from graphckpt.rules.base import Rule
-from graphckpt.rules.frame import Frame, running
+from graphckpt.rules.frame import Frame
 from graphckpt.rules.full import Full
 from graphckpt.rules.keep import Keep
+from graphckpt.rules.passes import Contexts, running
 from graphckpt.rules.registry import parse_rule, rule_classes
 from graphckpt.rules.segments import Segments, run_segments
 from graphckpt.rules.selective import Selective
@@ -13,6 +14,7 @@ from graphckpt.rules.site import Site
 from graphckpt.rules.tiles import Tiles
 
 __all__ = [
+    "Contexts",
     "Frame",
     "Full",
     "Keep",

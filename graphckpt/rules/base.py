@@ -27,6 +27,7 @@ class Rule(ABC):
     def check(self, module: nn.Module) -> str | None:
         """Returns why this rule cannot act on ``module`` and how to fix it, or ``None`` if it can."""
         del module
+        return None
 
     @abstractmethod
     def run(self, site: Site, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

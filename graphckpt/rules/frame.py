@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import weakref
 from contextlib import ExitStack
-from contextvars import ContextVar
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -19,106 +18,18 @@ from graphckpt._compat import saved_tensor_hooks_in_force
 from graphckpt.ambient import enter_ambient, take_ambient
 from graphckpt.errors import RecomputeError
 from graphckpt.rng import random_devices, set_random_state, take_random_state
-from graphckpt.rules.mismatch import Fault, differs, edited, edits_argument, iterator_argument
+from graphckpt.rules.kept import Kept, Slot
+from graphckpt.rules.mismatch import differs, edited, edits_argument, iterator_argument
+from graphckpt.rules.passes import Contexts, Run, SecondRun, Stop, running
 from graphckpt.state import put_back, rewind_objects, settle_objects, take_objects
 from graphckpt.tree import ATOMS, flatten_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
 
     from graphckpt.rules.hole import HoleCall
     from graphckpt.rules.site import Site
     from graphckpt.state import Undo
-
-
-@final
-class Slot:
-    """Stands in autograd's graph for a tensor that the second run will make again."""
-
-    __slots__ = ("__weakref__", "dtype", "shape", "value", "version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape = tensor.shape
-        self.dtype = tensor.dtype
-        self.value: torch.Tensor | None = None
-        self.version = 0
-
-
-@final
-class Kept:
-    """A tensor that the first run keeps for the second: an argument, a hole's output, an op's result.
-
-    It passes through the hooks around the block, if there are any: inside of a block that will run again itself,
-    nothing is kept, but made again.
-    """
-
-    __slots__ = ("_held", "_requires_grad", "_store", "_unpack", "_version")
-
-    def __init__(self, tensor: torch.Tensor, site: Site, outer: Any) -> None:
-        self._requires_grad = tensor.requires_grad
-        recorder = site.recorder
-        if outer is None:
-            self._unpack, self._store = None, site.store
-            self._held = site.store.put(tensor)
-            self._version = None if tensor.is_inference() else tensor._version
-            if recorder is not None:
-                recorder.kept(site.name, tensor)
-        else:
-            self._version = self._store = None
-            pack, self._unpack = outer
-            if recorder is None:
-                self._held = pack(tensor)
-            else:
-                with recorder.passing_on():
-                    self._held = pack(tensor)
-
-    def take(self) -> torch.Tensor | None:
-        """Returns the tensor, cut off from its history; ``None`` if it was edited in place since."""
-        if self._store is None:
-            tensor = self._unpack(self._held)
-        else:
-            tensor = self._store.get(self._held)
-            if self._version is not None and tensor._version != self._version:
-                return None
-        return tensor.detach().requires_grad_() if self._requires_grad else tensor.detach()
-
-
-class Contexts(Protocol):
-    """Contexts around the two runs of a frame, such as those that keep op results."""
-
-    def first_run(self, frame: Frame) -> AbstractContextManager[Any]:
-        """Returns the context for the first run."""
-
-    def second_run(self, frame: Frame) -> AbstractContextManager[Any]:
-        """Returns the context for a second run."""
-
-    def settle(self, frame: Frame) -> None:
-        """The first run is over."""
-
-    def paused(self) -> AbstractContextManager[None]:
-        """Returns a context in which the one in force does nothing."""
-
-
-class Run:
-    """A pass through a block's forward that is going on in this thread."""
-
-    __slots__ = ("again", "frame", "outer")
-
-    def __init__(self, frame: Frame, outer: Run | None, *, again: bool) -> None:
-        self.frame = frame
-        self.outer = outer
-        self.again = again or (outer is not None and outer.again)
-
-
-running: ContextVar[Run | None] = ContextVar("running", default=None)
-
-
-class _Stop(BaseException):  # not an Exception: a forward that catches those must not catch this
-    """Ends a second run once every tensor that backward can still ask for is there."""
-
-    def __init__(self, run: SecondRun) -> None:
-        self.run = run
 
 
 @final
@@ -316,63 +227,13 @@ class Frame:
                     stack.enter_context(self.contexts.second_run(self))
                 with torch.enable_grad(), saved_tensors_hooks(run.pack, run.unpack):
                     self._function(*args, **kwargs)
-        except _Stop as stop:
+        except Stop as stop:
             if stop.run is not run:
                 raise
         finally:
             running.reset(token)
             put_back(undo)
             set_random_state(random_now)
-
-
-@final
-class SecondRun(Run):
-    """Fills the slots of a frame while its block runs again."""
-
-    __slots__ = ("_early_stop", "_first_fault", "_last", "_slots", "cursor", "hole_cursor", "on_pack")
-
-    def __init__(self, frame: Frame, slots: list[weakref.ref[Slot]], *, early_stop: bool) -> None:
-        super().__init__(frame, running.get(), again=True)
-        self.cursor = 0
-        self.hole_cursor = 0
-        self.on_pack: Callable[[int], None] | None = None
-        self._slots = slots
-        self._early_stop = early_stop
-        self._last = max((i for i, ref in enumerate(slots) if ref() is not None), default=-1)
-        self._first_fault: Fault | None = None
-
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Puts ``tensor`` into the slot whose turn it is."""
-        position = self.cursor
-        self.cursor = position + 1
-        if self.on_pack is not None:
-            self.on_pack(position)
-        if tensor.requires_grad:
-            tensor = tensor.detach()
-        if position < len(self._slots):
-            slot = self._slots[position]()
-            if slot is not None and slot.value is None:
-                if slot.shape != tensor.shape or slot.dtype != tensor.dtype:
-                    self._first_fault = self._first_fault or Fault(
-                        position, (slot.dtype, slot.shape), (tensor.dtype, tensor.shape)
-                    )
-                slot.value = tensor
-                slot.version = tensor._version
-            if position == self._last and self._early_stop:
-                raise _Stop(self)
-        return tensor
-
-    def unpack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Serves a backward inside of the block's own forward."""
-        return tensor
-
-    def fault(self) -> Fault | None:
-        """Returns how this run differed from the first one, if it did."""
-        if self._first_fault is not None:
-            return self._first_fault
-        short = self.cursor <= self._last
-        long = not self._early_stop and self.cursor > len(self._slots)
-        return Fault(self.cursor - 1, len(self._slots), self.cursor) if short or long else None
 
 
 def _pause(run: Run | None, stack: ExitStack) -> None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from graphckpt.rules.base import Rule
-from graphckpt.rules.frame import Frame, running
+from graphckpt.rules.frame import Frame
+from graphckpt.rules.passes import running
 
 if TYPE_CHECKING:
     from collections.abc import Callable

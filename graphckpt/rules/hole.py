@@ -9,8 +9,10 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from graphckpt.rng import set_random_state, take_random_state
-from graphckpt.rules.frame import Frame, Kept, Run, SecondRun, running
+from graphckpt.rules.frame import Frame
+from graphckpt.rules.kept import Kept
 from graphckpt.rules.mismatch import holes_differ
+from graphckpt.rules.passes import Run, SecondRun, running
 from graphckpt.tree import build_value, flatten_value
 
 if TYPE_CHECKING:
@@ -31,7 +33,9 @@ class HoleCall:
         self._random = random
         leaves, self._spec = flatten_value(output)
         self._versions = [
-            (leaf.detach(), leaf._version) for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference()
+            (leaf.detach(), leaf._version)
+            for leaf in leaves
+            if isinstance(leaf, torch.Tensor) and not leaf.is_inference()
         ]
         self._leaves: list[Any] | None = [
             Kept(leaf, frame.site, frame.outer) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves

@@ -16,7 +16,7 @@ from graphckpt.errors import RecomputeError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from graphckpt.rules.frame import SecondRun
+    from graphckpt.rules.passes import SecondRun
 
 _FIX = (
     "fix: make forward depend on its arguments, parameters and random state alone, or set "
@@ -73,7 +73,7 @@ class _Watch(TorchFunctionMode):
             return
         func = self._running[0] if self._running else None
         self.op = "an op" if func is None else resolve_name(func) or getattr(func, "__name__", repr(func))
-        frame = sys._getframe(1)  # noqa: SLF001  # inspect.stack() reads every source file on the way
+        frame = sys._getframe(1)  # inspect.stack() reads every source file on the way
         while frame is not None:
             if not frame.f_code.co_filename.startswith(_NOT_THE_USERS):
                 self.line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -3,13 +3,14 @@
 ::
 
     "sqrt", 9 children   [0 1 2] [3 4 5]  6 7 8      the last run is kept whole: backward needs it at once
-    "log",  8 children   [[0 1] [2] 3] [[4] 5] [6] 7    halves of halves: each bracket runs again when backward gets there
+    "log",  8 children   [[0 1] [2] 3] [[4] 5] [6] 7    halves of halves: a bracket runs again when backward gets there
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
@@ -45,7 +46,9 @@ class Segments(Rule):
     def __post_init__(self) -> None:
         is_number = isinstance(self.runs, int) and not isinstance(self.runs, bool) and self.runs > 0
         if not is_number and self.runs not in ("sqrt", "log"):
-            raise ConfigError(f"segments: {self.runs!r} is no number of runs · fix: use a positive int, 'sqrt' or 'log'")
+            raise ConfigError(
+                f"segments: {self.runs!r} is no number of runs · fix: use a positive int, 'sqrt' or 'log'"
+            )
 
     def check(self, module: nn.Module) -> str | None:
         """Only a plain ``nn.Sequential`` is known to call its children in order."""
@@ -74,7 +77,7 @@ def run_segments(site: Site, children: Sequence[Callable[..., Any]], runs: int |
     for first, end in pairwise(starts):
         if end == len(children):
             return _call_in_order(children[first:end], value)
-        value = _frame(site, children, first, end, lambda x, a=first, b=end: _call_in_order(children[a:b], x), value)
+        value = _frame(site, children, first, end, partial(_call_in_order, children[first:end]), value)
     return value
 
 
@@ -96,15 +99,18 @@ def run_starts(*, num_children: int, runs: int | str) -> tuple[int, ...]:
 def _run_halves(site: Site, children: Sequence[Callable[..., Any]], first: int, end: int, value: Any) -> Any:
     while end - first > 1:
         middle = (first + end) // 2
-        value = _frame(
-            site, children, first, middle, lambda x, a=first, b=middle: _run_halves(site, children, a, b, x), value
-        )
+        value = _frame(site, children, first, middle, partial(_run_halves, site, children, first, middle), value)
         first = middle
     return _call_in_order(children[first:end], value)
 
 
 def _frame(
-    site: Site, children: Sequence[Callable[..., Any]], first: int, end: int, function: Callable[[Any], Any], value: Any
+    site: Site,
+    children: Sequence[Callable[..., Any]],
+    first: int,
+    end: int,
+    function: Callable[[Any], Any],
+    value: Any,
 ) -> Any:
     return Frame(site.part((first, end), children[first:end]), function).run((value,), {})
 

@@ -15,7 +15,8 @@ from graphckpt._compat import pytree, version_sharing_detach
 from graphckpt.errors import ConfigError, did_you_mean
 from graphckpt.rng import set_random_state, take_random_state
 from graphckpt.rules.base import Rule
-from graphckpt.rules.frame import Frame, Kept
+from graphckpt.rules.frame import Frame
+from graphckpt.rules.kept import Kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -55,9 +56,9 @@ class Selective(Rule):
     """Keeps the results of chosen ops beside the inputs.
 
     Args:
-        save: ``"matmul"``, ``"attention"``, ``"matmul+attention"``; or a list of ops, each an ``OpOverload`` or its name,
-            such as ``"aten.mm.default"``; or a policy ``(context, op, *args, **kwargs) -> bool | CheckpointPolicy``, as
-            for ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
+        save: ``"matmul"``, ``"attention"``, ``"matmul+attention"``; or a list of ops, each an ``OpOverload`` or its
+            name, such as ``"aten.mm.default"``; or a policy ``(context, op, *args, **kwargs)`` that returns a bool or
+            a ``CheckpointPolicy``, as for ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
 
     Raises:
         ConfigError: There is no such preset or op.

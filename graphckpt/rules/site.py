@@ -30,7 +30,9 @@ class Site:
 
     __slots__ = ("_parts", "edited", "name", "notes", "recorder", "state", "store")
 
-    def __init__(self, name: str, modules: Iterable[nn.Module], store: Store | None = None, *, learns: bool = True) -> None:
+    def __init__(
+        self, name: str, modules: Iterable[nn.Module], store: Store | None = None, *, learns: bool = True
+    ) -> None:
         self.name = name
         self.store = store or DeviceStore()
         self.state = ModuleState(modules)

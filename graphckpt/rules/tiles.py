@@ -71,21 +71,25 @@ class Tiles(Rule):
         able = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim() in dims]
         if not able or not leaves[able[0]].shape[self.tile_dim]:
             raise ConfigError(
-                f"{site.name}: tiles found no tensor argument with a dimension {self.tile_dim} to cut · fix: set tile_dim"
+                f"{site.name}: tiles found no tensor argument with a dimension {self.tile_dim} · fix: set tile_dim"
             )
         size = leaves[able[0]].shape[self.tile_dim]
         return size, [i for i in able if leaves[i].shape[self.tile_dim] == size]
 
     def _join(self, site: Site, outputs: list[Any], sizes: list[int]) -> Any:
         flat = [flatten_value(output) for output in outputs]
-        joined = [self._join_leaves(site, leaves, sizes) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)]
+        joined = [
+            self._join_leaves(site, leaves, sizes) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)
+        ]
         return build_value(flat[0][1], joined)
 
     def _join_leaves(self, site: Site, leaves: tuple[Any, ...], sizes: list[int]) -> Any:
         first = leaves[0]
         if not isinstance(first, torch.Tensor):
             if any(leaf is not first and leaf != first for leaf in leaves):
-                raise ConfigError(f"{site.name}: tiles returned different values of {type(first).__name__}, not tensors")
+                raise ConfigError(
+                    f"{site.name}: tiles returned different values of {type(first).__name__}, not tensors"
+                )
             return first
         if first.dim() == 0:
             return self._reduce(site, leaves, sizes)

@@ -38,7 +38,7 @@ def policy_rules(model: nn.Module, architecture: Architecture, policy: dict[str,
                 if not isinstance(child, (nn.ModuleList, nn.ModuleDict))
             ],
         }[word]
-        rules |= {name: value for name in names}
+        rules |= dict.fromkeys(names, value)
     return rules
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -218,9 +220,6 @@ def test_copies_and_pickles_follow_their_own_module(rules: dict[str, Any]) -> No
 
 
 def test_a_deleted_model_is_freed_at_once() -> None:
-    import gc
-    import weakref
-
     model = chain("mlp")
     graphckpt.apply(model, {"[123]": True})
     model(torch.randn(6, 16)).sum().backward()

@@ -27,7 +27,9 @@ NESTED: dict[str, dict[str, Any]] = {
     for outer, value in {
         "full": True,
         "selective": Selective("matmul"),
-        "selective, random ops kept": Selective(["aten.native_dropout.default", "aten.bernoulli_.float", "aten.addmm.default"]),
+        "selective, random ops kept": Selective(
+            ["aten.native_dropout.default", "aten.bernoulli_.float", "aten.addmm.default"]
+        ),
         "segments sqrt": Segments("sqrt"),
         "segments log": Segments("log"),
         "one tile": Tiles(1),

@@ -1,4 +1,4 @@
-"""What the rules are for: fewer bytes alive, by exactly what the table says; and no op run again but those of the rule."""
+"""What the rules are for: fewer bytes alive, by exactly what the table says; no op run again but those of the rule."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class CountOps(TorchDispatchMode):
 
 
 def bytes_after_forward(model: nn.Module, x: torch.Tensor) -> int:
-    """Bytes that a forward has added, by weak references to every storage; the output is let go of but for its graph."""
+    """Bytes that a forward has added, by weak references to every storage, without its output."""
     model(x).sum().backward()  # a first call learns
     model.zero_grad()
     with LiveBytes() as live:
@@ -243,7 +243,11 @@ def test_tiles_agree_with_a_float64_reference(reduce: str, rows: int) -> None:
             return F.cross_entropy(logits, y, reduction=reduce), logits.argmax(-1)
 
     torch.manual_seed(0)
-    head, x, y = Head(), torch.randn(rows, 8, dtype=torch.float64, requires_grad=True), torch.randint(0, 11, (rows,))
+    head, x, y = (
+        Head(),
+        torch.randn(rows, 8, dtype=torch.float64, requires_grad=True),
+        torch.randint(0, 11, (rows,)),
+    )
     loss, best = head(x, y)
     plain = torch.autograd.grad(loss, [x, *head.parameters()])
     with graphckpt.apply(head, {"": Tiles(4, reduce=reduce)}):

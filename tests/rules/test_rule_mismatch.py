@@ -102,7 +102,9 @@ def test_editing_a_keyword_or_nested_input(how: str) -> None:
         out = block(x, **kwargs)
         extra.add_(1)
         name = "mask" if how == "keyword" else r"states\[1\]"
-        with pytest.raises(RecomputeError, match=rf"Takes: its argument `{name}` was edited|: its argument `{name}` was"):
+        with pytest.raises(
+            RecomputeError, match=rf"Takes: its argument `{name}` was edited|: its argument `{name}` was"
+        ):
             out.sum().backward()
 
 
@@ -117,7 +119,9 @@ def test_a_forward_that_begins_to_edit_its_argument() -> None:
     with graphckpt.apply(nn.Sequential(block), {"0": True}):
         block(torch.randn(3, requires_grad=True) * 1).sum().backward()
         block.edits = True
-        with pytest.raises(RecomputeError, match=r"0: forward edited its argument `x` in place, which it did not do on"):
+        with pytest.raises(
+            RecomputeError, match=r"0: forward edited its argument `x` in place, which it did not do on"
+        ):
             block(torch.randn(3, requires_grad=True) * 1)
 
 

@@ -57,11 +57,23 @@ class Residual(nn.Module):
 kinds = st.sampled_from(["linear", "norm", "layer_norm", "dropout", "functional", "in_place", "identity"])
 trees = st.recursive(
     kinds,
-    lambda inner: st.tuples(st.sampled_from(["sequence", "residual", "residual in place"]), st.lists(inner, min_size=1, max_size=3)),
+    lambda inner: st.tuples(
+        st.sampled_from(["sequence", "residual", "residual in place"]),
+        st.lists(inner, min_size=1, max_size=3),
+    ),
     max_leaves=8,
 )
 values = st.sampled_from(
-    [True, True, False, False, "selective", Selective("matmul"), Selective(["aten.native_dropout.default", "aten.sin.default"]), Tiles(1)]
+    [
+        True,
+        True,
+        False,
+        False,
+        "selective",
+        Selective("matmul"),
+        Selective(["aten.native_dropout.default", "aten.sin.default"]),
+        Tiles(1),
+    ]
 )
 segments = st.sampled_from([Segments("sqrt"), Segments("log"), Segments(1)])
 

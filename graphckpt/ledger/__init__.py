@@ -1,0 +1,1 @@
+"""What a step keeps: the record, the table and the picture."""

@@ -1,0 +1,64 @@
+"""What stands in autograd's graph for a tensor, and what is kept so that the tensor can be made again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+
+if TYPE_CHECKING:
+    import torch
+
+    from graphckpt.rules.site import Site
+    from graphckpt.stores import Store
+
+
+@final
+class Slot:
+    """Stands in autograd's graph for a tensor that the second run will make again."""
+
+    __slots__ = ("__weakref__", "dtype", "shape", "value", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self.value: torch.Tensor | None = None
+        self.version = 0
+
+
+@final
+class Kept:
+    """A tensor that the first run keeps for the second: an argument, a hole's output, an op's result.
+
+    It passes through the hooks around the block, if there are any: inside of a block that will run again itself,
+    nothing is kept, but made again.
+    """
+
+    __slots__ = ("_held", "_requires_grad", "_store", "_unpack", "_version")
+
+    def __init__(self, tensor: torch.Tensor, site: Site, outer: Any) -> None:
+        self._requires_grad = tensor.requires_grad
+        self._store: Store | None = site.store if outer is None else None
+        self._unpack: Any = None
+        self._version: int | None = None
+        recorder = site.recorder
+        if outer is None:
+            self._held = site.store.put(tensor)
+            self._version = None if tensor.is_inference() else tensor._version
+            if recorder is not None:
+                recorder.kept(site.name, tensor)
+        else:
+            pack, self._unpack = outer
+            if recorder is None:
+                self._held = pack(tensor)
+            else:
+                with recorder.passing_on():
+                    self._held = pack(tensor)
+
+    def take(self) -> torch.Tensor | None:
+        """Returns the tensor, cut off from its history; ``None`` if it was edited in place since."""
+        if self._store is None:
+            tensor: torch.Tensor = self._unpack(self._held)
+        else:
+            tensor = self._store.get(self._held)
+            if self._version is not None and tensor._version != self._version:
+                return None
+        return tensor.detach().requires_grad_() if self._requires_grad else tensor.detach()

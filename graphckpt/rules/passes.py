@@ -1,0 +1,105 @@
+"""A pass through a block's forward: the first run, or a second one that fills the slots of the first."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Protocol, final
+
+from graphckpt.rules.mismatch import Fault
+
+if TYPE_CHECKING:
+    import weakref
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    import torch
+
+    from graphckpt.rules.frame import Frame
+    from graphckpt.rules.kept import Slot
+
+
+class Contexts(Protocol):
+    """Contexts around the two runs of a frame, such as those that keep op results."""
+
+    def first_run(self, frame: Frame) -> AbstractContextManager[Any]:
+        """Returns the context for the first run."""
+
+    def second_run(self, frame: Frame) -> AbstractContextManager[Any]:
+        """Returns the context for a second run."""
+
+    def settle(self, frame: Frame) -> None:
+        """The first run is over."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Returns a context in which the one in force does nothing."""
+
+
+class Run:
+    """A pass through a block's forward that is going on in this thread."""
+
+    __slots__ = ("again", "frame", "outer")
+
+    def __init__(self, frame: Frame, outer: Run | None, *, again: bool) -> None:
+        self.frame = frame
+        self.outer = outer
+        self.again: bool = again or (outer is not None and outer.again)
+
+
+running: ContextVar[Run | None] = ContextVar("running", default=None)
+
+
+class Stop(BaseException):  # not an Exception: a forward that catches those must not catch this
+    """Ends a second run once every tensor that backward can still ask for is there."""
+
+    def __init__(self, run: SecondRun) -> None:
+        self.run = run
+
+
+@final
+class SecondRun(Run):
+    """Fills the slots of a frame while its block runs again."""
+
+    __slots__ = ("_early_stop", "_first_fault", "_last", "_slots", "cursor", "hole_cursor", "on_pack")
+
+    def __init__(self, frame: Frame, slots: list[weakref.ref[Slot]], *, early_stop: bool) -> None:
+        super().__init__(frame, running.get(), again=True)
+        self.cursor = 0
+        self.hole_cursor = 0
+        self.on_pack: Callable[[int], None] | None = None
+        self._slots = slots
+        self._early_stop = early_stop
+        self._last = max((i for i, ref in enumerate(slots) if ref() is not None), default=-1)
+        self._first_fault: Fault | None = None
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Puts ``tensor`` into the slot whose turn it is."""
+        position = self.cursor
+        self.cursor = position + 1
+        if self.on_pack is not None:
+            self.on_pack(position)
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        if position < len(self._slots):
+            slot = self._slots[position]()
+            if slot is not None and slot.value is None:
+                if slot.shape != tensor.shape or slot.dtype != tensor.dtype:
+                    self._first_fault = self._first_fault or Fault(
+                        position, (slot.dtype, slot.shape), (tensor.dtype, tensor.shape)
+                    )
+                slot.value = tensor
+                slot.version = tensor._version
+            if position == self._last and self._early_stop:
+                raise Stop(self)
+        return tensor
+
+    def unpack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Serves a backward inside of the block's own forward."""
+        return tensor
+
+    def fault(self) -> Fault | None:
+        """Returns how this run differed from the first one, if it did."""
+        if self._first_fault is not None:
+            return self._first_fault
+        short = self.cursor <= self._last
+        long = not self._early_stop and self.cursor > len(self._slots)
+        return Fault(self.cursor - 1, len(self._slots), self.cursor) if short or long else None
