@@ -8,6 +8,7 @@ from weakref import WeakMethod
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphckpt.errors import GraphError
 from graphckpt.ledger.live import LiveBytes
@@ -45,15 +46,21 @@ class Watcher:
         self._hooks: list[Any] = []
 
     @contextmanager
-    def measure(self, inputs: Iterable[torch.Tensor] = (), others: Iterable[torch.Tensor] = ()) -> Iterator[None]:
-        """Watches one step op by op: bytes kept, live bytes. ``others`` are alive too: optimizer state."""
+    def measure(self, inputs: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+        """Watches one step op by op: bytes kept, live bytes."""
         self.close()
         known = [*self._state(), *inputs]
         live = LiveBytes()
-        live.track([*known, *others, *(t.grad for t in known if t.is_leaf and t.grad is not None)])
+        live.track([*known, *(t.grad for t in known if t.is_leaf and t.grad is not None)])
         recorder = Recorder(known, live)
-        with self._rows_for_modules(recorder), recorder.watching(), self._inputs_of_root(recorder):
-            yield
+        hook = register_optimizer_step_pre_hook(
+            lambda optimizer, *_: recorder.optimizer_steps(_state_of(optimizer))
+        )
+        try:
+            with self._rows_for_modules(recorder), recorder.watching(), self._inputs_of_root(recorder):
+                yield
+        finally:
+            hook.remove()
         self._bytes = self._live = recorder
 
     @contextmanager
@@ -63,12 +70,6 @@ class Watcher:
         with self._rows_for_modules(recorder):
             yield recorder
         self._times = recorder
-
-    def phase(self, name: str) -> None:
-        """Labels what follows in the step that is being watched."""
-        for wrapper in self._wrappers[:1]:
-            if wrapper.site.recorder is not None:
-                wrapper.site.recorder.phase(name)
 
     def watch_next_forward(self) -> None:
         """Records the next forward of the model and what its backward runs again, at the cost of a few hooks."""
@@ -252,6 +253,10 @@ class _Hook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Hook, (_nothing,)
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
 
 
 def _nothing() -> None:

@@ -78,7 +78,9 @@ class GraphConfig:
         if not isinstance(mode, bool):
             raise ConfigError(f"enable_amp: mode {mode!r} is no bool · fix: use True or False")
         if dtype not in (torch.float16, torch.bfloat16):
-            raise ConfigError(f"enable_amp: dtype {dtype} is not for autocast · fix: use torch.float16 or torch.bfloat16")
+            raise ConfigError(
+                f"enable_amp: dtype {dtype} is not for autocast · fix: use torch.float16 or torch.bfloat16"
+            )
         self.amp_dtype = dtype if mode else None
 
     def set_gradient_accumulation_steps(self, value: int) -> None:

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from graphckpt.ledger.record import Explanation
 
 _log = logging.getLogger("graphckpt")
-_WATCHED_OPS, _WATCHED_TIMES = 2, 3  # calls 1 and 2 are watched op by op (2 is the first like all others), 3 for time
+_WATCHED_OPS, _WATCHED_TIMES = (
+    2,
+    3,
+)  # calls 1 and 2 are watched op by op (2 is the first like all others), 3 for time
 
 
 class Graph:
@@ -220,9 +223,13 @@ class Graph:
             GraphError: The graph has no optimizer, was never called, or ``config.measure`` is off.
         """
         if not self.training:
-            raise GraphError(f"{self._name}.explain: an evaluation graph keeps nothing · fix: explain the training graph")
+            raise GraphError(
+                f"{self._name}.explain: an evaluation graph keeps nothing · fix: explain the training graph"
+            )
         if self._watcher is None:
-            raise GraphError(f"{self._name}.explain: no step was watched · fix: call the graph, with config.measure = True")
+            raise GraphError(
+                f"{self._name}.explain: no step was watched · fix: call the graph, with config.measure = True"
+            )
         return self._watcher.explain(plot, show=show)  # type: ignore[no-any-return]
 
     def measure(self) -> None:
@@ -284,13 +291,17 @@ class Graph:
         """A call with something to do beside the step; later ones pass it by, unless they are watched too."""
         fields, config = self.__dict__, self.config
         if self._is_building:
-            raise GraphError(f"{self._name} is called inside of a build() · fix: a Graph cannot be nested; call the module")
+            raise GraphError(
+                f"{self._name} is called inside of a build() · fix: a Graph cannot be nested; call the module"
+            )
         if self._is_stale:
             self._prepare()
         if self._inputs is None:
             fields["_inputs"] = InputCheck(self.build, args, kwargs)
         elif config.strict_static and (difference := self._inputs.difference(args, kwargs)):
-            raise GraphError(f"{self._name}: {difference} · fix: keep inputs as they are, or config.strict_static = False")
+            raise GraphError(
+                f"{self._name}: {difference} · fix: keep inputs as they are, or config.strict_static = False"
+            )
         is_watched = self._num_calls < _WATCHED_TIMES and config.training and config.measure
         with ExitStack() as stack:
             if self._debug.level >= 0:
@@ -327,7 +338,7 @@ class Graph:
         if self._num_calls >= _WATCHED_OPS:
             return self._watcher.time()  # type: ignore[no-any-return]
         inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
-        return self._watcher.measure(inputs, self._update.state_tensors())  # type: ignore[no-any-return]
+        return self._watcher.measure(inputs)  # type: ignore[no-any-return]
 
     def _step(self, args: Any, kwargs: dict[str, Any]) -> Any:
         fields = self.__dict__
@@ -363,8 +374,6 @@ class Graph:
             else:
                 parts = micro_batches(self.build, args, kwargs, config.num_micro_batches)
                 output = pack_outputs([self._build(*part) for part in parts])
-            if self._watcher is not None:
-                self._watcher.phase("optimizer")
             update.average(config.num_micro_batches)
             update.apply()
         except BaseException:
@@ -383,7 +392,9 @@ class Graph:
             scaled = stack.enter_context(ScaledBackward(scaler)) if scaler is not None else None
             output = self.build(*args, **kwargs)
         if scaled is not None and not scaled.count:
-            raise GraphError(f"{self._name}.build ran no loss.backward(), which is where the scaler acts · fix: call it")
+            raise GraphError(
+                f"{self._name}.build ran no loss.backward(), which is where the scaler acts · fix: call it"
+            )
         return output
 
     def _device_type(self) -> str:

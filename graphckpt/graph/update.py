@@ -41,7 +41,9 @@ class Update:
             raise GraphError(f"{where}: {type(optimizer).__name__} is no Optimizer · fix: pass a torch.optim.Optimizer")
         if scheduler is not None:
             if not isinstance(scheduler, LRScheduler):
-                raise GraphError(f"{where}: lr_sch {type(scheduler).__name__} is no LRScheduler · fix: pass one, or None")
+                raise GraphError(
+                    f"{where}: lr_sch {type(scheduler).__name__} is no LRScheduler · fix: pass one, or None"
+                )
             if isinstance(scheduler, ReduceLROnPlateau):
                 raise GraphError(
                     f"{where}: ReduceLROnPlateau needs a metric, which a Graph does not have · "
@@ -54,14 +56,21 @@ class Update:
             raise GraphError(f"{where}: a parameter is in two optimizers · fix: give each parameter to one of them")
         for group in optimizer.param_groups:
             if "clip_grad_norm_type" in group and _CLIP not in group:
-                raise GraphError(f"{where}: a param group has clip_grad_norm_type without clip_grad_max_norm · fix: add it")
+                raise GraphError(
+                    f"{where}: a param group has clip_grad_norm_type without clip_grad_max_norm · fix: add it"
+                )
         self.optimizers.append(optimizer)
         self.schedulers.append(scheduler)
 
     def prepare(self) -> None:
         """Reads the optimizers' groups, once before the first step and again after a change."""
         self._entries = [
-            (optimizer, scheduler, list(parameters_of(optimizer)), [g for g in optimizer.param_groups if _CLIP in g])
+            (
+                optimizer,
+                scheduler,
+                list(parameters_of(optimizer)),
+                [g for g in optimizer.param_groups if _CLIP in g],
+            )
             for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True)
         ]
 
@@ -124,12 +133,6 @@ class Update:
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
         return overflowed
-
-    def state_tensors(self) -> Iterable[torch.Tensor]:
-        """Yields the tensors of the optimizers' state."""
-        for optimizer in self.optimizers:
-            for state in optimizer.state.values():
-                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of optimizers, schedulers and scaler, and the number of steps taken."""

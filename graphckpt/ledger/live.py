@@ -131,6 +131,15 @@ class LiveBytes(TorchDispatchMode):
             else:
                 self.track(getattr(tensor, name) for name in flatten()[0])
 
+    def track_as_old(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Counts tensors that are found late but have been alive all the while: every level so far rises by their bytes."""
+        before, changes, self._changes = self.live_bytes, self._changes, None
+        peak = self.peak_bytes
+        self.track(tensors)
+        added = self.live_bytes - before
+        self.peak_bytes = peak + added
+        self._changes = None if changes is None else [(level + added, block, phase) for level, block, phase in changes]
+
     def reset_peak(self) -> None:
         """Starts the peak anew from the bytes that are alive now."""
         self.peak_bytes = self.live_bytes

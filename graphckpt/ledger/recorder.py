@@ -85,6 +85,12 @@ class Recorder:
             self._live.phase = name
             self._live.block = block
 
+    def optimizer_steps(self, state: Iterable[torch.Tensor]) -> None:
+        """An optimizer begins to step; its state has been alive since before."""
+        if self._live is not None:
+            self._live.track_as_old(state)
+        self.phase("optimizer")
+
     def first_run(self, block: str, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
         """A block's first run begins. Returns ``pack`` with a look at what the plain step would save."""
         if self._again:

@@ -1,0 +1,54 @@
+"""Every example runs, warns of nothing, and shows what it is for."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+ARGUMENTS = {
+    "01_blocks.py": ["--steps", "60"],
+    "02_huggingface.py": ["--steps", "3", "--layers", "3", "--width", "32"],
+    "03_deep_chain.py": ["--layers", "100", "--width", "32", "--batch", "64"],
+}
+
+
+def run(name: str, *more: str) -> str:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    command = [sys.executable, "-W", "error", str(EXAMPLES / name), *ARGUMENTS[name], *more]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_example_is_run() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(ARGUMENTS)
+
+
+def test_blocks_learns_and_shows_the_recomputed_block() -> None:
+    output = run("01_blocks.py")
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", output)]
+    assert losses[-1] < losses[0] / 2
+    assert re.search(r"model\.0 +full +device +\S+ KiB +0 B +1 +1 ", output)
+
+
+def test_huggingface_mixes_rules_and_draws_the_step(tmp_path: Path) -> None:
+    output = run("02_huggingface.py", "--plot", str(tmp_path / "step.png"))
+    for block, rule in (("h.0", r"selective\(matmul\+attention\)"), ("h.1", "full"), ("h.2", "keep")):
+        assert re.search(rf"transformer\.{re.escape(block)} +{rule} ", output)
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_deep_chain_keeps_less_with_more_cuts() -> None:
+    output = run("03_deep_chain.py")
+    assert "equal in every bit" in output
+    kept = {name: float(value) for name, value in re.findall(r"^(none|sqrt|log) +([\d.]+) [KM]iB", output, re.M)}
+    units = dict(re.findall(r"^(none|sqrt|log) +[\d.]+ ([KM])iB", output, re.M))
+    in_kib = {name: value * (1024 if units[name] == "M" else 1) for name, value in kept.items()}
+    assert in_kib["none"] > 4 * in_kib["sqrt"] > 8 * in_kib["log"]
