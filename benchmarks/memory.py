@@ -74,16 +74,19 @@ class InOrder(nn.Module):
         self.model = model
         self.layers = nn.Sequential(*(model.transformer.h if self.is_gpt else model.bert.encoder.layer))
         self.loss_head = LossHead(model.lm_head if self.is_gpt else model.cls, reduction)
-        self.call_layers: Callable[[Tensor], Tensor] = self.layers
+        self.torch_runs = 0
+
+    def call_layers(self, hidden_BTD: Tensor) -> Tensor:
+        if not self.torch_runs:
+            return self.layers(hidden_BTD)
+        return checkpoint_sequential(self.layers, self.torch_runs, hidden_BTD, use_reentrant=False)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         if self.is_gpt:
             gpt = self.model.transformer
             places = torch.arange(input_ids.shape[1])
             hidden_BTD = gpt.ln_f(self.call_layers(gpt.drop(gpt.wte(input_ids) + gpt.wpe(places))))
-            labels = nn.functional.pad(
-                labels[:, 1:], (0, 1), value=-100
-            )  # the next token; the last has none
+            labels = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)  # the next token; the last has none
         else:
             hidden_BTD = self.call_layers(self.model.bert.embeddings(input_ids))
         loss = self.loss_head(hidden_BTD.flatten(0, 1), labels.flatten())
@@ -112,7 +115,7 @@ def torch_selective(model: nn.Module, layers: str, preset: str) -> nn.Module:
 
 def torch_sequential(model: nn.Module, _layers: str, runs: int) -> nn.Module:
     outer = InOrder(model)
-    outer.call_layers = lambda x: checkpoint_sequential(outer.layers, runs, x, use_reentrant=False)
+    outer.torch_runs = runs
     return outer
 
 
@@ -158,9 +161,7 @@ VARIANTS: dict[str, Callable[[nn.Module, str], nn.Module]] = {
     "graphckpt segments(4)": partial(ours_in_order, rules={"layers": Segments(4)}),
     "graphckpt segments(sqrt)": partial(ours_in_order, rules={"layers": Segments("sqrt")}),
     "graphckpt segments(log)": partial(ours_in_order, rules={"layers": Segments("log")}),
-    "graphckpt tiles(8) on the loss head": partial(
-        ours_in_order, rules={"loss_head": Tiles(8, reduce="sum")}
-    ),
+    "graphckpt tiles(8) on the loss head": partial(ours_in_order, rules={"loss_head": Tiles(8, reduce="sum")}),
     "graphckpt full + tiles(8) on the loss head": partial(
         ours_in_order, rules={"layers.*": "full", "loss_head": Tiles(8, reduce="sum")}
     ),
@@ -235,9 +236,7 @@ def _digest(parameters: list[nn.Parameter]) -> int:
 
 def main() -> None:
     """Measures all and writes the results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--batch", nargs=2, type=int, default=[4, 128], metavar=("BATCH", "TOKENS"))
@@ -323,15 +322,11 @@ def _text(model: str, rows: list[dict[str, Any]]) -> str:
         if not row["n"]:
             lines.append([row["variant"], "failed", "", "", "", "", ""])
             continue
-        mib = {
-            key: row[key]["median"] / 2**20 for key in ("live_peak_bytes", "kept_bytes", "rss_peak_bytes")
-        }
+        mib = {key: row[key]["median"] / 2**20 for key in ("live_peak_bytes", "kept_bytes", "rss_peak_bytes")}
         seconds = row["seconds"]["median"]
         bits = "" if base is None else "same" if row["gradient"] == base["gradient"] else "other"
         ratio = "" if base is None else f"{seconds / base['seconds']['median']:.2f}"
-        lines.append(
-            [row["variant"], *(f"{value:.0f}" for value in mib.values()), f"{seconds:.2f}", ratio, bits]
-        )
+        lines.append([row["variant"], *(f"{value:.0f}" for value in mib.values()), f"{seconds:.2f}", ratio, bits])
     columns = ["variant", "live peak MiB", "kept MiB", "RSS peak MiB", "step s", "x plain", "gradient bits"]
     errors = [f"- {row['variant']}: {row['errors'][0]}" for row in mine if "errors" in row]
     return "\n".join([f"## {model}", "", table(columns, lines), *(["", *errors] if errors else []), ""])
