@@ -196,9 +196,7 @@ WHOLE_STEP = {"plain loop": plain_loop, "Graph, all flags off": graph_off}
 RECOMPUTE = {
     "torch.utils.checkpoint": recompute(use_torch),
     "graphckpt full": recompute(use_graphckpt),
-    "torch.utils.checkpoint, preserve_rng_state=False": recompute(
-        partial(use_torch, preserve_rng_state=False)
-    ),
+    "torch.utils.checkpoint, preserve_rng_state=False": recompute(partial(use_torch, preserve_rng_state=False)),
     "FairScale checkpoint_wrapper": recompute(use_fairscale),
     "Transformers gradient_checkpointing_enable": recompute(use_transformers),
     "no recompute": forward_backward,
@@ -227,9 +225,7 @@ def build(subject: Subject, variants: dict[str, Callable[..., Step]]) -> dict[st
     return {name: steps[name] for name in variants if name in steps}
 
 
-def measure(
-    subject: Subject, variants: dict[str, Callable[..., Step]], options: Any
-) -> dict[str, list[float]]:
+def measure(subject: Subject, variants: dict[str, Callable[..., Step]], options: Any) -> dict[str, list[float]]:
     """Returns the seconds of one step of each variant, one entry per turn."""
     seconds = defaultdict(list)
     for _ in range(options.builds):
@@ -247,9 +243,7 @@ def measure(
 
 def main() -> None:
     """Measures all and writes the results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--builds", type=int, default=6, help="how often the models are built anew")
     parser.add_argument("--turns", type=int, default=60, help="turns per build")
     parser.add_argument("--steps", type=int, default=10, help="steps per variant and turn")
@@ -277,9 +271,7 @@ def main() -> None:
                 )
                 ratio = f"{ratios['median']:.3f} ({ratios['min']:.2f} to {ratios['max']:.2f})"
                 least = min(values) / min(seconds[base])
-                lines.append(
-                    [name, f"{median(values) * 1e6:.0f}", f"{min(values) * 1e6:.0f}", ratio, f"{least:.3f}"]
-                )
+                lines.append([name, f"{median(values) * 1e6:.0f}", f"{min(values) * 1e6:.0f}", ratio, f"{least:.3f}"])
             columns = ["variant", "median us", "min us", f"ratio to {base}", "ratio of minima"]
             texts.append(f"## {title}: {subject.name}\n\n{table(columns, lines)}\n")
     write("overhead", head, rows, "\n".join(texts))

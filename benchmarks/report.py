@@ -42,9 +42,7 @@ def write(name: str, head: dict[str, Any], rows: list[dict[str, Any]], text: str
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps({"header": head, "rows": rows}, indent=1) + "\n")
     machine, versions = head["machine"], head["versions"]
-    hardware = (
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_GiB']} GiB, {machine['system']}"
-    )
+    hardware = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_GiB']} GiB, {machine['system']}"
     load = machine["load_1min_at_start"]
     lines = [
         f"# {name}",

@@ -201,8 +201,7 @@ ARCHITECTURES = (
         "bloom",
         "BloomForCausalLM",
         "transformer.h.*",
-        _TOKENS
-        | {"hidden_size": D, "n_layer": 3, "n_head": 4, "hidden_dropout": 0.1, "attention_dropout": 0.1},
+        _TOKENS | {"hidden_size": D, "n_layer": 3, "n_head": 4, "hidden_dropout": 0.1, "attention_dropout": 0.1},
     ),
     _causal(
         "opt",
@@ -363,9 +362,7 @@ ARCHITECTURES = (
     ),
     # ---- encoders
     _causal("bert", "BertForMaskedLM", "bert.encoder.layer.*", _BERT, inputs=_padded_text),
-    _causal(
-        "roberta", "RobertaForMaskedLM", "roberta.encoder.layer.*", _BERT | {"max_position_embeddings": 40}
-    ),
+    _causal("roberta", "RobertaForMaskedLM", "roberta.encoder.layer.*", _BERT | {"max_position_embeddings": 40}),
     _causal(
         "albert",
         "AlbertForMaskedLM",
@@ -417,9 +414,7 @@ ARCHITECTURES = (
     # ---- vision
     _causal("vit", "ViTForImageClassification", "vit.layers.*", _VIT, inputs=_image),
     _causal("deit", "DeiTForImageClassification", "deit.layers.*", _VIT, inputs=_image),
-    _causal(
-        "beit", "BeitForImageClassification", "beit.layers.*", _VIT | {"drop_path_rate": 0.5}, inputs=_image
-    ),
+    _causal("beit", "BeitForImageClassification", "beit.layers.*", _VIT | {"drop_path_rate": 0.5}, inputs=_image),
     _causal("dinov2", "Dinov2ForImageClassification", "dinov2.encoder.layer.*", _VIT, inputs=_image),
     _causal(
         "swin",
@@ -476,8 +471,7 @@ ARCHITECTURES = (
         "*.encoder.layers.*",
         {
             "text_config": _LLAMA | {"attention_dropout": 0.1},
-            "vision_config": {k: v for k, v in _VIT.items() if "prob" not in k}
-            | {"attention_dropout": 0.1},
+            "vision_config": {k: v for k, v in _VIT.items() if "prob" not in k} | {"attention_dropout": 0.1},
             "projection_dim": 16,
         },
         inputs=_image_and_text,

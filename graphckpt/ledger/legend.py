@@ -38,9 +38,7 @@ def legend_names(blocks: Iterable[str]) -> dict[str, str]:
     keep = {stack for stack, _ in steps_of_stack.most_common(_MAX_NAMES)}
     if len(steps_of_stack) > _MAX_NAMES:
         keep = {stack for stack, _ in steps_of_stack.most_common(_MAX_NAMES - 1)}
-    names = {
-        stack: _stack_name(stack, [block for block in stacks if stacks[block] == stack]) for stack in keep
-    }
+    names = {stack: _stack_name(stack, [block for block in stacks if stacks[block] == stack]) for stack in keep}
     return {block: names.get(stack, _OTHER) for block, stack in stacks.items()}
 
 

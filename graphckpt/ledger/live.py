@@ -79,9 +79,7 @@ class LiveBytes(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return (
-            False  # the guard would cost 1 us an op and load the compiler; compiled code never comes here
-        )
+        return False  # the guard would cost 1 us an op and load the compiler; compiled code never comes here
 
     @property
     def timeline(self) -> list[Event]:

@@ -93,9 +93,7 @@ def _level(event: Event) -> int:
 
 def _runs(steps: _Steps, end: int, name: str) -> Iterator[tuple[str, int, _Steps]]:
     """Cuts the steps where ``name`` (``"block"``, ``"phase"``) changes: its value, its end, its steps."""
-    runs = [
-        (value, list(run)) for value, run in groupby(steps, key=lambda step: str(getattr(step[1], name)))
-    ]
+    runs = [(value, list(run)) for value, run in groupby(steps, key=lambda step: str(getattr(step[1], name)))]
     ends = [run[0][0] for _, run in runs[1:]] + [end]
     for (value, run), stop in zip(runs, ends, strict=True):
         yield value, stop, run
@@ -132,9 +130,7 @@ def _draw_levels(axes: Any, steps: _Steps, end: int) -> None:
         ]
         areas[block].append([(starts[0], 0), *top, (stop, 0)])
     for block, polygons in areas.items():
-        axes.add_collection(
-            PolyCollection(polygons, facecolor=colours[block], edgecolor="face", linewidth=0.4)
-        )
+        axes.add_collection(PolyCollection(polygons, facecolor=colours[block], edgecolor="face", linewidth=0.4))
     axes.set_xlim(0, end)
     axes.set_ylim(0, 1.14 * max(peak_bytes, 1) / scale)
     axes.set_ylabel(f"live bytes of all tensors ({unit})", color=_INK)
@@ -142,12 +138,8 @@ def _draw_levels(axes: Any, steps: _Steps, end: int) -> None:
     axes.grid(axis="y", color="white", linewidth=0.6, alpha=0.5)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=_INK)
-    middle = {
-        name: [block for block in names if names[block] == name] for name in dict.fromkeys(names.values())
-    }
-    handles = [
-        Patch(color=colours[blocks[len(blocks) // 2]], label=name) for name, blocks in middle.items()
-    ]
+    middle = {name: [block for block in names if names[block] == name] for name in dict.fromkeys(names.values())}
+    handles = [Patch(color=colours[blocks[len(blocks) // 2]], label=name) for name, blocks in middle.items()]
     _legend(axes, handles, "running block", anchor=0.8, is_in_layout=True)
 
 

@@ -29,12 +29,8 @@ def storage_bytes(tensors) -> int:
 
 def mlp(width: int = 32, depth: int = 4) -> nn.Sequential:
     torch.manual_seed(0)
-    layers = [
-        nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Dropout(0.5), nn.Linear(2 * width, width))
-    ]
-    layers += [
-        nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.Tanh()) for _ in range(depth - 1)
-    ]
+    layers = [nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Dropout(0.5), nn.Linear(2 * width, width))]
+    layers += [nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.Tanh()) for _ in range(depth - 1)]
     return nn.Sequential(*layers)
 
 

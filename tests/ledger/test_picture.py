@@ -93,9 +93,7 @@ def test_a_path_that_cannot_be_written_says_why(tmp_path, name, message):
 
 def test_a_record_without_timeline_says_so():
     empty = Explanation(title="TrainStep", rows=(), bytes_before=0, bytes_after=0)
-    with pytest.raises(
-        ConfigError, match=r"the record of 'TrainStep' has no timeline to draw · fix: record"
-    ):
+    with pytest.raises(ConfigError, match=r"the record of 'TrainStep' has no timeline to draw · fix: record"):
         draw(empty, Path("step.png"))
 
 
@@ -119,9 +117,7 @@ def test_parts_of_layers_join_their_layer_when_they_are_too_many():
 def test_what_runs_longest_keeps_its_name():
     blocks = [f"b{chr(97 + i)}" for i in range(20) for _ in range(20 - i)]
     names = legend_names(blocks)
-    assert [block for block in names if names[block] == "other blocks"] == [
-        f"b{chr(97 + i)}" for i in range(11, 20)
-    ]
+    assert [block for block in names if names[block] == "other blocks"] == [f"b{chr(97 + i)}" for i in range(11, 20)]
     assert len(set(names.values())) == 12
 
 
@@ -132,9 +128,7 @@ def test_layers_get_darker_and_parts_have_the_shade_of_their_layer():
     assert colours["x"] != colours["h.2"]
 
 
-PATHS = st.lists(
-    st.from_regex(r"\A([a-c]|[0-9]{1,2}){0,3}(\.([a-c]|[0-9]{1,2})){0,3}\Z"), min_size=1, max_size=60
-)
+PATHS = st.lists(st.from_regex(r"\A([a-c]|[0-9]{1,2}){0,3}(\.([a-c]|[0-9]{1,2})){0,3}\Z"), min_size=1, max_size=60)
 
 
 @given(PATHS)

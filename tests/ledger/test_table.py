@@ -213,9 +213,7 @@ def test_two_stacks_do_not_mix():
 ROWS = st.lists(
     st.builds(
         Row,
-        block=st.builds(
-            "{}.{}{}".format, st.sampled_from("ab"), st.integers(0, 3), st.sampled_from(("", ".x", ".1"))
-        ),
+        block=st.builds("{}.{}{}".format, st.sampled_from("ab"), st.integers(0, 3), st.sampled_from(("", ".x", ".1"))),
         rule=st.sampled_from(("keep", "full")),
         bytes_before=st.integers(0, 1),
         bytes_after=st.just(0),
@@ -231,8 +229,6 @@ ROWS = st.lists(
 def test_folding_loses_nothing(rows):
     folded = list(fold(rows))
     for name in ("bytes_before", "runs", "forward_seconds"):
-        assert sum(getattr(row, name) or 0 for row in folded) == sum(
-            getattr(row, name) or 0 for row in rows
-        )
+        assert sum(getattr(row, name) or 0 for row in folded) == sum(getattr(row, name) or 0 for row in rows)
     assert len(folded) <= len(rows)
     assert "total" in printed(explanation(rows))
