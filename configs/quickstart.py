@@ -12,15 +12,15 @@ model.config.n_layer = 6
 model.config.n_head = 6
 model.config.n_embd = 192
 
-optim.lr = 3e-3
+optim.lr = 1e-3
 optim.weight_decay = 0.1
 optim.betas = (0.9, 0.95)
 
 train.output_dir = "output/quickstart"
 train.train_micro_batch_size = 8
-train.train_iter = 240
+train.train_iter = 200
 train.warmup_ratio = 0.1
 train.log_period = 10
-train.evaluation.eval_period = 120
-train.evaluation.eval_iter = 10  # of 32 sequences each
+train.evaluation.eval_period = 100
+train.evaluation.eval_iter = 8  # of 32 sequences each
 train.activation_checkpoint.enabled = True

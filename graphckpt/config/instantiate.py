@@ -39,9 +39,7 @@ class Call:
             ConfigError: the target raised; its own error is the cause.
         """
         arguments = {
-            key: _make(value, f"{self.where}.{key}")
-            for key, value in self.arguments.items()
-            if key not in further
+            key: _make(value, f"{self.where}.{key}") for key, value in self.arguments.items() if key not in further
         }
         try:
             return self.target(**arguments, **further)
@@ -49,9 +47,7 @@ class Call:
             raise
         except Exception as error:
             name = dotted_name(self.target)
-            message = (
-                f"{self.where or 'instantiate'}: error in call to '{name}': {type(error).__name__}: {error}"
-            )
+            message = f"{self.where or 'instantiate'}: error in call to '{name}': {type(error).__name__}: {error}"
             raise ConfigError(message) from error
 
     @classmethod
@@ -61,9 +57,7 @@ class Call:
         Raises:
             ConfigError: its target is nothing that can be imported and called.
         """
-        return cls(
-            locate(node[TARGET]), {str(key): value for key, value in node.items() if key != TARGET}, where
-        )
+        return cls(locate(node[TARGET]), {str(key): value for key, value in node.items() if key != TARGET}, where)
 
 
 def instantiate(node: Any, **further: Any) -> Any:
@@ -107,9 +101,7 @@ def locate(target: object) -> Callable[..., Any]:
     """
     found = _imported(target) if isinstance(target, str) else target
     if not callable(found):
-        raise ConfigError(
-            f"_target_ {target!r}: expects a callable or its dotted name, got {type(found).__name__}"
-        )
+        raise ConfigError(f"_target_ {target!r}: expects a callable or its dotted name, got {type(found).__name__}")
     return found
 
 
@@ -130,9 +122,7 @@ def _imported(name: str) -> object:
                 raise ConfigError(f"_target_ {name!r}: {module_name} has no {part!r}{hint}")
             found = getattr(found, part)
         return found
-    raise ConfigError(
-        f"_target_ {name!r}: no module is called {parts[0]!r} · fix: install it, or mend the name"
-    )
+    raise ConfigError(f"_target_ {name!r}: no module is called {parts[0]!r} · fix: install it, or mend the name")
 
 
 def dotted_name(target: object) -> str:

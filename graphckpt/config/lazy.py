@@ -47,9 +47,7 @@ class LazyCall(Generic[P]):
             ConfigError: an argument has no name; only named ones can be overridden.
         """
         if args:
-            raise ConfigError(
-                f"LazyCall({dotted_name(self._target)}): every argument needs its name, as in lr=0.1"
-            )
+            raise ConfigError(f"LazyCall({dotted_name(self._target)}): every argument needs its name, as in lr=0.1")
         # A name wherever there is one: omegaconf would take a dataclass for a config of its own.
         target = dotted_name(self._target) if importable(self._target) else self._target
         return OmegaConf.create({TARGET: target, **kwargs}, flags={"allow_objects": True})
@@ -102,9 +100,7 @@ def _plain(node: Any) -> Any:
         return str(node)
     name = dotted_name(node)
     if not importable(node):
-        warnings.warn(
-            f"{name} cannot be imported by this name: the saved config will not load", stacklevel=2
-        )
+        warnings.warn(f"{name} cannot be imported by this name: the saved config will not load", stacklevel=2)
     return name
 
 

@@ -43,7 +43,7 @@ def _read_yaml(path: Path) -> DictConfig:
         raise ConfigError(f"{path}: {error}") from error
     if not isinstance(config, DictConfig):
         raise ConfigError(f"{path}: expects a mapping at the top level, got a list")
-    config._set_flag("allow_objects", True)  # noqa: SLF001
+    config._set_flag("allow_objects", True)
     return config
 
 
@@ -61,11 +61,7 @@ def _run(path: Path) -> DictConfig:
         line = _line_of(error, ran.files) or str(path)
         text = str(error).split("\n", 1)[0] if isinstance(error, OmegaConfBaseException) else str(error)
         raise ConfigError(f"{line}: {type(error).__name__}: {text}") from error
-    names = {
-        name: value
-        for name, value in vars(module).items()
-        if not name.startswith("_") and _is_config(value)
-    }
+    names = {name: value for name, value in vars(module).items() if not name.startswith("_") and _is_config(value)}
     return OmegaConf.create(names, flags={"allow_objects": True})
 
 
@@ -122,9 +118,7 @@ class _Ran:
             folder = path.parents[level - 1]
             imported = folder.joinpath(*name.split(".")).with_suffix(".py")
             if not imported.is_file():
-                raise ConfigError(
-                    f"no config file {imported} · fix: a relative import goes by this file's folder"
-                )
+                raise ConfigError(f"no config file {imported} · fix: a relative import goes by this file's folder")
             if imported in self._running:
                 raise ConfigError(f"{imported} imports this file, and this file imports it")
             return self.execute(imported)

@@ -25,9 +25,7 @@ _FAST_DEV_RUN = (
 )
 
 
-def trainer_from(
-    config_file: str | Path, overrides: Iterable[str] = (), *, fast_dev_run: bool = False
-) -> Trainer:
+def trainer_from(config_file: str | Path, overrides: Iterable[str] = (), *, fast_dev_run: bool = False) -> Trainer:
     """Returns the trainer that a config file and overrides describe; saves the config beside its results.
 
     Args:
@@ -52,9 +50,7 @@ def _existing(path: Path) -> Path:
     if path.exists() or path.is_absolute():
         return path
     try:
-        return find(
-            path.relative_to("configs").as_posix() if path.parts[:1] == ("configs",) else path.as_posix()
-        )
+        return find(path.relative_to("configs").as_posix() if path.parts[:1] == ("configs",) else path.as_posix())
     except ConfigError as error:
         raise ConfigError(f"{path}: no such config file; {error}") from error
 
@@ -63,9 +59,7 @@ def _trainer(run: RunConfig) -> Trainer:
     def make_optimizer(model: nn.Module) -> Optimizer:
         assert isinstance(run.optim, Call)
         described = run.optim.arguments.get("params")
-        params = (
-            Call.read(described, "optim.params")(model=model) if is_call(described) else model.parameters()
-        )
+        params = Call.read(described, "optim.params")(model=model) if is_call(described) else model.parameters()
         optimizer: Optimizer = run.optim(params=params)
         return optimizer
 

@@ -55,7 +55,5 @@ def checked(config: DictConfig, faults: list[str], source: str) -> RunConfig:
     run, more = check(config)
     every = list(dict.fromkeys([*faults, *more]))
     if every or run is None:
-        raise ConfigError(
-            bullets(f"{source}: {len(every)} {'fault' if len(every) == 1 else 'faults'}", every)
-        )
+        raise ConfigError(bullets(f"{source}: {len(every)} {'fault' if len(every) == 1 else 'faults'}", every))
     return run

@@ -85,9 +85,7 @@ def _is_required(field: Field[Any]) -> bool:
 def check_call(value: Any, where: str) -> Read:
     """Reads a described call and checks its keywords against the target's signature; calls nothing."""
     if not is_call(value):
-        return None, [
-            f"{where}: expects a call · fix: write LazyCall(target)(...), or a mapping with _target_"
-        ]
+        return None, [f"{where}: expects a call · fix: write LazyCall(target)(...), or a mapping with _target_"]
     try:
         call = Call.read(value, where)
     except (ConfigError, ImportError) as error:
@@ -103,9 +101,7 @@ def check_call(value: Any, where: str) -> Read:
             if not found:
                 made[key] = item
         elif not takes_any:
-            faults.append(
-                _unknown(key, known, where, of=f" of {dotted_name(call.target).rpartition('.')[2]}")
-            )
+            faults.append(_unknown(key, known, where, of=f" of {dotted_name(call.target).rpartition('.')[2]}"))
     return call, faults + _own_faults(call.target, made, where)
 
 
@@ -123,16 +119,10 @@ def _read_union(choices: tuple[Any, ...], value: Any, where: str) -> Read:
         if not faults:
             return made, []
     if isinstance(value, Mapping | list):  # the choice that came nearest says more than a list of types
-        near = [
-            faults
-            for (_, faults) in tried
-            if not all(fault.startswith(f"{where}: expects") for fault in faults)
-        ]
+        near = [faults for (_, faults) in tried if not all(fault.startswith(f"{where}: expects") for fault in faults)]
         if near:
             return None, min(near, key=len)
-    return None, [
-        f"{where}: expects {' or '.join(dict.fromkeys(map(_name, choices)))}, got {_shown(value)}"
-    ]
+    return None, [f"{where}: expects {' or '.join(dict.fromkeys(map(_name, choices)))}, got {_shown(value)}"]
 
 
 def _read_sequence(hint: Any, value: Any, where: str) -> Read:
@@ -156,9 +146,7 @@ def _read_mapping(hint: Any, value: Any, where: str) -> Read:
         return None, [f"{where}: expects a mapping, got {_shown(value)}"]
     _, item_hint = get_args(hint) or (Any, Any)
     items = {key: read(item_hint, item, f"{where}[{key!r}]") for key, item in value.items()}
-    return {key: made for key, (made, _) in items.items()}, [
-        fault for _, faults in items.values() for fault in faults
-    ]
+    return {key: made for key, (made, _) in items.items()}, [fault for _, faults in items.values() for fault in faults]
 
 
 def _read_plain(hint: Any, value: Any, where: str) -> Read:

@@ -68,9 +68,7 @@ class Corpus:
         return sum(part.num_bytes for part in (*self.train, *self.heldout))
 
 
-def read_corpus(
-    paths: Sequence[str] | None, *, eval_fraction: float, max_bytes: int | None = None
-) -> Corpus:
+def read_corpus(paths: Sequence[str] | None, *, eval_fraction: float, max_bytes: int | None = None) -> Corpus:
     """Reads which text there is.
 
     A file is held out or not by the hash of its content: that another is added, or this one moved, changes
@@ -147,9 +145,7 @@ def _subset(parts: list[Part], max_bytes: int | None) -> list[Part]:
         return parts
     taken: list[Part] = []
     left = max_bytes
-    for part in sorted(
-        parts, key=lambda part: part.digest[::-1]
-    ):  # not the order that decides what is held out
+    for part in sorted(parts, key=lambda part: part.digest[::-1]):  # not the order that decides what is held out
         if left <= 0:
             break
         taken.append(part)

@@ -116,9 +116,7 @@ class TextData:
             tokenizer_file=folder / "tokenizer.json",
             seq_length=self.seq_length,
         )
-        counts = (
-            f"{prepared.train.num_tokens:,} tokens to train on, {prepared.heldout.num_tokens:,} held out"
-        )
+        counts = f"{prepared.train.num_tokens:,} tokens to train on, {prepared.heldout.num_tokens:,} held out"
         report.line(f"data: {counts}, vocabulary of {meta['vocab_size']:,}")
         return prepared
 
@@ -128,9 +126,7 @@ class TextData:
             ("heldout", "held out for evaluation", " or raise data.eval_fraction"),
         ):
             if num_tokens[name] < self.seq_length:
-                fault = (
-                    f"data: {num_tokens[name]} tokens {what}, fewer than one sequence of {self.seq_length}"
-                )
+                fault = f"data: {num_tokens[name]} tokens {what}, fewer than one sequence of {self.seq_length}"
                 yield f"{fault} · fix: add text, lower data.seq_length{more}"
 
     def _cache(self) -> Path:
@@ -148,9 +144,7 @@ class TextData:
         return hashlib.sha256(described.encode()).hexdigest()[:16]
 
     def _write(self, folder: Path, corpus: Corpus, report: Report) -> None:
-        with report.progress(
-            "training the tokenizer", sum(part.num_bytes for part in corpus.train)
-        ) as advance:
+        with report.progress("training the tokenizer", sum(part.num_bytes for part in corpus.train)) as advance:
             tokenizer = train_tokenizer(corpus.train, self.vocab_size, advance)
         tokenizer.save(str(folder / "tokenizer.json"))
         with report.progress("tokenizing", corpus.num_bytes) as advance:

@@ -103,9 +103,7 @@ def checkpointed_blocks(model: nn.Module, config: ActivationCheckpointConfig) ->
 
 
 def _layers(model: nn.Module) -> list[str]:
-    layers = [
-        name for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)
-    ]
+    layers = [name for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         fix = f'name its blocks: {_WHERE}.blocks={{"layers.*": {{"activation_checkpointing": true}}}}'
         raise ConfigError(f"{_WHERE}: {type(model).__name__} marks no layer as a unit · fix: {fix}")

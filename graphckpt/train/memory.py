@@ -37,12 +37,8 @@ def process_memory() -> Memory:
     """Returns the resident memory of this process; 0 where the system does not tell."""
     status = Path("/proc/self/status")
     if status.exists():
-        fields = dict(
-            line.split(":", 1) for line in status.read_text(encoding="utf-8").splitlines() if ":" in line
-        )
-        now_bytes, peak_bytes = (
-            int(fields.get(name, "0 kB").split()[0]) * 1024 for name in ("VmRSS", "VmHWM")
-        )
+        fields = dict(line.split(":", 1) for line in status.read_text(encoding="utf-8").splitlines() if ":" in line)
+        now_bytes, peak_bytes = (int(fields.get(name, "0 kB").split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
         return Memory(now_bytes=now_bytes, peak_bytes=max(now_bytes, peak_bytes))
     if sys.platform == "darwin":
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -53,9 +53,7 @@ def _texts(parts: Iterable[Part], advance: Callable[[int], None]) -> Iterator[st
         advance(part.num_bytes)
 
 
-def write_tokens(
-    path: Path, parts: tuple[Part, ...], tokenizer: Tokenizer, advance: Callable[[int], None]
-) -> int:
+def write_tokens(path: Path, parts: tuple[Part, ...], tokenizer: Tokenizer, advance: Callable[[int], None]) -> int:
     """Writes the tokens of ``parts``, each ended by ``END_OF_TEXT``, and returns their number."""
     dtype = token_dtype(tokenizer.get_vocab_size())
     end = np.array([tokenizer.token_to_id(END_OF_TEXT)], dtype)
@@ -73,8 +71,6 @@ def write_tokens(
 def _encoded(parts: tuple[Part, ...], tokenizer: Tokenizer) -> Iterator[tuple[Part, list[list[int]]]]:
     """Yields each part with the ids of its blocks, all of them encoded in one call."""
     blocks = [list(part.texts()) for part in parts]
-    encoded = iter(
-        tokenizer.encode_batch([text for texts in blocks for text in texts], add_special_tokens=False)
-    )
+    encoded = iter(tokenizer.encode_batch([text for texts in blocks for text in texts], add_special_tokens=False))
     for part, texts in zip(parts, blocks, strict=True):
         yield part, [next(encoded).ids for _ in texts]

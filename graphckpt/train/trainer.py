@@ -143,9 +143,7 @@ class Trainer:
             )
         yield MetricsHook(self.folder / "metrics.json")
         yield ExplainHook(graph, self.folder / "step.png")
-        yield ExportHook(
-            model, prepared.tokenizer_file, self.folder / "model_final", seq_length=prepared.seq_length
-        )
+        yield ExportHook(model, prepared.tokenizer_file, self.folder / "model_final", seq_length=prepared.seq_length)
 
     def _heldout_batches(self, prepared: Prepared) -> Iterator[dict[str, Tensor]]:
         size, limit = self.settings.test_micro_batch_size, self.settings.evaluation.eval_iter

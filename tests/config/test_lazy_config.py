@@ -59,9 +59,7 @@ def test_dataclass_is_a_target_like_any_other():
 
 
 def test_error_in_target_names_it():
-    with pytest.raises(
-        ConfigError, match=r"error in call to 'torch\.nn\.modules\.linear\.Linear': TypeError"
-    ):
+    with pytest.raises(ConfigError, match=r"error in call to 'torch\.nn\.modules\.linear\.Linear': TypeError"):
         instantiate(LazyCall(torch.nn.Linear)(in_feature=2))
     with pytest.raises(ConfigError, match="has no 'Lineax' · did you mean 'Linear'"):
         instantiate({"_target_": "torch.nn.Lineax"})
@@ -70,9 +68,7 @@ def test_error_in_target_names_it():
 
 
 def test_relative_imports_go_by_file_and_every_load_is_fresh(tmp_path):
-    _write(
-        tmp_path / "common" / "deep" / "model.py", "from ..base import base\nmodel = {'width': base.width}"
-    )
+    _write(tmp_path / "common" / "deep" / "model.py", "from ..base import base\nmodel = {'width': base.width}")
     _write(tmp_path / "common" / "base.py", "base = {'width': 4}\nnumber = 3\n_hidden = {'a': 1}")
     main = _write(
         tmp_path / "main.py",
@@ -130,9 +126,7 @@ def test_saved_config_loads_and_makes_the_same(tmp_path):
     config = LazyConfig.load(folder() / "quickstart.py")
     LazyConfig.save(config, tmp_path / "config.yaml")
     again = LazyConfig.load(tmp_path / "config.yaml")
-    plain, plain_again = (
-        json.dumps(OmegaConf.to_container(each, resolve=True)) for each in (config, again)
-    )
+    plain, plain_again = (json.dumps(OmegaConf.to_container(each, resolve=True)) for each in (config, again))
     assert plain == plain_again
     assert instantiate(again.data) == instantiate(config.data)
 

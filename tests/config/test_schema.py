@@ -108,9 +108,7 @@ def test_call_is_checked_against_the_signature_of_its_target():
         "optim.lr: expects float or Tensor, got 'fast' (str)",
         "optim.momentun: no such key of SGD · did you mean 'momentum'?",
     ]
-    assert check_call({"_target_": "torch.optim.SDG"}, "optim")[1][0].startswith(
-        "optim: _target_ 'torch.optim.SDG'"
-    )
+    assert check_call({"_target_": "torch.optim.SDG"}, "optim")[1][0].startswith("optim: _target_ 'torch.optim.SDG'")
 
 
 def test_call_within_a_call_is_checked_too():

@@ -79,9 +79,7 @@ def test_bytes_that_are_no_utf8_become_marks(tmp_path):
 
 def test_text_across_blocks_is_whole(tmp_path):
     file = tmp_path / "long.txt"
-    text = (
-        "ä" * (3 << 19) + "\n" + "end" * 1000
-    )  # 3 MiB: the first block ends within a character's bytes or not
+    text = "ä" * (3 << 19) + "\n" + "end" * 1000  # 3 MiB: the first block ends within a character's bytes or not
     file.write_text("x" + text, encoding="utf-8")
     corpus = read_corpus([str(file)], eval_fraction=0.0005)
     parts = (*corpus.train, *corpus.heldout)

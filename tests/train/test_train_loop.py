@@ -50,9 +50,7 @@ def _log_hook(**more):
 
 def test_hooks_run_around_every_step():
     hook = Written()
-    Loop(
-        lambda iteration: torch.tensor(float(iteration)), train_iter=2, report=_report(), hooks=[hook]
-    ).run()
+    Loop(lambda iteration: torch.tensor(float(iteration)), train_iter=2, report=_report(), hooks=[hook]).run()
     steps = ["before_step 0", "after_step 1", "before_step 1", "after_step 2"]
     assert hook.calls == ["before_train", *steps, "after_train"]
 
@@ -131,9 +129,7 @@ def test_evaluation_weighs_by_tokens_and_restores_the_mode():
 
     loop = Loop(lambda _: torch.zeros(()), train_iter=3, report=_report(), hooks=[hook])
     metrics = []
-    loop._hooks += (
-        type("Spy", (HookBase,), {"after_step": lambda self, loop: metrics.append(loop.metrics)})(),
-    )
+    loop._hooks += (type("Spy", (HookBase,), {"after_step": lambda self, loop: metrics.append(loop.metrics)})(),)
     loop.run()
     assert [sorted(row) for row in metrics] == [[], ["eval_loss", "eval_ppl"], ["eval_loss", "eval_ppl"]]
     assert metrics[-1]["eval_ppl"] == math.exp(3.0)
@@ -155,9 +151,7 @@ def test_parameter_groups():
     groups = get_default_optimizer_params(model, weight_decay_bias=0.3, clip_grad_max_norm=2.0)
     assert [len(group["params"]) for group in groups] == [2, 1, 1]
     assert [group.get("weight_decay") for group in groups] == [None, 0.3, 0.0]
-    assert all(
-        group["clip_grad_max_norm"] == 2.0 and group["clip_grad_norm_type"] == 2.0 for group in groups
-    )
+    assert all(group["clip_grad_max_norm"] == 2.0 and group["clip_grad_norm_type"] == 2.0 for group in groups)
     groups = get_default_optimizer_params(model, clip_grad_max_norm=None)
     assert [len(group["params"]) for group in groups] == [2, 2]
     assert "clip_grad_norm_type" not in groups[0]

@@ -114,9 +114,7 @@ def test_losses_are_the_same_to_the_bit_without_checkpointing(place, policy):
     assert _train("train.output_dir=plain", "train.activation_checkpoint.enabled=False") == 0
     assert _train("train.output_dir=policy", policy) == 0
     assert _losses(place / "policy") == _losses(place / "plain")
-    weights = [
-        (place / name / "model_final" / "model.safetensors").read_bytes() for name in ("plain", "policy")
-    ]
+    weights = [(place / name / "model_final" / "model.safetensors").read_bytes() for name in ("plain", "policy")]
     assert weights[0] == weights[1]
 
 
