@@ -130,7 +130,7 @@ class LiveBytes(TorchDispatchMode):
                 self.track(getattr(tensor, name) for name in flatten()[0])
 
     def track_as_old(self, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Counts tensors that are found late but have been alive all the while: every level so far rises by their bytes."""
+        """Counts tensors that are found late but were alive all the while: every level so far rises by their bytes."""
         before, changes, self._changes = self.live_bytes, self._changes, None
         peak = self.peak_bytes
         self.track(tensors)
@@ -181,8 +181,8 @@ class LiveBytes(TorchDispatchMode):
     def _see_sparse(self, tensor: torch.Tensor) -> None:
         """Counts the parts of a tensor that has no storage; an opaque one (mkldnn) counts nothing."""
         if tensor.layout is torch.sparse_coo:
-            self._see(tensor._indices())  # noqa: SLF001 - the public one refuses uncoalesced tensors
-            self._see(tensor._values())  # noqa: SLF001
+            self._see(tensor._indices())
+            self._see(tensor._values())
         elif tensor.layout is torch.sparse_csr:
             self.track((tensor.crow_indices(), tensor.col_indices(), tensor.values()))
 

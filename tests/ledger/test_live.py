@@ -140,6 +140,19 @@ def test_reset_peak_starts_from_what_is_alive():
     assert live.timeline == []
 
 
+def test_what_is_found_late_raises_every_level_so_far():
+    state = kib(4)
+    with LiveBytes() as live:
+        x = kib()
+        y = x + 1
+        del y
+        live.track_as_old([state, x])
+        state.add_(1)
+    assert [event.live_bytes for event in live.timeline] == [5 * KIB, 6 * KIB, 5 * KIB]
+    assert live.peak_bytes == 6 * KIB
+    assert live.live_bytes == 5 * KIB
+
+
 def test_meta_tensors_and_other_devices_count_nothing():
     with LiveBytes() as live:
         torch.zeros(256, device="meta") + 1
