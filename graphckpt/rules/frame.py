@@ -249,6 +249,6 @@ def _twin(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _devices(site: Site, leaves: Sequence[Any]) -> tuple[torch.device, ...]:
-    if not torch.accelerator.is_available():
+    if torch.accelerator.current_accelerator() is None:
         return ()
     return random_devices(chain(site.tensors(), (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))))
