@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import final
 
@@ -103,7 +104,8 @@ class Loop:
             if self.is_stopped:
                 raise KeyboardInterrupt
             self.is_stopped = True
-            self.report.line("stopping after this iteration; press Ctrl-C again to stop at once", "yellow")
+            with suppress(OSError):  # past the console, which may be printing at this moment
+                os.write(2, b"\nstopping after this iteration; press Ctrl-C again to stop at once\n")
 
         before = signal.signal(signal.SIGINT, stop)
         try:

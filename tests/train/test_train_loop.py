@@ -71,6 +71,24 @@ def test_first_interrupt_ends_after_the_step_and_the_handler_is_restored():
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_interrupt_while_a_line_is_printed_prints_it_once():
+    class Screen(io.StringIO):
+        def write(self, text):
+            if "a line" in text and loop.done == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+            return super().write(text)
+
+    class Prints(HookBase):
+        def after_step(self, loop):
+            loop.report.line(f"a line {loop.done}")
+
+    screen = Screen()
+    loop = Loop(lambda _: torch.zeros(()), train_iter=10, report=Report(Console(file=screen)), hooks=[Prints()])
+    loop.run()
+    assert (loop.done, loop.is_stopped) == (1, True)
+    assert screen.getvalue().count("a line 1") == 1
+
+
 def test_second_interrupt_ends_at_once():
     before = signal.getsignal(signal.SIGINT)
 
