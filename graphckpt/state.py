@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
@@ -53,7 +53,8 @@ class Snapshot:
     """What a block's modules held when its first run began."""
 
     tensors: list[Any]
-    modes: list[bool]
+    versions: list[int]
+    modes: tuple[bool, ...]
     moving: tuple[tuple[Moving, Any], ...]
 
 
@@ -61,21 +62,20 @@ class Snapshot:
 class ModuleState:
     """The parameters, buffers, modes and moving places of a set of modules."""
 
-    __slots__ = ("_modules", "_moving", "_slots")
+    __slots__ = ("_modules", "_moving", "_num_parameters", "_slots")
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         found = list(modules)
         # Weak, for a module holds its wrapped forward, which holds this: a deleted model must be freed at once.
         self._modules = [weakref.ref(m) for m in found]
-        self._slots: list[tuple[dict[str, Any], str]] = [
-            (owner, key) for m in found for owner in (m._parameters, m._buffers) for key in owner
-        ]
-        self._moving: tuple[Moving, ...] | None = None
+        self._slots: list[tuple[dict[str, Any], str]] = [(m._parameters, key) for m in found for key in m._parameters]
+        self._num_parameters = len(self._slots)
+        self._slots += [(m._buffers, key) for m in found for key in m._buffers]
+        self._moving: dict[tuple[bool, ...], tuple[Moving, ...]] = {}
 
-    @property
-    def learnt(self) -> bool:
-        """Whether a first call has shown which places move."""
-        return self._moving is not None
+    def has_learnt(self, snapshot: Snapshot) -> bool:
+        """Whether a call with the modules in these modes (train or eval, each) has shown which places move."""
+        return snapshot.modes in self._moving
 
     def tensors(self) -> list[torch.Tensor]:
         """Returns the parameters and buffers in place now."""
@@ -83,10 +83,14 @@ class ModuleState:
 
     def take(self) -> Snapshot:
         """Reads what a second run must see again. Costs a dictionary look-up per parameter, no copy of any."""
+        tensors = [owner.get(key) for owner, key in self._slots]
+        modes = tuple([ref().training for ref in self._modules])  # type: ignore[union-attr]
+        moving = self._moving.get(modes)
         return Snapshot(
-            [owner.get(key) for owner, key in self._slots],
-            [ref().training for ref in self._modules],  # type: ignore[union-attr]
-            tuple((place, place.take()) for place in self._moving or ()),
+            tensors,
+            [0 if tensor is None else tensor._version for tensor in tensors],
+            modes,
+            tuple([(place, place.take()) for place in moving]) if moving else (),
         )
 
     def rewind(self, snapshot: Snapshot, undo: Undo) -> None:
@@ -130,9 +134,44 @@ class ModuleState:
                 moved.append((Moving(owner, key, in_place=True), before))
         for owner, attributes in watch.attributes:
             moved.extend((Moving(owner, key, in_place=False), value) for key, value in _changed(owner, attributes))
-        self._moving = tuple(place for place, _ in moved)
+        self._moving[snapshot.modes] = tuple(place for place, _ in moved)
         lasting = tuple((place, value) for place, value in moved if not _sets_up(value, place.owner.get(place.key)))
-        return Snapshot(snapshot.tensors, snapshot.modes, lasting)
+        return Snapshot(snapshot.tensors, snapshot.versions, snapshot.modes, lasting)
+
+    def began_to_move(self, snapshot: Snapshot) -> tuple[str | None, Snapshot]:
+        """Returns the name of a buffer that has moved since ``snapshot``, though it did not on the first call.
+
+        The places are learnt anew on the next call. With the snapshot that is returned, this call's second run sees the
+        new value and leaves it as it is.
+        """
+        moved = []
+        known = {(id(place.owner), place.key) for place, _ in snapshot.moving}
+        start = self._num_parameters
+        for (owner, key), tensor, version in zip(
+            self._slots[start:], snapshot.tensors[start:], snapshot.versions[start:], strict=True
+        ):
+            if tensor is not None and tensor._version != version and (id(owner), key) not in known:
+                moved.append(Moving(owner, key, in_place=True))
+        if not moved:
+            return None, snapshot
+        self._moving.pop(snapshot.modes, None)
+        protected = (*snapshot.moving, *((place, place.take()) for place in moved))
+        return self._name(moved[0].owner, moved[0].key), replace(snapshot, moving=protected)
+
+    def edited(self, snapshot: Snapshot) -> str | None:
+        """Returns the name of a parameter or buffer that was edited in place after the first run, or ``None``."""
+        known = {(id(place.owner), place.key) for place, _ in snapshot.moving}
+        for (owner, key), tensor, version in zip(self._slots, snapshot.tensors, snapshot.versions, strict=True):
+            if tensor is not None and tensor._version != version and (id(owner), key) not in known:
+                return self._name(owner, key)
+        return None
+
+    def _name(self, owner: dict[str, Any], key: str) -> str:
+        for ref in self._modules:
+            module = ref()
+            if module is not None and (owner is module._parameters or owner is module._buffers):
+                return f"`{key}` of its {type(module).__name__}"
+        return f"`{key}`"
 
 
 @final

@@ -6,6 +6,7 @@ backward reads starts the second run, which fills them all, in the order in whic
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from contextlib import ExitStack
 from itertools import chain
@@ -19,7 +20,7 @@ from graphckpt.ambient import enter_ambient, take_ambient
 from graphckpt.errors import RecomputeError
 from graphckpt.rng import random_devices, set_random_state, take_random_state
 from graphckpt.rules.kept import Kept, Slot
-from graphckpt.rules.mismatch import differs, edited, edits_argument, iterator_argument
+from graphckpt.rules.mismatch import begins_to_move, differs, edited, edits_argument, iterator_argument
 from graphckpt.rules.passes import Contexts, Run, SecondRun, Stop, running
 from graphckpt.state import put_back, rewind_objects, settle_objects, take_objects
 from graphckpt.tree import ATOMS, flatten_call
@@ -83,7 +84,7 @@ class Frame:
         self._random = take_random_state(self.devices)
         self._ambient = take_ambient(self.devices)
         self._snapshot = state.take()
-        learning = site.edited is None
+        learning = site.learns and not state.has_learnt(self._snapshot)
         self._early_stop &= not learning  # the first call's second run goes on to its end, and must save no more
         watch = state.watch() if learning else None
         tensors = self._keep(leaves, learning=learning)
@@ -104,6 +105,8 @@ class Frame:
 
         if watch is not None:
             self._snapshot = state.learn(watch, self._snapshot)
+        elif self._snapshot.versions:
+            self._see_buffers_begin_to_move()
         self._settle(tensors, learning=learning)
         return output
 
@@ -131,7 +134,7 @@ class Frame:
 
     def _keep(self, leaves: list[Any], *, learning: bool) -> list[tuple[int, torch.Tensor, int, torch.Tensor | None]]:
         site = self.site
-        edited_before = site.edited or frozenset()
+        edited_before = site.edited
         tensors = []
         first_of: dict[int, int] = {}
         for position, leaf in enumerate(leaves):
@@ -155,15 +158,20 @@ class Frame:
         self.edited = edited_before
         return tensors
 
+    def _see_buffers_begin_to_move(self) -> None:
+        name, self._snapshot = self.site.state.began_to_move(self._snapshot)
+        if name is not None:
+            warnings.warn(begins_to_move(self.site.name, name), stacklevel=4)
+
     def _settle(self, tensors: list[tuple[int, torch.Tensor, int, torch.Tensor | None]], *, learning: bool) -> None:
         """After the first run: sees which arguments it edited, and lets go of what the second run does not need."""
         moved = frozenset(p for p, leaf, version, _ in tensors if not leaf.is_inference() and leaf._version != version)
         site = self.site
         if learning:
-            site.edited = self.edited = moved
+            site.edited = self.edited = moved | site.edited
             if self.outer is None:
                 for position, leaf, _, twin in tensors:
-                    kept = twin if position in moved else leaf
+                    kept = twin if position in self.edited else leaf
                     self._leaves[position] = Kept(kept, site, None)  # type: ignore[arg-type]
         elif not moved <= self.edited:
             raise RecomputeError(edits_argument(site.name, self.name_of(min(moved - self.edited))))
@@ -212,6 +220,9 @@ class Frame:
     def _second_run(self, run: SecondRun) -> None:
         with torch.enable_grad():
             args, kwargs = self._shape.assemble(self._take_all())
+        changed = self.site.state.edited(self._snapshot)
+        if changed is not None:
+            raise RecomputeError(edited(self.site.name, changed))
         random_now = take_random_state(self.devices)
         undo: Undo = []
         token = running.set(run)

@@ -108,6 +108,14 @@ def edits_argument(block: str, name: str) -> str:
     )
 
 
+def begins_to_move(block: str, name: str) -> str:
+    """The warning for a buffer that a later call changes, and the first one did not."""
+    return (
+        f"{block}: forward changed {name}, a buffer, which it did not do on its first call. This step's second run sees "
+        "the new value; from the next call on it sees the old one · fix: change it in the first forward, or after backward"
+    )
+
+
 def iterator_argument(block: str, name: str) -> str:
     """The message for an argument that can be read only once."""
     return f"{block}: argument `{name}` is an iterator; a second run would find it used up · fix: pass a list"

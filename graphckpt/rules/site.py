@@ -28,7 +28,7 @@ class Site:
         learns: ``False`` for a function that is seen once: nothing can be learnt from a first call.
     """
 
-    __slots__ = ("_parts", "edited", "name", "notes", "recorder", "state", "store")
+    __slots__ = ("_parts", "edited", "learns", "name", "notes", "recorder", "state", "store")
 
     def __init__(
         self, name: str, modules: Iterable[nn.Module], store: Store | None = None, *, learns: bool = True
@@ -36,8 +36,9 @@ class Site:
         self.name = name
         self.store = store or DeviceStore()
         self.state = ModuleState(modules)
-        self.edited: frozenset[int] | None = None if learns else frozenset()
-        """Positions of the tensor arguments that forward edits in place; ``None`` until a first call has shown them."""
+        self.learns = learns
+        self.edited: frozenset[int] = frozenset()
+        """Positions of the tensor arguments that forward edits in place, as first calls have shown."""
         self.recorder: Recorder | None = None
         self.notes: dict[str, None] = {}
         """What ``explain()`` must say about this block, in order, each once."""

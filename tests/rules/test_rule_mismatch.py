@@ -219,3 +219,50 @@ def test_a_kept_result_that_later_code_edits_is_made_again() -> None:
         results.append((x.grad, model[0][0].weight.grad))
     for grads in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(grads, results[0], strict=True))
+
+
+def test_a_parameter_that_is_edited_before_backward() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    with graphckpt.apply(model, {"1": True}):
+        loss = model(torch.randn(2, 4)).sum()
+        with torch.no_grad():
+            model[1][0].weight.add_(1)
+        with pytest.raises(RecomputeError, match=r"1: `weight` of its Linear was edited in place between forward and"):
+            loss.backward()
+
+
+def test_buffers_that_move_in_train_mode_only_move_once_after_a_first_call_in_eval_mode() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+    with graphckpt.apply(model, {"0": True}):
+        model.eval()
+        model(torch.randn(8, 4)).sum().backward()
+        assert model[0].num_batches_tracked == 0
+        model.train()
+        for _ in range(2):
+            model(torch.randn(8, 4)).sum().backward()
+        assert model[0].num_batches_tracked == 2
+
+
+def test_a_buffer_that_begins_to_move_moves_once_and_is_told() -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("steps", torch.zeros(()))
+            self.begun = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.begun:
+                self.steps.add_(1)
+            return x.sin()
+
+    model = nn.Sequential(Late())
+    with graphckpt.apply(model, {"0": True}):
+        model(torch.randn(3, requires_grad=True)).sum().backward()
+        model[0].begun = True
+        with pytest.warns(UserWarning, match=r"0: forward changed `steps` of its Late, a buffer, which it did not do"):
+            loss = model(torch.randn(3, requires_grad=True)).sum()
+        loss.backward()
+        assert model[0].steps == 1
+        for _ in range(3):
+            model(torch.randn(3, requires_grad=True)).sum().backward()
+        assert model[0].steps == 4
