@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
 import torch
@@ -123,11 +123,10 @@ class LiveBytes(TorchDispatchMode):
         for tensor in tensors:
             if tensor is None:
                 continue
-            flatten = getattr(tensor, "__tensor_flatten__", None)
-            if flatten is None:
-                self._see(tensor)
+            if hasattr(tensor, "__tensor_flatten__"):
+                self.track(inner_tensors(tensor))
             else:
-                self.track(getattr(tensor, name) for name in flatten()[0])
+                self._see(tensor)
 
     def track_as_old(self, tensors: Iterable[torch.Tensor | None]) -> None:
         """Counts tensors that are found late but were alive all the while: every level so far rises by their bytes."""
@@ -206,3 +205,11 @@ class LiveBytes(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, live_bytes)
         if self._changes is not None and self._depth:
             self._changes.append((live_bytes, self.block, self.phase))
+
+
+def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields the tensors inside of a wrapper such as a DTensor; some wrappers list what is no tensor as well."""
+    for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        value = getattr(tensor, name)
+        if isinstance(value, torch.Tensor):
+            yield value

@@ -12,6 +12,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from graphckpt._compat import saved_tensor_hooks_in_force
+from graphckpt.ledger.live import inner_tensors
 from graphckpt.ledger.record import Event
 
 if TYPE_CHECKING:
@@ -191,19 +192,20 @@ class Recorder:
 
 
 class _Storages:
-    """The storages seen so far, held weakly: an address that is used again is another storage."""
+    """The storages seen so far, held weakly. See Note [One storage, one object] in ``live.py``."""
 
     def __init__(self) -> None:
         self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def add(self, tensor: torch.Tensor) -> int:
         """Returns the bytes of the tensor's storage if it is new, else 0."""
+        if hasattr(tensor, "__tensor_flatten__"):
+            return sum(self.add(inner) for inner in inner_tensors(tensor))
         storage = tensor.untyped_storage()
-        address = storage.data_ptr()
-        seen = self._seen.get(address)
-        if address == 0 or (seen is not None and seen() is not None):
+        seen = self._seen.get(id(storage))
+        if seen is not None and seen() is storage:
             return 0
-        self._seen[address] = weakref.ref(storage)
+        self._seen[id(storage)] = weakref.ref(storage)
         return storage.nbytes()
 
 
