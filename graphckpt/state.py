@@ -96,10 +96,8 @@ class ModuleState:
     def rewind(self, snapshot: Snapshot, undo: Undo) -> None:
         """Puts ``snapshot`` in place and notes in ``undo`` what it replaced."""
         for (owner, key), tensor in zip(self._slots, snapshot.tensors, strict=True):
-            # functional_call and the like put other tensors in place for the length of one forward. Storage that
-            # has gone since is an unsharded view of FSDP, whose own hooks have put the right one back.
-            if owner.get(key) is not tensor and (tensor is None or tensor.untyped_storage().nbytes()):
-                _replace(owner, key, tensor, undo)
+            if owner.get(key) is not tensor and not _is_sharding(owner.get(key), tensor):
+                _replace(owner, key, tensor, undo)  # functional_call had put it in place for the first run
         for module, mode in zip(self._modules, snapshot.modes, strict=True):
             if module().training is not mode:  # type: ignore[union-attr]
                 _replace(module().__dict__, "training", mode, undo)
@@ -267,6 +265,15 @@ def _differs(now: Any, then: Any) -> bool:
     if isinstance(now, list):
         return any(a is not b for a, b in zip(now, then, strict=True))
     return any(key not in now or now[key] is not value for key, value in then.items())
+
+
+def _is_sharding(now: Any, then: Any) -> bool:
+    """Whether FSDP exchanges a sharded parameter for a whole one, or the reverse, which its own hooks see to."""
+    if now is None or then is None:
+        return False
+    return hasattr(now, "device_mesh") != hasattr(then, "device_mesh") or not (
+        hasattr(then, "device_mesh") or then.untyped_storage().nbytes()
+    )
 
 
 def _sets_up(before: Any, after: Any) -> bool:
