@@ -5,7 +5,7 @@ the machine hits them alike. Each variant has a model of its own, and all are bu
 because the place of a model in memory alone changes its speed by a percent or two. A ratio compares two
 variants of one turn.
 
-    python benchmarks/overhead.py [--builds 6] [--turns 60] [--steps 10]
+    python benchmarks/overhead.py [--builds 6] [--turns 40]
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ class Subject:
     """From ``(model, *inputs)``."""
     blocks: str
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    steps: int
+    """Steps per variant and turn."""
 
 
 class TwoBlocks(nn.Module):
@@ -90,6 +92,7 @@ SUBJECTS = (
         loss=lambda model, x, y: nn.functional.cross_entropy(model(x), y),
         blocks="blocks.*",
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
+        steps=40,
     ),
     Subject(
         name="GPT-2, 12 layers of width 64, batch 4 x 64",
@@ -98,6 +101,7 @@ SUBJECTS = (
         loss=lambda model, ids: model(ids, labels=ids).loss,
         blocks="transformer.h.*",
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4),
+        steps=4,
     ),
 )
 
@@ -234,10 +238,10 @@ def measure(subject: Subject, variants: dict[str, Callable[..., Step]], options:
             for name in random.sample(list(steps), len(steps)):
                 step = steps[name]
                 begin = perf_counter()
-                for _ in range(options.steps):
+                for _ in range(subject.steps):
                     step()
                 if turn >= 2:  # turns to warm up
-                    seconds[name].append((perf_counter() - begin) / options.steps)
+                    seconds[name].append((perf_counter() - begin) / subject.steps)
     return {name: seconds[name] for name in variants if name in seconds}
 
 
@@ -245,13 +249,13 @@ def main() -> None:
     """Measures all and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--builds", type=int, default=6, help="how often the models are built anew")
-    parser.add_argument("--turns", type=int, default=60, help="turns per build")
-    parser.add_argument("--steps", type=int, default=10, help="steps per variant and turn")
+    parser.add_argument("--turns", type=int, default=40, help="turns per build")
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.set_verbosity_error()
+    mlp_steps, gpt2_steps = (subject.steps for subject in SUBJECTS)
     head = header(
-        n=f"{options.builds} builds x {options.turns} turns x {options.steps} steps",
+        n=f"{options.builds} builds x {options.turns} turns x {mlp_steps} (MLP) or {gpt2_steps} (GPT-2) steps",
         ratio="of two variants in the same turn; median (min to max) over all turns",
     )
     rows, texts = [], []
