@@ -3,7 +3,8 @@
 from graphckpt.blocks import BlockConfig, Handle, apply
 from graphckpt.blocks.dropins import checkpoint, checkpoint_sequential, checkpoint_wrapper, is_recomputing
 from graphckpt.blocks.forward import disable_checkpointing
-from graphckpt.blocks.proxy import Block, GraphModule
+from graphckpt.blocks.graph_module import GraphModule
+from graphckpt.blocks.proxy import Block
 from graphckpt.errors import ConfigError, GraphckptError, GraphError, RecomputeError
 from graphckpt.graph import Graph, GraphConfig
 from graphckpt.rules import Full, Keep, Rule, Segments, Selective, Tiles

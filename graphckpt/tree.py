@@ -39,16 +39,18 @@ class CallShape:
 
     def name(self, position: int, function: Callable[..., Any]) -> str:
         """Names leaf number ``position`` as the user would: ``hidden_states`` or ``states[0]``."""
+        return self.names(function)[position]
+
+    def names(self, function: Callable[..., Any]) -> list[str]:
+        """Names every leaf, in order."""
         if self.spec is None:
-            top, path = position, ""
+            paths = [(top, "") for top in range(self.num_args + len(self.keywords))]
         else:
-            indices = list(range(_num_leaves(self.spec)))
-            paths = pytree.tree_flatten_with_path(_join(self.spec, indices), is_leaf=lambda x: isinstance(x, int))[0]
-            keys = next((keys for keys, leaf in paths if leaf == position), ())
-            top, path = (getattr(keys[0], "idx", position), pytree.keystr(keys[1:])) if keys else (position, "")
-        if top >= self.num_args:
-            return self.keywords[top - self.num_args] + path
-        return _positional_name(function, top) + path
+            paths = _paths(self.spec)
+        return [
+            (self.keywords[top - self.num_args] if top >= self.num_args else _positional_name(function, top)) + rest
+            for top, rest in paths
+        ]
 
 
 def flatten_call(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], CallShape]:
@@ -80,7 +82,8 @@ def build_value(spec: Any, leaves: Sequence[Any]) -> Any:
 @dataclass(frozen=True, slots=True)
 class _Spec:
     tree: Any
-    records: tuple[tuple[int, Any, tuple[str, ...], _Spec], ...]  # (leaf position, the dataclass, its fields, below)
+    records: tuple[tuple[int, Any, tuple[str, ...], _Spec], ...]
+    # (leaf position, a dataclass object without its fields, their names, what is below)
 
 
 def _split(value: Any) -> tuple[list[Any], _Spec]:
@@ -91,7 +94,7 @@ def _split(value: Any) -> tuple[list[Any], _Spec]:
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, (type, torch.nn.Module)):
             names = tuple(f.name for f in dataclasses.fields(leaf) if hasattr(leaf, f.name))
             below, spec = _split([getattr(leaf, name) for name in names])
-            records.append((position, leaf, names, spec))
+            records.append((position, _twin(leaf, dict.fromkeys(names)), names, spec))  # the spec must hold no tensor
             leaves.extend(below)
         else:
             leaves.append(leaf)
@@ -105,16 +108,38 @@ def _join(spec: _Spec, leaves: Sequence[Any]) -> Any:
     rest = iter(leaves)
     records = {position: record for position, *record in spec.records}
     for position in range(spec.tree.num_leaves):
-        if position not in records:
+        if position in records:
+            blank, names, below = records[position]
+            values = _join(below, [next(rest) for _ in range(_num_leaves(below))])
+            found.append(_twin(blank, dict(zip(names, values, strict=True))))
+        else:
             found.append(next(rest))
-            continue
-        leaf, names, below = records[position]
-        values = _join(below, [next(rest) for _ in range(_num_leaves(below))])
-        twin = copy.copy(leaf)
-        for name, value in zip(names, values, strict=True):
-            object.__setattr__(twin, name, value)  # also where the dataclass is frozen
-        found.append(twin)
     return pytree.tree_unflatten(found, spec.tree)
+
+
+def _twin(record: Any, fields: dict[str, Any]) -> Any:
+    twin = copy.copy(record)
+    for name, value in fields.items():
+        object.__setattr__(twin, name, value)  # also where the dataclass is frozen
+    return twin
+
+
+def _paths(spec: _Spec) -> list[tuple[int, str]]:
+    """Returns, for each leaf of a list, the index of the item that it is in, and its path from there."""
+    keys = [
+        keys for keys, _ in pytree.tree_flatten_with_path(_join(_Spec(spec.tree, ()), range(spec.tree.num_leaves)))[0]
+    ]
+    records = {position: record for position, *record in spec.records}
+    paths = []
+    for position, (first, *rest) in enumerate(keys):
+        top: int = first.idx  # type: ignore[attr-defined]  # what is split is a list
+        start = pytree.keystr(tuple(rest))
+        if position not in records:
+            paths.append((top, start))
+            continue
+        _, names, below = records[position]
+        paths += [(top, f"{start}.{names[number]}{inner}") for number, inner in _paths(below)]
+    return paths
 
 
 def _num_leaves(spec: _Spec) -> int:

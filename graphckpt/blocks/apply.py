@@ -11,6 +11,7 @@ from graphckpt.blocks.config import BlockConfig
 from graphckpt.blocks.explain import Watcher
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.blocks.policy import make_plan
+from graphckpt.blocks.proxy import unwrap
 from graphckpt.blocks.select import Selector, describe, select
 from graphckpt.errors import ConfigError
 
@@ -80,6 +81,7 @@ def apply(model: nn.Module, rules: Mapping[Selector, Mapping[str, Any] | Rule | 
     >>> with apply(model, {"0": True, nn.Tanh: {"activation_checkpointing": "full"}}) as handle:
     ...     model(torch.ones(1, 4)).sum().backward()
     """
+    model = unwrap(model)
     configs: dict[nn.Module, BlockConfig] = {}
     faults: list[str] = []
     for selector, fields in rules.items():

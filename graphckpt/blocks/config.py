@@ -26,7 +26,7 @@ class BlockConfig:
     Args:
         block: The block's path, for messages.
         changed: Called after a field was set.
-        own: The module's own ``config``, as Hugging Face models have one; what this one lacks is read from there.
+        own: The module's own ``config``, as Hugging Face models have one; what this one lacks is read and set there.
 
     Raises:
         ConfigError: A field does not exist, or a value means nothing for it. The message names block, field and fix.
@@ -50,7 +50,14 @@ class BlockConfig:
         raise AttributeError(f"{self.block}.config has no field {field!r}{did_you_mean(field, FIELDS)} · {_FIX}")
 
     def __setattr__(self, field: str, value: Any) -> None:
-        self.update({field: value})
+        if field not in FIELDS and self._own is not None and hasattr(self._own, field):
+            setattr(self._own, field, value)
+        else:
+            self.update({field: value})
+
+    def fields(self) -> dict[str, Any]:
+        """Returns the fields that are set."""
+        return dict(self._values)
 
     def update(self, fields: dict[str, Any]) -> None:
         """Sets several fields at once, or, if one of them is wrong, none."""

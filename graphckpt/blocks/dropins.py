@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, final
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import noop_context_fn
 
 from graphckpt.blocks.forward import BlockForward, checkpointing_is_off
+from graphckpt.blocks.proxy import unwrap
 from graphckpt.errors import ConfigError
 from graphckpt.rules import Frame, Full, Site, run_segments, running
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-
-    from graphckpt.rules.frame import Contexts
 
 
 def checkpoint(
@@ -34,9 +33,9 @@ def checkpoint(
 ) -> Any:
     """Runs ``function`` so that backward runs it again, in place of ``torch.utils.checkpoint.checkpoint``.
 
-    Beyond PyTorch's: tensors in keyword arguments and containers are kept and checked like positional ones, random state
-    is restored on every device in use, and buffers of the modules that ``function`` is bound to, wraps or closes over
-    move once.
+    Beyond PyTorch's: tensors in keyword arguments and containers are kept and checked like positional ones, random
+    state is restored on every device in use, and buffers of the modules that ``function`` is bound to, wraps or closes
+    over move once.
 
     Args:
         function: Any callable.
@@ -82,9 +81,7 @@ def checkpoint_sequential(
     if isinstance(segments, bool) or not isinstance(segments, int) or not 1 <= segments <= len(chain):
         raise ConfigError(f"segments: {segments!r} is not within 1 and the {len(chain)} functions · fix: the number")
     if not torch.is_grad_enabled() or checkpointing_is_off():
-        for function in chain:
-            input = function(input)
-        return input
+        return reduce(lambda value, function: function(value), chain, input)
     site = _site(functions) if isinstance(functions, nn.Sequential) else Site("checkpoint_sequential", (), learns=False)
     return run_segments(site, chain, segments, input)
 
@@ -99,6 +96,7 @@ def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False) -> nn.Mo
     """
     if offload_to_cpu:
         raise ConfigError("checkpoint_wrapper: offload_to_cpu is not in this version · fix: leave it False")
+    module = unwrap(module)
     if isinstance(module.forward, BlockForward):
         raise ConfigError(f"checkpoint_wrapper: this {type(module).__name__} is wrapped already · fix: wrap it once")
     BlockForward(module, type(module).__name__, Full()).put_on()
@@ -133,7 +131,9 @@ class _GivenContexts:
         return nullcontext()
 
 
-_SITES: WeakKeyDictionary[nn.Module, dict[tuple[int, ...], Site]] = WeakKeyDictionary()
+_SITES: weakref.WeakKeyDictionary[nn.Module, dict[tuple[weakref.ref[nn.Module], ...], Site]] = (
+    weakref.WeakKeyDictionary()
+)
 # What first calls have taught about modules: a cache, which changes no result.
 
 
@@ -143,7 +143,7 @@ def _site(function: Any) -> Site:
     if not modules:
         return Site(name, (), learns=False)
     known = _SITES.setdefault(modules[0], {})
-    key = tuple(id(module) for module in modules)
+    key = tuple(weakref.ref(module) for module in modules)  # not ids: those of the dead are given anew
     if key not in known:
         known[key] = Site(name, [m for module in modules for m in module.modules()])
     return known[key]
@@ -151,7 +151,7 @@ def _site(function: Any) -> Site:
 
 def _modules_of(function: Any) -> Iterable[nn.Module]:
     if isinstance(function, nn.Module):
-        yield function
+        yield unwrap(function)
     elif isinstance(function, partial):
         for value in (function.func, *function.args, *function.keywords.values()):
             yield from _modules_of(value)
@@ -160,7 +160,7 @@ def _modules_of(function: Any) -> Iterable[nn.Module]:
         cells = getattr(function, "__closure__", None) or ()
         for value in (owner, *(cell.cell_contents for cell in cells if _is_full(cell))):
             if isinstance(value, nn.Module):
-                yield value
+                yield unwrap(value)
 
 
 def _is_full(cell: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.utils import checkpoint as torch_checkpoint
 
+from graphckpt.blocks.rival import Rivals
 from graphckpt.rules import Keep, Rule, Site
 
 if TYPE_CHECKING:
@@ -28,11 +30,15 @@ class BlockForward:
     It holds the module weakly, so that a deleted model is freed at once, and follows it when it is copied or pickled.
     """
 
-    __slots__ = ("_inner", "_module", "_site", "name", "rule")
+    __slots__ = ("_covered", "_inner", "_is_beneath", "_is_on", "_module", "_rivals", "_site", "name", "rule")
 
     def __init__(self, module: nn.Module, name: str, rule: Rule) -> None:
         self._module = weakref.ref(module)
-        self._inner = _forward_beneath(module)
+        self._covered: Callable[..., Any] | None = module.__dict__.get("forward")
+        self._inner = _beneath(self._covered)
+        self._is_beneath = False
+        self._is_on = True
+        self._rivals: Rivals | None = None
         self._site: Site | None = None
         self.name = name
         self.rule = rule
@@ -43,6 +49,7 @@ class BlockForward:
         if self._site is None:
             module = self._module()
             assert module is not None
+            self._rivals = Rivals(module) or None
             self._site = Site(self.name, module.modules())
         return self._site
 
@@ -54,13 +61,19 @@ class BlockForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward under its rule; without gradients, as it is."""
         function = self._function()
-        if not torch.is_grad_enabled() or _disabled.get():
+        if not torch.is_grad_enabled() or _disabled.get() or not self._is_on:
             return function(*args, **kwargs)
         if torch.compiler.is_compiling():
             if isinstance(self.rule, Keep):
                 return function(*args, **kwargs)
             return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
-        return self.rule.run(self._site or self.site, function, args, kwargs)
+        site = self._site or self.site
+        if self._rivals is not None:
+            alone = self._rivals.set_aside(site, function)
+            if alone is None:
+                return function(*args, **kwargs)
+            function = alone
+        return self.rule.run(site, function, args, kwargs)
 
     def _function(self) -> Callable[..., Any]:
         if self._inner is not None:
@@ -69,25 +82,46 @@ class BlockForward:
         return MethodType(type(module).forward, module)  # type: ignore[union-attr]
 
     def put_on(self) -> None:
-        """Puts this wrapper in place."""
-        self._module().__dict__["forward"] = self
+        """Puts this wrapper in place, over what is there."""
+        self._is_on = True
+        if self._is_beneath:
+            return
+        fields = self._module().__dict__
+        covered = fields.get("forward")
+        if covered is not self._covered:  # another library has wrapped or unwrapped the module since the last time
+            self._covered = covered
+            self._inner = _beneath(covered)
+        fields["forward"] = self
 
     def take_off(self) -> None:
-        """Takes this wrapper away, unless something else has been put in its place since."""
+        """Takes this wrapper away. If something has been put over it since, it stays beneath and does nothing."""
+        self._is_on = False
         module = self._module()
-        if module is None or module.__dict__.get("forward") is not self:
+        if module is None:
             return
-        if self._inner is None:
+        present = module.__dict__.get("forward")
+        self._is_beneath = present is not None and present is not self
+        if present is not self:
+            return
+        if self._covered is None:
             del module.__dict__["forward"]
         else:
-            module.__dict__["forward"] = self._inner
+            module.__dict__["forward"] = self._covered
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockForward:
         twin = memo.get(id(self._module()))
-        return self if twin is None else BlockForward(twin, self.name, self.rule)
+        if twin is None:
+            return self
+        wrapper = BlockForward(twin, self.name, self.rule)
+        wrapper.__setstate__((copy.deepcopy(self._covered, memo), self._is_on))
+        return wrapper
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return BlockForward, (self._module(), self.name, self.rule)
+        return BlockForward, (self._module(), self.name, self.rule), (self._covered, self._is_on)
+
+    def __setstate__(self, state: tuple[Any, bool]) -> None:
+        self._covered, self._is_on = state
+        self._inner = _beneath(self._covered)
 
 
 @contextmanager
@@ -105,8 +139,7 @@ def checkpointing_is_off() -> bool:
     return _disabled.get()
 
 
-def _forward_beneath(module: nn.Module) -> Callable[..., Any] | None:
-    forward = module.__dict__.get("forward")
+def _beneath(forward: Callable[..., Any] | None) -> Callable[..., Any] | None:
     while isinstance(forward, BlockForward):  # a Graph's policy stands in for one that `apply` has put on
-        forward = forward._inner
+        forward = forward._covered
     return forward

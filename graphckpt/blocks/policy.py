@@ -64,7 +64,9 @@ def _walk(
         _walk(f"{name}.{key}" if name else key, child, around, configs, plan, faults, seen)
 
 
-def _decide(name: str, module: nn.Module, rule: Rule, around: Rule | None, plan: Plan, faults: list[str]) -> Rule | None:
+def _decide(
+    name: str, module: nn.Module, rule: Rule, around: Rule | None, plan: Plan, faults: list[str]
+) -> Rule | None:
     if isinstance(rule, Keep):
         if around is not None:
             plan.wrappers.append(BlockForward(module, name, rule))

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+from types import MethodType
 from typing import TYPE_CHECKING, Any, final
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch import nn
 
-from graphckpt.blocks.config import FIELDS, BlockConfig
+from graphckpt.blocks.config import BlockConfig
+from graphckpt.blocks.graph_module import GraphModule
+from graphckpt.blocks.slices import BlockSlice
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, MutableMapping
+
+_EDITS = frozenset({"add_module", "append", "extend", "insert", "register_module", "set_submodule", "update"})
+_RETURNS_SELF = _EDITS | {
+    "apply", "bfloat16", "cpu", "cuda", "double", "eval", "float", "half", "requires_grad_", "share_memory", "to_empty",
+    "train", "type", "xpu",
+}  # fmt: skip
 
 
 @final
@@ -17,15 +28,16 @@ class BlockTree:
     """The blocks of one Graph: one per module, made when they are asked for."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
-        self.configs: dict[nn.Module, BlockConfig] = {}
-        self._blocks: dict[nn.Module, Block] = {}
+        self.configs: MutableMapping[nn.Module, BlockConfig] = WeakKeyDictionary()
+        self._blocks: MutableMapping[nn.Module, Block] = WeakValueDictionary()  # a block holds its tree
         self._changed = changed
 
     def block(self, module: nn.Module, prefix: str, name: str) -> Block:
         """Returns the block of ``module``; a module with two names goes by the first."""
-        if module not in self._blocks:
-            self._blocks[module] = Block(module, prefix, name, self)
-        return self._blocks[module]
+        found = self._blocks.get(module)
+        if found is None:
+            found = self._blocks[module] = Block(module, prefix, name, self)
+        return found
 
     def config(self, module: nn.Module, path: str) -> BlockConfig:
         """Returns the config of ``module``."""
@@ -33,15 +45,23 @@ class BlockTree:
             self.configs[module] = BlockConfig(path, self._changed, getattr(module, "config", None))
         return self.configs[module]
 
+    def mark_changed(self) -> None:
+        """A module was replaced, added or removed."""
+        self._changed()
+
+    def policies(self) -> list[tuple[nn.Module, str, dict[str, Any]]]:
+        """Returns ``(module, path, fields)`` of every block on which something is set."""
+        return [(module, config.block, config.fields()) for module, config in self.configs.items() if config.fields()]
+
 
 class Block:
     """A module in a Graph. Reading, writing and calling reach the module itself; ``config`` is the block's policy.
 
-    ``isinstance`` sees the module's class. Children come as blocks. Inside of ``build`` and of every ``forward`` the real
-    modules are in place, so a module's own ``self.config`` is its own there.
+    ``isinstance`` sees the module's class. Children come as blocks, copies as modules. Inside of ``build`` and of every
+    ``forward`` the real modules are in place, so a module's own ``self.config`` is its own there.
     """
 
-    __slots__ = ("_children", "_name", "_origin", "_prefix", "_tree")
+    __slots__ = ("__weakref__", "_name", "_origin", "_prefix", "_tree")
 
     def __init__(self, origin: nn.Module, prefix: str, name: str, tree: BlockTree) -> None:
         for slot, value in (("_origin", origin), ("_prefix", prefix), ("_name", name), ("_tree", tree)):
@@ -76,7 +96,7 @@ class Block:
         return self._tree.config(self._origin, self._prefix + self._name)  # type: ignore[no-any-return]
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """``to(GraphModule)`` is the policy in OneFlow's later spelling, ``to(nn.Module)`` the module; else it moves it."""
+        """``to(GraphModule)`` is the policy in OneFlow's later spelling, ``to(nn.Module)`` the module; else moves it."""
         if args and args[0] is GraphModule:
             return GraphModule(self)
         if args and isinstance(args[0], type) and issubclass(args[0], nn.Module):
@@ -85,17 +105,38 @@ class Block:
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module."""
         return self._origin(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
+        if name in Block.__slots__:  # a block that is being made
+            raise AttributeError(name)
         value = getattr(self._origin, name)
-        return self._child(name, value) if isinstance(value, nn.Module) else value
+        if isinstance(value, nn.Module):
+            return self._child(name, value)
+        if not isinstance(value, MethodType):
+            return value
+        if name in ("items", "values") and isinstance(self._origin, nn.ModuleDict):
+            return self._items if name == "items" else self._values
+        return self._passing(name, value) if name in _RETURNS_SELF else value
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._origin, name, unwrap(value))
+        if isinstance(value, nn.Module):
+            self._tree.mark_changed()
 
     def __delattr__(self, name: str) -> None:
         delattr(self._origin, name)
+        self._tree.mark_changed()
+
+    def __copy__(self) -> nn.Module:
+        return copy.copy(self.origin)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        return copy.deepcopy(self.origin, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._origin.__reduce_ex__(protocol)
 
     def __getitem__(self, key: Any) -> Any:
         value = self._origin[key]
@@ -109,9 +150,11 @@ class Block:
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._origin[key] = unwrap(value)
+        self._tree.mark_changed()
 
     def __delitem__(self, key: Any) -> None:
         del self._origin[key]
+        self._tree.mark_changed()
 
     def __len__(self) -> int:
         return len(self._origin)
@@ -133,18 +176,6 @@ class Block:
     def __repr__(self) -> str:
         return repr(self._origin)
 
-    def keys(self) -> Any:
-        """The keys of an ``nn.ModuleDict``."""
-        return self._origin.keys()
-
-    def values(self) -> list[Any]:
-        """The blocks of an ``nn.ModuleDict``."""
-        return [self._child_of(value) for value in self._origin.values()]
-
-    def items(self) -> list[tuple[str, Any]]:
-        """The keys and blocks of an ``nn.ModuleDict``."""
-        return [(key, self._child_of(value)) for key, value in self._origin.items()]
-
     def named_children(self) -> Iterator[tuple[str, Any]]:
         """Yields the names and blocks of the direct children."""
         for name, child in self._origin.named_children():
@@ -154,13 +185,12 @@ class Block:
         """Yields the blocks of the direct children."""
         return (child for _, child in self.named_children())
 
-    def named_modules(self) -> Iterator[tuple[str, Any]]:
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Any]]:
         """Yields every module below and this one, once each, as blocks, with their paths."""
-        for path, module in self._origin.named_modules():
-            head, _, name = path.rpartition(".")
-            start = f"{self._prefix}{self._name}."
-            prefix = start + head + "." if head else start
-            yield path, self._tree.block(module, prefix, name) if path else self
+        for path, module in self._origin.named_modules(memo, prefix, remove_duplicate):
+            yield path, self._below(path.removeprefix(prefix).removeprefix("."), module)
 
     def modules(self) -> Iterator[Any]:
         """Yields every module below and this one, once each, as blocks."""
@@ -168,7 +198,27 @@ class Block:
 
     def get_submodule(self, target: str) -> Any:
         """Returns the block at a path below this one."""
-        return dict(self.named_modules())[target] if target else self
+        return self._below(target, self._origin.get_submodule(target))
+
+    def _below(self, path: str, module: nn.Module) -> Any:
+        head, _, name = path.rpartition(".")
+        start = f"{self._prefix}{self._name}."
+        return self._tree.block(module, start + head + "." if head else start, name) if path else self
+
+    def _passing(self, name: str, method: MethodType) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = method(*map(_unwrapped, args), **{key: _unwrapped(value) for key, value in kwargs.items()})
+            if name in _EDITS:
+                self._tree.mark_changed()
+            return self if result is self._origin else result
+
+        return call
+
+    def _values(self) -> list[Any]:
+        return [self._child_of(value) for value in self._origin.values()]
+
+    def _items(self) -> list[tuple[str, Any]]:
+        return [(key, self._child_of(value)) for key, value in self._origin.items()]
 
     def _child(self, name: str, module: nn.Module) -> Block:
         return self._tree.block(module, f"{self._prefix}{self._name}.", name)  # type: ignore[no-any-return]
@@ -178,86 +228,12 @@ class Block:
         return value if name is None else self._child(name, value)
 
 
-@final
-class BlockSlice:
-    """Some consecutive blocks of a container. What is set on ``config`` is set on each of them."""
-
-    def __init__(self, origin: Any, blocks: list[Block], path: str, key: slice) -> None:
-        self.origin = origin
-        self.name = f"{path}[{'' if key.start is None else key.start}:{'' if key.stop is None else key.stop}]"
-        self.config = _ConfigOfEach([block.config for block in blocks])
-        self._blocks = blocks
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.origin(*args, **kwargs)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._blocks[key]
-
-    def __iter__(self) -> Iterator[Block]:
-        return iter(self._blocks)
-
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    def __repr__(self) -> str:
-        return f"{self.name}: {self.origin!r}"
-
-
-@final
-class _ConfigOfEach:
-    def __init__(self, configs: list[BlockConfig]) -> None:
-        object.__setattr__(self, "_configs", configs)
-
-    def __setattr__(self, field: str, value: Any) -> None:
-        for config in self._configs:
-            setattr(config, field, value)
-
-    def __getattr__(self, field: str) -> list[Any]:
-        return [getattr(config, field) for config in self._configs]
-
-
-@final
-class GraphModule:
-    """A block's policy in the spelling of OneFlow since 0.9: ``block.to(GraphModule).activation_checkpointing = True``."""
-
-    __slots__ = ("_block",)
-
-    def __init__(self, block: Block) -> None:
-        object.__setattr__(self, "_block", block)
-
-    @property
-    def name(self) -> str:
-        """The last part of the block's path."""
-        return self._block.name  # type: ignore[no-any-return]
-
-    @property
-    def name_prefix(self) -> str:
-        """The path before the name."""
-        return self._block.name_prefix  # type: ignore[no-any-return]
-
-    @property
-    def type(self) -> str:
-        """``"MODULE"``."""
-        return "MODULE"
-
-    def set_stage(self, stage_id: int | None = None, placement: object = None) -> None:
-        """Sets the pipeline stage."""
-        self._block.config.set_stage(stage_id, placement)
-
-    def __getattr__(self, field: str) -> Any:
-        if field not in FIELDS:
-            raise AttributeError(f"GraphModule has no attribute {field!r}")
-        return getattr(self._block.config, field)
-
-    def __setattr__(self, field: str, value: Any) -> None:
-        setattr(self._block.config, field, value)
-
-    def __repr__(self) -> str:
-        fields = repr(self._block.config).partition("(")[2]
-        return f"(GraphModule:{self.name_prefix}{self.name}({fields})"
-
-
 def unwrap(value: Any) -> Any:
     """Returns the module of a block, and everything else as it is."""
     return value.origin if type(value) in (Block, BlockSlice) else value
+
+
+def _unwrapped(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: unwrap(module) for key, module in value.items()}
+    return [unwrap(module) for module in value] if isinstance(value, (list, tuple)) else unwrap(value)

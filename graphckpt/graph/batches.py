@@ -10,7 +10,7 @@ from graphckpt.errors import GraphError
 from graphckpt.tree import build_value, flatten_call, flatten_value
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
 def micro_batches(
@@ -25,7 +25,7 @@ def micro_batches(
     parts: dict[int, Sequence[torch.Tensor]] = {}
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor) and leaf.dim():
-            if leaf.shape[0] % count:
+            if leaf.shape[0] % count or not leaf.shape[0]:
                 raise GraphError(
                     f"input `{shape.name(position, build)}` of shape {list(leaf.shape)} cannot be cut into {count} "
                     f"micro-batches · fix: make its dim 0 a multiple of {count}, the gradient accumulation steps"
@@ -35,10 +35,18 @@ def micro_batches(
         yield shape.assemble([parts[i][number] if i in parts else leaf for i, leaf in enumerate(leaves)])
 
 
-def pack_outputs(outputs: list[Any]) -> Any:
-    """Joins the outputs of the micro-batches: stacks what has no dimension, concatenates the rest on dim 0."""
+def pack_outputs(outputs: Iterable[Any]) -> Any:
+    """Joins the outputs of the micro-batches: stacks what has no dimension, concatenates the rest on dim 0.
+
+    Raises:
+        GraphError: They are not of one structure.
+    """
     flat = [flatten_value(output) for output in outputs]
-    return build_value(flat[0][1], [_pack(leaves) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)])
+    detached = [[x.detach() if isinstance(x, torch.Tensor) else x for x in leaves] for leaves, _ in flat]
+    if len({len(leaves) for leaves in detached}) > 1:
+        counts = ", ".join(str(len(leaves)) for leaves in detached)
+        raise GraphError(f"build returned {counts} values for the micro-batches · fix: return the same ones for each")
+    return build_value(flat[0][1], [_pack(leaves) for leaves in zip(*detached, strict=True)])
 
 
 def fresh_outputs(output: Any, alive: Callable[[], set[int]]) -> Any:
@@ -48,8 +56,8 @@ def fresh_outputs(output: Any, alive: Callable[[], set[int]]) -> Any:
         output: What ``build`` returned.
         alive: Returns the addresses of storages that belong to inputs, parameters and buffers.
     """
-    if isinstance(output, torch.Tensor) and output.grad_fn is not None:
-        return output.detach()
+    if isinstance(output, torch.Tensor) and output.grad_fn is not None and not output.dim() and _is_new(output):
+        return output.detach()  # a loss
     leaves, spec = flatten_value(output)
     known: set[int] | None = None
     fresh = []
@@ -61,6 +69,10 @@ def fresh_outputs(output: Any, alive: Callable[[], set[int]]) -> Any:
         else:
             fresh.append(leaf)
     return build_value(spec, fresh)
+
+
+def _is_new(tensor: torch.Tensor) -> bool:
+    return not tensor._version and not tensor._is_view()
 
 
 def _pack(leaves: tuple[Any, ...]) -> Any:

@@ -27,12 +27,12 @@ _IMPOSSIBLE = {
 class GraphConfig:
     """What holds for every call of a Graph.
 
-    OneFlow's pure performance knobs (``allow_fuse_*`` and the like) are accepted and do nothing, since PyTorch has its own;
-    its parallelism raises with what to use instead.
+    OneFlow's pure performance knobs (``allow_fuse_*`` and the like) are accepted and do nothing, since PyTorch has
+    its own; its parallelism raises with what to use instead.
     """
 
-    def __init__(self, changed: Callable[[], None] | None = None) -> None:
-        object.__setattr__(self, "_changed", changed)
+    def __init__(self, changed: Callable[[], None] | None = None, **settings: Any) -> None:
+        object.__setattr__(self, "_changed", None)
         self.training = False
         """True once an optimizer was added."""
         self.amp_dtype: torch.dtype | None = None
@@ -45,6 +45,13 @@ class GraphConfig:
         """An input of another shape, dtype, device or value than on the first call is an error."""
         self.measure = True
         """The first calls of a training graph are watched for ``explain()``; later ones cost nothing."""
+        for name, value in settings.items():
+            setattr(self, name, value)
+        object.__setattr__(self, "_changed", changed)
+
+    def settings(self) -> dict[str, Any]:
+        """Returns every field by its name."""
+        return {name: getattr(self, name) for name in _FIELDS}
 
     def __setattr__(self, name: str, value: Any) -> None:
         known = _FIELDS
@@ -63,7 +70,7 @@ class GraphConfig:
             return _accept
         if name in _IMPOSSIBLE:
             return _refuse(name)
-        raise AttributeError(f"Graph.config has no attribute {name!r}{did_you_mean(name, dir(self))}")
+        raise AttributeError(f"Graph.config has no attribute {name!r}{did_you_mean(name, dir(type(self)))}")
 
     def enable_amp(self, mode: bool = True, *, dtype: torch.dtype = torch.float16) -> None:
         """Runs ``build`` under autocast.

@@ -2,43 +2,34 @@
 
 from __future__ import annotations
 
-import logging
+import inspect
 from collections import OrderedDict
-from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from graphckpt.blocks.explain import Watcher
-from graphckpt.blocks.policy import make_plan
 from graphckpt.blocks.proxy import BlockTree, unwrap
 from graphckpt.errors import GraphError
-from graphckpt.graph.batches import fresh_outputs, micro_batches, pack_outputs
 from graphckpt.graph.config import GraphConfig
-from graphckpt.graph.inputs import InputCheck
+from graphckpt.graph.step import Readiness, Step, running_graph
 from graphckpt.graph.text import DebugLog, graph_text
-from graphckpt.graph.update import ScaledBackward, Update, parameters_of
+from graphckpt.graph.update import Update
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from graphckpt.blocks.forward import BlockForward
     from graphckpt.ledger.record import Explanation
-
-_log = logging.getLogger("graphckpt")
-_WATCHED_OPS, _WATCHED_TIMES = (
-    2,
-    3,
-)  # calls 1 and 2 are watched op by op (2 is the first like all others), 3 for time
 
 
 class Graph:
     """One training step over modules, as OneFlow's ``nn.Graph``, with a policy on each block.
 
-    Subclass it; in ``__init__`` call ``super().__init__()`` first, then assign modules (they become blocks), set policies
-    and add optimizers; define ``build``, with ``loss.backward()`` inside. Without an optimizer it is an evaluation graph.
+    Subclass it; in ``__init__`` call ``super().__init__()`` first, then assign modules (they become blocks), set
+    policies and add optimizers; define ``build``, with ``loss.backward()`` inside. Without an optimizer it is an
+    evaluation graph.
 
     >>> class Step(Graph):
     ...     def __init__(self, model, optimizer):
@@ -56,7 +47,7 @@ class Graph:
     torch.Size([])
     """
 
-    _numbers: ClassVar[dict[type, Iterator[int]]] = {}
+    _numbers: ClassVar[WeakKeyDictionary[type, Iterator[int]]] = WeakKeyDictionary()
 
     def __init__(
         self,
@@ -67,25 +58,7 @@ class Graph:
         debug_only_user_py_stack: bool = True,
         debug_op_repr_with_py_stack: bool = False,
     ) -> None:
-        number = next(Graph._numbers.setdefault(type(self), count()))
-        fields = self.__dict__
-        fields["_name"] = f"{type(self).__name__}_{number}"
-        fields["_roots"] = {}
-        fields["_tree"] = BlockTree(self._mark_stale)
-        fields["_update"] = Update(self._name)
-        fields["_wrappers"] = []
-        fields["_idle"] = {}
-        fields["_bystanders"] = []
-        fields["_watcher"] = None
-        fields["_inputs"] = None
-        fields["_num_calls"] = 0
-        fields["_is_stale"] = True
-        fields["_is_settled"] = False
-        fields["_trains"] = False
-        fields["_is_plain"] = False
-        fields["_is_building"] = False
-        fields["_debug"] = DebugLog()
-        fields["config"] = GraphConfig(self._mark_stale)
+        self._begin({})
         self.debug(
             debug_v_level,
             ranks=debug_ranks,
@@ -94,12 +67,24 @@ class Graph:
             op_repr_with_py_stack=debug_op_repr_with_py_stack,
         )
 
+    def _begin(self, roots: dict[str, nn.Module], settings: dict[str, Any] | None = None) -> None:
+        name = f"{type(self).__name__}_{next(Graph._numbers.setdefault(type(self), count()))}"
+        fields, readiness = self.__dict__, Readiness()
+        fields["config"] = GraphConfig(readiness.mark_stale, **(settings or {}))
+        fields["_name"] = name
+        fields["_readiness"] = readiness
+        fields["_roots"] = roots
+        fields["_tree"] = BlockTree(readiness.mark_stale)
+        fields["_update"] = Update(name)
+        fields["_debug"] = DebugLog()
+        fields["_step"] = Step(name, roots, self._tree, self._update, self.config, self._debug, readiness)
+
     # What a subclass defines ------------------------------------------------------------------------------------------
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
         """Defines the step. Inside, the attributes are the real modules."""
         raise NotImplementedError(
-            f"{type(self).__name__}.build() is missing · fix: define build(self, ...) with the forward and loss.backward()"
+            f"{type(self).__name__}.build() is missing · fix: define build(self, ...), with loss.backward() inside"
         )
 
     # What its __init__ calls ------------------------------------------------------------------------------------------
@@ -119,17 +104,19 @@ class Graph:
                 f"{where}: a Tensor is no attribute of a Graph · fix: hold it in an nn.Module and assign that"
             )
         if not isinstance(value, nn.Module):
-            self._roots.pop(name, None)
+            if name in self._roots:
+                del self._roots[name]
+                self._readiness.mark_stale()
             self.__dict__[name] = value
             return
-        if self._is_building:
+        if self._step.is_running:
             raise AttributeError(f"{where}: build() cannot add modules · fix: assign it in __init__")
         if not name or "." in name:
             raise KeyError(f"a module's name can be neither empty nor hold a dot, got {name!r}")
         if name in self.__dict__ or hasattr(type(self), name):
             raise KeyError(f"{where}: there is an attribute of this name already · fix: choose another")
         self._roots[name] = value
-        self._mark_stale()
+        self._readiness.mark_stale()
 
     def __getattr__(self, name: str) -> Any:
         fields = self.__dict__
@@ -140,14 +127,19 @@ class Graph:
         raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
     def __delattr__(self, name: str) -> None:
-        if self._roots.pop(name, None) is None:
+        if name not in self._roots:
             super().__delattr__(name)
-        self._mark_stale()
+            return
+        if self._step.is_running:
+            raise AttributeError(f"{type(self).__name__}.{name}: build() cannot remove modules · fix: do it outside")
+        del self._roots[name]
+        self._readiness.mark_stale()
 
     def add_optimizer(self, optim: torch.optim.Optimizer, *, lr_sch: Any = None, is_sparse: bool = False) -> None:
-        """Makes this a training graph: after ``build`` it clips, steps, zeroes the gradients and steps ``lr_sch``, once.
+        """Makes this a training graph: after ``build`` it clips, steps, zeroes gradients and steps ``lr_sch``, once.
 
-        A param group with ``clip_grad_max_norm`` (and ``clip_grad_norm_type``, 2.0 by default) is clipped by its own norm.
+        A param group with ``clip_grad_max_norm`` (and ``clip_grad_norm_type``, 2.0 by default) is clipped by its own
+        norm.
 
         Args:
             optim: Any optimizer; several can be added.
@@ -160,7 +152,7 @@ class Graph:
         del is_sparse
         self._update.add(optim, lr_sch)
         self.config.training = True
-        self._mark_stale()
+        self._readiness.mark_stale()
 
     def set_grad_scaler(self, grad_scaler: torch.amp.GradScaler | None = None) -> None:
         """Scales the losses whose ``backward()`` is called in ``build``; an overflow skips the step and the schedule.
@@ -185,17 +177,17 @@ class Graph:
         only_user_py_stack: bool = True,
         op_repr_with_py_stack: bool = False,
     ) -> None:
-        """Prints what the next calls do: 0 stages, 1 each block's inputs and outputs, 2 each op, 3 with its line; -1 none."""
+        """Prints what the next calls do: 0 stages, 1 each block's inputs and outputs, 2 each op, 3 its line too."""
         self._debug.configure(v_level, ranks, max_py_stack_depth, only_user_py_stack, op_repr_with_py_stack)
-        self.__dict__["_is_settled"] = False
+        self._readiness.is_settled = False
 
     # What users call --------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one step and returns what ``build`` returned, cut off from the graph."""
-        if self._is_settled and not self._is_building:
-            return self._step(args, kwargs)
-        return self._unsettled_call(args, kwargs)
+        if self._readiness.is_settled and running_graph.get() is None:
+            return self._step.call(self.__dict__, self.build, args, kwargs)
+        return self._step.unsettled_call(self.__dict__, self.build, args, kwargs)
 
     @property
     def name(self) -> str:
@@ -210,7 +202,7 @@ class Graph:
     @property
     def is_compiled(self) -> bool:
         """Whether the graph has been called."""
-        return self._num_calls > 0  # type: ignore[no-any-return]
+        return self._step.num_calls > 0  # type: ignore[no-any-return]
 
     def explain(self, plot: str | None = None, *, show: bool = True) -> Explanation:
         """Prints what each block keeps, where, and what it costs, as seen in the first calls; returns the rows.
@@ -226,16 +218,16 @@ class Graph:
             raise GraphError(
                 f"{self._name}.explain: an evaluation graph keeps nothing · fix: explain the training graph"
             )
-        if self._watcher is None:
+        watcher = self._step.watcher
+        if watcher is None:
             raise GraphError(
                 f"{self._name}.explain: no step was watched · fix: call the graph, with config.measure = True"
             )
-        return self._watcher.explain(plot, show=show)  # type: ignore[no-any-return]
+        return watcher.explain(plot, show=show)  # type: ignore[no-any-return]
 
     def measure(self) -> None:
         """Has the next three calls watched again for :meth:`explain`, as the first three were."""
-        self.__dict__["_num_calls"] = 0
-        self._mark_stale()
+        self._step.watch_again()
 
     def state_dict(self, destination: Any = None) -> OrderedDict[str, Any]:
         """Returns each module's state under its attribute name, and that of optimizers, schedulers and scaler."""
@@ -252,8 +244,11 @@ class Graph:
         Raises:
             GraphError: ``strict``, and a key is missing or unknown. Nothing has been loaded then.
         """
-        known = set(self.state_dict())
-        missing, unknown = sorted(known - set(state_dict)), sorted(set(state_dict) - known)
+        own = self.state_dict()
+        missing, unknown = sorted(set(own) - set(state_dict)), sorted(set(state_dict) - set(own))
+        for name in set(self._roots) & set(state_dict):
+            missing += [f"{name}.{key}" for key in own[name] if key not in state_dict[name]]
+            unknown += [f"{name}.{key}" for key in state_dict[name] if key not in own[name]]
         if strict and (missing or unknown):
             raise GraphError(
                 f"{self._name}.load_state_dict: missing {missing}, unknown {unknown} · fix: load a state of this graph"
@@ -261,18 +256,35 @@ class Graph:
         for name, module in self._roots.items():
             if name in state_dict:
                 module.load_state_dict(state_dict[name], strict=strict)
-        if self.training and not missing:
-            self._update.load_state_dict(state_dict)
+        self._update.load_state_dict(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy or a pickle needs: it starts as if it had not been called, under a name of its own."""
+        machinery = ("_name", "_readiness", "_roots", "_tree", "_update", "_debug", "_step", "config")
+        return {
+            "attributes": {key: value for key, value in self.__dict__.items() if key not in machinery},
+            "roots": dict(self._roots),
+            "policies": self._tree.policies(),
+            "settings": self.config.settings(),
+            "update": self._update.parts(),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._begin(dict(state["roots"]), state["settings"])
+        self.__dict__.update(state["attributes"])
+        for module, path, fields in state["policies"]:
+            self._tree.config(module, path).update(fields)
+        self._update.take_over(state["update"])
 
     def __repr__(self) -> str:
-        return graph_text(type(self).__name__, self._name, self.config, self._roots, self._tree, self._inputs)
+        return graph_text(type(self).__name__, self._name, self.config, self._roots, self._tree, self._step.inputs)
 
     @staticmethod
     def trace(func: Callable[..., Any]) -> Graph:
         """Makes an evaluation graph of a plain function; used as a decorator."""
-        if not callable(func) or isinstance(func, type):
-            raise GraphError(f"Graph.trace: {func!r} is no function · fix: decorate a function")
-        kind = type(func.__name__, (Graph,), {"build": lambda self, *args, **kwargs: func(*args, **kwargs)})
+        if not inspect.isroutine(func):
+            raise GraphError(f"Graph.trace: {type(func).__name__} is no function · fix: decorate a function")
+        kind = type(func.__name__, (Graph,), {"build": staticmethod(func), "__doc__": func.__doc__})
         return kind()  # type: ignore[no-any-return]
 
     @staticmethod
@@ -280,142 +292,3 @@ class Graph:
         """Accepts OneFlow's decorator of ``__init__``: inputs of changing shapes are always allowed here."""
         del size, enable_shared
         return lambda init: init
-
-    # How a call runs --------------------------------------------------------------------------------------------------
-
-    def _mark_stale(self) -> None:
-        self.__dict__["_is_stale"] = True
-        self.__dict__["_is_settled"] = False
-
-    def _unsettled_call(self, args: Any, kwargs: dict[str, Any]) -> Any:
-        """A call with something to do beside the step; later ones pass it by, unless they are watched too."""
-        fields, config = self.__dict__, self.config
-        if self._is_building:
-            raise GraphError(
-                f"{self._name} is called inside of a build() · fix: a Graph cannot be nested; call the module"
-            )
-        if self._is_stale:
-            self._prepare()
-        if self._inputs is None:
-            fields["_inputs"] = InputCheck(self.build, args, kwargs)
-        elif config.strict_static and (difference := self._inputs.difference(args, kwargs)):
-            raise GraphError(
-                f"{self._name}: {difference} · fix: keep inputs as they are, or config.strict_static = False"
-            )
-        is_watched = self._num_calls < _WATCHED_TIMES and config.training and config.measure
-        with ExitStack() as stack:
-            if self._debug.level >= 0:
-                stack.enter_context(self._debug.around(self._name, self._roots))
-            if is_watched:
-                stack.enter_context(self._watch(args, kwargs))
-            output = self._step(args, kwargs)
-        fields["_num_calls"] += 1
-        fields["_is_settled"] = not (is_watched or config.strict_static or self._debug.level >= 0 or self._is_stale)
-        return output
-
-    def _prepare(self) -> None:
-        """Makes the wrappers of the blocks anew, after a module, a flag or an optimizer was set."""
-        plan = make_plan(self._roots.items(), self._tree.configs)
-        self._update.prepare()
-        own = {id(p) for optimizer in self._update.optimizers for p in parameters_of(optimizer)}
-        held = [p for module in self._roots.values() for p in module.parameters()]
-        fields = self.__dict__
-        changed = [(w.module, w.rule) for w in plan.wrappers] != [(w.module, w.rule) for w in self._wrappers]
-        if changed:  # what the old wrappers have learnt is still true otherwise
-            fields["_wrappers"] = plan.wrappers
-            fields["_num_calls"] = 0
-        fields["_idle"] = plan.idle
-        fields["_bystanders"] = [p for p in held if p.requires_grad and id(p) not in own]
-        fields["_trains"] = bool(own)
-        fields["_is_plain"] = self.config.is_plain and not fields["_bystanders"]
-        if changed:
-            fields["_watcher"] = None
-        fields["_is_stale"] = False
-
-    def _watch(self, args: Any, kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
-        if self._watcher is None:
-            self.__dict__["_watcher"] = Watcher(self._name, list(self._roots.items()), self._wrappers, self._idle)
-        if self._num_calls >= _WATCHED_OPS:
-            return self._watcher.time()  # type: ignore[no-any-return]
-        inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
-        return self._watcher.measure(inputs)  # type: ignore[no-any-return]
-
-    def _step(self, args: Any, kwargs: dict[str, Any]) -> Any:
-        fields = self.__dict__
-        wrappers: list[BlockForward] = fields["_wrappers"]
-        roots = fields["_roots"]
-        for wrapper in wrappers:
-            wrapper.put_on()
-        fields.update(roots)
-        fields["_is_building"] = True
-        try:
-            output = self._train(args, kwargs) if fields["_trains"] else self.build(*args, **kwargs)
-        finally:
-            fields["_is_building"] = False
-            for name in roots:
-                del fields[name]
-            for wrapper in wrappers:
-                wrapper.take_off()
-        if isinstance(output, torch.Tensor) and output.grad_fn is not None:
-            return output.detach()
-        return fresh_outputs(output, lambda: self._addresses(args, kwargs))
-
-    def _train(self, args: Any, kwargs: dict[str, Any]) -> Any:
-        update = self._update
-        update.begin()
-        try:
-            if self._is_settled and self._is_plain:
-                output = self.build(*args, **kwargs)
-                update.apply()
-                return output
-            config = self.config
-            if config.num_micro_batches == 1:
-                output = self._build(args, kwargs)
-            else:
-                parts = micro_batches(self.build, args, kwargs, config.num_micro_batches)
-                output = pack_outputs([self._build(*part) for part in parts])
-            update.average(config.num_micro_batches)
-            update.apply()
-        except BaseException:
-            update.abandon()
-            raise
-        return output
-
-    def _build(self, args: Any, kwargs: dict[str, Any]) -> Any:
-        dtype, scaler = self.config.amp_dtype, self._update.scaler
-        with ExitStack() as stack:
-            stack.enter_context(_leaving_grads(self._bystanders))
-            if not self._is_settled:
-                stack.enter_context(self._update.forbidding_steps())
-            if dtype is not None:
-                stack.enter_context(torch.autocast(self._device_type(), dtype))
-            scaled = stack.enter_context(ScaledBackward(scaler)) if scaler is not None else None
-            output = self.build(*args, **kwargs)
-        if scaled is not None and not scaled.count:
-            raise GraphError(
-                f"{self._name}.build ran no loss.backward(), which is where the scaler acts · fix: call it"
-            )
-        return output
-
-    def _device_type(self) -> str:
-        for module in self._roots.values():
-            for parameter in module.parameters():
-                return str(parameter.device.type)
-        return "cpu"
-
-    def _addresses(self, args: Any, kwargs: dict[str, Any]) -> set[int]:
-        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
-        for module in self._roots.values():
-            tensors += [*module.parameters(), *module.buffers()]
-        return {t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided}
-
-
-@contextmanager
-def _leaving_grads(parameters: list[torch.Tensor]) -> Iterator[None]:
-    """Leaves the gradients of parameters that no optimizer here owns as they are: they are another step's."""
-    grads = [parameter.grad for parameter in parameters]
-    try:
-        yield
-    finally:
-        for parameter, grad in zip(parameters, grads, strict=True):
-            parameter.grad = grad

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -12,12 +13,10 @@ from torch.overrides import TorchFunctionMode
 from graphckpt.errors import GraphError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator, Mapping
 
 
 _CLIP = "clip_grad_max_norm"
-_Entry: TypeAlias = tuple[torch.optim.Optimizer, LRScheduler | None, list[torch.Tensor], list[dict[str, Any]]]
-# an optimizer, its scheduler, its parameters, and those of its groups that are clipped
 
 
 @final
@@ -30,7 +29,6 @@ class Update:
         self.scaler: torch.amp.GradScaler | None = None
         self.num_steps = 0
         self._graph_name = graph_name
-        self._entries: list[_Entry] = []
 
     def add(self, optimizer: Any, scheduler: Any) -> None:
         """Adds an optimizer and its scheduler. See :meth:`graphckpt.Graph.add_optimizer`."""
@@ -39,46 +37,34 @@ class Update:
             raise GraphError(f"{where}: optimizer cannot be None · fix: pass a torch.optim.Optimizer")
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise GraphError(f"{where}: {type(optimizer).__name__} is no Optimizer · fix: pass a torch.optim.Optimizer")
-        if scheduler is not None:
-            if not isinstance(scheduler, LRScheduler):
-                raise GraphError(
-                    f"{where}: lr_sch {type(scheduler).__name__} is no LRScheduler · fix: pass one, or None"
-                )
-            if isinstance(scheduler, ReduceLROnPlateau):
-                raise GraphError(
-                    f"{where}: ReduceLROnPlateau needs a metric, which a Graph does not have · "
-                    "fix: leave it out and call its step(metric) after the graph"
-                )
-            if scheduler.optimizer is not optimizer:
-                raise GraphError(f"{where}: lr_sch belongs to another optimizer · fix: pass the scheduler of this one")
-        taken = {id(p): number for number, other in enumerate(self.optimizers) for p in parameters_of(other)}
-        if any(id(p) in taken for p in parameters_of(optimizer)):
-            raise GraphError(f"{where}: a parameter is in two optimizers · fix: give each parameter to one of them")
-        for group in optimizer.param_groups:
-            if "clip_grad_norm_type" in group and _CLIP not in group:
-                raise GraphError(
-                    f"{where}: a param group has clip_grad_norm_type without clip_grad_max_norm · fix: add it"
-                )
+        for fault in (_closure_fault(optimizer), _scheduler_fault(scheduler, optimizer), self._groups_fault(optimizer)):
+            if fault is not None:
+                raise GraphError(f"{where}: {fault}")
         self.optimizers.append(optimizer)
         self.schedulers.append(scheduler)
 
-    def prepare(self) -> None:
-        """Reads the optimizers' groups, once before the first step and again after a change."""
-        self._entries = [
-            (
-                optimizer,
-                scheduler,
-                list(parameters_of(optimizer)),
-                [g for g in optimizer.param_groups if _CLIP in g],
-            )
-            for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True)
-        ]
+    def _groups_fault(self, optimizer: torch.optim.Optimizer) -> str | None:
+        taken = {id(p) for p in self.parameters()}
+        if any(id(p) in taken for p in _parameters_of(optimizer)):
+            return "a parameter is in two optimizers · fix: give each parameter to one of them"
+        for group in optimizer.param_groups:
+            if "clip_grad_norm_type" in group and _CLIP not in group:
+                return f"a param group has clip_grad_norm_type without {_CLIP} · fix: add it"
+            if _CLIP in group and (isinstance(group[_CLIP], bool) or not isinstance(group[_CLIP], (int, float))):
+                return f"{_CLIP} of a param group is {group[_CLIP]!r} · fix: use a number, or leave the key out"
+        return None
+
+    # The loops below read the groups anew on every step: users add groups, edit them and load states. They are plain
+    # loops, since a generator costs half a microsecond a step.
 
     def begin(self) -> None:
         """Before backward: gradients that an earlier step outside of the graph left behind must not be added to."""
-        for entry in self._entries:
-            if entry[2][0].grad is not None:
-                entry[0].zero_grad()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        optimizer.zero_grad()
+                        break
 
     def abandon(self) -> None:
         """After an error: no half of a gradient is left to the next step."""
@@ -91,8 +77,8 @@ class Update:
         Raises:
             GraphError: No parameter has a gradient.
         """
-        for entry in self._entries:  # loops, not any(): a generator costs half a microsecond a step
-            if _has_gradient(entry[2]):
+        for optimizer in self.optimizers:
+            if _has_gradient(optimizer):
                 break
         else:
             raise GraphError(
@@ -103,36 +89,52 @@ class Update:
             if self._step_scaled(self.scaler):  # overflow: the step was skipped, and the schedule waits too
                 return
         else:
-            for optimizer, _, _, clipped in self._entries:
-                if clipped:
-                    _clip(clipped)
+            for optimizer in self.optimizers:
+                _clip(optimizer)
                 optimizer.step()
-        for optimizer, scheduler, _, _ in self._entries:
+        for optimizer in self.optimizers:
             optimizer.zero_grad()
+        for scheduler in self.schedulers:
             if scheduler is not None:
                 scheduler.step()
         self.num_steps += 1
 
     def average(self, num_micro_batches: int) -> None:
         """Divides the gradients, which are sums over the micro-batches, by their number."""
-        for _, _, parameters, _ in self._entries if num_micro_batches > 1 else ():
-            for parameter in parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(1.0 / num_micro_batches)
+        for parameter in self.parameters() if num_micro_batches > 1 else ():
+            if parameter.grad is not None:
+                parameter.grad.mul_(1.0 / num_micro_batches)
 
     def _step_scaled(self, scaler: torch.amp.GradScaler) -> bool:
-        reached = [entry for entry in self._entries if _has_gradient(entry[2])]
-        for optimizer, _, _, clipped in reached:
-            scaler.unscale_(optimizer)
-            _clip(clipped)
-            scaler.step(optimizer)
+        for optimizer in self.optimizers:
+            if _has_gradient(optimizer):
+                scaler.unscale_(optimizer)
+                _clip(optimizer)
+                scaler.step(optimizer)
         scale = scaler.get_scale()
         scaler.update()
         overflowed = scaler.get_scale() < scale
         if overflowed:
-            for optimizer in self.optimizers:
-                optimizer.zero_grad()
+            self.abandon()
         return overflowed
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """Yields the parameters of all optimizers."""
+        for optimizer in self.optimizers:
+            yield from _parameters_of(optimizer)
+
+    def num_groups(self) -> int:
+        """Returns how many param groups there are now."""
+        return sum(len(optimizer.param_groups) for optimizer in self.optimizers)
+
+    def parts(self) -> tuple[Any, ...]:
+        """Returns the objects that a copy of the graph shares or copies."""
+        return self.optimizers, self.schedulers, self.scaler, self.num_steps
+
+    def take_over(self, parts: tuple[Any, ...]) -> None:
+        """Takes what :meth:`parts` of another one returned."""
+        optimizers, schedulers, self.scaler, self.num_steps = parts
+        self.optimizers, self.schedulers = list(optimizers), list(schedulers)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of optimizers, schedulers and scaler, and the number of steps taken."""
@@ -145,14 +147,15 @@ class Update:
             state["System-Train-GradScaler"] = self.scaler.state_dict()
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads what :meth:`state_dict` returned; the keys must be the same."""
-        self.num_steps = int(state["System-Train-TrainStep"])
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads what :meth:`state_dict` returned; of keys that are missing, what is there stays."""
+        if "System-Train-TrainStep" in state:
+            self.num_steps = int(state["System-Train-TrainStep"])
         for number, (optimizer, scheduler) in enumerate(zip(self.optimizers, self.schedulers, strict=True)):
-            optimizer.load_state_dict(state[f"System-Train-Optimizer-{number}"])
-            if scheduler is not None:
-                scheduler.load_state_dict(state[f"System-Train-LRScheduler-{number}"])
-        if self.scaler is not None:
+            for kind, part in (("Optimizer", optimizer), ("LRScheduler", scheduler)):
+                if part is not None and f"System-Train-{kind}-{number}" in state:
+                    part.load_state_dict(state[f"System-Train-{kind}-{number}"])
+        if self.scaler is not None and "System-Train-GradScaler" in state:
             self.scaler.load_state_dict(state["System-Train-GradScaler"])
 
     @contextmanager
@@ -189,19 +192,43 @@ class ScaledBackward(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _has_gradient(parameters: list[torch.Tensor]) -> bool:
-    for parameter in parameters:
-        if parameter.grad is not None:
-            return True
+def _has_gradient(optimizer: torch.optim.Optimizer) -> bool:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                return True
     return False
 
 
-def _clip(groups: list[dict[str, Any]]) -> None:
-    for group in groups:
-        torch.nn.utils.clip_grad_norm_(group["params"], group[_CLIP], group.get("clip_grad_norm_type", 2.0))
+def _clip(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        if _CLIP in group:
+            torch.nn.utils.clip_grad_norm_(group["params"], group[_CLIP], group.get("clip_grad_norm_type", 2.0))
 
 
-def parameters_of(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
-    """Yields the parameters of all groups."""
+def _closure_fault(optimizer: torch.optim.Optimizer) -> str | None:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is None or closure.default is not closure.empty:
+        return None
+    name = type(optimizer).__name__
+    return f"{name} runs the forward itself, several times a step · fix: use it without a Graph, with graphckpt.apply"
+
+
+def _scheduler_fault(scheduler: Any, optimizer: torch.optim.Optimizer) -> str | None:
+    if scheduler is None:
+        return None
+    if not isinstance(scheduler, LRScheduler):
+        return f"lr_sch {type(scheduler).__name__} is no LRScheduler · fix: pass one, or None"
+    if isinstance(scheduler, ReduceLROnPlateau):
+        return (
+            "ReduceLROnPlateau needs a metric, which a Graph does not have · "
+            "fix: leave it out and call its step(metric) after the graph"
+        )
+    if scheduler.optimizer is not optimizer:
+        return "lr_sch belongs to another optimizer · fix: pass the scheduler of this one"
+    return None
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]

@@ -1,0 +1,65 @@
+"""A model's own checkpointing, as Transformers layers have it, next to a policy here: one of the two acts."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, final
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from graphckpt.rules import Site
+
+_FLAG = "gradient_checkpointing"
+
+
+class Rivals:
+    """The modules in a block that can checkpoint themselves. It knows them by their flag, not by their library."""
+
+    __slots__ = ("_modules",)
+
+    def __init__(self, block: nn.Module) -> None:
+        self._modules = [weakref.ref(module) for module in block.modules() if hasattr(module, _FLAG)]
+
+    def __bool__(self) -> bool:
+        return bool(self._modules)
+
+    def set_aside(self, site: Site, function: Callable[..., Any]) -> Callable[..., Any] | None:
+        """Returns ``function`` with the modules' own checkpointing off; ``None`` if it is under way around this call.
+
+        It is around where a class checkpoints in ``__call__``, as Transformers once did, not in ``forward``.
+        """
+        modules = [ref() for ref in self._modules]
+        flagged = [m for m in modules if m is not None and m.training and m.__dict__.get(_FLAG)]
+        if not flagged:
+            return function
+        owner = getattr(function, "__self__", None)
+        if owner in flagged and type(owner).__call__ is not nn.Module.__call__:
+            site.note("its own gradient checkpointing acts, not this policy: switch it off on the model")
+            return None
+        site.note("the model's own gradient checkpointing is on as well: this policy acts, that one is set aside")
+        return _Alone(function, flagged)
+
+
+@final
+class _Alone:
+    """A forward during which some modules do not checkpoint themselves."""
+
+    __slots__ = ("__self__", "__wrapped__", "_modules")
+
+    def __init__(self, function: Callable[..., Any], modules: list[nn.Module]) -> None:
+        self.__wrapped__ = function  # for inspect.signature, which names arguments
+        self.__self__ = getattr(function, "__self__", None)
+        self._modules = modules
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raised = [module for module in self._modules if module.__dict__.get(_FLAG)]
+        for module in raised:
+            module.__dict__[_FLAG] = False
+        try:
+            return self.__wrapped__(*args, **kwargs)
+        finally:
+            for module in raised:
+                module.__dict__[_FLAG] = True

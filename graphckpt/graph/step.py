@@ -1,0 +1,247 @@
+"""What one call of a Graph runs: its blocks' policies put on, `build`, the update, and all of it taken off again."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from graphckpt.blocks.explain import Watcher
+from graphckpt.blocks.policy import make_plan
+from graphckpt.errors import GraphError
+from graphckpt.graph.batches import fresh_outputs, micro_batches, pack_outputs
+from graphckpt.graph.inputs import InputCheck
+from graphckpt.graph.update import ScaledBackward
+from graphckpt.tree import flatten_call
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import nn
+
+    from graphckpt.blocks.forward import BlockForward
+    from graphckpt.blocks.proxy import BlockTree
+    from graphckpt.graph.config import GraphConfig
+    from graphckpt.graph.text import DebugLog
+    from graphckpt.graph.update import Update
+
+_WATCHED_OPS, _WATCHED_TIMES = 2, 3  # calls 1 and 2 are watched op by op (2 is the first like all others), 3 for time
+
+running_graph: ContextVar[str | None] = ContextVar("running_graph", default=None)
+
+
+@final
+class Readiness:
+    """Whether the next call has anything to do beside the step. It holds nothing: no cycle keeps a Graph alive."""
+
+    __slots__ = ("is_settled", "is_stale")
+
+    def __init__(self) -> None:
+        self.is_settled = False
+        self.is_stale = True
+
+    def mark_stale(self) -> None:
+        """A module, a flag or an optimizer was set: the next call prepares anew."""
+        self.is_settled = False
+        self.is_stale = True
+
+
+@final
+class Step:
+    """The calls of one Graph. It knows what the Graph was told, and what the calls so far have shown."""
+
+    def __init__(
+        self,
+        name: str,
+        roots: dict[str, nn.Module],
+        tree: BlockTree,
+        update: Update,
+        config: GraphConfig,
+        debug: DebugLog,
+        readiness: Readiness,
+    ) -> None:
+        self.inputs: InputCheck | None = None
+        self.is_running = False
+        self.num_calls = 0
+        self.watcher: Watcher | None = None
+        self._name = name
+        self._roots = roots
+        self._tree = tree
+        self._update = update
+        self._config = config
+        self._debug = debug
+        self._readiness = readiness
+        self._bystanders: list[torch.Tensor] = []
+        self._is_plain = False
+        self._num_groups = 0
+        self._num_watched = 0
+        self._seen: tuple[list[Any], dict[str, str], list[tuple[str, nn.Module]]] = ([], {}, [])
+        self._trains = False
+        self._wrappers: list[BlockForward] = []
+
+    def watch_again(self) -> None:
+        """Has the next calls watched as the first ones were."""
+        self._num_watched = 0
+        self._readiness.is_settled = False
+
+    def unsettled_call(
+        self, fields: dict[str, Any], build: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """A call with something to do beside the step; later ones pass it by, unless they are watched too."""
+        config = self._config
+        if (outer := running_graph.get()) is not None:
+            raise GraphError(
+                f"{self._name} is called inside of {outer}.build() · fix: a Graph cannot be nested; call its modules"
+            )
+        if self._readiness.is_stale:
+            self._prepare()
+        inputs = self.inputs or InputCheck(build, args, kwargs)
+        if config.strict_static and (difference := inputs.difference(build, args, kwargs)):
+            raise GraphError(
+                f"{self._name}: {difference} · fix: keep inputs as they are, or config.strict_static = False"
+            )
+        is_watched = self._num_watched < _WATCHED_TIMES and config.training and config.measure
+        with ExitStack() as stack:
+            if self._debug.level >= 0:
+                stack.enter_context(self._debug.around(self._name, self._roots))
+            if is_watched:
+                stack.enter_context(self._watch(args, kwargs))
+            output = self.call(fields, build, args, kwargs)
+        self.inputs = inputs
+        self.num_calls += 1
+        self._num_watched += is_watched
+        readiness = self._readiness
+        readiness.is_settled = not (is_watched or config.strict_static or self._debug.level >= 0 or readiness.is_stale)
+        return output
+
+    def call(self, fields: dict[str, Any], build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs the step; ``fields`` are the Graph's attributes, where the real modules stand for its length."""
+        if self.is_running:
+            raise GraphError(f"{self._name} is running in another thread · fix: call it from one thread at a time")
+        roots, wrappers = self._roots, self._wrappers
+        token = running_graph.set(self._name)
+        self.is_running = True
+        try:
+            for wrapper in wrappers:
+                wrapper.put_on()
+            fields.update(roots)
+            if self._trains:
+                output = self._train(build, args, kwargs)
+            else:
+                output = build(*args, **kwargs) if self._is_plain else self._evaluate(build, args, kwargs)
+        finally:
+            for name in roots:
+                fields.pop(name, None)
+            for wrapper in wrappers:
+                wrapper.take_off()
+            self.is_running = False
+            running_graph.reset(token)
+        return fresh_outputs(output, lambda: self._addresses(args, kwargs))
+
+    def _prepare(self) -> None:
+        plan = make_plan(self._roots.items(), self._tree.configs)
+        seen = [(w.module, w.rule) for w in plan.wrappers], plan.idle, list(self._roots.items())
+        if seen != self._seen:  # what the wrappers have learnt, and what was watched, is still true otherwise
+            self._seen = seen
+            self._wrappers = plan.wrappers
+            self._num_watched = 0
+            self.watcher = None
+        self._sort_parameters()
+        self._readiness.is_stale = False
+
+    def _sort_parameters(self) -> None:
+        own = {id(p) for p in self._update.parameters()}
+        held = [p for module in self._roots.values() for p in module.parameters()]
+        self._bystanders = [p for p in held if p.requires_grad and id(p) not in own]
+        self._num_groups = self._update.num_groups()
+        self._trains = bool(own)
+        self._is_plain = self._config.is_plain and not (self._trains and self._bystanders)
+
+    def _watch(self, args: Any, kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
+        if self.watcher is None:
+            _, idle, roots = self._seen
+            self.watcher = Watcher(self._name, roots, self._wrappers, idle)
+        if self._num_watched >= _WATCHED_OPS:
+            return self.watcher.time()
+        return self.watcher.measure(_tensors(args, kwargs))
+
+    def _train(self, build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        update = self._update
+        update.begin()
+        try:
+            if self._readiness.is_settled and self._is_plain:
+                output = build(*args, **kwargs)
+                update.apply()
+                return output
+            num_parts = self._config.num_micro_batches
+            if num_parts == 1:
+                output = self._build(build, args, kwargs)
+            else:
+                parts = micro_batches(build, args, kwargs, num_parts)
+                output = pack_outputs(self._build(build, *part) for part in parts)
+            update.average(num_parts)
+            update.apply()
+        except BaseException:
+            update.abandon()
+            raise
+        return output
+
+    def _build(self, build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        scaler = self._update.scaler
+        with ExitStack() as stack:
+            stack.enter_context(_leaving_grads(self._others()))
+            if not self._readiness.is_settled:
+                stack.enter_context(self._update.forbidding_steps())
+            scaled = stack.enter_context(ScaledBackward(scaler)) if scaler is not None else None
+            output = self._evaluate(build, args, kwargs)
+        if scaled is not None and not scaled.count:
+            raise GraphError(
+                f"{self._name}.build ran no loss.backward(), which is where the scaler acts · fix: call it"
+            )
+        return output
+
+    def _evaluate(self, build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        dtype = self._config.amp_dtype
+        if dtype is None:
+            return build(*args, **kwargs)
+        with torch.autocast(self._device_type(), dtype):
+            return build(*args, **kwargs)
+
+    def _others(self) -> list[torch.Tensor]:
+        if self._bystanders and self._update.num_groups() != self._num_groups:  # the user has added a group since
+            self._sort_parameters()
+        return self._bystanders
+
+    def _device_type(self) -> str:
+        for module in self._roots.values():
+            for parameter in module.parameters():
+                return str(parameter.device.type)
+        return "cpu"
+
+    def _addresses(self, args: Any, kwargs: dict[str, Any]) -> set[int]:
+        """Where the step's inputs and the modules' own tensors lie, which no output may be."""
+        tensors = _tensors(args, kwargs)
+        for root in self._roots.values():
+            for module in root.modules():
+                for own in (module._parameters, module._buffers, module.__dict__):
+                    tensors += [value for value in own.values() if isinstance(value, torch.Tensor)]
+        return {t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided}
+
+
+def _tensors(args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    return [leaf for leaf in flatten_call(args, kwargs)[0] if isinstance(leaf, torch.Tensor)]
+
+
+@contextmanager
+def _leaving_grads(parameters: list[torch.Tensor]) -> Iterator[None]:
+    """Leaves the gradients of parameters that no optimizer here owns as they are: they are another step's."""
+    grads = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None  # backward would add to what is there, in place
+    try:
+        yield
+    finally:
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad
