@@ -12,22 +12,18 @@ import weakref
 from collections import deque
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeAlias, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
 
-from graphckpt.tree import ATOMS
+from graphckpt.undo import ABSENT, Undo, differs, replace_item
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
-_ABSENT = object()  # the slot did not exist
 _OWN = frozenset(nn.Module().__dict__) | {"forward"}  # what torch itself keeps on every module
 _CONTAINERS = (list, dict, set, deque)
-
-Undo: TypeAlias = list[tuple[Any, Any, Any]]
-"""``(owner, key, value)`` in the order in which they were replaced; ``key`` is ``None`` for a whole list."""
 
 
 @final
@@ -41,7 +37,7 @@ class Moving:
 
     def take(self) -> Any:
         """Returns the present value, safe from later edits."""
-        value = self.owner.get(self.key, _ABSENT)
+        value = self.owner.get(self.key, ABSENT)
         if isinstance(value, torch.Tensor):
             return value.detach().clone() if self.in_place else value.detach().requires_grad_(value.requires_grad)
         return copy.copy(value) if isinstance(value, _CONTAINERS) else value
@@ -97,17 +93,17 @@ class ModuleState:
         """Puts ``snapshot`` in place and notes in ``undo`` what it replaced."""
         for (owner, key), tensor in zip(self._slots, snapshot.tensors, strict=True):
             if owner.get(key) is not tensor and not _is_sharding(owner.get(key), tensor):
-                _replace(owner, key, tensor, undo)  # functional_call had put it in place for the first run
+                replace_item(owner, key, tensor, undo)  # functional_call had put it in place for the first run
         for module, mode in zip(self._modules, snapshot.modes, strict=True):
             if module().training is not mode:  # type: ignore[union-attr]
-                _replace(module().__dict__, "training", mode, undo)
+                replace_item(module().__dict__, "training", mode, undo)
         for place, value in snapshot.moving:
             fresh = value
             if isinstance(value, torch.Tensor):
                 fresh = value.clone() if place.in_place else value
             elif isinstance(value, _CONTAINERS):
                 fresh = copy.copy(value)
-            _replace(place.owner, place.key, fresh, undo)
+            replace_item(place.owner, place.key, fresh, undo)
 
     def watch(self) -> Watch:
         """Begins to learn: what it returns is given to :meth:`learn` after the first run."""
@@ -181,92 +177,6 @@ class Watch:
     attributes: list[tuple[dict[str, Any], dict[str, Any]]]
 
 
-Objects: TypeAlias = list[tuple[Any, Any]]
-"""``(list or attribute dict, shallow copy of it)`` for all that an argument object reaches."""
-
-
-def take_objects(leaves: Sequence[Any]) -> Objects:
-    """Copies, one level deep each, the lists and attributes that objects among ``leaves`` reach.
-
-    This is how a key-value cache that is passed by reference can be seen as it was.
-    """
-    seen: set[int] = set()
-    found: Objects = []
-    todo = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor) and type(leaf) not in ATOMS]
-    while todo and len(found) < _MOST_OBJECTS:
-        value = todo.pop()
-        owner = value if isinstance(value, (list, dict)) else getattr(value, "__dict__", None)
-        if owner is None or id(owner) in seen or isinstance(value, (nn.Module, type)) or callable(value):
-            continue
-        seen.add(id(owner))
-        if isinstance(owner, (list, dict)):
-            found.append((owner, copy.copy(owner)))
-            inner = owner.values() if isinstance(owner, dict) else owner
-            todo.extend(v for v in inner if not isinstance(v, torch.Tensor) and type(v) not in ATOMS)
-    return found
-
-
-def settle_objects(before: Objects) -> Objects:
-    """Drops from ``before`` the tensors that the first run left alone: they are not held for a second run."""
-    return [(owner, then if _differs(owner, then) else _without_tensors(then)) for owner, then in before]
-
-
-def rewind_objects(objects: Objects, undo: Undo) -> None:
-    """Puts the objects back to what they were, noting in ``undo`` what they are now."""
-    for owner, then in objects:
-        if isinstance(owner, list):
-            if then is not None and _differs(owner, then):
-                undo.append((owner, None, owner[:]))
-                owner[:] = then
-        elif any(owner.get(key, _ABSENT) is not value for key, value in then.items()):
-            undo.append((owner, None, dict(owner)))
-            owner.update(then)
-
-
-def put_back(undo: Undo) -> None:
-    """Undoes every replacement, the last one first."""
-    for owner, key, value in reversed(undo):
-        if key is None:
-            _fill(owner, value)
-        elif value is _ABSENT:
-            owner.pop(key, None)
-        else:
-            owner[key] = value
-
-
-_MOST_OBJECTS = 4096  # an object that reaches more than this is a whole program, not an argument
-
-
-def _replace(owner: dict[str, Any], key: str, value: Any, undo: Undo) -> None:
-    undo.append((owner, key, owner.get(key, _ABSENT)))
-    if value is _ABSENT:
-        owner.pop(key, None)
-    else:
-        owner[key] = value
-
-
-def _fill(owner: Any, value: Any) -> None:
-    if isinstance(owner, list):
-        owner[:] = value
-    else:
-        owner.clear()
-        owner.update(value)
-
-
-def _without_tensors(then: Any) -> Any:
-    if isinstance(then, list):
-        return None if any(isinstance(v, torch.Tensor) for v in then) else then
-    return {key: value for key, value in then.items() if not isinstance(value, torch.Tensor)}
-
-
-def _differs(now: Any, then: Any) -> bool:
-    if len(now) != len(then):
-        return True
-    if isinstance(now, list):
-        return any(a is not b for a, b in zip(now, then, strict=True))
-    return any(key not in now or now[key] is not value for key, value in then.items())
-
-
 def _is_sharding(now: Any, then: Any) -> bool:
     """Whether FSDP exchanges a sharded parameter for a whole one, or the reverse, which its own hooks see to."""
     if now is None or then is None:
@@ -282,7 +192,7 @@ def _sets_up(before: Any, after: Any) -> bool:
     Transformers installs hooks on the first call and notes that in a flag.
     """
     return isinstance(after, bool) or (
-        any(before is nothing for nothing in (None, False, _ABSENT)) and not isinstance(after, torch.Tensor)
+        any(before is nothing for nothing in (None, False, ABSENT)) and not isinstance(after, torch.Tensor)
     )
 
 
@@ -300,9 +210,9 @@ def _shallow(attributes: dict[str, Any]) -> dict[str, Any]:
 
 def _changed(now: dict[str, Any], then: dict[str, Any]) -> Iterable[tuple[str, Any]]:
     for key in dict.fromkeys(chain(then, (k for k in now if k not in _OWN))):
-        old, new = then.get(key, _ABSENT), now.get(key, _ABSENT)
+        old, new = then.get(key, ABSENT), now.get(key, ABSENT)
         if isinstance(old, (list, dict)) and type(old) is type(new):
-            if _differs(new, old):
+            if differs(new, old):
                 yield key, old
         elif isinstance(old, (set, deque)):
             if old != new:

@@ -53,9 +53,7 @@ class Watcher:
         live = LiveBytes()
         live.track([*known, *(t.grad for t in known if t.is_leaf and t.grad is not None)])
         recorder = Recorder(known, live)
-        hook = register_optimizer_step_pre_hook(
-            lambda optimizer, *_: recorder.optimizer_steps(_state_of(optimizer))
-        )
+        hook = register_optimizer_step_pre_hook(lambda optimizer, *_: recorder.optimizer_steps(_state_of(optimizer)))
         try:
             with self._rows_for_modules(recorder), recorder.watching(), self._inputs_of_root(recorder):
                 yield
@@ -247,7 +245,7 @@ class _Hook:
         self._passes_on = passes_on
 
     def __call__(self, *given: Any) -> None:
-        call = self._find()
+        call = None if torch.compiler.is_compiling() else self._find()
         if call is not None:
             call(*(given if self._passes_on else self._args))
 

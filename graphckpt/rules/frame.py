@@ -18,19 +18,20 @@ from torch.autograd.graph import saved_tensors_hooks
 from graphckpt._compat import saved_tensor_hooks_in_force
 from graphckpt.ambient import enter_ambient, take_ambient
 from graphckpt.errors import RecomputeError
+from graphckpt.objects import rewind_objects, settle_objects, take_objects
 from graphckpt.rng import random_devices, set_random_state, take_random_state
 from graphckpt.rules.kept import Kept, Slot
 from graphckpt.rules.mismatch import begins_to_move, differs, edited, edits_argument, iterator_argument
 from graphckpt.rules.passes import Contexts, Run, SecondRun, Stop, running
-from graphckpt.state import put_back, rewind_objects, settle_objects, take_objects
 from graphckpt.tree import ATOMS, flatten_call
+from graphckpt.undo import put_back
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from graphckpt.rules.hole import HoleCall
     from graphckpt.rules.site import Site
-    from graphckpt.state import Undo
+    from graphckpt.undo import Undo
 
 
 @final

@@ -111,8 +111,8 @@ def edits_argument(block: str, name: str) -> str:
 def begins_to_move(block: str, name: str) -> str:
     """The warning for a buffer that a later call changes, and the first one did not."""
     return (
-        f"{block}: forward changed {name}, a buffer, which it did not do on its first call. This step's second run sees "
-        "the new value; from the next call on it sees the old one · fix: change it in the first forward, or after backward"
+        f"{block}: forward changed {name}, a buffer, which it did not do on its first call; this step's second run "
+        "sees the new value, later ones the old · fix: change it from the first forward on, or after backward"
     )
 
 

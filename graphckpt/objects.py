@@ -1,0 +1,65 @@
+"""Objects among a call's arguments that pass by reference, such as key-value caches, as the first run saw them."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import nn
+
+from graphckpt.tree import ATOMS
+from graphckpt.undo import ABSENT, Undo, differs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Objects: TypeAlias = list[tuple[Any, Any]]
+"""``(list or attribute dict, shallow copy of it)`` for all that an argument object reaches."""
+
+
+def take_objects(leaves: Sequence[Any]) -> Objects:
+    """Copies, one level deep each, the lists and attributes that objects among ``leaves`` reach.
+
+    This is how a key-value cache that is passed by reference can be seen as it was.
+    """
+    seen: set[int] = set()
+    found: Objects = []
+    todo = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor) and type(leaf) not in ATOMS]
+    while todo and len(found) < _MOST_OBJECTS:
+        value = todo.pop()
+        owner = value if isinstance(value, (list, dict)) else getattr(value, "__dict__", None)
+        if owner is None or id(owner) in seen or isinstance(value, (nn.Module, type)) or callable(value):
+            continue
+        seen.add(id(owner))
+        if isinstance(owner, (list, dict)):
+            found.append((owner, copy.copy(owner)))
+            inner = owner.values() if isinstance(owner, dict) else owner
+            todo.extend(v for v in inner if not isinstance(v, torch.Tensor) and type(v) not in ATOMS)
+    return found
+
+
+def settle_objects(before: Objects) -> Objects:
+    """Drops from ``before`` the tensors that the first run left alone: they are not held for a second run."""
+    return [(owner, then if differs(owner, then) else _without_tensors(then)) for owner, then in before]
+
+
+def rewind_objects(objects: Objects, undo: Undo) -> None:
+    """Puts the objects back to what they were, noting in ``undo`` what they are now."""
+    for owner, then in objects:
+        if isinstance(owner, list):
+            if then is not None and differs(owner, then):
+                undo.append((owner, None, owner[:]))
+                owner[:] = then
+        elif any(owner.get(key, ABSENT) is not value for key, value in then.items()):
+            undo.append((owner, None, dict(owner)))
+            owner.update(then)
+
+
+_MOST_OBJECTS = 4096  # an object that reaches more than this is a whole program, not an argument
+
+
+def _without_tensors(then: Any) -> Any:
+    if isinstance(then, list):
+        return None if any(isinstance(v, torch.Tensor) for v in then) else then
+    return {key: value for key, value in then.items() if not isinstance(value, torch.Tensor)}

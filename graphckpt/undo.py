@@ -1,0 +1,49 @@
+"""Replaces values in dictionaries and lists, and puts them back, the last one first."""
+
+from __future__ import annotations
+
+from typing import Any, Final, TypeAlias
+
+ABSENT: Final = object()
+"""Stands for a key that did not exist."""
+
+Undo: TypeAlias = list[tuple[Any, Any, Any]]
+"""``(owner, key, value)`` in the order in which they were replaced; ``key`` is ``None`` for a whole owner."""
+
+
+def replace_item(owner: dict[str, Any], key: str, value: Any, undo: Undo) -> None:
+    """Sets ``owner[key]``, or removes it if ``value`` is ``ABSENT``, and notes in ``undo`` what was there."""
+    undo.append((owner, key, owner.get(key, ABSENT)))
+    if value is ABSENT:
+        owner.pop(key, None)
+    else:
+        owner[key] = value
+
+
+def put_back(undo: Undo) -> None:
+    """Undoes every replacement, the last one first."""
+    for owner, key, value in reversed(undo):
+        if key is None:
+            fill(owner, value)
+        elif value is ABSENT:
+            owner.pop(key, None)
+        else:
+            owner[key] = value
+
+
+def fill(owner: Any, value: Any) -> None:
+    """Gives a list or dictionary the contents of ``value``."""
+    if isinstance(owner, list):
+        owner[:] = value
+    else:
+        owner.clear()
+        owner.update(value)
+
+
+def differs(now: Any, then: Any) -> bool:
+    """Whether two lists or dictionaries hold other objects, compared by identity."""
+    if len(now) != len(then):
+        return True
+    if isinstance(now, list):
+        return any(a is not b for a, b in zip(now, then, strict=True))
+    return any(key not in now or now[key] is not value for key, value in then.items())
