@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
 
 class GraphckptError(Exception):
@@ -28,13 +28,15 @@ class RecomputeError(GraphckptError, RuntimeError):
     """The second run of a block was not the same as its first."""
 
 
-def all_faults(faults: Sequence[str]) -> str:
-    """Returns one message that tells every fault: a single one as it is, several as bullets.
+def bullets(head: str, faults: Iterable[str]) -> str:
+    """Returns one message that lists every fault.
 
-    >>> all_faults(["a.b: 1 is no str", "c: missing"])
-    '- a.b: 1 is no str\\n- c: missing'
+    >>> print(bullets("two faults", ["a", "b"]))
+    two faults:
+      • a
+      • b
     """
-    return faults[0] if len(faults) == 1 else "\n".join(f"- {fault}" for fault in faults)
+    return "\n".join([f"{head}:", *(f"  • {fault}" for fault in faults)])
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from graphckpt.config import overrides as _overrides
 from graphckpt.config.instantiate import TARGET, dotted_name, importable
 from graphckpt.config.load import load
-from graphckpt.errors import ConfigError
+from graphckpt.errors import ConfigError, bullets
 
 P = ParamSpec("P")
 
@@ -119,14 +119,3 @@ def try_get_key(config: DictConfig, *keys: str, default: Any = None) -> Any:
         if found is not missing:
             return found
     return default
-
-
-def bullets(head: str, faults: Iterable[str]) -> str:
-    """Returns one message that lists every fault.
-
-    >>> print(bullets("two faults", ["a", "b"]))
-    two faults:
-      • a
-      • b
-    """
-    return "\n".join([f"{head}:", *(f"  • {fault}" for fault in faults)])

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped]
+from yaml import YAMLError
 
 
 def apply(config: DictConfig, overrides: Iterable[str]) -> list[str]:

@@ -11,9 +11,8 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 from torch.optim import Optimizer
 
-from graphckpt.config.lazy import bullets
 from graphckpt.config.typed import read_section
-from graphckpt.errors import ConfigError
+from graphckpt.errors import ConfigError, bullets
 from graphckpt.train.data import TextData
 from graphckpt.train.settings import TrainConfig
 

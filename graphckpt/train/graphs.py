@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from graphckpt import Graph
 from graphckpt.blocks.select import select
-from graphckpt.errors import ConfigError
+from graphckpt.errors import ConfigError, bullets
 from graphckpt.train.settings import ActivationCheckpointConfig, AmpConfig
 
 _WHERE = "train.activation_checkpoint"
@@ -98,7 +98,7 @@ def checkpointed_blocks(model: nn.Module, config: ActivationCheckpointConfig) ->
         except ConfigError as error:
             faults.append(str(error))
     if faults:
-        raise ConfigError("\n  • ".join([f"{_WHERE}.blocks:", *faults]))
+        raise ConfigError(bullets(f"{_WHERE}.blocks", faults))
     return settings
 
 
