@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -20,7 +21,7 @@ _PACKAGES = ("torch", "transformers", "fairscale", "numpy")
 
 def header(**settings: Any) -> dict[str, Any]:
     """Describes the run: command, machine, versions, load, and the benchmark's own ``settings``."""
-    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     return {
         "command": command,
         "machine": {
