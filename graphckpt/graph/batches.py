@@ -56,23 +56,22 @@ def fresh_outputs(output: Any, alive: Callable[[], set[int]]) -> Any:
         output: What ``build`` returned.
         alive: Returns the addresses of storages that belong to inputs, parameters and buffers.
     """
-    if isinstance(output, torch.Tensor) and output.grad_fn is not None and not output.dim() and _is_new(output):
-        return output.detach()  # a loss
     leaves, spec = flatten_value(output)
     known: set[int] | None = None
     fresh = []
     for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, torch.Tensor) and not is_new(leaf):
             known = alive() if known is None else known
             shared = leaf.layout is torch.strided and leaf.untyped_storage().data_ptr() in known
             fresh.append(leaf.detach().clone() if shared else leaf.detach())
         else:
-            fresh.append(leaf)
+            fresh.append(leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
     return build_value(spec, fresh)
 
 
-def _is_new(tensor: torch.Tensor) -> bool:
-    return not tensor._version and not tensor._is_view()
+def is_new(tensor: torch.Tensor) -> bool:
+    """Whether an op has made the memory of ``tensor``; where this is not sure, it returns False."""
+    return tensor.grad_fn is not None and not tensor._version and not tensor._is_view()
 
 
 def _pack(leaves: tuple[Any, ...]) -> Any:

@@ -72,7 +72,6 @@ class Graph:
         fields, readiness = self.__dict__, Readiness()
         fields["config"] = GraphConfig(readiness.mark_stale, **(settings or {}))
         fields["_name"] = name
-        fields["_readiness"] = readiness
         fields["_roots"] = roots
         fields["_tree"] = BlockTree(readiness.mark_stale)
         fields["_update"] = Update(name)
@@ -106,7 +105,7 @@ class Graph:
         if not isinstance(value, nn.Module):
             if name in self._roots:
                 del self._roots[name]
-                self._readiness.mark_stale()
+                self._step.readiness.mark_stale()
             self.__dict__[name] = value
             return
         if self._step.is_running:
@@ -116,7 +115,7 @@ class Graph:
         if name in self.__dict__ or hasattr(type(self), name):
             raise KeyError(f"{where}: there is an attribute of this name already · fix: choose another")
         self._roots[name] = value
-        self._readiness.mark_stale()
+        self._step.readiness.mark_stale()
 
     def __getattr__(self, name: str) -> Any:
         fields = self.__dict__
@@ -133,7 +132,7 @@ class Graph:
         if self._step.is_running:
             raise AttributeError(f"{type(self).__name__}.{name}: build() cannot remove modules · fix: do it outside")
         del self._roots[name]
-        self._readiness.mark_stale()
+        self._step.readiness.mark_stale()
 
     def add_optimizer(self, optim: torch.optim.Optimizer, *, lr_sch: Any = None, is_sparse: bool = False) -> None:
         """Makes this a training graph: after ``build`` it clips, steps, zeroes gradients and steps ``lr_sch``, once.
@@ -152,7 +151,7 @@ class Graph:
         del is_sparse
         self._update.add(optim, lr_sch)
         self.config.training = True
-        self._readiness.mark_stale()
+        self._step.readiness.mark_stale()
 
     def set_grad_scaler(self, grad_scaler: torch.amp.GradScaler | None = None) -> None:
         """Scales the losses whose ``backward()`` is called in ``build``; an overflow skips the step and the schedule.
@@ -179,15 +178,17 @@ class Graph:
     ) -> None:
         """Prints what the next calls do: 0 stages, 1 each block's inputs and outputs, 2 each op, 3 its line too."""
         self._debug.configure(v_level, ranks, max_py_stack_depth, only_user_py_stack, op_repr_with_py_stack)
-        self._readiness.is_settled = False
+        self._step.readiness.is_settled = False
 
     # What users call --------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one step and returns what ``build`` returned, cut off from the graph."""
-        if self._readiness.is_settled and running_graph.get() is None:
-            return self._step.call(self.__dict__, self.build, args, kwargs)
-        return self._step.unsettled_call(self.__dict__, self.build, args, kwargs)
+        fields = self.__dict__  # a look-up through __getattr__'s class costs more
+        step = fields["_step"]
+        if step.readiness.is_settled and running_graph.get() is None:
+            return step.call(fields, self.build, args, kwargs)
+        return step.unsettled_call(fields, self.build, args, kwargs)
 
     @property
     def name(self) -> str:
@@ -260,7 +261,7 @@ class Graph:
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a copy or a pickle needs: it starts as if it had not been called, under a name of its own."""
-        machinery = ("_name", "_readiness", "_roots", "_tree", "_update", "_debug", "_step", "config")
+        machinery = ("_name", "_roots", "_tree", "_update", "_debug", "_step", "config")
         return {
             "attributes": {key: value for key, value in self.__dict__.items() if key not in machinery},
             "roots": dict(self._roots),

@@ -11,7 +11,7 @@ import torch
 from graphckpt.blocks.explain import Watcher
 from graphckpt.blocks.policy import make_plan
 from graphckpt.errors import GraphError
-from graphckpt.graph.batches import fresh_outputs, micro_batches, pack_outputs
+from graphckpt.graph.batches import fresh_outputs, is_new, micro_batches, pack_outputs
 from graphckpt.graph.inputs import InputCheck
 from graphckpt.graph.update import ScaledBackward
 from graphckpt.tree import flatten_call
@@ -72,7 +72,7 @@ class Step:
         self._update = update
         self._config = config
         self._debug = debug
-        self._readiness = readiness
+        self.readiness = readiness
         self._bystanders: list[torch.Tensor] = []
         self._is_plain = False
         self._num_groups = 0
@@ -84,7 +84,7 @@ class Step:
     def watch_again(self) -> None:
         """Has the next calls watched as the first ones were."""
         self._num_watched = 0
-        self._readiness.is_settled = False
+        self.readiness.is_settled = False
 
     def unsettled_call(
         self, fields: dict[str, Any], build: Callable[..., Any], args: Any, kwargs: dict[str, Any]
@@ -95,7 +95,7 @@ class Step:
             raise GraphError(
                 f"{self._name} is called inside of {outer}.build() · fix: a Graph cannot be nested; call its modules"
             )
-        if self._readiness.is_stale:
+        if self.readiness.is_stale:
             self._prepare()
         inputs = self.inputs or InputCheck(build, args, kwargs)
         if config.strict_static and (difference := inputs.difference(build, args, kwargs)):
@@ -112,7 +112,7 @@ class Step:
         self.inputs = inputs
         self.num_calls += 1
         self._num_watched += is_watched
-        readiness = self._readiness
+        readiness = self.readiness
         readiness.is_settled = not (is_watched or config.strict_static or self._debug.level >= 0 or readiness.is_stale)
         return output
 
@@ -138,6 +138,8 @@ class Step:
                 wrapper.take_off()
             self.is_running = False
             running_graph.reset(token)
+        if isinstance(output, torch.Tensor) and is_new(output):
+            return output.detach()
         return fresh_outputs(output, lambda: self._addresses(args, kwargs))
 
     def _prepare(self) -> None:
@@ -149,7 +151,7 @@ class Step:
             self._num_watched = 0
             self.watcher = None
         self._sort_parameters()
-        self._readiness.is_stale = False
+        self.readiness.is_stale = False
 
     def _sort_parameters(self) -> None:
         own = {id(p) for p in self._update.parameters()}
@@ -171,7 +173,7 @@ class Step:
         update = self._update
         update.begin()
         try:
-            if self._readiness.is_settled and self._is_plain:
+            if self.readiness.is_settled and self._is_plain:
                 output = build(*args, **kwargs)
                 update.apply()
                 return output
@@ -192,7 +194,7 @@ class Step:
         scaler = self._update.scaler
         with ExitStack() as stack:
             stack.enter_context(_leaving_grads(self._others()))
-            if not self._readiness.is_settled:
+            if not self.readiness.is_settled:
                 stack.enter_context(self._update.forbidding_steps())
             scaled = stack.enter_context(ScaledBackward(scaler)) if scaler is not None else None
             output = self._evaluate(build, args, kwargs)

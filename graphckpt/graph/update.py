@@ -63,13 +63,13 @@ class Update:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
-                        optimizer.zero_grad()
+                        _zero(optimizer)
                         break
 
     def abandon(self) -> None:
         """After an error: no half of a gradient is left to the next step."""
         for optimizer in self.optimizers:
-            optimizer.zero_grad()
+            _zero(optimizer)
 
     def apply(self) -> None:
         """After backward: the step itself.
@@ -77,7 +77,8 @@ class Update:
         Raises:
             GraphError: No parameter has a gradient.
         """
-        for optimizer in self.optimizers:
+        optimizers = self.optimizers
+        for optimizer in optimizers:
             if _has_gradient(optimizer):
                 break
         else:
@@ -89,11 +90,11 @@ class Update:
             if self._step_scaled(self.scaler):  # overflow: the step was skipped, and the schedule waits too
                 return
         else:
-            for optimizer in self.optimizers:
+            for optimizer in optimizers:
                 _clip(optimizer)
                 optimizer.step()
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
+        for optimizer in optimizers:
+            _zero(optimizer)
         for scheduler in self.schedulers:
             if scheduler is not None:
                 scheduler.step()
@@ -198,6 +199,15 @@ def _has_gradient(optimizer: torch.optim.Optimizer) -> bool:
             if parameter.grad is not None:
                 return True
     return False
+
+
+def _zero(optimizer: torch.optim.Optimizer) -> None:
+    if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad or "zero_grad" in optimizer.__dict__:
+        optimizer.zero_grad()
+        return
+    for group in optimizer.param_groups:  # what zero_grad() does, without its 7 microseconds for the profiler
+        for parameter in group["params"]:
+            parameter.grad = None
 
 
 def _clip(optimizer: torch.optim.Optimizer) -> None:
