@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C import DispatchKey, _SetExcludeDispatchKeyGuard
+from torch._C import DispatchKey, _len_torch_function_stack, _SetExcludeDispatchKeyGuard
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["pytree", "saved_tensor_hooks_in_force", "version_sharing_detach"]
+__all__ = ["has_function_modes", "pytree", "saved_tensor_hooks_in_force", "version_sharing_detach"]
 
 # `pytree` holds every container type that users and Transformers registered (ModelOutput among them). The public
 # `torch.utils.pytree` does not exist before torch 2.14.
@@ -35,3 +35,11 @@ def version_sharing_detach(tensor: torch.Tensor) -> torch.Tensor:
     """
     with _SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
+
+
+def has_function_modes() -> bool:
+    """Whether any torch function mode is in force in this thread, such as that of a default device.
+
+    ``torch.get_default_device()`` walks them in Python, 2 us a call; without any there is nothing to find.
+    """
+    return bool(_len_torch_function_stack() > 0)

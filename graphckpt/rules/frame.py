@@ -219,26 +219,31 @@ class Frame:
                 recorder.second_run_ended(self.site.name)
 
     def _second_run(self, run: SecondRun) -> None:
-        with torch.enable_grad():
-            args, kwargs = self._shape.assemble(self._take_all())
-        changed = self.site.state.edited(self._snapshot)
+        state = self.site.state
+        changed = state.edited(self._snapshot)
         if changed is not None:
             raise RecomputeError(edited(self.site.name, changed))
+        with torch.set_grad_enabled(bool(self.edited)):  # for the history of a copy; else there is none to have
+            args, kwargs = self._shape.assemble(self._take_all())
         random_now = take_random_state(self.devices)
         undo: Undo = []
         token = running.set(run)
         try:
-            with ExitStack() as stack:
-                _pause(run.outer, stack)
-                enter_ambient(stack, self._ambient, self.devices)
-                self.site.state.rewind(self._snapshot, undo)
-                if self._objects:
-                    rewind_objects(self._objects, undo)
-                set_random_state(self._random)
-                if self.contexts is not None:
-                    stack.enter_context(self.contexts.second_run(self))
-                with torch.enable_grad(), saved_tensors_hooks(run.pack, run.unpack):
-                    self._function(*args, **kwargs)
+            state.rewind(self._snapshot, undo)
+            if self._objects:
+                rewind_objects(self._objects, undo)
+            set_random_state(self._random)
+            ambient_now = take_ambient(self.devices)
+            if self.contexts is None and run.outer is None and ambient_now == self._ambient:
+                self._call(run, args, kwargs)
+            else:
+                with ExitStack() as stack:
+                    _pause(run.outer, stack)
+                    if ambient_now != self._ambient:
+                        enter_ambient(stack, self._ambient, ambient_now)
+                    if self.contexts is not None:
+                        stack.enter_context(self.contexts.second_run(self))
+                    self._call(run, args, kwargs)
         except Stop as stop:
             if stop.run is not run:
                 raise
@@ -246,6 +251,10 @@ class Frame:
             running.reset(token)
             put_back(undo)
             set_random_state(random_now)
+
+    def _call(self, run: SecondRun, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        with torch.enable_grad(), saved_tensors_hooks(run.pack, run.unpack):
+            self._function(*args, **kwargs)
 
 
 def _pause(run: Run | None, stack: ExitStack) -> None:

@@ -68,7 +68,9 @@ class SecondRun(Run):
         self.on_pack: Callable[[int], None] | None = None
         self._slots = slots
         self._early_stop = early_stop
-        self._last = max((i for i, ref in enumerate(slots) if ref() is not None), default=-1)
+        self._last = len(slots) - 1  # of the slots that are alive
+        while self._last >= 0 and slots[self._last]() is None:
+            self._last -= 1
         self._first_fault: Fault | None = None
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
