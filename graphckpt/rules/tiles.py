@@ -57,9 +57,12 @@ class Tiles(Rule):
         """Runs the block slice by slice."""
         leaves, shape = flatten_call(args, kwargs)
         size, tiled = self._tiled(site, leaves)
-        cuts = {i: torch.tensor_split(leaves[i], min(self.num_tiles, size), self.tile_dim) for i in tiled}
+        num_tiles = min(self.num_tiles, size)
+        if num_tiles == 1:
+            return Frame(site, function).run(args, kwargs)
+        cuts = {i: torch.tensor_split(leaves[i], num_tiles, self.tile_dim) for i in tiled}
         outputs, sizes = [], []
-        for number in range(min(self.num_tiles, size)):
+        for number in range(num_tiles):
             slices = [cuts[i][number] if i in cuts else leaf for i, leaf in enumerate(leaves)]
             sizes.append(slices[tiled[0]].shape[self.tile_dim])
             tile_args, tile_kwargs = shape.assemble(slices)
