@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from graphckpt.ledger.record import Explanation
 
 
+_OWN = frozenset({"_debug", "_name", "_roots", "_step", "_tree", "_update", "config"})
+
+
 class Graph:
     """One training step over modules, as OneFlow's ``nn.Graph``, with a policy on each block.
 
@@ -96,6 +99,8 @@ class Graph:
             )
         value = unwrap(value)
         where = f"{type(self).__name__}.{name}"
+        if name in _OWN:
+            raise AttributeError(f"{where}: the Graph itself uses this name · fix: choose another")
         if isinstance(value, torch.optim.Optimizer):
             raise AttributeError(f"{where}: an Optimizer is no attribute of a Graph · fix: use add_optimizer(...)")
         if isinstance(value, torch.Tensor):
@@ -106,7 +111,7 @@ class Graph:
             if name in self._roots:
                 del self._roots[name]
                 self._step.readiness.mark_stale()
-            self.__dict__[name] = value
+            super().__setattr__(name, value)
             return
         if self._step.is_running:
             raise AttributeError(f"{where}: build() cannot add modules · fix: assign it in __init__")
@@ -261,9 +266,8 @@ class Graph:
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a copy or a pickle needs: it starts as if it had not been called, under a name of its own."""
-        machinery = ("_name", "_roots", "_tree", "_update", "_debug", "_step", "config")
         return {
-            "attributes": {key: value for key, value in self.__dict__.items() if key not in machinery},
+            "attributes": {key: value for key, value in self.__dict__.items() if key not in _OWN},
             "roots": dict(self._roots),
             "policies": self._tree.policies(),
             "settings": self.config.settings(),

@@ -1,0 +1,659 @@
+"""What follows build: clip, step, zero, schedule, once each; with several optimizers, scalers and micro-batches."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    ExponentialLR,
+    LambdaLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
+from train_graphs import B, Train, adamw, batches, mlp, run_graph, run_plain, same
+
+from graphckpt import ConfigError, Graph, GraphError
+
+SCHEDULERS: dict[str, Any] = {
+    "exponential": lambda o: ExponentialLR(o, 0.5),
+    "cosine": lambda o: CosineAnnealingLR(o, T_max=3),
+    "lambda": lambda o: LambdaLR(o, lambda step: 1 / (step + 1)),
+    "one cycle": lambda o: OneCycleLR(o, max_lr=0.1, total_steps=10),
+    "sequential": lambda o: SequentialLR(o, [ExponentialLR(o, 0.9), ExponentialLR(o, 0.1)], milestones=[2]),
+}
+
+
+def pair(make_optimizer: Any = adamw, **options: Any) -> tuple[nn.Module, Any, nn.Module, Any]:
+    ours, plain = mlp(**options), mlp(**options)
+    return ours, make_optimizer(ours), plain, make_optimizer(plain)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam"])
+def test_steps_equal_the_plain_loop(kind: str) -> None:
+    ours, optimizer, plain, plain_optimizer = pair(lambda m: getattr(torch.optim, kind)(m.parameters(), lr=0.05))
+    losses = run_graph(Train(ours, optimizer), 8)
+    plain_losses = run_plain(plain, plain_optimizer, count=8)
+    assert same(losses, plain_losses)
+    assert same(ours, plain)
+    assert not same(ours, mlp())
+    assert all(p.grad is None for p in ours.parameters())
+
+
+def test_the_random_stream_goes_on_as_after_a_plain_loop() -> None:
+    ours, optimizer, plain, plain_optimizer = pair()
+    run_graph(Train(ours, optimizer))
+    state = torch.get_rng_state()
+    run_plain(plain, plain_optimizer)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # torch's SequentialLR calls itself so
+def test_the_schedule_moves_once_after_each_step(kind: str) -> None:
+    ours, optimizer, plain, plain_optimizer = pair(lambda m: torch.optim.SGD(m.parameters(), lr=0.2, momentum=0.9))
+    scheduler, plain_scheduler = SCHEDULERS[kind](optimizer), SCHEDULERS[kind](plain_optimizer)
+    losses = run_graph(Train(ours, optimizer, scheduler))
+    assert same(losses, run_plain(plain, plain_optimizer, plain_scheduler))
+    assert same(ours, plain)
+    assert scheduler.last_epoch == plain_scheduler.last_epoch == 4
+    assert optimizer.param_groups[0]["lr"] == plain_optimizer.param_groups[0]["lr"]
+
+
+def test_an_edited_learning_rate_is_in_force_at_the_next_call() -> None:
+    ours, optimizer, plain, plain_optimizer = pair(lambda m: torch.optim.SGD(m.parameters(), lr=0.2))
+    graph = Train(ours, optimizer)
+    run_graph(graph)
+    run_plain(plain, plain_optimizer)
+    optimizer.param_groups[0]["lr"] = plain_optimizer.param_groups[0]["lr"] = 0.01
+    run_graph(graph)
+    run_plain(plain, plain_optimizer)
+    assert same(ours, plain)
+
+
+def clipped_groups(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(
+        [
+            {"params": model[0].parameters(), "clip_grad_max_norm": 0.01},
+            {"params": model[1].parameters(), "clip_grad_max_norm": 0.02, "clip_grad_norm_type": math.inf},
+            {"params": model[2].parameters()},
+        ],
+        lr=0.5,
+    )
+
+
+def test_each_param_group_is_clipped_by_its_own_norm() -> None:
+    ours, optimizer, plain, plain_optimizer = pair(clipped_groups)
+    first, second, _ = plain_optimizer.param_groups
+    norms = []
+
+    def clip() -> None:
+        norms.append(nn.utils.clip_grad_norm_(first["params"], 0.01))
+        norms.append(nn.utils.clip_grad_norm_(second["params"], 0.02, norm_type=math.inf))
+
+    losses = run_graph(Train(ours, optimizer))
+    assert same(losses, run_plain(plain, plain_optimizer, before_step=clip))
+    assert same(ours, plain)
+    assert min(norms[0], norms[2]) > 0.01, "nothing was clipped"
+
+
+def test_a_clip_norm_that_is_set_later_holds() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    graph = Train(model, optimizer)
+    run_graph(graph)
+    optimizer.param_groups[0]["clip_grad_max_norm"] = 0.0
+    before = [p.clone() for p in model.parameters()]
+    run_graph(graph, 1)
+    assert same(before, list(model.parameters()))
+
+
+def two_optimizers(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+    return torch.optim.SGD(model[0].parameters(), lr=0.3), torch.optim.AdamW([*model[1].parameters()], lr=0.1)
+
+
+def test_several_optimizers_step_and_schedule_each() -> None:
+    ours, plain = mlp(), mlp()
+    graph = Train(ours)
+    schedulers = []
+    for optimizer in two_optimizers(ours):
+        schedulers.append(ExponentialLR(optimizer, 0.5))
+        graph.add_optimizer(optimizer, lr_sch=schedulers[-1])
+    losses = run_graph(graph)
+
+    plain_optimizers = two_optimizers(plain)
+    plain_schedulers = [ExponentialLR(optimizer, 0.5) for optimizer in plain_optimizers]
+    torch.manual_seed(3)
+    plain_losses = []
+    for x, y in batches(4):
+        loss = nn.functional.cross_entropy(plain(x), y)
+        loss.backward()
+        for part in (*plain_optimizers, *plain_schedulers):
+            part.step()
+        plain.zero_grad()
+        plain_losses.append(loss.detach())
+    assert same(losses, plain_losses)
+    assert same(ours, plain)
+    assert [s.last_epoch for s in schedulers] == [4, 4]
+
+
+class Adversarial(Graph):
+    """Several backward calls in one build."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__()
+        self.model = model
+        self.add_optimizer(optimizer)
+
+    def build(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        first = nn.functional.cross_entropy(self.model(x), y)
+        first.backward()
+        second = self.model(-x).pow(2).mean()
+        second.backward()
+        return {"first": first, "second": second}
+
+
+def test_several_backwards_add_up() -> None:
+    ours, optimizer, plain, plain_optimizer = pair()
+    graph = Adversarial(ours, optimizer)
+    graph.model[1].config.activation_checkpointing = True
+    torch.manual_seed(3)
+    for x, y in batches(4):
+        graph(x, y)
+    torch.manual_seed(3)
+    for x, y in batches(4):
+        nn.functional.cross_entropy(plain(x), y).backward()
+        plain(-x).pow(2).mean().backward()
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+    assert same(ours, plain)
+
+
+WRONG_OPTIMIZERS: dict[str, tuple[Any, Any, str]] = {
+    "none": (lambda m: None, None, "optimizer cannot be None · fix: pass a torch.optim.Optimizer"),
+    "module": (lambda m: m, None, "Sequential is no Optimizer · fix: pass a torch.optim.Optimizer"),
+    "lbfgs": (
+        lambda m: torch.optim.LBFGS(m.parameters()),
+        None,
+        "LBFGS runs the forward itself, several times a step · fix: use it without a Graph, with graphckpt.apply",
+    ),
+    "no scheduler": (adamw, lambda o: "cosine", "lr_sch str is no LRScheduler · fix: pass one, or None"),
+    "plateau": (
+        adamw,
+        ReduceLROnPlateau,
+        "ReduceLROnPlateau needs a metric, which a Graph does not have · "
+        "fix: leave it out and call its step(metric) after the graph",
+    ),
+    "scheduler of another": (
+        adamw,
+        lambda o: ExponentialLR(adamw(mlp()), 0.5),
+        "lr_sch belongs to another optimizer · fix: pass the scheduler of this one",
+    ),
+    "clip type alone": (
+        lambda m: torch.optim.SGD([{"params": m.parameters(), "clip_grad_norm_type": 2.0}]),
+        None,
+        "a param group has clip_grad_norm_type without clip_grad_max_norm · fix: add it",
+    ),
+    "clip by a word": (
+        lambda m: torch.optim.SGD([{"params": m.parameters(), "clip_grad_max_norm": "1"}]),
+        None,
+        "clip_grad_max_norm of a param group is '1' · fix: use a number, or leave the key out",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_OPTIMIZERS)
+def test_what_add_optimizer_refuses(case: str) -> None:
+    make, schedule, message = WRONG_OPTIMIZERS[case]
+    model = mlp()
+    graph = Train(model)
+    optimizer = make(model)
+    with pytest.raises(GraphError) as error:
+        graph.add_optimizer(optimizer, lr_sch=None if schedule is None else schedule(optimizer))
+    assert str(error.value) == f"{graph.name}.add_optimizer: {message}"
+    assert not graph.training
+
+
+def test_a_parameter_cannot_be_in_two_optimizers() -> None:
+    model = mlp()
+    graph = Train(model, adamw(model))
+    with pytest.raises(GraphError, match="a parameter is in two optimizers · fix: give each parameter to one of them"):
+        graph.add_optimizer(adamw(model[0]))
+    run_graph(graph, 1)
+
+
+def test_stepping_in_build_is_an_error_that_leaves_no_hook() -> None:
+    model = mlp()
+    optimizer = adamw(model)
+
+    class Steps(Train):
+        def build(self, x: Tensor, y: Tensor) -> Tensor:
+            loss = super().build(x, y)
+            optimizer.step()
+            return loss
+
+    graph = Steps(model, optimizer)
+    with pytest.raises(GraphError) as error:
+        run_graph(graph, 1)
+    assert str(error.value) == (
+        f"{graph.name}.build called optimizer.step(), which the graph does itself after build · fix: remove it"
+    )
+    assert same(model[0], mlp()[0])
+    model(batches(1)[0][0]).sum().backward()
+    optimizer.step()
+
+
+def test_a_forgotten_backward_is_an_error_on_every_call() -> None:
+    class Forgets(Train):
+        forget = True
+
+        def build(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.loss(self.model(x), y) if self.forget else super().build(x, y)
+
+    model = mlp()
+    graph = Forgets(model, adamw(model))
+    message = (
+        f"{graph.name}.build ran no backward that reached a parameter of its optimizers · "
+        "fix: call loss.backward() in build"
+    )
+    with pytest.raises(GraphError, match=re.escape(message)):
+        run_graph(graph, 1)
+    graph.forget = False
+    run_graph(graph, 6)
+    graph.forget = True
+    with pytest.raises(GraphError, match=re.escape(message)):
+        run_graph(graph, 1)
+
+
+def test_gradients_from_outside_are_not_added_to() -> None:
+    ours, optimizer, plain, plain_optimizer = pair()
+    graph = Train(ours, optimizer)
+    for warm in (False, True):
+        parameter = list(ours.parameters())[-1 if warm else 0]
+        parameter.grad = torch.full_like(parameter, 100.0)
+        run_graph(graph, 6)
+        run_plain(plain, plain_optimizer, count=6)
+        assert same(ours, plain)
+
+
+def test_parameters_of_no_optimizer_keep_their_gradients() -> None:
+    ours, plain = mlp(), mlp()
+    optimizer = torch.optim.SGD(ours[1].parameters(), lr=0.1)
+    plain_optimizer = torch.optim.SGD(plain[1].parameters(), lr=0.1)
+    ours[0].weight.grad = kept = torch.ones_like(ours[0].weight)
+    run_graph(Train(ours, optimizer))
+    run_plain(plain, plain_optimizer)
+    assert same(ours, plain)
+    assert ours[0].weight.grad is kept
+    assert torch.equal(kept, torch.ones_like(kept))
+    assert ours[2].weight.grad is None
+
+
+def test_a_param_group_that_is_added_later_learns() -> None:
+    ours, plain = mlp(), mlp()
+    optimizer = torch.optim.SGD(ours[0].parameters(), lr=0.1)
+    plain_optimizer = torch.optim.SGD(plain[0].parameters(), lr=0.1)
+    graph = Train(ours, optimizer)
+    run_graph(graph, 5)
+    run_plain(plain, plain_optimizer, count=5)
+    plain.zero_grad()
+    optimizer.add_param_group({"params": list(ours[2].parameters())})
+    plain_optimizer.add_param_group({"params": list(plain[2].parameters())})
+    run_graph(graph, 5)
+    run_plain(plain, plain_optimizer, count=5)
+    assert same(ours, plain)
+    assert not same(ours[2], mlp()[2])
+
+
+def test_a_layer_that_is_unfrozen_later_learns() -> None:
+    ours, optimizer, plain, plain_optimizer = pair()
+    graph = Train(ours, optimizer)
+    for frozen in (True, False):
+        for model in (ours, plain):
+            model[0].requires_grad_(not frozen)
+        run_graph(graph, 5)
+        run_plain(plain, plain_optimizer, count=5)
+        assert same(ours, plain)
+        assert same(ours[0], mlp()[0]) is frozen
+
+
+def test_an_exception_in_build_leaves_nothing() -> None:
+    class Fails(Train):
+        fail = False
+
+        def build(self, x: Tensor, y: Tensor) -> Tensor:
+            loss = super().build(x, y)
+            if self.fail:
+                raise KeyboardInterrupt
+            return loss
+
+    ours, optimizer, plain, plain_optimizer = pair(p=0.0)
+    graph = Fails(ours, optimizer)
+    graph.model[1].config.activation_checkpointing = True
+    for warm in (False, True):
+        buffers = {name: buffer.clone() for name, buffer in ours.named_buffers()}
+        graph.fail = True
+        with pytest.raises(KeyboardInterrupt):
+            run_graph(graph, 1)
+        graph.fail = False
+        assert all(p.grad is None for p in ours.parameters())
+        assert "forward" not in ours[1].__dict__
+        assert "model" not in graph.__dict__
+        for name, buffer in ours.named_buffers():
+            buffer.copy_(buffers[name])  # the plain loop's forward would have moved them as well
+        assert same(run_graph(graph, 6), run_plain(plain, plain_optimizer, count=6)), warm
+        assert same(ours, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("flag", [None, True, "selective"])
+def test_amp_equals_the_plain_autocast_loop(dtype: torch.dtype, flag: Any) -> None:
+    ours, optimizer, plain, plain_optimizer = pair()
+    graph = Train(ours, optimizer)
+    graph.config.enable_amp(True, dtype=dtype)
+    graph.model[1].config.activation_checkpointing = flag
+    losses = run_graph(graph, 6)
+    torch.manual_seed(3)
+    plain_losses = []
+    for x, y in batches(6):
+        with torch.autocast("cpu", dtype):
+            loss = nn.functional.cross_entropy(plain(x), y)
+            loss.backward()
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+        plain_losses.append(loss.detach())
+    assert same(losses, plain_losses)
+    assert same(ours, plain)
+    full_precision = mlp()
+    assert not same(losses, run_plain(full_precision, adamw(full_precision), count=6))
+
+
+def test_amp_in_an_evaluation_graph_and_off_again() -> None:
+    class Predict(Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = mlp().eval()
+            self.config.enable_amp(dtype=torch.bfloat16)
+
+        def build(self, x: Tensor) -> Tensor:
+            return self.model(x)
+
+    graph, x = Predict(), batches(1)[0][0]
+    assert [graph(x).dtype for _ in range(5)] == [torch.bfloat16] * 5
+    graph.config.enable_amp(False)
+    assert [graph(x).dtype for _ in range(5)] == [torch.float32] * 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "yes"}, "enable_amp: mode 'yes' is no bool · fix: use True or False"),
+        ({"mode": 1}, "enable_amp: mode 1 is no bool · fix: use True or False"),
+        (
+            {"dtype": torch.float32},
+            "enable_amp: dtype torch.float32 is not for autocast · fix: use torch.float16 or torch.bfloat16",
+        ),
+    ],
+)
+def test_what_enable_amp_refuses(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        Train(mlp()).config.enable_amp(**arguments)
+
+
+def scaler(scale: float = 2.0**10) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
+
+
+def test_a_scaler_scales_in_build_and_equals_the_plain_loop() -> None:
+    ours, optimizer, plain, plain_optimizer = pair(clipped_groups)
+    graph, our_scaler, plain_scaler = Train(ours, optimizer), scaler(), scaler()
+    graph.set_grad_scaler(our_scaler)
+    graph.model[1].config.activation_checkpointing = True
+    seen: list[Tensor] = []
+    ours[2].weight.register_hook(lambda grad: seen.append(grad.abs().max()))
+    losses = run_graph(graph, 5)
+    assert max(seen) > 2.0**6, "the gradients were not scaled"
+    assert max(losses) < 10, "the outputs were"
+
+    torch.manual_seed(3)
+    plain_losses = []
+    for x, y in batches(5):
+        loss = nn.functional.cross_entropy(plain(x), y)
+        plain_scaler.scale(loss).backward()
+        plain_scaler.unscale_(plain_optimizer)
+        for group in plain_optimizer.param_groups[:2]:
+            nn.utils.clip_grad_norm_(
+                group["params"], group["clip_grad_max_norm"], group.get("clip_grad_norm_type", 2.0)
+            )
+        plain_scaler.step(plain_optimizer)
+        plain_scaler.update()
+        plain_optimizer.zero_grad()
+        plain_losses.append(loss.detach())
+    assert same(losses, plain_losses)
+    assert same(ours, plain)
+    assert our_scaler.get_scale() == plain_scaler.get_scale() == 2.0**11
+
+
+def test_an_overflow_skips_the_step_and_the_schedule() -> None:
+    model = mlp()
+    optimizer = adamw(model)
+    schedule = ExponentialLR(optimizer, 0.5)
+    graph, grad_scaler = Train(model, optimizer, schedule), scaler()
+    graph.set_grad_scaler(grad_scaler)
+    x, y = batches(1)[0]
+    graph(x, y)
+    weights, rate, steps = model[2].weight.clone(), optimizer.param_groups[0]["lr"], schedule.last_epoch
+    graph(x * 1e38, y)
+    assert grad_scaler.get_scale() == 2.0**9
+    assert torch.equal(model[2].weight, weights)
+    assert (optimizer.param_groups[0]["lr"], schedule.last_epoch) == (rate, steps)
+    assert graph.state_dict()["System-Train-TrainStep"] == 1
+    assert all(p.grad is None for p in model.parameters())
+    model[1][1].reset_running_stats()
+    graph(x, y)
+    assert not torch.equal(model[2].weight, weights)
+    assert schedule.last_epoch == steps + 1
+
+
+def test_a_scaler_with_two_optimizers_of_which_one_is_not_reached() -> None:
+    model, other = mlp(), nn.Linear(2, 2)
+    graph = Train(model, adamw(model))
+    graph.other = other
+    graph.add_optimizer(adamw(other))
+    graph.set_grad_scaler(scaler())
+    before = [p.clone() for p in other.parameters()]
+    run_graph(graph)
+    assert same(before, list(other.parameters()))
+    assert not same(model, mlp())
+
+
+def test_what_set_grad_scaler_refuses_and_unset() -> None:
+    ours, optimizer, plain, plain_optimizer = pair()
+    graph = Train(ours, optimizer)
+    with pytest.raises(GraphError, match="set_grad_scaler: str is no GradScaler · fix: pass a torch.amp.GradScaler"):
+        graph.set_grad_scaler("dynamic")
+    graph.set_grad_scaler(scaler())
+    graph.set_grad_scaler(None)
+    assert same(run_graph(graph), run_plain(plain, plain_optimizer))
+
+
+def test_a_scaler_needs_the_tensors_own_backward() -> None:
+    class Other(Train):
+        def build(self, x: Tensor, y: Tensor) -> Tensor:
+            loss = self.loss(self.model(x), y)
+            torch.autograd.backward(loss)
+            return loss
+
+    model = mlp()
+    graph = Other(model, adamw(model))
+    graph.set_grad_scaler(scaler())
+    with pytest.raises(GraphError, match=r"ran no loss.backward\(\), which is where the scaler acts · fix: call it"):
+        run_graph(graph, 1)
+    assert same(model[0], mlp()[0])
+
+
+@pytest.mark.parametrize("steps", [2, 4, 8])
+@pytest.mark.parametrize("flag", [None, True])
+def test_accumulation_averages_gradients_and_packs_outputs(steps: int, flag: Any) -> None:
+    class Packs(Train):
+        def build(self, x: Tensor, y: Tensor) -> Any:
+            shapes.append(tuple(x.shape))
+            logits = self.model(x)
+            loss = self.loss(logits, y)
+            loss.backward()
+            return {"loss": loss, "logits": logits, "text": "same", "n": x.shape[0], "nothing": None}
+
+    # 3 rows are no statistics: without BatchNorm
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3)), nn.Linear(6, 3))
+
+    shapes: list[Any] = []
+    ours, plain = model(), model()
+    graph, plain_optimizer = Packs(ours, adamw(ours)), adamw(plain)
+    graph.config.set_gradient_accumulation_steps(steps)
+    graph.model[1].config.activation_checkpointing = flag
+    torch.manual_seed(3)
+    outputs = [graph(x, y) for x, y in batches(4)]
+    assert shapes == [(B // steps, 4)] * (4 * steps)
+
+    torch.manual_seed(3)
+    for (x, y), output in zip(batches(4), outputs, strict=True):
+        losses, logits = [], []
+        for part_x, part_y in zip(x.chunk(steps), y.chunk(steps), strict=True):
+            logits.append(plain(part_x))
+            losses.append(nn.functional.cross_entropy(logits[-1], part_y))
+            losses[-1].backward()
+        for parameter in plain.parameters():
+            parameter.grad.mul_(1 / steps)
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+        assert output["loss"].shape == (steps,)
+        assert same([output["loss"], output["logits"]], [torch.stack(losses), torch.cat(logits)])
+        assert (output["text"], output["n"], output["nothing"]) == ("same", B // steps, None)
+        assert not output["logits"].requires_grad
+    assert same(ours, plain)
+
+
+def test_accumulation_cuts_nested_tensors_and_passes_the_rest() -> None:
+    class Looks(Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = nn.Linear(2, 2)
+            self.add_optimizer(adamw(self.model))
+            self.config.set_gradient_accumulation_steps(2)
+
+        def build(self, batch: Any, scale: Tensor, *, flag: bool) -> Any:
+            loss = (self.model(batch["x"][0]) * scale).sum()
+            loss.backward()
+            return loss, batch["x"][0].shape[0], flag, batch["name"]
+
+    loss, rows, flag, name = Looks()({"x": [torch.ones(6, 2)], "name": "a"}, torch.tensor(2.0), flag=True)
+    assert (loss.shape, rows, flag, name) == ((2,), 3, True, "a")
+
+
+@pytest.mark.parametrize("rows", [7, 0])
+def test_a_batch_that_cannot_be_cut_is_named(rows: int) -> None:
+    model = mlp()
+    graph = Train(model, adamw(model))
+    graph.config.set_gradient_accumulation_steps(2)
+    x, y = batches(1)[0]
+    with pytest.raises(GraphError) as error:
+        graph(x, y[:rows])
+    assert str(error.value) == (
+        f"input `y` of shape [{rows}] cannot be cut into 2 micro-batches · "
+        "fix: make its dim 0 a multiple of 2, the gradient accumulation steps"
+    )
+    assert same(model, mlp())
+
+
+def test_micro_batches_must_return_the_same_structure() -> None:
+    class Odd(Train):
+        def build(self, x: Tensor, y: Tensor) -> Any:
+            loss = super().build(x, y)
+            self.calls = getattr(self, "calls", 0) + 1
+            return [loss] * self.calls
+
+    model = mlp()
+    graph = Odd(model, adamw(model))
+    graph.config.set_gradient_accumulation_steps(2)
+    with pytest.raises(
+        GraphError, match="build returned 1, 2 values for the micro-batches · fix: return the same ones for each"
+    ):
+        run_graph(graph, 1)
+    assert same(list(model.parameters()), list(mlp().parameters()))
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "2", None])
+def test_what_accumulation_refuses(value: Any) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=re.escape(f"set_gradient_accumulation_steps: {value!r} is no number of steps · fix: a positive int"),
+    ):
+        Train(mlp()).config.set_gradient_accumulation_steps(value)
+
+
+def test_accumulation_without_an_optimizer_does_nothing() -> None:
+    graph = Train(mlp().eval())
+    graph.config.set_gradient_accumulation_steps(4)
+    assert run_graph(graph, 1)[0].shape == ()
+
+
+def test_accumulation_with_amp_scaler_schedule_and_flags() -> None:
+    def make() -> tuple[nn.Module, Any, Any, torch.amp.GradScaler]:
+        model = mlp()
+        optimizer = clipped_groups(model)
+        return model, optimizer, ExponentialLR(optimizer, 0.9), scaler()
+
+    ours, optimizer, schedule, our_scaler = make()
+    graph = Train(ours, optimizer, schedule)
+    graph.set_grad_scaler(our_scaler)
+    graph.config.enable_amp(dtype=torch.bfloat16)
+    graph.config.set_gradient_accumulation_steps(2)
+    graph.model[1].config.activation_checkpointing = True
+    losses = run_graph(graph, 5)
+
+    plain, optimizer, schedule, plain_scaler = make()
+    torch.manual_seed(3)
+    for (x, y), packed in zip(batches(5), losses, strict=True):
+        parts = []
+        for part_x, part_y in zip(x.chunk(2), y.chunk(2), strict=True):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = nn.functional.cross_entropy(plain(part_x), part_y)
+                plain_scaler.scale(loss).backward()
+            parts.append(loss.detach())
+        for parameter in plain.parameters():
+            parameter.grad.mul_(0.5)
+        plain_scaler.unscale_(optimizer)
+        for group in optimizer.param_groups[:2]:
+            nn.utils.clip_grad_norm_(
+                group["params"], group["clip_grad_max_norm"], group.get("clip_grad_norm_type", 2.0)
+            )
+        plain_scaler.step(optimizer)
+        plain_scaler.update()
+        optimizer.zero_grad()
+        schedule.step()
+        assert torch.equal(packed, torch.stack(parts))
+    assert same(ours, plain)
+    assert our_scaler.get_scale() == plain_scaler.get_scale()
+
+
+def test_an_optimizer_with_a_zero_grad_of_its_own_keeps_it() -> None:
+    class Own(torch.optim.SGD):
+        calls = 0
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            self.calls += 1
+            super().zero_grad(set_to_none)
+
+    model = mlp()
+    optimizer = Own(model.parameters(), lr=0.1)
+    run_graph(Train(model, optimizer))
+    assert optimizer.calls == 4
+    assert all(p.grad is None for p in model.parameters())

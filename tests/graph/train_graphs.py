@@ -1,0 +1,88 @@
+"""The graphs that the tests of Graph share, and the plain loop that they must equal in every bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphckpt import Graph
+
+# Legend: B batch
+B = 8
+
+
+def mlp(seed: int = 0, p: float = 0.3) -> nn.Sequential:
+    """Builds a small model with dropout and batch statistics, always with the same weights."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        block = [nn.Linear(6, 6), nn.BatchNorm1d(6), nn.GELU(), nn.Dropout(p)]
+        return nn.Sequential(nn.Linear(4, 6), nn.Sequential(*block), nn.Linear(6, 3)).train()
+
+
+def batches(count: int, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
+    stream = torch.Generator().manual_seed(seed)
+    return [(torch.randn(B, 4, generator=stream), torch.randint(0, 3, (B,), generator=stream)) for _ in range(count)]
+
+
+class Train(Graph):
+    """The step that most tests run: a model, a loss, one optimizer."""
+
+    def __init__(self, model: nn.Module, optimizer: Any = None, scheduler: Any = None, **debug: Any) -> None:
+        super().__init__(**debug)
+        self.model = model
+        self.loss = nn.CrossEntropyLoss()
+        if optimizer is not None:
+            self.add_optimizer(optimizer, lr_sch=scheduler)
+
+    def build(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.loss(self.model(x), y)
+        if self.training:
+            loss.backward()
+        return loss
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def run_graph(graph: Graph, count: int = 4, seed: int = 3) -> list[Tensor]:
+    """Runs some steps of a graph and returns what they returned."""
+    torch.manual_seed(seed)
+    return [graph(x, y) for x, y in batches(count)]
+
+
+def run_plain(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any = None,
+    *,
+    count: int = 4,
+    seed: int = 3,
+    before_step: Callable[[], None] = lambda: None,
+) -> list[Tensor]:
+    """Runs the same steps as a plain loop."""
+    torch.manual_seed(seed)
+    losses = []
+    for x, y in batches(count):
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        before_step()
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def same(ours: Any, plain: Any) -> bool:
+    """Whether two lists of tensors or two modules' states are equal in every bit."""
+    if isinstance(ours, nn.Module):
+        ours, plain = ours.state_dict(), plain.state_dict()
+    if isinstance(ours, dict):
+        assert list(ours) == list(plain)
+        ours, plain = list(ours.values()), list(plain.values())
+    return len(ours) == len(plain) and all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
