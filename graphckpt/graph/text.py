@@ -118,7 +118,8 @@ class DebugLog:
         self._say(f"    (OPERATOR: {func}({inputs}) -> ({outputs}))")
         if self.level >= 3 or self._with_stack:
             own = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-            lines = [f for f in traceback.extract_stack() if not self._only_user or not f.filename.startswith(own)]
+            stack = traceback.extract_stack()[:-2]  # without this method and its caller
+            lines = [f for f in stack if not self._only_user or not f.filename.startswith(own)]
             for line in lines[-self._stack_depth :]:
                 self._say(f"      {Path(line.filename).name}:{line.lineno} {line.line}")
 

@@ -93,7 +93,7 @@ def test_other_values_are_plain_attributes() -> None:
     del graph.count
     assert not hasattr(graph, "count")
     with pytest.raises(AttributeError, match="'Train' has no attribute 'count'"):
-        graph.count  # noqa: B018
+        graph.count
 
 
 @pytest.mark.parametrize("name", ["config", "_step", "_update", "_name"])

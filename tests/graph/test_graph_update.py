@@ -187,8 +187,10 @@ WRONG_OPTIMIZERS: dict[str, tuple[Any, Any, str]] = {
     "plateau": (
         adamw,
         ReduceLROnPlateau,
-        "ReduceLROnPlateau needs a metric, which a Graph does not have · "
-        "fix: leave it out and call its step(metric) after the graph",
+        (
+            "ReduceLROnPlateau needs a metric, which a Graph does not have · "
+            "fix: leave it out and call its step(metric) after the graph"
+        ),
     ),
     "scheduler of another": (
         adamw,
@@ -476,7 +478,7 @@ def test_a_scaler_with_two_optimizers_of_which_one_is_not_reached() -> None:
 def test_what_set_grad_scaler_refuses_and_unset() -> None:
     ours, optimizer, plain, plain_optimizer = pair()
     graph = Train(ours, optimizer)
-    with pytest.raises(GraphError, match="set_grad_scaler: str is no GradScaler · fix: pass a torch.amp.GradScaler"):
+    with pytest.raises(GraphError, match=r"set_grad_scaler: str is no GradScaler · fix: pass a torch.amp.GradScaler"):
         graph.set_grad_scaler("dynamic")
     graph.set_grad_scaler(scaler())
     graph.set_grad_scaler(None)

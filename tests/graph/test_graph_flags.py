@@ -1,0 +1,406 @@
+"""Policies on the blocks of a Graph, in both spellings, and what explain() tells of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from train_graphs import Train, adamw, batches, run_graph, run_plain, same
+
+from graphckpt import ConfigError, GraphError, GraphModule, Segments, Selective, Tiles
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 12), nn.Linear(12, 6)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(torch.relu(self.up(self.norm(x)))))
+
+
+class Stack(nn.Module):
+    """Layers in each kind of container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 6)
+        self.layers = nn.ModuleList([Layer() for _ in range(4)])
+        self.named = nn.ModuleDict({"a": Layer(), "b": Layer()})
+        self.tail = nn.Sequential(Layer(), Layer(), nn.Linear(6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in (*self.layers, *self.named.values()):
+            x = layer(x)
+        return self.tail(x)
+
+
+def stack() -> Stack:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        return Stack().train()
+
+
+def make(model: nn.Module | None = None) -> Train:
+    model = stack() if model is None else model
+    return Train(model, adamw(model))
+
+
+def runs_of(graph: Train, calls: int = 1) -> dict[str, int]:
+    """How often each layer's inner linear ran in one call: twice if it was recomputed."""
+    runs: dict[str, int] = {}
+    hooks = [
+        module.up.register_forward_pre_hook(lambda *_, n=name: runs.__setitem__(n, runs.get(n, 0) + 1))
+        for name, module in graph.model.origin.named_modules()
+        if isinstance(module, Layer)
+    ]
+    run_graph(graph, calls)
+    for hook in hooks:
+        hook.remove()
+    return {name: count // calls for name, count in runs.items()}
+
+
+ALL = ["layers.0", "layers.1", "layers.2", "layers.3", "named.a", "named.b", "tail.0", "tail.1"]
+
+
+def flag_layers_1(graph: Train) -> None:
+    graph.model.layers[1].config.activation_checkpointing = True
+
+
+def flag_layers_1_newer(graph: Train) -> None:
+    graph.model.layers[1].to(GraphModule).activation_checkpointing = True
+
+
+def flag_like_libai_old(graph: Train) -> None:
+    for block in graph.model.modules():
+        if isinstance(block.origin, Layer):
+            block.config.activation_checkpointing = True
+
+
+def flag_like_libai_new(graph: Train) -> None:
+    for block in graph.model.modules():
+        if isinstance(block.to(nn.Module), Layer):
+            block.to(GraphModule).activation_checkpointing = True
+
+
+def flag_by_isinstance(graph: Train) -> None:
+    for name, block in graph.model.named_modules():
+        if isinstance(block, Layer) and name.startswith("layers"):
+            block.config.activation_checkpointing = True
+
+
+def flag_children(graph: Train) -> None:
+    for block in graph.model.layers.children():
+        block.config.activation_checkpointing = True
+    for _, block in graph.model.tail.named_children():
+        block.config.activation_checkpointing = True
+
+
+def flag_slices(graph: Train) -> None:
+    graph.model.layers[1:3].config.activation_checkpointing = True
+    graph.model.layers[3:].to(GraphModule).activation_checkpointing = True
+    for block in graph.model.tail[:1]:
+        block.config.activation_checkpointing = True
+
+
+def flag_items(graph: Train) -> None:
+    for name, block in graph.model.named.items():
+        assert block.name == name
+        block.config.activation_checkpointing = True
+    graph.model.named["a"].config.activation_checkpointing = None
+    for block in graph.model.layers:
+        block.config.activation_checkpointing = True
+
+
+def flag_values(graph: Train) -> None:
+    for block in graph.model.named.values():
+        block.config.activation_checkpointing = True
+
+
+def flag_by_path(graph: Train) -> None:
+    graph.model.get_submodule("layers.2").config.activation_checkpointing = True
+    graph.model.layers[-1].config.activation_checkpointing = "full"
+
+
+def hole_in_all(graph: Train) -> None:
+    graph.model.config.activation_checkpointing = True
+    graph.model.layers[2].config.activation_checkpointing = False
+    graph.model.named["b"].config.activation_checkpointing = False
+
+
+SPELLINGS: dict[Any, list[str]] = {
+    flag_layers_1: ["layers.1"],
+    flag_layers_1_newer: ["layers.1"],
+    flag_like_libai_old: ALL,
+    flag_like_libai_new: ALL,
+    flag_by_isinstance: ALL[:4],
+    flag_children: [*ALL[:4], "tail.0", "tail.1"],
+    flag_slices: ["layers.1", "layers.2", "layers.3", "tail.0"],
+    flag_items: [*ALL[:4], "named.b"],
+    flag_values: ["named.a", "named.b"],
+    flag_by_path: ["layers.2", "layers.3"],
+    hole_in_all: [name for name in ALL if name not in ("layers.2", "named.b")],
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda f: f.__name__)
+def test_the_flagged_layers_run_again_and_no_bit_changes(spelling: Any) -> None:
+    graph, plain = make(), stack()
+    spelling(graph)
+    expected = {name: 2 if name in SPELLINGS[spelling] else 1 for name in ALL}
+    for calls in (1, 1, 4):
+        assert runs_of(graph, calls) == expected
+    plain_optimizer = adamw(plain)
+    for count in (1, 1, 4):
+        run_plain(plain, plain_optimizer, count=count)
+    assert same(graph.model.origin, plain)
+
+
+def test_both_spellings_are_one_flag() -> None:
+    block = make().model.layers[0]
+    block.config.activation_checkpointing = True
+    assert block.to(GraphModule).activation_checkpointing is True
+    block.to(GraphModule).activation_checkpointing = False
+    assert block.config.activation_checkpointing is False
+    block.to(GraphModule).set_stage(3)
+    block.config.set_stage(2)
+    assert (block.config.stage_id, block.to(GraphModule).stage_id) == (2, 2)
+    assert block.config.block == "model.layers.0"
+    newer = block.to(GraphModule)
+    assert (newer.name, newer.name_prefix, newer.type) == ("0", "model.layers.", "MODULE")
+    assert repr(newer) == "(GraphModule:model.layers.0(activation_checkpointing=False, stage_id=2, ))"
+    assert repr(block.config) == "BlockConfig(activation_checkpointing=False, stage_id=2, )"
+    for spelling in (newer, block.config):
+        with pytest.raises(ConfigError, match="placement has no meaning in PyTorch · fix: move the module"):
+            spelling.set_stage(1, placement="cuda")
+    with pytest.raises(AttributeError, match="GraphModule has no attribute 'offlaod'"):
+        newer.offlaod
+
+
+def test_unset_is_none_and_none_inherits() -> None:
+    graph = make()
+    config = graph.model.layers[0].config
+    assert config.activation_checkpointing is None
+    assert config.segments is config.tiles is config.stage_id is None
+    graph.model.config.activation_checkpointing = True
+    config.activation_checkpointing = False
+    assert runs_of(graph)["layers.0"] == 1
+    config.activation_checkpointing = None
+    assert runs_of(graph)["layers.0"] == 2
+
+
+def test_a_flag_may_change_after_the_first_call() -> None:
+    graph, plain = make(), stack()
+    plain_optimizer = adamw(plain)
+    for flag in (True, False, "selective", None, Selective(["aten.relu.default"])):
+        graph.model.layers[0].config.activation_checkpointing = flag
+        assert runs_of(graph, 1) == {name: 2 if name == "layers.0" and flag not in (None, False) else 1 for name in ALL}
+        run_graph(graph, 5)
+        run_plain(plain, plain_optimizer, count=1)
+        run_plain(plain, plain_optimizer, count=5)
+        assert same(graph.model.origin, plain), flag
+
+
+WRONG: list[tuple[str, Any, str]] = [
+    ("activation_checkpointing", "yes", "there is no rule 'yes' · fix: use 'full', 'keep', 'segments', 'selective'"),
+    ("activation_checkpointing", "ful", "there is no rule 'ful' · did you mean 'full'? · fix: use"),
+    ("activation_checkpointing", 1, "1 is no rule · fix: use True, False, None"),
+    ("segments", 0, "segments: 0 is no number of runs · fix: use a positive int, 'sqrt' or 'log'"),
+    ("segments", True, "segments: True is no number of runs"),
+    ("tiles", "two", "tiles: 'two' is no number of tiles · fix: use a positive int"),
+    ("stage_id", 1.5, "1.5 is no stage · fix: use an int"),
+    (
+        "activation_checkpoint",
+        True,
+        "there is no such field · did you mean 'activation_checkpointing'? · fix: use one of",
+    ),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "message"), WRONG)
+def test_wrong_values_fail_where_they_are_set(field: str, value: Any, message: str) -> None:
+    graph = make()
+    for config in (graph.model.layers[2].config, graph.model.layers[2].to(GraphModule)):
+        with pytest.raises(ConfigError) as error:
+            setattr(config, field, value)
+        assert str(error.value).startswith(f"model.layers.2.{field}: {message}")
+    assert graph.model.layers[2].config.rule is None
+    assert set(runs_of(graph).values()) == {1}
+
+
+def test_fields_that_exclude_each_other() -> None:
+    config = make().model.tail.config
+    config.segments = 2
+    with pytest.raises(ConfigError, match=r"model.tail: segments and tiles cannot both cut one block · fix: unset one"):
+        config.tiles = 2
+    with pytest.raises(
+        ConfigError, match=r"model.tail.segments: it needs activation_checkpointing = True or None, which"
+    ):
+        config.activation_checkpointing = False
+    assert config.rule == Segments(2)
+    config.segments = None
+    config.tiles = 3
+    assert config.rule == Tiles(3)
+
+
+def test_a_rule_that_cannot_act_is_named_at_the_next_call_and_can_be_mended() -> None:
+    graph = make()
+    graph.model.layers[0].config.segments = 2
+    graph.model.tail.config.segments = 7
+    with pytest.raises(ConfigError) as error:
+        run_graph(graph, 1)
+    assert str(error.value) == (
+        "- model.layers.0: segments needs a container that calls its children in order, and Layer is none · "
+        "fix: set it on an nn.Sequential, or use activation_checkpointing = True on the layers\n"
+        "- model.tail: segments = 7 is more than its 3 children · fix: use 'sqrt'"
+    )
+    graph.model.layers[0].config.segments = None
+    graph.model.tail.config.segments = 3
+    assert runs_of(graph)["tail.0"] == 2
+
+
+def test_flags_on_containers_without_a_forward_do_nothing_and_say_so() -> None:
+    graph = make()
+    graph.model.layers.config.activation_checkpointing = True
+    graph.model.named.config.activation_checkpointing = True
+    assert set(runs_of(graph).values()) == {1}
+    explanation = graph.explain(show=False)
+    assert explanation.warnings[:2] == (
+        "model.layers: a flag on ModuleList does nothing: it has no forward; set it on its items",
+        "model.named: a flag on ModuleDict does nothing: it has no forward; set it on its items",
+    )
+
+
+def test_explain_after_one_two_and_three_calls() -> None:
+    graph = make()
+    with pytest.raises(
+        GraphError, match=r"explain: no step was watched · fix: call the graph, with config.measure = True"
+    ):
+        graph.explain()
+    flag_like_libai_old(graph)
+    for calls in (1, 2, 3, 4):
+        run_graph(graph, 1)
+        explanation = graph.explain(show=False)
+        rows = {row.block: row for row in explanation.rows}
+        for name in ALL:
+            row = rows[f"model.{name}"]
+            assert (row.rule, row.runs, row.reruns) == ("full", 1, 1)
+            assert 0 < row.bytes_after < row.bytes_before
+            assert (row.forward_seconds is None) is (calls < 3)
+            assert (row.recompute_seconds is None) is (calls < 3)
+        assert rows["model.embed"].rule == "keep"
+        assert rows["model.embed"].reruns == 0
+        assert explanation.bytes_saved == explanation.bytes_before - explanation.bytes_after > 0
+        assert explanation.peak_bytes is not None
+        assert {event.phase for event in explanation.timeline} == {"forward", "backward", "recompute", "optimizer"}
+    assert explanation.title == graph.name
+
+
+def test_measure_watches_the_next_calls_again() -> None:
+    graph = make()
+    flag_layers_1(graph)
+    run_graph(graph, 6)
+    first = graph.explain(show=False)
+    x, y = batches(1)[0]
+    graph(x.repeat(3, 1), y.repeat(3))
+    assert graph.explain(show=False).bytes_before == first.bytes_before
+    graph.measure()
+    for _ in range(3):
+        graph(x.repeat(3, 1), y.repeat(3))
+    assert graph.explain(show=False).bytes_before > 2 * first.bytes_before
+    assert graph.is_compiled
+
+
+def test_without_measure_no_step_is_watched() -> None:
+    graph = make()
+    graph.config.measure = False
+    run_graph(graph, 3)
+    with pytest.raises(GraphError, match="no step was watched"):
+        graph.explain()
+    graph.config.measure = True
+    run_graph(graph, 1)
+    assert graph.explain(show=False).rows
+
+
+def test_explain_of_an_evaluation_graph() -> None:
+    graph = Train(stack())
+    run_graph(graph, 1)
+    with pytest.raises(
+        GraphError, match=r"explain: an evaluation graph keeps nothing · fix: explain the training graph"
+    ):
+        graph.explain()
+
+
+def test_explain_prints_a_table_and_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    graph = make()
+    flag_layers_1(graph)
+    run_graph(graph, 3)
+    capsys.readouterr()
+    picture = tmp_path / "step.svg"
+    graph.explain(plot=str(picture))
+    out = capsys.readouterr().out
+    assert "model.layers.1" in out
+    assert graph.name in out
+    assert picture.stat().st_size > 1000
+    graph.explain(show=False)
+    assert capsys.readouterr().out == ""
+
+
+def test_warnings_of_flags_that_do_not_pay() -> None:
+    graph = make()
+    graph.model.config.activation_checkpointing = True
+    graph.model.layers.append(Layer())
+    unused = Layer()
+    graph.unused = unused
+    graph.unused.config.activation_checkpointing = True
+    run_graph(graph, 2)
+    warnings = graph.explain(show=False).warnings
+    assert any(w.startswith("unused: it never ran with gradients, so its flag did nothing") for w in warnings)
+    assert any(w.startswith("model: the whole model is one block, so all of it is alive again") for w in warnings)
+
+
+def test_a_policy_takes_bytes_off_in_a_graph_as_explained() -> None:
+    plain, ours = make(), make()
+    flag_like_libai_old(ours)
+    for graph in (plain, ours):
+        run_graph(graph, 2)
+    explained = ours.explain(show=False)
+    assert explained.bytes_before == plain.explain(show=False).bytes_before == plain.explain(show=False).bytes_after
+    assert explained.bytes_after < 0.5 * explained.bytes_before
+
+
+def test_flags_without_gradients_do_nothing() -> None:
+    graph = Train(stack())
+    flag_like_libai_old(graph)
+    with torch.no_grad():
+        assert set(runs_of(graph).values()) == {1}
+    model = stack()
+    predicts = Train(model.eval())
+    flag_like_libai_old(predicts)
+    x, y = batches(1)[0]
+    assert torch.equal(predicts(x, y), nn.functional.cross_entropy(model(x), y))
+
+
+def test_modules_that_change_between_calls() -> None:
+    graph = make()
+    flag_like_libai_old(graph)
+    run_graph(graph, 5)
+    graph.model.layers[1] = Layer()
+    assert runs_of(graph)["layers.1"] == 1
+    graph.model.layers[1].config.activation_checkpointing = True
+    assert runs_of(graph)["layers.1"] == 2
+    del graph.model.layers[0]
+    graph.model.layers.append(Layer())
+    graph.model.layers.extend([Layer(), make().model.layers[0]])
+    graph.model.named.update({"c": make().model.layers[1]})
+    assert all(type(module) is Layer for module in graph.model.origin.layers)
+    assert type(graph.model.origin.named["c"]) is Layer
+    assert runs_of(graph) == {
+        **dict.fromkeys(("layers.0", "layers.1", "layers.2", "named.a", "named.b", "tail.0", "tail.1"), 2),
+        **dict.fromkeys(("layers.3", "layers.4", "layers.5", "named.c"), 1),
+    }

@@ -1,0 +1,179 @@
+"""`print(graph)` and the debug log."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from train_graphs import Train, adamw, batches, run_graph, same
+
+from graphckpt import Graph, GraphError
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.rest = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rest(self.first(x))
+
+
+class Shown(Train):
+    pass
+
+
+def test_print_before_and_after_the_first_call() -> None:
+    Shown.__name__, model = "Shown", Net()
+    graph = Shown(model, adamw(model))
+    graph.model.first.config.activation_checkpointing = True
+    number = graph.name.removeprefix("Shown_")
+    text = f"""(GRAPH:Shown_{number}:Shown): (
+  (CONFIG:config:GraphConfig(training=True, ))
+  (MODULE:model:Net()): (
+    (MODULE:model.first:Linear(in_features=4, out_features=6, bias=True)): (
+      (PARAMETER:model.first.weight:tensor(..., size=(6, 4), dtype=torch.float32, requires_grad=True)): ()
+      (PARAMETER:model.first.bias:tensor(..., size=(6,), dtype=torch.float32, requires_grad=True)): ()
+      (GraphModule:model.first(activation_checkpointing=True, )): ()
+    )
+    (MODULE:model.rest:Sequential()): (
+      (MODULE:model.rest.0:BatchNorm1d(6, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True)): (
+        (PARAMETER:model.rest.0.weight:tensor(..., size=(6,), dtype=torch.float32, requires_grad=True)): ()
+        (PARAMETER:model.rest.0.bias:tensor(..., size=(6,), dtype=torch.float32, requires_grad=True)): ()
+        (BUFFER:model.rest.0.running_mean:tensor(..., size=(6,), dtype=torch.float32)): ()
+        (BUFFER:model.rest.0.running_var:tensor(..., size=(6,), dtype=torch.float32)): ()
+        (BUFFER:model.rest.0.num_batches_tracked:tensor(..., size=(), dtype=torch.int64)): ()
+      )
+      (MODULE:model.rest.1:Linear(in_features=6, out_features=3, bias=True)): (
+        (PARAMETER:model.rest.1.weight:tensor(..., size=(3, 6), dtype=torch.float32, requires_grad=True)): ()
+        (PARAMETER:model.rest.1.bias:tensor(..., size=(3,), dtype=torch.float32, requires_grad=True)): ()
+      )
+    )
+  )
+  (MODULE:loss:CrossEntropyLoss()): ()
+)"""
+    printed = repr(graph).replace(" bias=True, track", " track")
+    assert re.sub(r"affine=True, (bias=True, )?", "affine=True, ", printed) == text
+    x, y = batches(1)[0]
+    graph(x, y)
+    lines = repr(graph).splitlines()
+    assert lines[2:4] == [
+        f"  (INPUT:_Shown_{number}_input.x:float32[8, 4] on cpu)",
+        f"  (INPUT:_Shown_{number}_input.y:int64[8] on cpu)",
+    ]
+
+
+def test_print_names_nested_inputs() -> None:
+    class Takes(Graph):
+        def build(self, batch: Any, *rest: Any, scale: float) -> None: ...
+
+    graph = Takes()
+    graph({"ids": [torch.ones(2)]}, 3, scale=0.5)
+    assert re.findall(r"INPUT:_\w+_input\.(.*)\)", repr(graph)) == [
+        "batch['ids'][0]:float32[2] on cpu",
+        "rest[0]:3",
+        "scale:0.5",
+    ]
+
+
+def logged(graph: Train, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    capsys.readouterr()
+    run_graph(graph, 1)
+    return capsys.readouterr().out.splitlines()
+
+
+def make(**debug: Any) -> Train:
+    model = Net()
+    graph = Train(model, adamw(model), **debug)
+    graph.model.rest.config.activation_checkpointing = True
+    return graph
+
+
+@pytest.mark.parametrize("warm_calls", [0, 5])
+@pytest.mark.parametrize("level", [-1, 0, 1, 2, 3])
+def test_each_level_says_more(level: int, warm_calls: int, capsys: pytest.CaptureFixture[str]) -> None:
+    graph = make()
+    run_graph(graph, warm_calls)
+    graph.debug(level)
+    lines = logged(graph, capsys)
+    stages = [line for line in lines if line.startswith("(GRAPH")]
+    if level >= 0:
+        assert stages[0] == f"(GRAPH:{graph.name}) start running the step."
+        assert re.fullmatch(rf"\(GRAPH:{graph.name}\) running the step Done! Cost time: \d+\.\d\ds\.", stages[1])
+    assert len(stages) == (2 if level >= 0 else 0)
+    blocks = [line for line in lines if re.match(r"  \((INPUT|OUTPUT):", line)]
+    if level >= 1:
+        assert "  (INPUT:_model.first_input.0:tensor(..., size=(8, 4), dtype=torch.float32))" in blocks
+        assert (
+            "  (OUTPUT:_model.rest.1_output.0:tensor(..., size=(8, 3), dtype=torch.float32, requires_grad=True))"
+            in blocks
+        )
+        assert any(line.startswith("  (OUTPUT:_loss_output.0:tensor(..., size=()") for line in blocks)
+    assert bool(blocks) is (level >= 1)
+    ops = [line for line in lines if line.startswith("    (OPERATOR: ")]
+    assert bool(ops) is (level >= 2)
+    if level >= 2:
+        assert sum("aten.addmm.default(tensor(..., size=(6,)" in line for line in ops) == 1
+        assert any("-> (tensor(..., size=(8, 6), dtype=torch.float32))" in line for line in ops)
+    sources = [line for line in lines if re.match(r"      \w+\.py:\d+ ", line)]
+    assert bool(sources) is (level >= 3)
+    if level >= 3:
+        assert any("return self.rest(self.first(x))" in line for line in sources)
+    assert logged(graph, capsys) if level >= 0 else not logged(graph, capsys)
+    graph.debug()
+    assert logged(graph, capsys) == []
+
+
+def test_debugging_changes_no_bit() -> None:
+    plain, debugged = make(), make(debug_v_level=3)
+    debugged.load_state_dict(plain.state_dict())
+    assert same(run_graph(plain), run_graph(debugged))
+    assert same(plain.model.origin, debugged.model.origin)
+
+
+def test_the_stack_of_an_op(capsys: pytest.CaptureFixture[str]) -> None:
+    graph = make(debug_v_level=2, debug_op_repr_with_py_stack=True, debug_max_py_stack_depth=1)
+    lines = logged(graph, capsys)
+    first = next(i for i, line in enumerate(lines) if "aten.addmm" in line)
+    assert re.match(r"      \w+\.py:\d+ return self.rest\(self.first\(x\)\)", lines[first + 1])
+    assert not lines[first + 2].startswith("      ")
+    graph.debug(3, max_py_stack_depth=30, only_user_py_stack=False)
+    lines = logged(graph, capsys)
+    first = next(i for i, line in enumerate(lines) if "aten.addmm" in line)
+    assert any("linear.py" in line for line in lines[first + 1 : first + 31])
+
+
+def test_an_error_is_logged_and_raised(capsys: pytest.CaptureFixture[str]) -> None:
+    graph = make(debug_v_level=1)
+    hooks = len(graph.model.first._forward_hooks)
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        graph(torch.ones(8, 5), torch.zeros(8, dtype=torch.long))
+    out = capsys.readouterr().out
+    assert f"[ERROR](GRAPH:{graph.name}) run got error: <class 'RuntimeError'> mat1 and mat2" in out
+    assert "Done!" not in out
+    assert len(graph.model.first._forward_hooks) == hooks
+
+
+@pytest.mark.parametrize("ranks", [None, 0, [0, 3], -1, [-1]])
+def test_ranks_that_are_meant(ranks: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert logged(make(debug_v_level=0, debug_ranks=ranks), capsys)
+
+
+@pytest.mark.parametrize("ranks", [1, [1, 2], []])
+def test_ranks_that_are_not_meant(ranks: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not logged(make(debug_v_level=0, debug_ranks=ranks), capsys)
+
+
+@pytest.mark.parametrize("level", [-2, 4, True, "1", 1.0])
+def test_levels_out_of_range(level: Any) -> None:
+    with pytest.raises(GraphError, match=r"debug: level .* is not within -1 and 3 · fix: use one of -1, 0, 1, 2, 3"):
+        make().debug(level)
+
+
+def test_wrong_ranks() -> None:
+    with pytest.raises(GraphError, match=r"debug: ranks 'all' must be an int or a list of ints · fix: use 0, \[0, 1\]"):
+        make().debug(0, ranks="all")
