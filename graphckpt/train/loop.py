@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import final
@@ -39,11 +39,11 @@ class HookBase:
 
 @final
 class Loop:
-    """Calls ``step`` until ``train_iter`` iterations are done or the user stops it."""
+    """Calls ``step``, which returns losses by name, until ``train_iter`` iterations are done or the user stops it."""
 
     def __init__(
         self,
-        step: Callable[[int], Tensor],
+        step: Callable[[int], Mapping[str, Tensor]],
         *,
         train_iter: int,
         report: Report,
@@ -55,14 +55,19 @@ class Loop:
         self.start_iter = start_iter
         self.done = start_iter
         """Iterations of the run that are done, also those before this loop's start."""
-        self.loss: Tensor | None = None
-        """Loss of the last iteration, a scalar on the device; reading it waits for the device."""
+        self.losses: Mapping[str, Tensor] = {}
+        """Losses of the last iteration, ``total_loss`` first, scalars on the device; reading them waits for it."""
         self.metrics: dict[str, float] = {}
         """What the hooks measured in this iteration, in their order; empty again at the next."""
         self.is_stopped = False
         """Whether the user asked to stop."""
         self._step = step
         self._hooks = tuple(hooks)
+
+    @property
+    def loss(self) -> Tensor | None:
+        """``total_loss`` of the last iteration; ``None`` before the first."""
+        return self.losses.get("total_loss")
 
     @property
     def is_last(self) -> bool:
@@ -89,7 +94,7 @@ class Loop:
         self.metrics = {}
         for hook in self._hooks:
             hook.before_step(self)
-        self.loss = self._step(self.done)
+        self.losses = self._step(self.done)
         self.done += 1
         for hook in self._hooks:
             hook.after_step(self)

@@ -110,10 +110,10 @@ class Trainer:
         )
         order = ShuffledOrder(num_sequences=len(prepared.train), seed=settings.seed)
 
-        def step(iteration: int) -> Tensor:
+        def step(iteration: int) -> dict[str, Tensor]:
             indices = order.take(start=iteration * self.batch_size, count=self.batch_size)
             loss: Tensor = graph(**self._batch(prepared.train.batch(indices)))
-            return loss.mean()
+            return {"total_loss": loss.mean()}
 
         hooks = [*self._hooks(model, optimizer, graph, prepared), *self._more_hooks]
         loop = Loop(step, train_iter=settings.train_iter, report=self.report, hooks=hooks)

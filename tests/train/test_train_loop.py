@@ -50,7 +50,9 @@ def _log_hook(**more):
 
 def test_hooks_run_around_every_step():
     hook = Written()
-    Loop(lambda iteration: torch.tensor(float(iteration)), train_iter=2, report=_report(), hooks=[hook]).run()
+    Loop(
+        lambda iteration: {"total_loss": torch.tensor(float(iteration))}, train_iter=2, report=_report(), hooks=[hook]
+    ).run()
     steps = ["before_step 0", "after_step 1", "before_step 1", "after_step 2"]
     assert hook.calls == ["before_train", *steps, "after_train"]
 
@@ -62,7 +64,7 @@ def test_first_interrupt_ends_after_the_step_and_the_handler_is_restored():
     def step(iteration):
         if iteration == 1:
             os.kill(os.getpid(), signal.SIGINT)
-        return torch.zeros(())
+        return {"total_loss": torch.zeros(())}
 
     loop = Loop(step, train_iter=10, report=_report(), hooks=[hook])
     loop.run()
@@ -83,7 +85,9 @@ def test_interrupt_while_a_line_is_printed_prints_it_once():
             loop.report.line(f"a line {loop.done}")
 
     screen = Screen()
-    loop = Loop(lambda _: torch.zeros(()), train_iter=10, report=Report(Console(file=screen)), hooks=[Prints()])
+    loop = Loop(
+        lambda _: {"total_loss": torch.zeros(())}, train_iter=10, report=Report(Console(file=screen)), hooks=[Prints()]
+    )
     loop.run()
     assert (loop.done, loop.is_stopped) == (1, True)
     assert screen.getvalue().count("a line 1") == 1
@@ -106,7 +110,9 @@ def test_log_holds_the_mean_since_the_line_before(tmp_path):
     metrics = tmp_path / "metrics.json"
     hooks = [_log_hook(), MetricsHook(metrics)]
     report = _report(tmp_path / "log.txt")
-    Loop(lambda iteration: torch.tensor(float(iteration)), train_iter=5, report=report, hooks=hooks).run()
+    Loop(
+        lambda iteration: {"total_loss": torch.tensor(float(iteration))}, train_iter=5, report=report, hooks=hooks
+    ).run()
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [(row["iteration"], row["total_loss"]) for row in rows] == [
         (1, 0.0),
@@ -123,7 +129,7 @@ def test_log_holds_the_mean_since_the_line_before(tmp_path):
 
 
 def test_loss_that_is_no_number_ends_the_run():
-    loop = Loop(lambda _: torch.tensor(math.nan), train_iter=5, report=_report(), hooks=[_log_hook()])
+    loop = Loop(lambda _: {"total_loss": torch.tensor(math.nan)}, train_iter=5, report=_report(), hooks=[_log_hook()])
     with pytest.raises(TrainError, match=r"the loss is nan at iteration 1 · fix: lower optim\.lr"):
         loop.run()
 
@@ -145,7 +151,7 @@ def test_evaluation_weighs_by_tokens_and_restores_the_mode():
     assert seen == [(False, False)] * 2
     assert model.training
 
-    loop = Loop(lambda _: torch.zeros(()), train_iter=3, report=_report(), hooks=[hook])
+    loop = Loop(lambda _: {"total_loss": torch.zeros(())}, train_iter=3, report=_report(), hooks=[hook])
     metrics = []
     loop._hooks += (type("Spy", (HookBase,), {"after_step": lambda self, loop: metrics.append(loop.metrics)})(),)
     loop.run()
