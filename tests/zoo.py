@@ -179,6 +179,18 @@ class Tied(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
+class Noise(nn.Module):
+    """Draws twice: if the first draw is handed back, the second must still find its place in the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        return F.dropout(h * torch.rand_like(h), 0.3) + torch.bernoulli(torch.full_like(x, 0.5)) * h
+
+
 class GradInForward(nn.Module):
     """A gradient inside of forward, as force fields take it."""
 
@@ -207,6 +219,7 @@ ZOO: dict[str, Callable[[], nn.Module]] = {
     "frozen": Frozen,
     "containers": UsesContainers,
     "tied": Tied,
+    "noise": Noise,
     "grad_in_forward": GradInForward,
 }
 

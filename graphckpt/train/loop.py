@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import final
+from typing import Any, final
 
 from torch import Tensor
 
@@ -36,6 +37,13 @@ class HookBase:
     def after_train(self, loop: Loop) -> None:
         """Runs once, after the last iteration or the user's stop; not after an error."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a snapshot has to hold of this hook: tensors and plain values."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what ``state_dict`` returned, before the loop goes on."""
+
 
 @final
 class Loop:
@@ -61,6 +69,8 @@ class Loop:
         """What the hooks measured in this iteration, in their order; empty again at the next."""
         self.is_stopped = False
         """Whether the user asked to stop."""
+        self.data_seconds = 0.0
+        """Seconds that the last iteration waited for its data; the step sets it."""
         self._step = step
         self._hooks = tuple(hooks)
 
@@ -70,6 +80,28 @@ class Loop:
         return self.losses.get("total_loss")
 
     @property
+    def iteration(self) -> int:
+        """Number of the last iteration, counted from 0, as in logs and in names of snapshots; -1 before the first."""
+        return self.done - 1
+
+    def hook_states(self) -> dict[str, dict[str, Any]]:
+        """Returns the states of the hooks that have one, by class name and place among those of the class."""
+        return {name: state for name, hook in self._named_hooks() if (state := hook.state_dict())}
+
+    def load_hook_states(self, states: Mapping[str, dict[str, Any]]) -> None:
+        """Gives each hook the state that ``hook_states`` has for it, if any."""
+        for name, hook in self._named_hooks():
+            if name in states:
+                hook.load_state_dict(states[name])
+
+    def _named_hooks(self) -> Iterator[tuple[str, HookBase]]:
+        seen: Counter[str] = Counter()
+        for hook in self._hooks:
+            kind = type(hook).__name__
+            yield f"{kind}-{seen[kind]}", hook
+            seen[kind] += 1
+
+    @property
     def is_last(self) -> bool:
         """Whether no iteration follows."""
         return self.is_stopped or self.done >= self.train_iter
@@ -77,8 +109,8 @@ class Loop:
     def run(self) -> None:
         """Runs all iterations that are left.
 
-        The first Ctrl-C ends the loop after the iteration that is running, so that no weight is half
-        updated; the second raises ``KeyboardInterrupt`` at once.
+        The first Ctrl-C or SIGTERM ends the loop after the iteration that is running, so that no weight is
+        half updated; the second raises ``KeyboardInterrupt`` at once.
         """
         with self._stops_on_interrupt():
             for hook in self._hooks:
@@ -112,8 +144,9 @@ class Loop:
             with suppress(OSError):  # past the console, which may be printing at this moment
                 os.write(2, b"\nstopping after this iteration; press Ctrl-C again to stop at once\n")
 
-        before = signal.signal(signal.SIGINT, stop)
+        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -28,7 +28,7 @@ NESTED: dict[str, dict[str, Any]] = {
         "full": True,
         "selective": Selective("matmul"),
         "selective, random ops kept": Selective(
-            ["aten.native_dropout.default", "aten.bernoulli_.float", "aten.addmm.default"]
+            ["aten.native_dropout.default", "aten.rand_like.default", "aten.addmm.default"]
         ),
         "segments sqrt": Segments("sqrt"),
         "segments log": Segments("log"),
@@ -39,6 +39,11 @@ NESTED: dict[str, dict[str, Any]] = {
 }
 HOLES: dict[str, dict[str, Any]] = {
     "every second child kept": {"[123]": True, "re:[123]\\.[a-z]*[aeiou]": False},
+    "a child kept in nested blocks": {
+        "": True,
+        "[123]": Selective("matmul"),
+        "re:[123]\\.(drop|norm|act|a|first|rnn)": False,
+    },
     "one block kept": {"": True, "2": False},
     "a segment in a hole": {"": True, "2": False, "re:2\\.(linear|up|first|rnn|inner|attention)": True},
 }

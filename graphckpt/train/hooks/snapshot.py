@@ -1,0 +1,111 @@
+"""Takes snapshots: every few iterations, at the end, at the user's stop, and of the best evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, final
+
+from graphckpt.train.loop import HookBase, Loop
+from graphckpt.train.snapshot import SnapshotWriteError
+from graphckpt.train.snapshots import BEST, FINAL, Snapshots, periodic_name
+
+Save = Callable[[str, Loop], None]
+"""Writes the snapshot of this name; raises ``SnapshotWriteError``."""
+
+
+@final
+class SnapshotHook(HookBase):
+    """Saves every ``period`` iterations and at the end. Comes after all hooks whose state it has to save.
+
+    libai's comes before evaluation. Here it is last, so that a run that is killed after a snapshot has evaluated and
+    logged all that the snapshot counts as done.
+    """
+
+    def __init__(self, save: Save, snapshots: Snapshots, *, period: int, max_to_keep: int, run: str) -> None:
+        self._save = save
+        self._snapshots = snapshots
+        self._period = period
+        self._max_to_keep = max_to_keep
+        self._run = run
+        self._saved_at = -1
+
+    def after_step(self, loop: Loop) -> None:
+        """Saves ``model_<iteration>`` and removes the oldest beyond ``max_to_keep``."""
+        if loop.done % self._period == 0 and loop.done < loop.train_iter:
+            self._take(periodic_name(loop.iteration), loop)
+
+    def after_train(self, loop: Loop) -> None:
+        """Saves ``model_final``, or after the user's stop what there is."""
+        if loop.done == loop.start_iter or loop.done == self._saved_at:
+            return
+        self._take(FINAL if loop.done >= loop.train_iter else periodic_name(loop.iteration), loop)
+
+    def _take(self, name: str, loop: Loop) -> None:
+        if not _saves(self._save, name, loop):
+            return
+        self._saved_at = loop.done
+        try:
+            self._snapshots.mark_last(name)
+            if name != FINAL:
+                self._snapshots.prune(name, self._max_to_keep, self._run)
+        except OSError as error:
+            _complain(loop, f"{self._snapshots.folder}: {error.strerror or error}")
+
+
+@final
+class BestHook(HookBase):
+    """Saves ``model_best`` whenever a metric of the evaluation is better than ever before; comes after it.
+
+    Args:
+        save: writes a snapshot.
+        metric: name among the metrics of the evaluation.
+        mode: whether less or more is better.
+    """
+
+    def __init__(self, save: Save, *, metric: str, mode: Literal["min", "max"]) -> None:
+        self._save = save
+        self._metric = metric
+        self._sign = 1 if mode == "max" else -1
+        self._best: float | None = None
+        self._has_complained = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the best value so far."""
+        return {"best": self._best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes the best value so far."""
+        self._best = state["best"]
+
+    def after_step(self, loop: Loop) -> None:
+        """Saves if this iteration was evaluated, and is the best."""
+        value = loop.metrics.get(self._metric)
+        if value is None:
+            self._complain_of_name(loop)
+        elif self._best is None or value * self._sign > self._best * self._sign:
+            before, self._best = self._best, value
+            if not _saves(self._save, BEST, loop):
+                self._best = before
+
+    def _complain_of_name(self, loop: Loop) -> None:
+        measured = [name for name in loop.metrics if name.startswith("eval_")]
+        if measured and not self._has_complained:
+            self._has_complained = True
+            fix = f"use one of {', '.join(measured)}"
+            where = f"train.evaluation.eval_metric: {self._metric!r} was not measured"
+            loop.report.line(f"{where}, so there will be no {BEST} · fix: {fix}", "yellow")
+
+
+def _saves(save: Save, name: str, loop: Loop) -> bool:
+    try:
+        save(name, loop)
+    except SnapshotWriteError as error:
+        _complain(loop, str(error))
+        return False
+    return True
+
+
+def _complain(loop: Loop, what: str) -> None:
+    where = f"iteration: {loop.iteration}/{loop.train_iter}"
+    text = "no snapshot was saved; training goes on, and the last good snapshot stays"
+    loop.report.line(f"snapshot at {where}: {what} · {text}", "red")

@@ -1,0 +1,44 @@
+"""Writes what the other hooks measured for TensorBoard, an optional package."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from pathlib import Path
+from typing import Any, final
+
+from graphckpt.errors import ConfigError
+from graphckpt.train.loop import HookBase, Loop
+
+
+@final
+class TensorBoardHook(HookBase):
+    """Adds a scalar for each metric of an iteration; comes after the hooks that measure.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writer: Any = None
+        try:
+            self._module: Any = importlib.import_module("torch.utils.tensorboard")
+        except ImportError as error:
+            fix = "pip install 'graphckpt[tensorboard]', or train.tensorboard=False"
+            raise ConfigError(f"train.tensorboard: the package tensorboard is not installed · fix: {fix}") from error
+
+    def before_train(self, loop: Loop) -> None:
+        """Opens the file; what an earlier process wrote of later iterations is dropped."""
+        self._writer = self._module.SummaryWriter(str(self._folder), purge_step=loop.done)
+
+    def after_step(self, loop: Loop) -> None:
+        """Writes the metrics of this iteration."""
+        for name, value in loop.metrics.items():
+            if math.isfinite(value):
+                self._writer.add_scalar(name, value, loop.iteration)
+
+    def after_train(self, loop: Loop) -> None:
+        """Closes the file."""
+        del loop
+        self._writer.close()

@@ -1,0 +1,245 @@
+"""One snapshot: a folder that is whole or absent. Knows no run, only tensors, plain values and files."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from graphckpt.errors import GraphckptError
+
+WEIGHTS = "model.safetensors"
+"""File of the weights, which Transformers finds by this name too."""
+_STATE = "{}.pt"
+_MANIFEST = "snapshot.json"  # written last, and holds size and checksum of every other file
+_FORMAT = 1  # of the folder; a change of what is written needs a new number
+_CHUNK_BYTES = 1 << 22  # a file is checked in pieces of this size
+
+
+@final
+class SnapshotError(GraphckptError, RuntimeError):
+    """A snapshot is missing, broken, or of another model."""
+
+
+@final
+class SnapshotWriteError(GraphckptError, OSError):
+    """A snapshot could not be written; nothing of it is left, and what was there before still is."""
+
+
+def write(
+    folder: Path,
+    *,
+    weights: Mapping[str, Tensor],
+    states: Mapping[str, Any],
+    info: Mapping[str, Any],
+    companions: Callable[[Path], None] = lambda folder: None,
+) -> None:
+    """Writes a snapshot beside ``folder``, waits until the disk has it, and only then gives it its name.
+
+    A process that is killed at any moment leaves the old folder or the new one under this name, or, for the moment
+    between two renames, the old one under a name that ``recover`` knows.
+
+    Args:
+        folder: the snapshot; one that is there is replaced.
+        weights: of the model, none of which shares memory with another.
+        states: tensors and plain values by the name of their file; what ``weights_only`` loads.
+        info: what to tell about the snapshot, as JSON.
+        companions: writes more files into the folder that it is called with.
+
+    Raises:
+        SnapshotWriteError: the disk is full, the folder cannot be written, or a state cannot be saved.
+    """
+    fresh = _hidden(folder, "tmp")
+    try:
+        _remove(fresh)
+        fresh.mkdir(parents=True)
+        save_file(dict(weights), fresh / WEIGHTS, metadata={"format": "pt"})  # Transformers asks for the format
+        for name, state in states.items():
+            with (fresh / _STATE.format(name)).open("wb") as file:
+                torch.save(state, file)
+        companions(fresh)
+        files = {path.name: {"bytes": path.stat().st_size, "crc32": _crc32(path)} for path in sorted(fresh.iterdir())}
+        manifest = json.dumps({"format": _FORMAT, **info, "files": files}, indent=2)
+        (fresh / _MANIFEST).write_text(manifest + "\n", encoding="utf-8")
+        for path in (*fresh.iterdir(), fresh):
+            sync(path)
+        _put_in_place(fresh, folder)
+    except (OSError, RuntimeError, SafetensorError, pickle.PicklingError) as error:
+        _remove(fresh)
+        raise SnapshotWriteError(f"{folder}: {_reason(error)}") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces a file by one with this text, so that a reader finds the old text or the new one.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    fresh = _hidden(path, "tmp")
+    fresh.write_text(text, encoding="utf-8")
+    sync(fresh)
+    fresh.replace(path)
+    sync(path.parent)
+
+
+def recover(folder: Path) -> None:
+    """Puts right what a process that was killed while it wrote left in a folder of snapshots.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    for old in folder.glob(".*.old"):
+        target = folder / old.name[1:].removesuffix(".old")
+        if target.exists():
+            _remove(old)
+        else:
+            old.rename(target)
+    for kind in ("tmp", "trash"):
+        for left in folder.glob(f".*.{kind}"):
+            _remove(left)
+
+
+def remove(folder: Path) -> None:
+    """Removes a snapshot; half removed, it no longer bears its name."""
+    trash = _hidden(folder, "trash")
+    folder.rename(trash)
+    _remove(trash)
+
+
+def read_info(folder: Path) -> dict[str, Any]:
+    """Returns what a snapshot tells about itself, without a look at its other files.
+
+    Raises:
+        SnapshotError: it is missing, no snapshot, or of another format.
+    """
+    if not folder.is_dir():
+        raise SnapshotError(f"{folder}: no such snapshot")
+    try:
+        info = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise SnapshotError(f"{folder}: is no snapshot, for it has no {_MANIFEST}") from error
+    except (OSError, ValueError) as error:
+        raise SnapshotError(f"{folder / _MANIFEST}: is broken ({error})") from error
+    if not isinstance(info, dict) or info.get("format") != _FORMAT or not isinstance(info.get("files"), dict):
+        raise SnapshotError(f"{folder / _MANIFEST}: is of another format than {_FORMAT}, the one that is known")
+    return info
+
+
+def check(folder: Path) -> dict[str, Any]:
+    """Reads every byte of a snapshot once, and returns what ``read_info`` does.
+
+    Raises:
+        SnapshotError: a file is missing, or is not what was written.
+    """
+    info = read_info(folder)
+    for name, written in info["files"].items():
+        path = folder / Path(name).name
+        try:
+            num_bytes = path.stat().st_size
+            if num_bytes != written["bytes"]:
+                raise SnapshotError(f"{path}: is broken, {num_bytes:,} bytes of {written['bytes']:,}")
+            if _crc32(path) != written["crc32"]:
+                raise SnapshotError(f"{path}: is broken, its checksum is not the one that was written")
+        except OSError as error:
+            raise SnapshotError(f"{path}: {error.strerror}") from error
+    return info
+
+
+def read_state(folder: Path, name: str) -> Any:
+    """Returns a state that ``write`` was given, on the CPU. Only tensors and plain values are ever made.
+
+    Raises:
+        SnapshotError: the file is missing or broken, or holds objects of another kind.
+    """
+    path = folder / _STATE.format(name)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        raise SnapshotError(f"{path}: cannot be read ({_first_line(error)})") from error
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Returns the weights of a snapshot, or of a model that Transformers saved in one file, on the CPU.
+
+    Raises:
+        SnapshotError: the file is missing or broken.
+    """
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise SnapshotError(f"{folder}: has no {WEIGHTS}" if folder.is_dir() else f"{folder}: no such folder")
+    try:
+        weights: dict[str, Tensor] = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise SnapshotError(f"{path}: cannot be read ({_first_line(error)})") from error
+    return weights
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def _put_in_place(fresh: Path, folder: Path) -> None:
+    old = _hidden(folder, "old")
+    _remove(old)
+    if folder.exists():
+        folder.rename(old)
+    try:
+        fresh.rename(folder)
+    except OSError:
+        if old.exists():
+            old.rename(folder)
+        raise
+    sync(folder.parent)
+    if old.exists():
+        trash = _hidden(folder, "trash")
+        _remove(trash)
+        old.rename(trash)
+        _remove(trash)
+
+
+def _hidden(path: Path, kind: str) -> Path:
+    return path.with_name(f".{path.name}.{kind}")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _crc32(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while piece := file.read(_CHUNK_BYTES):
+            checksum = zlib.crc32(piece, checksum)
+    return checksum
+
+
+def _reason(error: BaseException) -> str:
+    """Returns the system's own words, which PyTorch's writer hides behind an error of its own."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return _first_line(error)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).split("\n", 1)[0] or type(error).__name__

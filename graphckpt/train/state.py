@@ -1,0 +1,169 @@
+"""All that a run needs to go on as if it had not stopped: taken for a snapshot, and put back."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from graphckpt import Graph
+from graphckpt.rng import random_devices, set_random_state, take_random_state
+from graphckpt.train.snapshot import SnapshotError
+
+
+def seed_all(seed: int) -> None:
+    """Sets the random generators of PyTorch, on all devices, of NumPy and of Python."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - what a user's data code may draw from
+    random.seed(seed)
+
+
+@final
+class RunState:
+    """The state of model, optimizer, schedule, scaler and random generators.
+
+    Args:
+        model: as the graph has it.
+        graph: trains it, under the attribute ``model``.
+        optimizer: of the graph.
+        device: where it is trained.
+    """
+
+    def __init__(self, model: nn.Module, graph: Graph, optimizer: Optimizer, device: torch.device) -> None:
+        self._model = model
+        self._graph = graph
+        self._optimizer = optimizer
+        self._device = device
+
+    def weights(self) -> dict[str, Tensor]:
+        """Returns the state of the model; a tensor with several names is there once, and none share memory."""
+        return distinct(_tensors(self._model))
+
+    def states(self) -> dict[str, Any]:
+        """Returns the rest, by the name of the file to put it in: tensors and plain values alone."""
+        graph = self._graph.state_dict()
+        own = graph.pop("model")
+        extra = {name: value for name, value in own.items() if not isinstance(value, Tensor)}
+        trainer = {"random": self._take_random(), "buffers": self._unsaved_buffers(), "extra": extra}
+        return {"graph": dict(graph), "trainer": trainer}
+
+    def load_weights(self, weights: dict[str, Tensor], where: str) -> None:
+        """Sets the model's weights.
+
+        Raises:
+            SnapshotError: they are those of another model; nothing has been set then.
+        """
+        load_weights(self._model, weights, where)
+
+    def load_states(self, graph: dict[str, Any], trainer: dict[str, Any], where: str) -> None:
+        """Sets what ``states`` returned; call it last, for it sets the random generators too.
+
+        Raises:
+            SnapshotError: it is the state of another optimizer or schedule.
+        """
+        try:
+            if trainer["extra"]:
+                self._model.load_state_dict({**self._model.state_dict(), **trainer["extra"]})
+            for name, value in trainer["buffers"].items():
+                owner, _, leaf = name.rpartition(".")
+                module = self._model.get_submodule(owner)
+                module._buffers[leaf] = value.to(getattr(module, leaf).device)
+            rates = [group["lr"] for group in self._optimizer.param_groups]
+            self._graph.load_state_dict({"model": self._model.state_dict(), **graph})
+            for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+                if isinstance(rate, Tensor):  # the same tensor on its device, for a captured step reads it there
+                    group["lr"] = rate.copy_(torch.as_tensor(group["lr"]))
+            self._set_random(trainer["random"])
+        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            first_line = str(error).split("\n", 1)[0]
+            fix = "resume with the config that it was written with, or start from its weights: train.load_weight=..."
+            raise SnapshotError(f"{where}: its optimizer or schedule is another ({first_line}) · fix: {fix}") from error
+
+    def _take_random(self) -> dict[str, Any]:
+        cpu, devices = take_random_state(self._devices())
+        kind, keys, *rest = np.random.get_state()  # noqa: NPY002
+        return {
+            "cpu": cpu,
+            "devices": [(str(device), state) for device, state in devices],
+            "numpy": [str(kind), [int(key) for key in keys], *rest],
+            "python": random.getstate(),
+        }
+
+    def _set_random(self, state: dict[str, Any]) -> None:
+        here = set(map(str, self._devices()))
+        devices = tuple((torch.device(name), value) for name, value in state["devices"] if name in here)
+        set_random_state((state["cpu"], devices))
+        kind, keys, *rest = state["numpy"]
+        np.random.set_state((kind, np.array(keys, np.uint32), *rest))  # noqa: NPY002
+        random.setstate(state["python"])
+
+    def _devices(self) -> tuple[torch.device, ...]:
+        tensors = (*self._model.parameters(), *self._model.buffers(), torch.empty(0, device=self._device))
+        return random_devices(tensors)
+
+    def _unsaved_buffers(self) -> dict[str, Tensor]:
+        """Returns the buffers that a state_dict leaves out: some models change them as they run."""
+        saved = self._model.state_dict().keys()
+        return {name: buffer for name, buffer in self._model.named_buffers() if name not in saved}
+
+
+def load_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> None:
+    """Sets the weights of a model, also those that have several names and are in the file once.
+
+    Raises:
+        SnapshotError: they are those of another model; nothing has been set then.
+    """
+    own = _tensors(model)
+    named = dict(weights)
+    places = {_place(own[name]): value for name, value in weights.items() if name in own}
+    for name, tensor in own.items():
+        if name not in named and _place(tensor) in places:
+            named[name] = places[_place(tensor)]
+    faults = [f"{name} is missing" for name in own if name not in named]
+    faults += [f"{name} is unknown" for name in named if name not in own]
+    faults += [
+        f"{name} is {tuple(named[name].shape)}, not {tuple(tensor.shape)}"
+        for name, tensor in own.items()
+        if name in named and named[name].shape != tensor.shape
+    ]
+    if faults:
+        more = f", and {len(faults) - 3} more" if len(faults) > 3 else ""
+        fix = "describe the model and the vocabulary as they were when it was written"
+        raise SnapshotError(f"{where}: is of another model: {', '.join(faults[:3])}{more} · fix: {fix}")
+    model.load_state_dict(named, strict=False)  # what is no tensor is left as it is
+
+
+def distinct(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns tensors of which no two share memory: of several names for one tensor, the first.
+
+    >>> weight = torch.ones(4)
+    >>> list(distinct({"a": weight, "b": weight, "c": weight[:2]}))
+    ['a', 'c']
+    """
+    kept: dict[str, Tensor] = {}
+    places: set[Any] = set()
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        if _place(tensor) in places:
+            continue
+        places.add(_place(tensor))
+        storage = tensor.untyped_storage()
+        is_alone = storage.data_ptr() not in storages and storage.nbytes() == tensor.nbytes
+        storages.add(storage.data_ptr())
+        kept[name] = (tensor if is_alone else tensor.clone()).contiguous()
+    return kept
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """Returns what is equal for two names of one tensor."""
+    if not tensor.numel():
+        return (id(tensor),)
+    return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
