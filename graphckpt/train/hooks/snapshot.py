@@ -36,7 +36,7 @@ class SnapshotHook(HookBase):
 
     def after_train(self, loop: Loop) -> None:
         """Saves ``model_final``, or after the user's stop what there is."""
-        if loop.done == loop.start_iter or loop.done == self._saved_at:
+        if loop.done in {loop.start_iter, self._saved_at}:
             return
         self._take(FINAL if loop.done >= loop.train_iter else periodic_name(loop.iteration), loop)
 
