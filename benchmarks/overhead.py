@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from time import perf_counter
+from time import process_time
 from typing import Any
 
 import torch
@@ -230,18 +230,18 @@ def build(subject: Subject, variants: dict[str, Callable[..., Step]]) -> dict[st
 
 
 def measure(subject: Subject, variants: dict[str, Callable[..., Step]], options: Any) -> dict[str, list[float]]:
-    """Returns the seconds of one step of each variant, one entry per turn."""
+    """Returns the CPU seconds of one step of each variant, one entry per turn."""
     seconds = defaultdict(list)
     for _ in range(options.builds):
         steps = build(subject, variants)
         for turn in range(options.turns + 2):
             for name in random.sample(list(steps), len(steps)):
                 step = steps[name]
-                begin = perf_counter()
+                begin = process_time()
                 for _ in range(subject.steps):
                     step()
                 if turn >= 2:  # turns to warm up
-                    seconds[name].append((perf_counter() - begin) / subject.steps)
+                    seconds[name].append((process_time() - begin) / subject.steps)
     return {name: seconds[name] for name in variants if name in seconds}
 
 
@@ -256,6 +256,7 @@ def main() -> None:
     mlp_steps, gpt2_steps = (subject.steps for subject in SUBJECTS)
     head = header(
         n=f"{options.builds} builds x {options.turns} turns x {mlp_steps} (MLP) or {gpt2_steps} (GPT-2) steps",
+        time="CPU time of the process, which other processes on the machine lengthen least",
         ratio="of two variants in the same turn; median (min to max) over all turns",
     )
     rows, texts = [], []
