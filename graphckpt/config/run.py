@@ -63,4 +63,4 @@ def _trainer(run: RunConfig) -> Trainer:
         optimizer: Optimizer = run.optim(params=params)
         return optimizer
 
-    return Trainer(run.train, make_model=run.model, make_optimizer=make_optimizer, data=run.data())
+    return Trainer(run.train, make_model=run.model, make_optimizer=make_optimizer, data=run.data(), task=run.task())

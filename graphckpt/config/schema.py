@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 
 from graphckpt.config.typed import read_section
 from graphckpt.errors import ConfigError, bullets
-from graphckpt.train.data import TextData
+from graphckpt.train.data import Data
 from graphckpt.train.settings import TrainConfig
+from graphckpt.train.tasks import CausalLM, Task
 
 
 @final
@@ -25,7 +26,9 @@ class RunConfig:
     train: TrainConfig
     model: Callable[..., nn.Module]
     optim: Callable[..., Optimizer]
-    data: Callable[..., TextData]
+    data: Callable[..., Data]
+    task: Callable[..., Task] = CausalLM
+    """What is learned; to continue text, if the config says nothing."""
 
 
 def check(config: DictConfig) -> tuple[RunConfig | None, list[str]]:

@@ -6,9 +6,9 @@ import codecs
 import hashlib
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import final
+from typing import Protocol, final
 
 from graphckpt.errors import GraphckptError
 
@@ -25,6 +25,29 @@ class DataError(GraphckptError, ValueError):
     """There is no text to train on, or not enough of it."""
 
 
+class Document(Protocol):
+    """Text that is trained on or held out as a whole."""
+
+    @property
+    def digest(self) -> str:
+        """A hash of the content, in hex digits: it decides what is held out."""
+
+    @property
+    def group(self) -> str:
+        """The class of the document, where one is learned."""
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Which bytes of the content count."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the text, in bytes."""
+
+    def texts(self) -> Iterator[str]:
+        """Yields the text in order."""
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
@@ -36,6 +59,13 @@ class Part:
     start: int
     stop: int
     """The range, in bytes; ``stop`` is outside of it."""
+    group: str = "."
+    """The folder right below the one that was named: the class of a document, where one is learned."""
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The range, in bytes."""
+        return self.start, self.stop
 
     @property
     def num_bytes(self) -> int:
@@ -59,8 +89,8 @@ class Part:
 class Corpus:
     """The parts to train on and those held out, each in an order that depends on content alone."""
 
-    train: tuple[Part, ...]
-    heldout: tuple[Part, ...]
+    train: tuple[Document, ...]
+    heldout: tuple[Document, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -83,33 +113,48 @@ def read_corpus(paths: Sequence[str] | None, *, eval_fraction: float, max_bytes:
         DataError: a path does not exist or cannot be read, or there is no text.
     """
     found = _standard_library() if paths is None else _user_files(paths)
-    parts = _subset(_distinct(found), max_bytes)
-    if not parts:
-        where = "the standard library" if paths is None else ", ".join(paths) or "an empty list"
-        raise DataError(f"data.paths: no text in {where} · fix: name text files, or folders that hold some")
-    parts.sort(key=lambda part: part.digest)
-    if len(parts) == 1:
-        return _cut(parts[0], eval_fraction)
-    count = sum(int(part.digest[:8], 16) < eval_fraction * 16**8 for part in parts)
-    count = min(max(count, 1), len(parts) - 1)  # a small corpus, too, has both
-    return Corpus(train=tuple(parts[count:]), heldout=tuple(parts[:count]))
+    parts = _distinct(found)
+    where = "the standard library" if paths is None else ", ".join(paths) or "an empty list"
+    return split(parts, eval_fraction=eval_fraction, max_bytes=max_bytes, where=f"data.paths: no text in {where}")
 
 
-def _standard_library() -> Iterator[Path]:
+def split(documents: Sequence[Document], *, eval_fraction: float, max_bytes: int | None, where: str) -> Corpus:
+    """Takes documents up to ``max_bytes`` and holds a share of them out, both by their content alone.
+
+    Raises:
+        DataError: there are none, which ``where`` then says.
+    """
+    taken = _subset(documents, max_bytes)
+    if not taken:
+        raise DataError(f"{where} · fix: name text files, folders or a data set that hold some")
+    if len(taken) == 1 and isinstance(taken[0], Part):
+        return _cut(taken[0], eval_fraction)
+    taken.sort(key=lambda document: document.digest)
+    count = sum(int(document.digest[:8], 16) < eval_fraction * 16**8 for document in taken)
+    count = min(max(count, 1), len(taken) - 1)  # a small corpus, too, has both
+    return Corpus(train=tuple(taken[count:]), heldout=tuple(taken[:count]))
+
+
+def _standard_library() -> Iterator[tuple[Path, str]]:
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         if not _SKIPPED.intersection(path.relative_to(root).parts):
-            yield path
+            yield path, _group(path, root)
 
 
-def _user_files(paths: Iterable[str]) -> Iterator[Path]:
+def _group(path: Path, root: Path) -> str:
+    return next(iter(path.relative_to(root).parent.parts), ".")
+
+
+def _user_files(paths: Iterable[str]) -> Iterator[tuple[Path, str]]:
     for name in paths:
         path = Path(name).expanduser()
         if path.is_dir():
             below = (file for file in sorted(path.rglob("*")) if file.is_file())
-            yield from (file for file in below if not _is_hidden(file.relative_to(path)) and _is_text(file))
+            texts = (file for file in below if not _is_hidden(file.relative_to(path)) and _is_text(file))
+            yield from ((file, _group(file, path)) for file in texts)
         elif path.is_file():
-            yield path
+            yield path, "."
         else:
             raise DataError(f"data.paths: {name}: no such file or folder")
 
@@ -126,9 +171,9 @@ def _is_text(path: Path) -> bool:
         raise DataError(f"data.paths: {path}: {error.strerror}") from error
 
 
-def _distinct(paths: Iterable[Path]) -> list[Part]:
+def _distinct(paths: Iterable[tuple[Path, str]]) -> list[Part]:
     parts: dict[str, Part] = {}
-    for path in paths:
+    for path, group in paths:
         try:
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -136,20 +181,20 @@ def _distinct(paths: Iterable[Path]) -> list[Part]:
         except OSError as error:
             raise DataError(f"data.paths: {path}: {error.strerror}") from error
         if num_bytes:
-            parts.setdefault(digest, Part(path=path, digest=digest, start=0, stop=num_bytes))
+            parts.setdefault(digest, Part(path=path, digest=digest, start=0, stop=num_bytes, group=group))
     return list(parts.values())
 
 
-def _subset(parts: list[Part], max_bytes: int | None) -> list[Part]:
+def _subset(documents: Sequence[Document], max_bytes: int | None) -> list[Document]:
     if max_bytes is None:
-        return parts
-    taken: list[Part] = []
+        return list(documents)
+    taken: list[Document] = []
     left = max_bytes
-    for part in sorted(parts, key=lambda part: part.digest[::-1]):  # not the order that decides what is held out
+    for document in sorted(documents, key=lambda document: document.digest[::-1]):  # not the order that holds out
         if left <= 0:
             break
-        taken.append(part)
-        left -= part.num_bytes
+        taken.append(document)
+        left -= document.num_bytes
     return taken
 
 
@@ -163,6 +208,6 @@ def _cut(part: Part, eval_fraction: float) -> Corpus:
         cut += len(line)
     cut = min(max(cut, 1), part.stop - 1)
     return Corpus(
-        train=(Part(path=part.path, digest=part.digest, start=0, stop=cut),),
-        heldout=(Part(path=part.path, digest=part.digest, start=cut, stop=part.stop),),
+        train=(replace(part, stop=cut),),
+        heldout=(replace(part, start=cut),),
     )

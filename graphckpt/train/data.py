@@ -1,73 +1,64 @@
-"""Text as sequences of tokens in memory-mapped files, prepared once and kept in a cache."""
+"""Text as tokens, prepared once and kept in a cache: the section ``data`` of a config."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Protocol, final
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
+from tokenizers import Tokenizer
 
-from graphckpt.train.corpus import Corpus, DataError, read_corpus
+from graphckpt.errors import ConfigError
+from graphckpt.train.cache import SPLITS, cache_root, documents, fresh_folder, is_whole, read_meta
+from graphckpt.train.corpus import Corpus, DataError, Document, read_corpus, split
+from graphckpt.train.hub import read_rows
 from graphckpt.train.report import Report
-from graphckpt.train.tokenizer import SMALLEST_VOCAB, token_dtype, train_tokenizer, write_tokens
+from graphckpt.train.tasks.base import Opened, Task, TextTask
+from graphckpt.train.tokenizer import (
+    SMALLEST_VOCAB,
+    line_ends,
+    read_tokenizer,
+    special_ids,
+    token_dtype,
+    train_tokenizer,
+    write_tokens,
+)
+from graphckpt.train.tokens import Prepared, TokenFile
 from graphckpt.units import format_bytes
 
-# Legend: B sequences, T tokens of a sequence
-_FORMAT = 1  # of the cache; a change of what is written needs a new number
+_FORMAT = 2  # of the cache; a change of what is written needs a new number
 
 
-@final
-class TokenFile:
-    """A file of tokens, read as sequences of equal length that do not overlap. The file stays on disk."""
+class Data(Protocol):
+    """What a run learns from."""
 
-    def __init__(self, path: Path, dtype: np.dtype[np.unsignedinteger], seq_length: int) -> None:
-        self._tokens = np.memmap(path, dtype=dtype, mode="r")
-        self._seq_length = seq_length
-
-    def __len__(self) -> int:
-        return len(self._tokens) // self._seq_length
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in the file, with those of an unfinished last sequence."""
-        return len(self._tokens)
-
-    def batch(self, indices: Sequence[int] | NDArray[np.int64]) -> Tensor:
-        """Returns the sequences with these indices, int64 of shape [B, T]."""
-        starts = np.asarray(indices, np.int64)[:, None] * self._seq_length  # [B, 1]
-        return torch.from_numpy(self._tokens[starts + np.arange(self._seq_length)].astype(np.int64))
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """Data that is ready to be trained on."""
-
-    train: TokenFile
-    heldout: TokenFile
-    tokenizer_file: Path
-    """A ``tokenizer.json`` of the tokenizers library."""
-    seq_length: int
+    def open(self, task: Task, *, seed: int, report: Report) -> Opened:
+        """Makes the data ready for ``task``; ``seed`` fixes whatever is drawn for a sample."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class TextData:
-    """Text to learn to continue, token by token. The fields are the keys of ``data`` in a config."""
+    """Text, and the tokens that it is cut into. The fields are the keys of ``data`` in a config."""
 
     paths: str | list[str] | None = None
     """Text files and folders of text files; ``None`` is the source text of Python's standard library."""
+    dataset: str | None = None
+    """A Hugging Face data set by its name, instead of ``paths``, such as ``"Salesforce/wikitext"``."""
+    dataset_config: str | None = None
+    """Which of its configurations, such as ``"wikitext-2-raw-v1"``."""
+    dataset_split: str = "train"
+    """Which of its splits; a share of it is held out, as of any text."""
+    text_column: str = "text"
+    """Its column of texts."""
+    label_column: str | None = None
+    """Its column of classes, where one is learned."""
+    tokenizer_file: str | None = None
+    """A ``tokenizer.json`` to use; ``None`` trains a byte-level BPE on the text."""
     vocab_size: int = 8192
     """Tokens of the byte-level BPE that is trained on the text."""
     seq_length: int = 256
@@ -89,8 +80,24 @@ class TextData:
             yield f"eval_fraction: {self.eval_fraction} · fix: use a share between 0 and 1"
         if self.max_bytes is not None and self.max_bytes < 1:
             yield f"max_bytes: {self.max_bytes} · fix: use 1 or more, or null"
+        if self.dataset is not None and self.paths is not None:
+            yield f"dataset: {self.dataset!r}, and data.paths is set too · fix: set one of them to null"
 
-    def prepare(self, report: Report) -> Prepared:
+    def open(self, task: Task, *, seed: int, report: Report) -> Opened:
+        """Prepares the text and has ``task`` make samples of it.
+
+        Raises:
+            ConfigError: ``task`` is not for text.
+            DataError: no text, too little of it, or the cache cannot be written.
+        """
+        if not isinstance(task, TextTask):
+            fix = "use graphckpt.train.tasks.CausalLM or another task on text, or data of your own"
+            raise ConfigError(f"task: {type(task).__name__} makes no samples of text · fix: {fix}")
+        text = self.prepare(report, task.special_tokens)
+        train, heldout = (task.samples(tokens, text, seed) for tokens in (text.train, text.heldout))
+        return Opened(train=train, heldout=heldout, text=text)
+
+    def prepare(self, report: Report, special_tokens: Sequence[str] = ()) -> Prepared:
         """Finds the text, trains a tokenizer and writes the tokens, unless the cache holds them already.
 
         Raises:
@@ -98,27 +105,56 @@ class TextData:
         """
         if faults := list(self.faults()):
             raise DataError("\n".join(f"data.{fault}" for fault in faults))
-        paths = [self.paths] if isinstance(self.paths, str) else self.paths
-        corpus = read_corpus(paths, eval_fraction=self.eval_fraction, max_bytes=self.max_bytes)
-        counts = f"{len(corpus.train)} files to train on, {len(corpus.heldout)} held out"
+        if self.vocab_size < SMALLEST_VOCAB + len(special_tokens):
+            fix = f"use {SMALLEST_VOCAB + len(special_tokens)} or more, for {', '.join(special_tokens)} too"
+            raise DataError(f"data.vocab_size: {self.vocab_size} · fix: {fix}")
+        corpus = self._corpus()
+        counts = f"{len(corpus.train)} documents to train on, {len(corpus.heldout)} held out"
         report.line(f"data: {counts}, {format_bytes(corpus.num_bytes)}")
-        folder = self._cache() / f"tokens-{self._key(corpus)}"
-        if not _is_whole(folder):
-            with _fresh_folder(folder) as made:
-                self._write(made, corpus, report)
-        meta = _meta(folder)
+        given = read_tokenizer(self.tokenizer_file, special_tokens) if self.tokenizer_file else None
+        folder = cache_root(self.cache_dir) / f"tokens-{self._key(corpus, special_tokens, given)}"
+        if not is_whole(folder):
+            with fresh_folder(folder) as made:
+                self._write(made, corpus, special_tokens, given, report)
+        prepared = self._read(folder, special_tokens)
+        counts = f"{prepared.train.num_tokens:,} tokens to train on, {prepared.heldout.num_tokens:,} held out"
+        report.line(f"data: {counts}, vocabulary of {prepared.vocab_size:,}")
+        return prepared
+
+    def _corpus(self) -> Corpus:
+        if self.dataset is None:
+            paths = [self.paths] if isinstance(self.paths, str) else self.paths
+            return read_corpus(paths, eval_fraction=self.eval_fraction, max_bytes=self.max_bytes)
+        rows = read_rows(
+            self.dataset,
+            config=self.dataset_config,
+            split=self.dataset_split,
+            text_column=self.text_column,
+            label_column=self.label_column,
+        )
+        where = f"data.dataset: too few texts in column {self.text_column!r} of {self.dataset}"
+        return split(rows, eval_fraction=self.eval_fraction, max_bytes=self.max_bytes, where=where)
+
+    def _read(self, folder: Path, special_tokens: Sequence[str]) -> Prepared:
+        meta = read_meta(folder)
         if faults := list(self._too_short(meta["num_tokens"])):
             raise DataError("\n".join(faults))
-        dtype = np.dtype(meta["dtype"])
-        prepared = Prepared(
-            train=TokenFile(folder / "train.bin", dtype, self.seq_length),
-            heldout=TokenFile(folder / "heldout.bin", dtype, self.seq_length),
+        files = {}
+        for name in SPLITS:
+            lengths, groups = documents(folder, name).T
+            dtype = np.dtype(meta["dtype"])
+            files[name] = TokenFile(folder / f"{name}.bin", dtype, self.seq_length, lengths=lengths, groups=groups)
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        return Prepared(
+            train=files["train"],
+            heldout=files["heldout"],
             tokenizer_file=folder / "tokenizer.json",
             seq_length=self.seq_length,
+            vocab_size=meta["vocab_size"],
+            special_ids=special_ids(tokenizer, special_tokens),
+            line_ends=line_ends(tokenizer),
+            groups=tuple(meta["groups"]),
         )
-        counts = f"{prepared.train.num_tokens:,} tokens to train on, {prepared.heldout.num_tokens:,} held out"
-        report.line(f"data: {counts}, vocabulary of {meta['vocab_size']:,}")
-        return prepared
 
     def _too_short(self, num_tokens: dict[str, int]) -> Iterator[str]:
         for name, what, more in (
@@ -129,71 +165,44 @@ class TextData:
                 fault = f"data: {num_tokens[name]} tokens {what}, fewer than one sequence of {self.seq_length}"
                 yield f"{fault} · fix: add text, lower data.seq_length{more}"
 
-    def _cache(self) -> Path:
-        if self.cache_dir:
-            return Path(self.cache_dir).expanduser()
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "graphckpt"
-
-    def _key(self, corpus: Corpus) -> str:
-        """Returns a name for what the tokens depend on: content, split and vocabulary."""
-        split = {
-            name: [(part.digest, part.start, part.stop) for part in parts]
-            for name, parts in (("train", corpus.train), ("heldout", corpus.heldout))
+    def _key(self, corpus: Corpus, special_tokens: Sequence[str], given: Tokenizer | None) -> str:
+        """Returns a name for what the tokens depend on: content, split, groups and vocabulary."""
+        parts = {
+            name: [(document.digest, document.span, document.group) for document in found]
+            for name, found in (("train", corpus.train), ("heldout", corpus.heldout))
         }
-        described = json.dumps([_FORMAT, self.vocab_size, split])
+        tokenizer = given.to_str() if given else self.vocab_size
+        described = json.dumps([_FORMAT, tokenizer, list(special_tokens), parts])
         return hashlib.sha256(described.encode()).hexdigest()[:16]
 
-    def _write(self, folder: Path, corpus: Corpus, report: Report) -> None:
-        with report.progress("training the tokenizer", sum(part.num_bytes for part in corpus.train)) as advance:
-            tokenizer = train_tokenizer(corpus.train, self.vocab_size, advance)
+    def _write(
+        self,
+        folder: Path,
+        corpus: Corpus,
+        special_tokens: Sequence[str],
+        given: Tokenizer | None,
+        report: Report,
+    ) -> None:
+        tokenizer = given
+        if tokenizer is None:
+            num_bytes = sum(document.num_bytes for document in corpus.train)
+            with report.progress("training the tokenizer", num_bytes) as advance:
+                tokenizer = train_tokenizer(corpus.train, self.vocab_size, special_tokens, advance)
         tokenizer.save(str(folder / "tokenizer.json"))
+        splits: dict[str, tuple[Document, ...]] = {"train": corpus.train, "heldout": corpus.heldout}
+        groups = sorted({document.group for found in splits.values() for document in found})
+        num_tokens = {}
         with report.progress("tokenizing", corpus.num_bytes) as advance:
-            num_tokens = {
-                "train": write_tokens(folder / "train.bin", corpus.train, tokenizer, advance),
-                "heldout": write_tokens(folder / "heldout.bin", corpus.heldout, tokenizer, advance),
-            }
+            for name, found in splits.items():
+                lengths = write_tokens(folder / f"{name}.bin", found, tokenizer, advance)
+                rows = [(n, groups.index(document.group)) for n, document in zip(lengths, found, strict=True)]
+                np.save(folder / f"{name}.documents.npy", np.array(rows, np.int64).reshape(-1, 2))
+                num_tokens[name] = sum(lengths)
         vocab_size = tokenizer.get_vocab_size()
-        meta = {"vocab_size": vocab_size, "dtype": token_dtype(vocab_size).name, "num_tokens": num_tokens}
-        (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
-
-
-def _meta(folder: Path) -> dict[str, Any]:
-    found = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    assert isinstance(found, dict)
-    return found
-
-
-def _is_whole(folder: Path) -> bool:
-    """Returns whether a cached folder holds every file, in full."""
-    try:
-        meta = _meta(folder)
-        width = np.dtype(meta["dtype"]).itemsize
-        sizes = {name: (folder / f"{name}.bin").stat().st_size for name in meta["num_tokens"]}
-        return (folder / "tokenizer.json").is_file() and sizes == {
-            name: width * counted for name, counted in meta["num_tokens"].items()
+        meta = {
+            "vocab_size": vocab_size,
+            "dtype": token_dtype(vocab_size).name,
+            "num_tokens": num_tokens,
+            "groups": groups,
         }
-    except (OSError, ValueError, KeyError, AssertionError):
-        return False
-
-
-@contextmanager
-def _fresh_folder(folder: Path) -> Iterator[Path]:
-    """Gives an empty folder that becomes ``folder`` at the end, in one move; an error leaves nothing."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".making-"))
-    except OSError as error:
-        fix = "set data.cache_dir to a folder that can be written"
-        raise DataError(f"data.cache_dir: {folder.parent}: {error.strerror} · fix: {fix}") from error
-    try:
-        yield made
-        try:
-            made.rename(folder)
-        except OSError:
-            if not _is_whole(folder):  # what is there is broken; if it is whole, another run was faster
-                shutil.rmtree(folder, ignore_errors=True)
-                made.rename(folder)
-    except OSError as error:
-        raise DataError(f"data.cache_dir: {folder.parent}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
+        (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")

@@ -8,7 +8,10 @@ from typing import Any, Literal, final
 
 from torch.optim.lr_scheduler import LRScheduler
 
+from graphckpt.errors import ConfigError
 from graphckpt.train.optim import warmup_cosine_lr
+from graphckpt.train.reserved import DistConfig, ZeroConfig, not_neutral
+from graphckpt.train.sizes import BatchSizes, batch_sizes
 
 
 @final
@@ -29,10 +32,25 @@ class ActivationCheckpointConfig:
 
     enabled: bool = False
     """Whether any block does."""
-    rule: bool | str | dict[str, Any] = True
-    """For every layer: ``True``, ``"selective"``, or a mapping such as ``{"rule": "selective"}``."""
-    blocks: dict[str, dict[str, Any]] | None = None
-    """By block name, instead of ``rule``: ``{"transformer.h.*": {"activation_checkpointing": True}}``."""
+    rule: bool | str | dict[str, Any] | None = True
+    """For every unit: ``True``, ``"selective"``, or a mapping such as ``{"rule": "selective"}``; ``None`` for none."""
+    unit: str | list[str] | None = None
+    """Class names or name patterns of the units; ``None`` is the layers that Transformers recomputes."""
+    blocks: dict[str, bool | str | dict[str, Any] | None] | None = None
+    """On top of ``rule``, by name pattern: ``{"transformer.h.[01]": False, "transformer.h.2": "selective"}``."""
+    offload: bool | str | None = None
+    """Whether what is kept leaves the device."""
+    partition: bool | None = None
+    """Whether what is kept is cut over processes."""
+    contiguous: bool | None = None
+    """Whether what is kept lies in one piece of memory."""
+
+    def faults(self) -> Iterator[str]:
+        """Yields what is not supported."""
+        for name in ("offload", "partition", "contiguous"):
+            if getattr(self, name):
+                fix = "leave the key out"
+                yield f"{name}: {getattr(self, name)!r} is not supported, what is kept stays on its device · fix: {fix}"
 
 
 @final
@@ -59,16 +77,28 @@ class TrainConfig:
 
     output_dir: str = "output"
     """Folder for all that the run writes."""
-    train_micro_batch_size: int = 32
-    """Sequences in one forward."""
+    train_micro_batch_size: int | None = 32
+    """Samples in one forward; ``None`` derives it from ``global_batch_size``."""
+    global_batch_size: int | None = None
+    """Samples of one update: micro batch x data parallel x accumulation; ``None`` derives it."""
     test_micro_batch_size: int = 32
-    """Sequences in one forward of an evaluation."""
-    num_accumulation_steps: int = 1
-    """Forwards, each with its backward, before one update of the weights."""
+    """Samples in one forward of an evaluation."""
+    num_accumulation_steps: int | None = None
+    """Forwards, each with its backward, before one update of the weights; ``None`` derives it, or is 1."""
     train_iter: int = 10000
-    """Updates of the weights."""
+    """Updates of the weights, at least."""
+    train_epoch: float = 0
+    """Times through the data, if that is more."""
+    train_samples: int | None = None
+    """If set, the run ends after so many samples, whatever ``train_iter`` is."""
+    consumed_train_samples: int = 0
+    """Samples of the data's order to leave out at the start."""
+    consumed_valid_samples: int = 0
+    """Of libai: every evaluation starts with the first held-out sample."""
+    start_iter: int = 0
+    """Of libai: a snapshot says where ``--resume`` starts."""
     warmup_ratio: float = 0.0
-    """Share of ``train_iter`` in which the learning rate rises to its top."""
+    """Share of the updates in which the learning rate rises to its top."""
     scheduler: Callable[..., LRScheduler] = field(default=warmup_cosine_lr)
     """Called with ``optimizer``, ``max_iter`` and ``warmup_iter``."""
     log_period: int = 20
@@ -80,17 +110,35 @@ class TrainConfig:
     amp: AmpConfig = field(default_factory=AmpConfig)
     activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    dist: DistConfig = field(default_factory=DistConfig)
+    zero_optimization: ZeroConfig = field(default_factory=ZeroConfig)
+
+    @property
+    def sizes(self) -> BatchSizes:
+        """How many samples a forward and an update take."""
+        return batch_sizes(
+            micro_batch=self.train_micro_batch_size,
+            global_batch=self.global_batch_size,
+            accumulation=self.num_accumulation_steps,
+            data_parallel=self.dist.data_parallel_size,
+        )
 
     def faults(self) -> Iterator[str]:
         """Yields what is wrong with the fields."""
-        counts = (
-            "train_micro_batch_size",
-            "test_micro_batch_size",
-            "num_accumulation_steps",
-            "train_iter",
-            "log_period",
-        )
-        yield from _below_one(self, *counts)
+        sizes = ("train_micro_batch_size", "global_batch_size", "num_accumulation_steps")
+        counts = ("test_micro_batch_size", "train_iter", "train_samples", "log_period")
+        yield from _below_one(self, *sizes, *counts)
+        if not any(_below_one(self, *sizes)) and not any(self.dist.faults()):
+            try:
+                _ = self.sizes
+            except ConfigError as error:
+                yield str(error)
+        yield from not_neutral(self, "a snapshot says it", "consumed_valid_samples", "start_iter")
+        for name in ("train_epoch", "consumed_train_samples"):
+            if getattr(self, name) < 0:
+                yield f"{name}: {getattr(self, name)} · fix: use 0 or more"
+        if self.train_samples is not None and self.train_epoch:
+            yield f"train_samples: {self.train_samples}, and train_epoch is {self.train_epoch} · fix: set one of them"
         if not 0 <= self.warmup_ratio < 1:
             yield f"warmup_ratio: {self.warmup_ratio} · fix: use a share from 0 to below 1"
         if self.seed < 0:

@@ -19,6 +19,7 @@ from graphckpt.train.loop import HookBase, Loop, TrainError
 from graphckpt.train.memory import process_memory
 from graphckpt.train.optim import get_default_optimizer_params, warmup_cosine_lr
 from graphckpt.train.report import Report
+from graphckpt.train.tasks import CausalLM
 
 
 class Written(HookBase):
@@ -140,14 +141,15 @@ def test_evaluation_weighs_by_tokens_and_restores_the_mode():
 
     def evaluate(batch):
         seen.append((model.training, torch.is_grad_enabled()))
-        return batch["labels"].float().mean()
+        labels = batch["labels"].float()
+        return {"loss": torch.stack([labels.sum(), torch.tensor(labels.numel())])}
 
     def batches():
         yield {"labels": torch.full((3, 5), 2.0)}
         yield {"labels": torch.full((1, 5), 6.0)}
 
-    hook = EvalHook(evaluate, batches, model=model, eval_period=2)
-    assert hook.measure() == (3.0, 16)
+    hook = EvalHook(evaluate, batches, CausalLM().metrics, model=model, eval_period=2)
+    assert hook.measure() == {"eval_loss": 3.0, "eval_ppl": math.exp(3.0)}
     assert seen == [(False, False)] * 2
     assert model.training
 

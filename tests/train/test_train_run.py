@@ -120,7 +120,8 @@ def test_losses_are_the_same_to_the_bit_without_checkpointing(place, policy):
 
 def test_named_blocks_are_those_that_act(place):
     blocks = '{"transformer.h.[01]": {"activation_checkpointing": true}}'
-    assert _train("train.train_iter=3", f"train.activation_checkpoint.blocks={blocks}") == 0
+    only = ["train.activation_checkpoint.rule=null", f"train.activation_checkpoint.blocks={blocks}"]
+    assert _train("train.train_iter=3", *only) == 0
     log = (place / "out" / "log.txt").read_text()
     assert re.search(r"model\.transformer\.h\.0-1 \(2x\) +full", log)
     assert re.search(r"model\.transformer\.h\.2 +keep", log)
@@ -191,7 +192,7 @@ def test_model_without_marked_layers_asks_for_names(place, capsys):
         "(in_features=2, out_features=2)\n"
     )
     assert main(["train", "--config-file", "plain.py"]) == 2
-    assert "Linear marks no layer as a unit · fix: name its blocks" in capsys.readouterr().err
+    assert "Linear marks no layer as a unit · fix: name its class or its blocks" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -209,7 +210,7 @@ def test_model_without_marked_layers_asks_for_names(place, capsys):
         (["optim.lr=1e6"], ["the loss is", "fix: lower optim.lr"]),
         (
             ['train.activation_checkpoint.blocks={"transformer.g.*": {}, "x": {}}'],
-            ["• 'transformer.g.*' matches no module", "• 'x' matches no module"],
+            ["blocks: 'transformer.g.*' matches no module", "blocks: 'x' matches no module"],
         ),
         (
             ['train.activation_checkpoint.blocks={"transformer.h.*": {"activation_checkpoint": true}}'],

@@ -1,9 +1,8 @@
-"""Measures loss and perplexity on held-out text."""
+"""Measures the task's metrics on held-out samples."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import final
 
 import torch
@@ -14,57 +13,60 @@ from graphckpt.train.loop import HookBase, Loop
 
 @final
 class EvalHook(HookBase):
-    """Evaluates every ``eval_period`` iterations and after the last."""
+    """Evaluates every ``eval_period`` iterations and after the last.
+
+    Args:
+        tally: returns sums over a batch, each of shape [2]: the sum, and how many it is over.
+        batches: the held-out batches.
+        metrics: turns the means of the sums into what is reported.
+        model: is set to evaluation meanwhile.
+        eval_period: iterations between two evaluations.
+    """
 
     def __init__(
         self,
-        evaluate: Callable[[dict[str, Tensor]], Tensor],
+        tally: Callable[[dict[str, Tensor]], Mapping[str, Tensor]],
         batches: Callable[[], Iterable[dict[str, Tensor]]],
+        metrics: Callable[[Mapping[str, float]], Mapping[str, float]],
         *,
         model: nn.Module,
         eval_period: int,
     ) -> None:
-        self._evaluate = evaluate
+        self._tally = tally
         self._batches = batches
+        self._metrics = metrics
         self._model = model
         self._eval_period = eval_period
 
     def after_step(self, loop: Loop) -> None:
-        """Puts ``eval_loss`` (mean over tokens) and ``eval_ppl`` (its exponential) among the metrics."""
+        """Puts the metrics, such as ``eval_loss``, among those of the iteration."""
         if loop.done % self._eval_period and loop.done != loop.train_iter:
             return
-        loss, num_tokens = self.measure()
-        loop.metrics |= {"eval_loss": loss, "eval_ppl": perplexity(loss)}
-        loop.report.line(
-            f"iteration {loop.done}/{loop.train_iter}  held-out loss {loss:.4f}"
-            f"  perplexity {perplexity(loss):.2f}  ({num_tokens:,} tokens)",
-            "bold",
-        )
+        metrics = self.measure()
+        loop.metrics |= metrics
+        loop.report.line(f"iteration {loop.done}/{loop.train_iter}  held-out {described(metrics)}", "bold")
 
-    def measure(self) -> tuple[float, int]:
-        """Returns the mean loss over all held-out tokens that have one before them, and their number."""
-        total, num_tokens = 0.0, 0
+    def measure(self) -> dict[str, float]:
+        """Returns the metrics over all held-out batches, each sample weighed as the task says."""
+        totals: dict[str, Tensor] = {}
         was_training = self._model.training
         self._model.eval()
         try:
             with torch.no_grad():
                 for batch in self._batches():
-                    num_sequences, seq_length = batch["labels"].shape
-                    predicted = num_sequences * (seq_length - 1)  # no token comes before the first
-                    total += float(self._evaluate(batch)) * predicted
-                    num_tokens += predicted
+                    for name, sums in self._tally(batch).items():
+                        total = sums.detach().to("cpu", torch.float64)
+                        totals[name] = totals[name] + total if name in totals else total
         finally:
             self._model.train(was_training)
-        return total / num_tokens, num_tokens
+        means = {name: float(total) / float(count) for name, (total, count) in totals.items()}
+        return dict(self._metrics(means))
 
 
-def perplexity(loss: float) -> float:
-    """Returns ``exp(loss)``; infinity where a float cannot hold it.
+def described(metrics: Mapping[str, float]) -> str:
+    """Returns metrics as text.
 
-    >>> perplexity(0.0), perplexity(1e6)
-    (1.0, inf)
+    >>> described({"eval_loss": 1.5, "eval_acc": 0.25})
+    'loss 1.5000  acc 0.2500'
     """
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
+    return "  ".join(f"{name.removeprefix('eval_')} {value:.4f}" for name, value in metrics.items())

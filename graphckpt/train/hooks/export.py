@@ -20,7 +20,7 @@ from graphckpt.train.tokenizer import END_OF_TEXT
 class ExportHook(HookBase):
     """Writes weights as safetensors, with the model's config and the tokenizer where there are such."""
 
-    def __init__(self, model: nn.Module, tokenizer_file: Path, folder: Path, *, seq_length: int) -> None:
+    def __init__(self, model: nn.Module, tokenizer_file: Path | None, folder: Path, *, seq_length: int) -> None:
         self._model = model
         self._tokenizer_file = tokenizer_file
         self._folder = folder
@@ -34,6 +34,8 @@ class ExportHook(HookBase):
                 self._model.save_pretrained(self._folder)
         else:
             save_model(self._model, str(self._folder / "model.safetensors"))
+        if self._tokenizer_file is None:
+            return
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_file=str(self._tokenizer_file),
             eos_token=END_OF_TEXT,

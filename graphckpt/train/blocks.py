@@ -1,0 +1,106 @@
+"""Which blocks of a model ``train.activation_checkpoint`` means. Knows names and fields, no rule and no store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from graphckpt.blocks.config import BlockConfig
+from graphckpt.blocks.select import select
+from graphckpt.errors import ConfigError, bullets, did_you_mean
+from graphckpt.train.settings import ActivationCheckpointConfig
+
+_WHERE = "train.activation_checkpoint"
+_FLAG = "activation_checkpointing"
+
+
+def checkpointed_blocks(model: nn.Module, config: ActivationCheckpointConfig) -> dict[str, dict[str, Any]]:
+    """Returns the settings of each block to set, by its name in ``model``.
+
+    ``rule`` holds for every unit; what ``blocks`` says of a pattern comes on top, field by field.
+
+    Raises:
+        ConfigError: a name matches no block, a value cannot act, or the model has no unit that can be found.
+    """
+    if not config.enabled:
+        return {}
+    settings: dict[str, dict[str, Any]] = {}
+    faults: list[str] = []
+    try:
+        settings = {name: {_FLAG: config.rule} for name in _units(model, config)} if config.rule is not None else {}
+    except ConfigError as error:
+        faults.append(str(error))
+    for pattern, value in (config.blocks or {}).items():
+        fields = value if isinstance(value, dict) and "rule" not in value else {_FLAG: value}
+        try:
+            for name, _ in select(model, pattern):
+                settings[name] = {**settings.get(name, {}), **fields}
+        except ConfigError as error:
+            faults.append(f"{_WHERE}.blocks: {error}")
+    faults += _senseless(settings)
+    if faults:
+        raise ConfigError(bullets(f"{_WHERE} cannot act", faults) if len(faults) > 1 else faults[0])
+    return settings
+
+
+def _senseless(settings: dict[str, dict[str, Any]]) -> Iterator[str]:
+    seen: set[str] = set()
+    for name, fields in settings.items():
+        try:
+            BlockConfig(name).update(fields)
+        except ConfigError as error:
+            text = str(error).removeprefix(name)
+            if text not in seen:  # once for all blocks of one pattern
+                seen.add(text)
+                yield f"{_WHERE}: {error}"
+
+
+def _units(model: nn.Module, config: ActivationCheckpointConfig) -> list[str]:
+    """Returns the names of the units that ``unit`` means, or of those that the model itself marks."""
+    if config.unit is None:
+        found = _marked(model)
+        if found or config.blocks is not None:
+            return found
+        fix = f"name its class or its blocks: {_WHERE}.unit=Block, or {_WHERE}.unit='layers.*'"
+        raise ConfigError(f"{_WHERE}: {type(model).__name__} marks no layer as a unit · fix: {fix}")
+    named = [config.unit] if isinstance(config.unit, str) else config.unit
+    return list(dict.fromkeys(name for unit in named for name in _named(model, unit)))
+
+
+def _marked(model: nn.Module) -> list[str]:
+    """Returns the layers that Transformers recomputes, in the three ways in which its models have marked them."""
+    named = list(model.named_modules())
+    if layers := [name for name, module in named if isinstance(module, GradientCheckpointingLayer)]:
+        return layers
+    for owner, module in named:  # before 2025: a flag on the module that loops over a list of layers
+        if hasattr(module, "gradient_checkpointing"):
+            for child, layers_list in module.named_children():
+                if isinstance(layers_list, nn.ModuleList):
+                    layers += [".".join(filter(None, (owner, child, str(n)))) for n in range(len(layers_list))]
+    if layers:
+        return layers
+    whole = set(getattr(model, "_no_split_modules", None) or ())
+    return [name for name, module in named if name and type(module).__name__ in whole]
+
+
+def _named(model: nn.Module, unit: str) -> list[str]:
+    """Returns the modules of a class of this name, or else those that the pattern ``unit`` matches."""
+    short = unit.rpartition(".")[2]
+    of_class = [
+        name
+        for name, module in model.named_modules()
+        if name
+        and any(
+            kind.__name__ == short and unit in {short, f"{kind.__module__}.{short}"} for kind in type(module).__mro__
+        )
+    ]
+    if of_class:
+        return of_class
+    try:
+        return [name for name, _ in select(model, unit)]
+    except ConfigError as error:
+        hint = did_you_mean(unit, {type(module).__name__ for module in model.modules()})
+        raise ConfigError(f"{_WHERE}.unit: no class is called {unit!r}{hint}, and as a pattern {error}") from None

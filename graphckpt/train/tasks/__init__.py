@@ -1,0 +1,18 @@
+"""What a run learns, one file each: its batches, its losses, its metric."""
+
+from graphckpt.train.tasks.base import Opened, Samples, Task, TextTask
+from graphckpt.train.tasks.causal_lm import CausalLM
+from graphckpt.train.tasks.classification import SequenceClassification
+from graphckpt.train.tasks.masked_lm import MaskedLM
+from graphckpt.train.tasks.own import OwnLoss
+
+__all__ = [
+    "CausalLM",
+    "MaskedLM",
+    "Opened",
+    "OwnLoss",
+    "Samples",
+    "SequenceClassification",
+    "Task",
+    "TextTask",
+]

@@ -1,0 +1,121 @@
+"""What a task has to say, and what it is given. Knows no task, no graph and no loop."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from graphckpt.train.tokens import Prepared, TokenFile
+
+_POSITIONS = ("max_position_embeddings", "n_positions")
+
+
+class Samples(Protocol):
+    """What can be learned from, by number. The same number is the same sample, always."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
+        """Returns the samples with these indices, each tensor with them along dim 0, on the CPU."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """Data that a task made its samples of."""
+
+    train: Samples
+    heldout: Samples | None
+    """What is evaluated on; ``None`` if nothing is held out."""
+    text: Prepared | None = None
+    """The text and its tokenizer; ``None`` if the data is no text."""
+
+    @property
+    def tokenizer_file(self) -> Path | None:
+        """A ``tokenizer.json``, where there is one."""
+        return self.text.tokenizer_file if self.text else None
+
+    @property
+    def tokens_each(self) -> int:
+        """Tokens of one sample; 1 if the data is no text."""
+        return self.text.seq_length if self.text else 1
+
+
+class Task(ABC):
+    """What a run learns."""
+
+    metric: ClassVar[str] = "eval_loss"
+    """The metric that says which snapshot is best."""
+    metric_mode: ClassVar[Literal["min", "max"]] = "min"
+    """Whether a low or a high value of it is good."""
+
+    @abstractmethod
+    def losses(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the mean losses of a batch; those with ``loss`` in their names are summed and learned from."""
+
+    @abstractmethod
+    def tally(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns sums over a held-out batch, each of shape [2]: the sum, and how many it is over."""
+
+    def metrics(self, means: Mapping[str, float]) -> dict[str, float]:
+        """Turns the means of what :meth:`tally` summed into the metrics that are reported."""
+        return {f"eval_{name}": mean for name, mean in means.items()}
+
+
+class TextTask(Task):
+    """A task on text: it makes samples of tokens."""
+
+    special_tokens: ClassVar[tuple[str, ...]] = ()
+    """Tokens that the task puts between those of the text."""
+
+    @abstractmethod
+    def samples(self, tokens: TokenFile, text: Prepared, seed: int) -> Samples:
+        """Returns the samples of one token file; ``seed`` fixes whatever is drawn for them."""
+
+    def check(self, model: nn.Module, text: Prepared) -> Iterator[str]:
+        """Yields what about ``model`` does not fit the text."""
+        known, longest = _vocabulary(model), _longest(model)
+        if known is not None and known < text.vocab_size:
+            fix = "set its vocab_size to ${data.vocab_size}"
+            yield f"model: it knows {known} tokens, and the tokenizer has {text.vocab_size} · fix: {fix}"
+        if longest is not None and longest < text.seq_length:
+            fix = "lower data.seq_length, or lengthen the model"
+            yield f"model: it knows {longest} positions, and data.seq_length is {text.seq_length} · fix: {fix}"
+
+
+def _vocabulary(model: nn.Module) -> int | None:
+    find = getattr(model, "get_input_embeddings", None)
+    embeddings = find() if callable(find) else None
+    return embeddings.num_embeddings if isinstance(embeddings, nn.Embedding) else None
+
+
+def _longest(model: nn.Module) -> int | None:
+    config: Any = getattr(model, "config", None)
+    return next((found for name in _POSITIONS if isinstance(found := getattr(config, name, None), int)), None)
+
+
+def summed(mean: Tensor, count: Tensor | int) -> Tensor:
+    """Returns ``[mean * count, count]``, from which means over several batches are made."""
+    count = torch.as_tensor(count, device=mean.device)
+    return torch.stack([mean.float() * count, count.float()])
+
+
+def perplexity(loss: float) -> float:
+    """Returns ``exp(loss)``; infinity where a float cannot hold it.
+
+    >>> perplexity(0.0), perplexity(1e6)
+    (1.0, inf)
+    """
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf

@@ -1,0 +1,62 @@
+"""Learns to say each token from those before it. The metric is perplexity."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from graphckpt.train.tasks.base import Samples, TextTask, perplexity, summed
+from graphckpt.train.tokens import Prepared, TokenFile
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Sequences:
+    tokens: TokenFile
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def batch(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
+        tokens = self.tokens.batch(indices)
+        return {"input_ids": tokens, "labels": tokens}
+
+
+@final
+class CausalLM(TextTask):
+    """For ``GPT2LMHeadModel``, ``LlamaForCausalLM`` and their like.
+
+    A batch is ``input_ids`` and equal ``labels`` (the model shifts them), int64 of shape [B, T].
+    """
+
+    metric: ClassVar[str] = "eval_ppl"
+
+    def samples(self, tokens: TokenFile, text: Prepared, seed: int) -> Samples:
+        """Returns the sequences of the file as they stand."""
+        del text, seed
+        return _Sequences(tokens)
+
+    def losses(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns ``lm_loss``, the mean over the tokens that have one before them."""
+        return {"lm_loss": self._loss(model, batch)}
+
+    def tally(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the ``loss`` over all predicted tokens."""
+        num_sequences, seq_length = batch["labels"].shape
+        return {"loss": summed(self._loss(model, batch), num_sequences * (seq_length - 1))}
+
+    def metrics(self, means: Mapping[str, float]) -> dict[str, float]:
+        """Returns ``eval_loss`` and ``eval_ppl``, its exponential."""
+        return {"eval_loss": means["loss"], "eval_ppl": perplexity(means["loss"])}
+
+    def _loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        known: Any = model
+        if getattr(known, "loss_type", "") is None:
+            known.loss_type = "ForCausalLM"  # what Transformers takes for GPT-2 anyway, with a warning
+        loss: Tensor = known(**batch, use_cache=False).loss
+        return loss

@@ -1,0 +1,159 @@
+"""Learns to say masked tokens, and whether one text follows another (Devlin et al. 2019, arXiv:1810.04805)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from graphckpt.train.tasks.base import Samples, TextTask, perplexity, summed
+from graphckpt.train.tokens import Prepared, TokenFile
+
+# Legend: B samples, T tokens of a sample
+_PAD, _CLS, _SEP, _MASK = "[PAD]", "[CLS]", "[SEP]", "[MASK]"
+_UNMASKED = -100  # a label that cross_entropy leaves out
+_NEXT, _RANDOM = 0, 1  # as BertForPreTraining has them
+
+_Ids = NDArray[np.int64]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Pairs:
+    """``[CLS] first [SEP] second [SEP]``, with some tokens masked; sample and seed fix every draw."""
+
+    tokens: TokenFile
+    text: Prepared
+    seed: int
+    mask_fraction: float
+    random_fraction: float
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def batch(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
+        size, ids = self.text.seq_length, self.text.special_ids
+        shape = (len(indices), size)
+        input_ids, labels = np.full(shape, ids[_PAD], np.int64), np.full(shape, _UNMASKED, np.int64)
+        types, mask = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        follows = np.empty(len(indices), np.int64)
+        for row, index in enumerate(indices):
+            draw = np.random.default_rng((self.seed, int(index)))
+            first, second, follows[row] = self._pair(int(index), draw)
+            whole = np.array([ids[_CLS], *first, ids[_SEP], *second, ids[_SEP]], np.int64)
+            is_text = np.ones(len(whole), np.bool_)
+            is_text[[0, len(first) + 1, -1]] = False
+            input_ids[row, : len(whole)], labels[row, : len(whole)] = self._masked(whole, is_text, draw)
+            types[row, len(first) + 2 : len(whole)] = 1
+            mask[row, : len(whole)] = 1
+        arrays = {"input_ids": input_ids, "attention_mask": mask, "token_type_ids": types, "labels": labels}
+        return {name: torch.from_numpy(a) for name, a in {**arrays, "next_sentence_label": follows}.items()}
+
+    def _pair(self, index: int, draw: np.random.Generator) -> tuple[_Ids, _Ids, int]:
+        """Returns a text of one document, and the text after it or one from another document."""
+        room = self.text.seq_length - 3
+        document, window = self.tokens.window(index, room)
+        if len(window) < 2:
+            return window, self._elsewhere(document, room - len(window), draw), _RANDOM
+        lines = np.flatnonzero(np.isin(window[:-1], self.text.line_ends)) + 1
+        cut = int(draw.choice(lines)) if len(lines) else int(draw.integers(1, len(window)))
+        first, second = window[:cut], window[cut:]
+        if draw.random() < self.random_fraction and self.tokens.num_documents > 1:
+            return first, self._elsewhere(document, len(second), draw), _RANDOM
+        return first, second, _NEXT
+
+    def _elsewhere(self, document: int, size: int, draw: np.random.Generator) -> _Ids:
+        """Returns up to ``size`` tokens from any document but this one."""
+        other = int(draw.integers(max(1, self.tokens.num_documents - 1)))
+        found = self.tokens.document(other + (other >= document and self.tokens.num_documents > 1))
+        start = int(draw.integers(max(1, len(found) - size + 1)))
+        return found[start : start + size]
+
+    def _masked(self, whole: _Ids, is_text: NDArray[np.bool_], draw: np.random.Generator) -> tuple[_Ids, _Ids]:
+        """Returns what is seen and what is asked for: of that, 80 % is masked, 10 % random and 10 % as it is."""
+        places = np.flatnonzero(is_text)
+        count = max(1, round(len(places) * self.mask_fraction))
+        asked = draw.choice(places, count, replace=False)
+        labels = np.full(len(whole), _UNMASKED, np.int64)
+        labels[asked] = whole[asked]
+        seen, chance = whole.copy(), draw.random(count)
+        seen[asked[chance < 0.8]] = self.text.special_ids[_MASK]
+        changed = asked[(chance >= 0.8) & (chance < 0.9)]
+        seen[changed] = draw.integers(1 + len(self.text.special_ids), self.text.vocab_size, len(changed))
+        return seen, labels
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class MaskedLM(TextTask):
+    """For ``BertForPreTraining``.
+
+    A batch is ``input_ids``, ``attention_mask``, ``token_type_ids`` and ``labels`` of shape [B, T], and
+    ``next_sentence_label`` of shape [B]: 0 where the second text follows the first, 1 where it comes from another
+    document. All are int64. The first text ends with a line, where there is one.
+    """
+
+    mask_fraction: float = 0.15
+    """Share of the tokens that are asked for."""
+    random_fraction: float = 0.5
+    """Share of the samples whose second text is from another document."""
+
+    special_tokens: ClassVar[tuple[str, ...]] = (_PAD, _CLS, _SEP, _MASK)
+    metric: ClassVar[str] = "eval_ppl"
+
+    def faults(self) -> Iterator[str]:
+        """Yields what is wrong with the fields."""
+        for name in ("mask_fraction", "random_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                yield f"{name}: {getattr(self, name)} · fix: use a share from 0 to 1"
+
+    def samples(self, tokens: TokenFile, text: Prepared, seed: int) -> Samples:
+        """Returns a pair of texts for each sequence of the file, of the document in which it begins."""
+        return _Pairs(tokens, text, seed, self.mask_fraction, self.random_fraction)
+
+    def losses(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns ``lm_loss``, the mean over the masked tokens, and ``nsp_loss``, the mean over the samples."""
+        tokens, follows = _logits(model, batch)
+        return {
+            "lm_loss": cross_entropy(tokens.flatten(0, 1), batch["labels"].flatten(), ignore_index=_UNMASKED),
+            "nsp_loss": cross_entropy(follows, batch["next_sentence_label"]),
+        }
+
+    def tally(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns both losses, and ``nsp_acc``, the share of the pairs that are told right."""
+        tokens, follows = _logits(model, batch)
+        labels, told = batch["labels"].flatten(), batch["next_sentence_label"]
+        masked = cross_entropy(tokens.flatten(0, 1), labels, ignore_index=_UNMASKED)
+        is_right = (follows.argmax(-1) == told).float()
+        return {
+            "lm_loss": summed(masked, (labels != _UNMASKED).sum()),
+            "nsp_loss": summed(cross_entropy(follows, told), len(told)),
+            "nsp_acc": summed(is_right.mean(), len(told)),
+        }
+
+    def metrics(self, means: Mapping[str, float]) -> dict[str, float]:
+        """Returns ``eval_loss``, the sum of both, ``eval_ppl`` of the masked tokens, and ``eval_nsp_acc``."""
+        return {
+            "eval_loss": means["lm_loss"] + means["nsp_loss"],
+            "eval_ppl": perplexity(means["lm_loss"]),
+            "eval_nsp_acc": means["nsp_acc"],
+        }
+
+    def check(self, model: nn.Module, text: Prepared) -> Iterator[str]:
+        """Yields what about ``model`` does not fit the text."""
+        yield from super().check(model, text)
+        if text.seq_length < 8:
+            yield f"data.seq_length: {text.seq_length} · fix: use 8 or more, for two texts and their three marks"
+
+
+def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Returns what the model says of each token, [B, T, vocabulary], and of each pair, [B, 2], in full precision."""
+    names = ("input_ids", "attention_mask", "token_type_ids")
+    output = model(**{name: batch[name] for name in names})
+    return output.prediction_logits.float(), output.seq_relationship_logits.float()

@@ -1,0 +1,44 @@
+"""Learns by the losses that the model itself returns. The metrics are their means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import final
+
+from torch import Tensor, nn
+
+from graphckpt.errors import ConfigError
+from graphckpt.train.tasks.base import Task, summed
+
+_FIX = "return the loss, a dict such as {'lm_loss': ...}, or an object with .loss"
+
+
+@final
+class OwnLoss(Task):
+    """For a model whose ``forward(**sample)`` returns a loss, a dict of values, or an object with ``loss``.
+
+    In a dict, as in libai, the values with ``loss`` in their names are learned from and all are reported.
+    """
+
+    def losses(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns what the model returned, each value as its mean.
+
+        Raises:
+            ConfigError: the model returned no loss.
+        """
+        found = model(**batch)
+        if isinstance(found, Tensor):
+            found = {"loss": found}
+        elif isinstance(getattr(found, "loss", None), Tensor):
+            found = {"loss": found.loss}
+        if not isinstance(found, Mapping) or not any("loss" in name for name in found):
+            got = f"the names {', '.join(map(repr, found))}" if isinstance(found, Mapping) else type(found).__name__
+            raise ConfigError(f"model: {type(model).__name__}.forward returned {got}, and no loss · fix: {_FIX}")
+        return {name: value.mean() for name, value in found.items() if isinstance(value, Tensor)}
+
+    def tally(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns each of the model's values, weighed by samples, and ``loss``, the sum of the losses."""
+        values = self.losses(model, batch)
+        count = len(next(iter(batch.values())))
+        total = sum((value for name, value in values.items() if "loss" in name), start=next(iter(values.values())) * 0)
+        return {name: summed(value.detach(), count) for name, value in {**values, "loss": total}.items()}
