@@ -56,8 +56,8 @@ class CallShape:
 def flatten_call(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], CallShape]:
     """Returns every leaf of the arguments in order, and the shape that puts them together again.
 
-    Lists, tuples, dicts, dataclasses and every container that is registered with ``torch.utils._pytree`` are taken
-    apart. What else is no tensor stays one leaf and passes by reference.
+    Lists, tuples, dicts, dataclasses with tensors and every container that is registered with ``torch.utils._pytree``
+    are taken apart. What else is no tensor stays one leaf and passes by reference.
     """
     leaves = [*args, *kwargs.values()] if kwargs else list(args)
     for leaf in leaves:
@@ -94,6 +94,9 @@ def _split(value: Any) -> tuple[list[Any], _Spec]:
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, (type, torch.nn.Module)):
             names = tuple(f.name for f in dataclasses.fields(leaf) if hasattr(leaf, f.name))
             below, spec = _split([getattr(leaf, name) for name in names])
+            if not any(isinstance(value, torch.Tensor) for value in below):
+                leaves.append(leaf)  # a config, say, which is passed by reference
+                continue
             records.append((position, _twin(leaf, dict.fromkeys(names)), names, spec))  # the spec must hold no tensor
             leaves.extend(below)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, reduce
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -34,8 +35,8 @@ def checkpoint(
     """Runs ``function`` so that backward runs it again, in place of ``torch.utils.checkpoint.checkpoint``.
 
     Beyond PyTorch's: tensors in keyword arguments and containers are kept and checked like positional ones, random
-    state is restored on every device in use, and buffers of the modules that ``function`` is bound to, wraps or closes
-    over move once.
+    state is restored on every device in use, and buffers of the modules that ``function`` is bound to, wraps, closes
+    over or names move once.
 
     Args:
         function: Any callable.
@@ -149,18 +150,35 @@ def _site(function: Any) -> Site:
     return known[key]
 
 
-def _modules_of(function: Any) -> Iterable[nn.Module]:
+def _modules_of(function: Any, depth: int = 0) -> Iterable[nn.Module]:
+    """Finds the modules that a call of ``function`` is likely to run, up to two functions or containers deep."""
     if isinstance(function, nn.Module):
         yield unwrap(function)
-    elif isinstance(function, partial):
-        for value in (function.func, *function.args, *function.keywords.values()):
-            yield from _modules_of(value)
-    else:
-        owner = getattr(function, "__self__", None)
-        cells = getattr(function, "__closure__", None) or ()
-        for value in (owner, *(cell.cell_contents for cell in cells if _is_full(cell))):
-            if isinstance(value, nn.Module):
-                yield unwrap(value)
+    elif depth < _DEPTH:
+        for value in _reached(function):
+            if isinstance(value, _OPEN):
+                yield from _modules_of(value, depth + 1)
+
+
+_DEPTH = 3
+_MOST_ITEMS = 1024  # what is longer holds data, not layers
+_OPEN = (nn.Module, partial, FunctionType, MethodType, list, tuple, dict)
+
+
+def _reached(value: Any) -> Iterable[Any]:
+    if isinstance(value, partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, MethodType):
+        yield value.__func__
+        owner = value.__self__
+        yield from (owner,) if isinstance(owner, nn.Module) else getattr(owner, "__dict__", {}).values()
+    elif isinstance(value, FunctionType):
+        yield from (cell.cell_contents for cell in value.__closure__ or () if _is_full(cell))
+        yield from value.__defaults__ or ()
+        named = (value.__globals__.get(name) for name in value.__code__.co_names)
+        yield from (v for v in named if not isinstance(v, FunctionType) or v.__globals__ is value.__globals__)
+    elif len(value) <= _MOST_ITEMS:
+        yield from value.values() if isinstance(value, dict) else value
 
 
 def _is_full(cell: Any) -> bool:

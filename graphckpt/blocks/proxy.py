@@ -96,7 +96,7 @@ class Block:
         return self._tree.config(self._origin, self._prefix + self._name)  # type: ignore[no-any-return]
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """``to(GraphModule)`` is the policy in OneFlow's later spelling, ``to(nn.Module)`` the module; else moves it."""
+        """``to(GraphModule)`` is the policy in OneFlow's later spelling, ``to(nn.Module)`` the module; else moves."""
         if args and args[0] is GraphModule:
             return GraphModule(self)
         if args and isinstance(args[0], type) and issubclass(args[0], nn.Module):

@@ -34,8 +34,8 @@ def select(model: nn.Module, selector: Selector) -> list[tuple[str, nn.Module]]:
     elif isinstance(selector, (str, re.Pattern)):
         pattern = _pattern(selector)
         found = [(name, module) for name, module in named if pattern.fullmatch(name) and (name or selector == "")]
-        known = {_with_stars(name) for name, _ in named} | {name for name, _ in named}
         word = described = selector if isinstance(selector, str) else selector.pattern
+        known = {_with_stars(name) for name, _ in named} | {name for name, _ in named if "*" not in word}
         described = repr(described)
     else:
         raise ConfigError(f"{selector!r} is no selector · fix: use a name pattern, a regular expression or a class")

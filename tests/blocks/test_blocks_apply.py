@@ -1,0 +1,469 @@
+"""apply(): selectors, faults, removal, other libraries' wrappers, copies."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import pickle
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from zoo import Mlp, chain
+
+import graphckpt
+from graphckpt import ConfigError, Graph, Segments, Selective
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(16, 16)
+        self.encoder = nn.ModuleList([Mlp() for _ in range(12)])
+        self.decoder = nn.Sequential(Mlp(), Mlp(), nn.Linear(16, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.encoder:
+            x = layer(x)
+        return self.decoder(x)
+
+
+def build() -> Model:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        return Model().train()
+
+
+def run(model: nn.Module) -> dict[str, int]:
+    """Runs a step and returns how often each layer's first linear ran."""
+    runs: dict[str, int] = {}
+    hooks = [
+        module.up.register_forward_pre_hook(lambda *_, n=name: runs.__setitem__(n, runs.get(n, 0) + 1))
+        for name, module in model.named_modules()
+        if isinstance(module, Mlp)
+    ]
+    torch.manual_seed(1)
+    model(torch.ones(6, 16)).sum().backward()
+    for hook in hooks:
+        hook.remove()
+    return runs
+
+
+def recomputed(model: nn.Module) -> list[str]:
+    return [name for name, count in run(model).items() if count == 2]
+
+
+ENCODER = [f"encoder.{i}" for i in range(12)]
+SELECTORS: dict[str, tuple[Any, list[str]]] = {
+    "a name": ("encoder.1", ["encoder.1"]),
+    "a star": ("encoder.*", ENCODER),
+    "stars": ("*coder.*", [*ENCODER, "decoder.0", "decoder.1"]),
+    "one letter": ("encoder.?", ENCODER[:10]),
+    "a set": ("encoder.[13]", ["encoder.1", "encoder.3"]),
+    "a compiled expression": (re.compile(r"encoder\.(1|11)"), ["encoder.1", "encoder.11"]),
+    "an expression": (r"re:encoder\.[0-2]", ENCODER[:3]),
+    "a class": (Mlp, [*ENCODER, "decoder.0", "decoder.1"]),
+    "the model": ("", [*ENCODER, "decoder.0", "decoder.1"]),
+    "a container with a forward": ("decoder", ["decoder.0", "decoder.1"]),
+}
+
+
+@pytest.mark.parametrize("case", SELECTORS)
+def test_selectors_mean_what_they_say(case: str) -> None:
+    selector, names = SELECTORS[case]
+    plain = build()
+    run(plain)
+    model = build()
+    with graphckpt.apply(model, {selector: True}):
+        assert recomputed(model) == names
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert recomputed(model) == []
+
+
+def test_a_pattern_means_the_outermost_modules() -> None:
+    model = build()
+    with graphckpt.apply(model, {"*": True}) as handle:
+        run(model)
+        rules = {row.block: row.rule for row in handle.explain(show=False).rows}
+    assert rules["embed"] == rules["decoder"] == "full"
+    assert "encoder.1" not in [name for name, rule in rules.items() if rule == "full"]
+
+
+UNMATCHED: list[tuple[Any, str]] = [
+    (
+        "encodr.*",
+        "'encodr.*' matches no module of Model · did you mean 'encoder.*' or 'decoder.*'",
+    ),
+    (
+        "encoder.12",
+        "'encoder.12' matches no module of Model · did you mean 'encoder.2' or 'encoder.1' or 'encoder.11'?",
+    ),
+    ("zzz", "'zzz' matches no module of Model · the model has '', 'decoder', 'decoder.*'"),
+    (re.compile("zzz"), "'zzz' matches no module of Model · the model has"),
+    ("re:(", "'re:(' is no regular expression: missing ), unterminated subpattern at position 0 · fix: the selector"),
+    (nn.Conv2d, "class Conv2d matches no module of Model · the model has 'Dropout', 'GELU', 'Linear', 'Mlp'"),
+    (nn.LSTM, "class LSTM matches no module of Model"),
+    (7, "7 is no selector · fix: use a name pattern, a regular expression or a class"),
+    (None, "None is no selector · fix: use a name pattern"),
+]
+
+
+@pytest.mark.parametrize(("selector", "message"), UNMATCHED, ids=lambda v: str(v)[:20])
+def test_selectors_that_match_nothing_tell_near_misses(selector: Any, message: str) -> None:
+    model = build()
+    with pytest.raises(ConfigError) as error:
+        graphckpt.apply(model, {selector: True})
+    assert message in str(error.value)
+    assert recomputed(model) == []
+
+
+def test_all_faults_are_told_at_once_and_nothing_is_set() -> None:
+    model = build()
+    with pytest.raises(ConfigError) as error:
+        graphckpt.apply(
+            model,
+            {
+                "encoder.0": True,
+                "encodr.*": True,
+                "encoder.1": {"activation_checkpoint": True},
+                "encoder.2": "ful",
+                "encoder.3": {"activation_checkpointing": True, "segments": 0},
+                Mlp: {"tiles": "many"},
+            },
+        )
+    lines = str(error.value).splitlines()
+    assert [line[:2] for line in lines] == ["- "] * 5
+    for line, what in zip(
+        lines,
+        [
+            "- 'encodr.*' matches no module of Model · did you mean 'encoder.*'",
+            "- 'encoder.1': encoder.1.activation_checkpoint: there is no such field · did you mean 'activation_che",
+            "- 'encoder.2': encoder.2.activation_checkpointing: there is no rule 'ful' · did you mean 'full'?",
+            "- 'encoder.3': encoder.3.segments: segments: 0 is no number of runs · fix: use a positive int",
+            "- 'Mlp': encoder.0.tiles: tiles: 'many' is no number of tiles · fix: use a positive int",
+        ],
+        strict=True,
+    ):
+        assert line.startswith(what)
+    assert recomputed(model) == []
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+def test_rules_that_cannot_act_on_their_modules() -> None:
+    model = build()
+    with pytest.raises(ConfigError) as error:
+        graphckpt.apply(model, {"encoder.0": {"segments": 2}, "decoder": Segments(9)})
+    assert str(error.value) == (
+        "- encoder.0: segments needs a container that calls its children in order, and Mlp is none · "
+        "fix: set it on an nn.Sequential, or use activation_checkpointing = True on the layers\n"
+        "- decoder: segments = 9 is more than its 3 children · fix: use 'sqrt'"
+    )
+    assert recomputed(model) == []
+
+
+def test_later_selectors_override_field_by_field() -> None:
+    model = build()
+    rules = {
+        "encoder.*": True,
+        "encoder.1": {"stage_id": 3},
+        "encoder.2": None,
+        "encoder.3": False,
+        "encoder.4": Selective("matmul"),
+        "encoder.5": {"rule": "selective", "save": "matmul"},
+        "encoder.6": {"activation_checkpointing": "selective"},
+    }
+    with graphckpt.apply(model, rules) as handle:
+        counts = run(model)
+        described = {row.block: row.rule for row in handle.explain(show=False).rows}
+    assert [name for name in ENCODER if counts[name] == 1] == ["encoder.2", "encoder.3"]
+    assert described["encoder.1"] == "full"
+    assert described["encoder.4"] == described["encoder.5"] == "selective(matmul)"
+    assert described["encoder.6"].startswith("selective")
+
+
+def test_a_wrapped_model_keeps_type_keys_and_hooks() -> None:
+    model = build()
+    keys, kinds = list(model.state_dict()), [type(m) for m in model.modules()]
+    seen: list[str] = []
+    model.encoder[0].register_forward_hook(lambda *_: seen.append("hook"))
+    model.encoder[0].register_full_backward_hook(lambda *_: seen.append("backward"))
+    with graphckpt.apply(model, {"encoder.*": True}):
+        assert list(model.state_dict()) == keys
+        assert [type(m) for m in model.modules()] == kinds
+        run(model)
+        model.load_state_dict(build().state_dict())
+    assert seen == ["hook", "backward"]
+
+
+def test_remove_restores_everything_and_can_be_repeated() -> None:
+    model = build()
+    before = [dict(m.__dict__) for m in model.modules()]
+    hooks = [(dict(m._forward_hooks), dict(m._forward_pre_hooks)) for m in model.modules()]
+    handle = graphckpt.apply(model, {"encoder.*": True, "encoder.1.up": False})
+    assert recomputed(model) == ENCODER
+    run(model)
+    handle.remove()
+    handle.remove()
+    assert [m.__dict__.keys() for m in model.modules()] == [fields.keys() for fields in before]
+    assert [(dict(m._forward_hooks), dict(m._forward_pre_hooks)) for m in model.modules()] == hooks
+    assert recomputed(model) == []
+
+
+def test_remove_before_any_step_leaves_no_hook() -> None:
+    model = build()
+    graphckpt.apply(model, {"encoder.*": True}).remove()
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+
+
+def test_the_context_manager_removes_on_errors_too() -> None:
+    model = build()
+    with pytest.raises(KeyboardInterrupt), graphckpt.apply(model, {"encoder.*": True}):
+        raise KeyboardInterrupt
+    assert recomputed(model) == []
+
+
+def test_a_backward_after_removal_still_works() -> None:
+    model, plain = build(), build()
+    torch.manual_seed(1)
+    plain(torch.ones(6, 16)).sum().backward()
+    with graphckpt.apply(model, {"encoder.*": True}):
+        torch.manual_seed(1)
+        loss = model(torch.ones(6, 16)).sum()
+    loss.backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_two_handles_on_one_block_are_an_error_and_on_two_blocks_are_not() -> None:
+    model = build()
+    with graphckpt.apply(model, {"encoder.0": True}):
+        with pytest.raises(ConfigError) as error:
+            graphckpt.apply(model, {"encoder.[01]": True, "decoder.0": True})
+        assert str(error.value) == "encoder.0: it has a policy already · fix: remove() the handle first"
+        assert recomputed(model) == ["encoder.0"]
+        with graphckpt.apply(model, {"decoder.0": True}):
+            assert recomputed(model) == ["encoder.0", "decoder.0"]
+        assert recomputed(model) == ["encoder.0"]
+    with graphckpt.apply(model, {"encoder.[01]": True}):
+        assert recomputed(model) == ["encoder.0", "encoder.1"]
+
+
+def accelerate_style(module: nn.Module, log: list[str]) -> None:
+    """Wraps an instance's forward as accelerate's add_hook_to_module does."""
+    old = module.forward
+
+    def new_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        log.append("before")
+        output = module._old_forward(*args, **kwargs)
+        log.append("after")
+        return output
+
+    module.forward = functools.update_wrapper(functools.partial(new_forward, module), old)
+    module._old_forward = old
+
+
+def test_a_wrapper_of_another_library_beneath_stays_in_force() -> None:
+    model, log = build(), []
+    accelerate_style(model.encoder[0], log)
+    wrapped = model.encoder[0].forward
+    with graphckpt.apply(model, {"encoder.0": True}):
+        assert recomputed(model) == ["encoder.0"]
+        assert log == ["before", "after", "before", "after"]
+    assert model.encoder[0].forward is wrapped
+    log.clear()
+    assert recomputed(model) == []
+    assert log == ["before", "after"]
+
+
+def test_a_wrapper_of_another_library_on_top_stays_in_force() -> None:
+    model, log = build(), []
+    handle = graphckpt.apply(model, {"encoder.0": True})
+    accelerate_style(model.encoder[0], log)
+    assert recomputed(model) == ["encoder.0"]
+    assert log == ["before", "after"]
+    handle.remove()
+    log.clear()
+    assert recomputed(model) == [], "a policy that was removed must not act from beneath"
+    assert log == ["before", "after"]
+
+
+def test_a_graph_and_a_handle_on_one_model() -> None:
+    model, log = build(), []
+
+    class Steps(Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+            self.model.encoder[0].config.activation_checkpointing = True
+            self.model.encoder[1].config.activation_checkpointing = True
+            self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+
+        def build(self, x: Tensor) -> Tensor:
+            loss = self.model(x).sum()
+            loss.backward()
+            return loss
+
+    graph = Steps()
+    graph(torch.ones(6, 16))
+    with graphckpt.apply(model, {"encoder.1": "selective", "encoder.2": True}):
+        for _ in range(5):
+            graph(torch.ones(6, 16))
+        assert recomputed(model) == ["encoder.1", "encoder.2"]
+        accelerate_style(model.encoder[0], log)
+        graph(torch.ones(6, 16))
+        assert log == ["before", "after", "before"]  # the second run stops at what backward needs last
+    assert recomputed(model) == []
+    log.clear()
+    graph(torch.ones(6, 16))
+    assert log == ["before", "after", "before"]
+
+
+def test_a_wrapper_put_on_while_a_graph_runs_ends_in_no_loop() -> None:
+    model, log = build(), []
+
+    class Wraps(Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+            self.model.encoder[0].config.activation_checkpointing = True
+            self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+
+        def build(self, x: Tensor) -> Tensor:
+            if "_old_forward" not in model.encoder[0].__dict__:
+                accelerate_style(self.model.encoder[0], log)
+            loss = self.model(x).sum()
+            loss.backward()
+            return loss
+
+    graph = Wraps()
+    for _ in range(4):
+        log.clear()
+        graph(torch.ones(6, 16))
+        assert log == ["before", "after"]
+        assert recomputed(model) == []
+
+
+def test_copies_of_a_model_keep_its_policies() -> None:
+    model = build()
+    with graphckpt.apply(model, {"encoder.[01]": True}):
+        run(model)
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert recomputed(twin) == ["encoder.0", "encoder.1"]
+            twin.zero_grad()
+            model.zero_grad()
+            run(twin)
+            assert twin.encoder[0].up.weight.grad is not None
+            assert model.encoder[0].up.weight.grad is None, "the copy's forward must not be the model's"
+
+
+def test_a_copy_keeps_the_wrapper_beneath() -> None:
+    model, log = build(), []
+    accelerate_style(model.encoder[0], log)
+    with graphckpt.apply(model, {"encoder.0": True}):
+        twin = copy.deepcopy(model)
+    assert recomputed(twin) == ["encoder.0"]
+    assert log == ["before", "after"] * 2
+    model.zero_grad()
+
+
+def test_a_model_with_policies_can_be_saved_whole() -> None:
+    model = build()
+    graphckpt.apply(model, {"encoder.0": True})
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    assert recomputed(torch.load(file, weights_only=False)) == ["encoder.0"]
+
+
+def test_a_block_is_taken_for_its_module() -> None:
+    class Holds(Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = build()
+
+    block = Holds().model
+    with graphckpt.apply(block, {"encoder.0": True}):
+        assert recomputed(block.origin) == ["encoder.0"]
+
+
+def test_a_shared_module_is_one_block_with_two_runs() -> None:
+    shared = Mlp()
+    model = nn.Sequential(nn.Linear(16, 16), shared, nn.Tanh(), shared)
+    with graphckpt.apply(model, {"1": True}) as handle:
+        model(torch.ones(6, 16)).sum().backward()
+        (row,) = [row for row in handle.explain(show=False).rows if row.rule == "full"]
+    assert (row.block, row.runs, row.reruns) == ("1", 2, 2)
+    with graphckpt.apply(model, {"3": True}):
+        model(torch.ones(6, 16)).sum().backward()
+
+
+def test_flags_that_do_nothing_are_told() -> None:
+    model = build()
+    with graphckpt.apply(model, {"encoder": True, "decoder.0": True, "decoder.0.up": True}) as handle:
+        run(model)
+        explanation = handle.explain(show=False)
+    assert "encoder: a flag on ModuleList does nothing: it has no forward; set it on its items" in explanation.warnings
+    (inner,) = [row for row in explanation.rows if row.block == "decoder.0.up"]
+    assert inner.note == "runs again as a part of the block around it"
+
+
+def test_no_rules_and_an_empty_model() -> None:
+    with graphckpt.apply(build(), {}) as handle:
+        run(build())
+        handle.remove()
+    with graphckpt.apply(nn.Identity(), {"": True}):
+        pass
+
+
+def test_explain_before_a_step() -> None:
+    with (
+        graphckpt.apply(build(), {"encoder.*": True}) as handle,
+        pytest.raises(
+            graphckpt.GraphError, match=r"Model: there is nothing to explain before a step has run · fix: run"
+        ),
+    ):
+        handle.explain()
+
+
+def test_disable_checkpointing_is_for_one_with_block() -> None:
+    model = build()
+    with graphckpt.apply(model, {"encoder.*": True}):
+        with graphckpt.disable_checkpointing():
+            assert recomputed(model) == []
+            with graphckpt.disable_checkpointing():
+                pass
+            assert recomputed(model) == []
+        assert recomputed(model) == ENCODER
+        with pytest.raises(KeyboardInterrupt), graphckpt.disable_checkpointing():
+            raise KeyboardInterrupt
+        assert recomputed(model) == ENCODER
+
+
+def test_a_thousand_layers() -> None:
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(1000)])
+    with graphckpt.apply(model, {nn.Linear: True}) as handle:
+        model(torch.ones(1, 2)).sum().backward()
+        rows = handle.explain(show=False).rows
+    assert sum(row.reruns for row in rows) == 1000
+
+
+@pytest.mark.parametrize("kind", ["mlp", "batch_norm"])
+def test_it_works_through_functional_call_and_vmap_free_grad(kind: str) -> None:
+    model = chain(kind)
+    parameters = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    buffers = dict(model.named_buffers())
+    x = torch.ones(6, 16)
+
+    def loss() -> Tensor:
+        torch.manual_seed(1)
+        return torch.func.functional_call(
+            model, {**parameters, **{k: b.clone() for k, b in buffers.items()}}, (x,)
+        ).sum()
+
+    plain = torch.autograd.grad(loss(), parameters.values())
+    with graphckpt.apply(model, {"[123]": True}):
+        ours = torch.autograd.grad(loss(), parameters.values())
+    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))

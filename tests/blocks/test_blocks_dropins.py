@@ -1,0 +1,351 @@
+"""The functions that people know: checkpoint, checkpoint_sequential, checkpoint_wrapper, is_recomputing."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import weakref
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    create_selective_checkpoint_contexts,
+)
+from torch.utils.checkpoint import checkpoint as torchs
+from torch.utils.checkpoint import checkpoint_sequential as torchs_sequential
+from zoo import Mlp
+
+import graphckpt
+from graphckpt import (
+    ConfigError,
+    RecomputeError,
+    checkpoint,
+    checkpoint_sequential,
+    checkpoint_wrapper,
+    disable_checkpointing,
+    is_recomputing,
+)
+
+
+def module() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Dropout(0.3), nn.Linear(8, 4)).train()
+
+
+def result(call: Any, *, steps: int = 3) -> list[Tensor]:
+    """Runs ``call(model, x)`` in some steps; returns losses, gradients, buffers and the random state."""
+    model, seen = module(), []
+    torch.manual_seed(1)
+    for _ in range(steps):
+        x = torch.randn(6, 4, requires_grad=True)
+        loss = call(model, x).pow(2).sum()
+        loss.backward()
+        seen += [loss.detach(), x.grad]
+    seen += [p.grad for p in model.parameters() if p.grad is not None] + [b.clone() for b in model.buffers()]
+    return [*seen, torch.get_rng_state()]
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def plus(model: nn.Module, x: Tensor, other: Any = None, *, scale: float = 1.0) -> Tensor:
+    return model(x) * scale
+
+
+current = None
+
+
+def by_name(x: Tensor) -> Tensor:
+    return current(x)
+
+
+def through_a_helper(x: Tensor) -> Tensor:
+    return by_name(x)
+
+
+class Owner:
+    """Holds a module, and calls it in a method."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def method(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+
+CALLS: dict[str, Any] = {
+    "a module": lambda m, x, run: run(m, x),
+    "a bound method": lambda m, x, run: run(m.forward, x),
+    "a closure": lambda m, x, run: run(lambda x: m(x) * 1.0, x),
+    "a partial": lambda m, x, run: run(partial(plus, m), x),
+    "a partial with keywords": lambda m, x, run: run(partial(plus, model=m, scale=1.0), x=x),
+    "keyword arguments": lambda m, x, run: run(partial(plus, m), x=x, scale=1.0),
+    "containers": lambda m, x, run: run(lambda d, *, k: m(d["x"][0]) + k[0] * 0.0, {"x": [x]}, k=(x, None)),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_checkpoint_changes_no_bit_and_runs_twice(case: str) -> None:
+    runs = []
+
+    def counted(run: Any) -> Any:
+        def call(model: nn.Module, x: Tensor) -> Tensor:
+            hook = model[4].register_forward_pre_hook(lambda *_: runs.append(is_recomputing()))
+            x.register_hook(lambda _: hook.remove())
+            return CALLS[case](model, x, run)
+
+        return call
+
+    plain = result(counted(lambda function, *args, **kwargs: function(*args, **kwargs)))
+    assert runs == [False] * 3
+    runs.clear()
+    ours = result(counted(checkpoint))
+    assert runs == [False, True] * 3
+    assert equal(ours, plain)
+
+
+def set_current(model: nn.Module) -> None:
+    globals()["current"] = model
+
+
+REACHED: dict[str, Any] = {
+    "an object's method": lambda m, x, run: run(Owner(m).method, x),
+    "a global": lambda m, x, run: (set_current(m), run(by_name, x))[1],
+    "a global of a helper": lambda m, x, run: (set_current(m), run(through_a_helper, x))[1],
+    "a default": lambda m, x, run: run(lambda x, model=m: model(x), x),
+    "a list": lambda m, x, run: run(lambda x, layers=list(m): apply_all(layers, x), x),
+    "a function in a closure": lambda m, x, run: run(twice_removed(partial(plus, m)), x),
+}
+
+
+def twice_removed(function: Any) -> Any:
+    return lambda x: function(x) * 1.0
+
+
+def apply_all(layers: list[nn.Module], x: Tensor) -> Tensor:
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+@pytest.mark.parametrize("case", REACHED)
+def test_buffers_of_modules_that_a_function_reaches_move_once(case: str) -> None:
+    plain = result(lambda m, x: m(x))
+    assert equal(result(lambda m, x: REACHED[case](m, x, checkpoint)), plain)
+
+
+def test_the_signature_is_torchs() -> None:
+    ours, theirs = (inspect.signature(f).parameters for f in (checkpoint, torchs))
+    assert {*ours} - {"preserve_rng_state"} == {*theirs}
+    for name in theirs:
+        assert ours[name].kind is theirs[name].kind, name
+    for setting in ({"use_reentrant": True}, {"use_reentrant": False}, {"preserve_rng_state": False}, {"debug": True}):
+        assert equal(result(lambda m, x, s=setting: checkpoint(m, x, **s)), result(lambda m, x: m(x)))
+
+
+def matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    keeps = op is torch.ops.aten.addmm.default
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def test_context_fn_of_torchs_selective_checkpointing() -> None:
+    def block(model: nn.Module, x: Tensor) -> Tensor:  # without BatchNorm, whose buffers torch moves twice
+        return model[4](model[3](model[2](model[0](x))))
+
+    context_fn = partial(create_selective_checkpoint_contexts, matmuls)
+    plain = result(block)
+    ours = result(lambda m, x: checkpoint(partial(block, m), x, context_fn=context_fn))
+    theirs = result(lambda m, x: torchs(partial(block, m), x, use_reentrant=False, context_fn=context_fn))
+    assert equal(ours, plain)
+    assert equal(theirs, plain)
+
+
+def test_context_fn_wraps_each_run_once() -> None:
+    log: list[str] = []
+
+    class Logs:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __enter__(self) -> None:
+            log.append(f"enter {self.name}")
+
+        def __exit__(self, *exc: object) -> None:
+            log.append(f"exit {self.name}")
+
+    loss = checkpoint(module(), torch.ones(6, 4), context_fn=lambda: (Logs("first"), Logs("second"))).sum()
+    assert log == ["enter first", "exit first"]
+    loss.backward()
+    assert log == ["enter first", "exit first", "enter second", "exit second"]
+
+
+class Changes(nn.Module):
+    """Saves tensors of another shape in the second run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin().sum() + (x.cos()[: 2 if is_recomputing() else 3]).exp().sum()
+
+
+def test_determinism_check() -> None:
+    x = torch.ones(4, requires_grad=True)
+    loss = checkpoint(Changes(), x)
+    with pytest.raises(RecomputeError, match="Changes"):
+        loss.backward()
+    with pytest.raises(ConfigError, match=r"determinism_check: 'strict' is unknown · fix: use 'default' or 'none'"):
+        checkpoint(Changes(), x, determinism_check="strict")
+
+
+def test_early_stop() -> None:
+    reached: list[bool] = []
+
+    class Late(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.sin().cos()
+            reached.append(is_recomputing())
+            return y
+
+    late = Late()
+    for early_stop, expected in ((True, [False]), (False, [False, True])):
+        checkpoint(late, torch.ones(2, requires_grad=True)).sum().backward()  # a first call is always run to its end
+        reached.clear()
+        checkpoint(late, torch.ones(2, requires_grad=True), early_stop=early_stop).sum().backward()
+        assert reached == expected
+
+
+def test_without_gradients_and_when_disabled_it_is_a_plain_call() -> None:
+    seen: list[bool] = []
+    model, x = module().eval(), torch.ones(6, 4, requires_grad=True)
+    model[4].register_forward_pre_hook(lambda *_: seen.append(True))
+    with torch.no_grad():
+        assert not checkpoint(model, x).requires_grad
+    with disable_checkpointing():
+        checkpoint(model, x).sum().backward()
+        checkpoint_sequential(model, 2, x).sum().backward()
+    assert len(seen) == 3
+
+
+def test_nothing_is_kept_but_the_inputs() -> None:
+    model = module()
+    checkpoint(model, torch.ones(6, 4)).sum().backward()
+    alive: list[Any] = []
+    model[4].register_forward_pre_hook(lambda _, args: alive.append(weakref.ref(args[0].untyped_storage())))
+    loss = checkpoint(model, torch.ones(6, 4)).sum()
+    assert [ref() for ref in alive] == [None]
+    loss.backward()
+    assert [ref() for ref in alive] == [None, None]
+
+
+def test_modules_that_come_and_go_under_one_function() -> None:
+    """What is learnt about a module must not be used for one that took its address."""
+    shared = nn.Linear(4, 4)
+    for _ in range(30):
+        inner = nn.BatchNorm1d(4)
+        checkpoint(lambda x, norm=inner: norm(shared(x)), torch.randn(6, 4)).sum().backward()
+        assert inner.num_batches_tracked == 1
+        del inner
+        gc.collect(0)
+
+
+def test_nested_checkpoints() -> None:
+    def block(m: nn.Module, x: Tensor, run: Any) -> Tensor:
+        return run(lambda x: m[4](m[3](run(lambda y: m[2](m[1](m[0](y))), x))), x)
+
+    plain = result(lambda m, x: block(m, x, lambda f, x: f(x)))
+    assert equal(result(lambda m, x: block(m, x, checkpoint)), plain)
+
+
+@pytest.mark.parametrize("segments", [1, 2, 3, 5])
+@pytest.mark.parametrize("as_list", [False, True])
+def test_checkpoint_sequential(segments: int, as_list: bool) -> None:
+    plain = result(lambda m, x: m(x))
+    ours = result(lambda m, x: checkpoint_sequential(list(m) if as_list else m, segments, x, use_reentrant=False))
+    assert equal(ours, plain)
+
+
+def test_checkpoint_sequential_runs_all_but_the_last_run_again() -> None:
+    runs = [0] * 6
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(6)])
+    for number, block in enumerate(model):
+        block[0].register_forward_pre_hook(lambda *_, n=number: runs.__setitem__(n, runs[n] + 1))
+    checkpoint_sequential(model, 3, torch.ones(2, 4, requires_grad=True)).sum().backward()
+    ours = list(runs)
+    runs[:] = [0] * 6
+    torchs_sequential(model, 3, torch.ones(2, 4, requires_grad=True), use_reentrant=False).sum().backward()
+    assert ours == runs == [2, 2, 2, 2, 1, 1]
+
+
+@pytest.mark.parametrize("segments", [0, 6, True, 2.0, "2"])
+def test_segments_out_of_range(segments: Any) -> None:
+    with pytest.raises(ConfigError) as error:
+        checkpoint_sequential(module(), segments, torch.ones(6, 4))
+    assert str(error.value) == f"segments: {segments!r} is not within 1 and the 5 functions · fix: the number"
+
+
+def test_unknown_keywords_of_checkpoint_sequential() -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint_sequential has no argument 'early' · fix: remove it"):
+        checkpoint_sequential(module(), 2, torch.ones(6, 4), early=True)
+    checkpoint_sequential(module(), 2, torch.ones(6, 4), preserve_rng_state=True)
+
+
+def test_checkpoint_wrapper() -> None:
+    model = module()
+    keys = list(model.state_dict())
+    block = checkpoint_wrapper(model[4])
+    assert block is model[4]
+    assert type(block) is nn.Linear
+    assert list(model.state_dict()) == keys
+    plain = result(lambda m, x: m(x))
+
+    def wrapped(m: nn.Module, x: Tensor) -> Tensor:
+        if not hasattr(m, "seen"):
+            m.seen = checkpoint_wrapper(m[2]) is m[2]
+        return m(x)
+
+    assert equal(result(wrapped), plain)
+    with pytest.raises(ConfigError, match=r"checkpoint_wrapper: this Linear is wrapped already · fix: wrap it once"):
+        checkpoint_wrapper(model[4])
+    with pytest.raises(ConfigError, match=r"offload_to_cpu is not in this version · fix: leave it False"):
+        checkpoint_wrapper(model[0], offload_to_cpu=True)
+
+
+def test_checkpoint_wrapper_runs_again() -> None:
+    seen: list[bool] = []
+    model = nn.Sequential(nn.Linear(16, 16), checkpoint_wrapper(Mlp()))
+    model[1].up.register_forward_pre_hook(lambda *_: seen.append(is_recomputing()))
+    model(torch.ones(2, 16)).sum().backward()
+    assert seen == [False, True]
+    with torch.no_grad():
+        model(torch.ones(2, 16))
+    assert seen == [False, True, False]
+
+
+def test_is_recomputing_in_every_kind_of_second_run() -> None:
+    assert not is_recomputing()
+    seen: list[bool] = []
+    model = nn.Sequential(nn.Linear(16, 16), Mlp(), Mlp())
+    model[1].up.register_forward_pre_hook(lambda *_: seen.append(is_recomputing()))
+    for policy in (True, "selective", {"tiles": 1}):
+        seen.clear()
+        with graphckpt.apply(model, {"1": policy}):
+            model(torch.ones(2, 16)).sum().backward()
+        assert seen[0] is False
+        assert seen[1:] in ([True], []), policy
+    assert not is_recomputing()
+
+
+def test_blocks_of_a_graph_can_be_given() -> None:
+    class Holds(graphckpt.Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = module()
+
+    block = Holds().model
+    checkpoint(block, torch.ones(6, 4)).sum().backward()
+    checkpoint(lambda x: block(x) * 1, torch.ones(6, 4)).sum().backward()
+    assert block[1].num_batches_tracked == 2
+    assert checkpoint_wrapper(block[4]) is block[4].origin
