@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -268,3 +269,26 @@ def test_tile_dim_one_cuts_tokens() -> None:
         (ours,) = torch.autograd.grad(block(x).sum(), x)
     torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
     assert max(rows) == 3
+
+
+def test_an_argument_object_keeps_nothing_alive_that_the_block_left_alone() -> None:
+    """Like a key-value cache that passes through every layer: what other layers put in it is not this block's to keep."""
+
+    class Cache:
+        def __init__(self) -> None:
+            self.other: torch.Tensor | None = torch.zeros(1000)
+            self.own: torch.Tensor | None = None
+
+    class UsesCache(nn.Module):
+        def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:
+            cache.own = x.detach() * 2
+            return (x * cache.own).sin()
+
+    block, cache = UsesCache(), Cache()
+    with graphckpt.apply(nn.Sequential(block), {"0": True}):
+        out = block(torch.ones(3, requires_grad=True), cache)
+        assert cache.other is not None
+        storage = weakref.ref(cache.other.untyped_storage())
+        cache.other = None
+        assert storage() is None
+        out.sum().backward()
