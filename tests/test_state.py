@@ -1,0 +1,190 @@
+"""What a forward changes beside its outputs is put back for the second run, and put forth after it."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graphckpt.objects import rewind_objects, settle_objects, take_objects
+from graphckpt.state import ModuleState
+from graphckpt.undo import Undo, put_back
+
+
+class Holder(nn.Module):
+    """Every kind of place that a forward may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("average", torch.zeros(3))
+        self.register_buffer("nothing", None)
+        self.count = 0
+        self.tensor = torch.zeros(2)
+        self.list: list[Any] = [1]
+        self.dict: dict[str, Any] = {"a": 1}
+        self.set = {1}
+        self.deque = deque([1])
+        self.text: str | None = "a"
+
+
+CHANGES: dict[str, Callable[[Holder], Any]] = {
+    "a buffer in place": lambda m: m.average.add_(1),
+    "a buffer through data, unseen by version counters": lambda m: m.average.data.add_(1),
+    "a buffer replaced": lambda m: setattr(m, "average", m.average + 1),
+    "a number": lambda m: setattr(m, "count", m.count + 1),
+    "a text": lambda m: setattr(m, "text", m.text + "b"),
+    "a tensor attribute in place": lambda m: m.tensor.add_(1),
+    "a tensor attribute replaced": lambda m: setattr(m, "tensor", m.tensor + 1),
+    "a list": lambda m: m.list.append(len(m.list)),
+    "a dict": lambda m: m.dict.update({str(len(m.dict)): 1}),
+    "a set": lambda m: m.set.add(len(m.set) + 5),
+    "a deque": lambda m: m.deque.append(len(m.deque)),
+    "several": lambda m: (m.average.add_(1), m.list.append(2), setattr(m, "count", m.count + 2)),
+}
+
+
+def contents(module: nn.Module) -> dict[str, Any]:
+    """Returns all that a module holds, safe from later edits."""
+    fields = {k: v for k, v in module.__dict__.items() if not k.startswith("_")}
+    return {k: v.detach().clone() if isinstance(v, torch.Tensor) else copy.copy(v) for k, v in fields.items()} | {
+        k: v.detach().clone() for k, v in module.state_dict().items()
+    }
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(
+        torch.equal(a[key], b[key]) if isinstance(a[key], torch.Tensor) else a[key] == b[key] for key in a
+    )
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_a_second_run_sees_what_the_first_saw_and_moves_nothing(case: str) -> None:
+    change, module = CHANGES[case], Holder()
+    change(module)  # attributes that go from unset to set are one-time set-up
+    state = ModuleState([module])
+    for number in range(3):
+        before = contents(module)
+        snapshot = state.take()
+        watch = state.watch() if number == 0 else None
+        change(module)
+        if watch is not None:
+            snapshot = state.learn(watch, snapshot)
+        after = contents(module)
+        assert not same(before, after)
+        for _ in range(2):  # a second run may come twice, with retain_graph
+            undo: Undo = []
+            state.rewind(snapshot, undo)
+            assert same(contents(module), before)
+            change(module)
+            assert same(contents(module), after)
+            change(module)
+            put_back(undo)
+            assert same(contents(module), after)
+
+
+def test_what_does_not_move_is_not_copied() -> None:
+    module = Holder()
+    state = ModuleState([module])
+    state.learn(state.watch(), state.take())
+    snapshot = state.take()
+    assert snapshot.moving == ()
+    assert [t.data_ptr() for t in snapshot.tensors if t is not None] == [
+        module.weight.data_ptr(),
+        module.average.data_ptr(),
+    ]
+
+
+def test_modes_are_those_of_the_first_run() -> None:
+    model = nn.Sequential(nn.Dropout(), nn.Linear(1, 1))
+    state = ModuleState(model.modules())
+    snapshot = state.take()
+    model.eval()
+    undo: Undo = []
+    state.rewind(snapshot, undo)
+    assert [m.training for m in model.modules()] == [True] * 3
+    put_back(undo)
+    assert [m.training for m in model.modules()] == [False] * 3
+
+
+def test_parameters_are_those_of_the_first_run() -> None:
+    module = Holder()
+    state = ModuleState([module])
+    own, other = module.weight, nn.Parameter(torch.zeros(3))
+    module._parameters["weight"] = other
+    snapshot = state.take()
+    module._parameters["weight"] = own
+    undo: Undo = []
+    state.rewind(snapshot, undo)
+    assert module.weight is other
+    put_back(undo)
+    assert module.weight is own
+
+
+def test_flags_that_a_first_call_sets_up_stay_set_up() -> None:
+    module = Holder()
+    module.is_ready, module.hooks = False, None
+    state = ModuleState([module])
+    snapshot, watch = state.take(), state.watch()
+    module.is_ready, module.hooks = True, object()
+    snapshot = state.learn(watch, snapshot)
+    undo: Undo = []
+    state.rewind(snapshot, undo)
+    assert module.is_ready
+    assert module.hooks is not None
+
+
+class Argument:
+    """Stands for a key-value cache: an object that passes by reference."""
+
+    def __init__(self) -> None:
+        self.layers: list[Any] = [torch.zeros(1)]
+        self.count = 0
+        self.names: dict[str, Any] = {"a": 1}
+
+
+OBJECT_CHANGES: dict[str, Callable[[Argument], Any]] = {
+    "an attribute": lambda o: setattr(o, "count", o.count + 1),
+    "a list grows": lambda o: o.layers.append(torch.ones(1)),
+    "a list's item": lambda o: o.layers.__setitem__(0, o.layers[0] + 1),
+    "a dict's item": lambda o: o.names.update(a=o.names["a"] + 1),
+    "an attribute replaced": lambda o: setattr(o, "layers", [torch.ones(1)]),
+}
+
+
+def seen(o: Argument) -> str:
+    return repr((o.layers, o.count, o.names))
+
+
+@pytest.mark.parametrize("case", OBJECT_CHANGES)
+def test_objects_among_the_arguments_are_put_back_too(case: str) -> None:
+    change, argument = OBJECT_CHANGES[case], Argument()
+    before = seen(argument)
+    objects = take_objects([argument, 1, torch.ones(1), None])
+    change(argument)
+    after = seen(argument)
+    assert after != before
+    objects = settle_objects(objects)
+    undo: Undo = []
+    rewind_objects(objects, undo)
+    assert seen(argument) == before
+    change(argument)
+    put_back(undo)
+    assert seen(argument) == after
+
+
+def test_objects_that_the_first_run_leaves_alone_hold_no_tensors() -> None:
+    argument = Argument()
+    objects = settle_objects(take_objects([argument]))
+    held = [v for _, then in objects for v in (then.values() if isinstance(then, dict) else then or ())]
+    assert not any(isinstance(value, torch.Tensor) for value in held)
+
+
+@pytest.mark.parametrize("value", [nn.Linear(1, 1), Argument, print, lambda: None, 3, "text", None, torch.ones(1)])
+def test_modules_functions_and_atoms_are_not_taken(value: Any) -> None:
+    assert take_objects([value]) == []
