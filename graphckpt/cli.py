@@ -17,6 +17,8 @@ _TRAIN_EXAMPLES = """\
 examples:
   graphckpt train --config-file configs/quickstart.py
   graphckpt train --config-file configs/quickstart.py --fast-dev-run
+  graphckpt train --config-file configs/quickstart.py --resume
+  graphckpt train --config-file configs/quickstart.py --eval-only
   graphckpt train --config-file configs/quickstart.py train.train_iter=1000 optim.lr=3e-4
   graphckpt train --config-file configs/quickstart.py 'data.paths=[~/texts, notes.txt]'
   graphckpt train --config-file configs/quickstart.py train.activation_checkpoint.enabled=False
@@ -71,6 +73,16 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="20 iterations, each logged, to see whether all parts work",
     )
     parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the last snapshot in train.output_dir, to the same bits as without the break",
+    )
+    parser.add_argument(
+        "--eval-only",
+        action="store_true",
+        help="print the held-out perplexity of train.load_weight, or of the last snapshot, and train nothing",
+    )
+    parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="changes to the config, such as optim.lr=3e-4"
     )
     parser.set_defaults(run=_train)
@@ -79,7 +91,16 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _train(parsed: argparse.Namespace) -> int:
     from graphckpt.config.run import trainer_from  # noqa: PLC0415 - seconds of imports that --help can do without
 
-    trainer = trainer_from(parsed.config_file, parsed.overrides, fast_dev_run=parsed.fast_dev_run)
+    trainer = trainer_from(
+        parsed.config_file,
+        parsed.overrides,
+        fast_dev_run=parsed.fast_dev_run,
+        resume=parsed.resume,
+        eval_only=parsed.eval_only,
+    )
+    if parsed.eval_only:
+        trainer.evaluate()
+        return 0
     return _INTERRUPTED if trainer.train().is_stopped else 0
 
 

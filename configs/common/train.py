@@ -11,7 +11,14 @@ train = {
     "train_iter": 10000,  # updates of the weights
     "warmup_ratio": 0.01,  # share of train_iter in which the learning rate rises
     "scheduler": LazyCall(warmup_cosine_lr)(warmup_factor=0.001, alpha=0.01),
+    "load_weight": "",  # a folder with model.safetensors to start from
+    "checkpointer": {
+        "period": 5000,  # and once at the end
+        "max_to_keep": 100,
+        "save_model_after_n_epoch": None,  # or by passes over the text
+    },
     "log_period": 20,
+    "tensorboard": False,
     "seed": 1234,
     "device": None,  # None picks CUDA where there is one, else the CPU
     "amp": {"enabled": False, "dtype": "bfloat16"},
@@ -24,5 +31,7 @@ train = {
         "enabled": True,
         "eval_period": 1000,  # and once at the end
         "eval_iter": None,  # at most so many batches
+        "eval_metric": None,  # what model_best is best at, such as "eval_ppl"; None: what the task says
+        "eval_mode": None,  # "min" or "max"
     },
 }

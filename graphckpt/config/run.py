@@ -15,6 +15,7 @@ from graphckpt.config.load import load
 from graphckpt.config.packaged import find
 from graphckpt.config.schema import RunConfig, checked
 from graphckpt.errors import ConfigError
+from graphckpt.train.saved import CONFIG
 from graphckpt.train.trainer import Trainer
 
 _FAST_DEV_RUN = (
@@ -25,23 +26,34 @@ _FAST_DEV_RUN = (
 )
 
 
-def trainer_from(config_file: str | Path, overrides: Iterable[str] = (), *, fast_dev_run: bool = False) -> Trainer:
+def trainer_from(
+    config_file: str | Path,
+    overrides: Iterable[str] = (),
+    *,
+    fast_dev_run: bool = False,
+    resume: bool = False,
+    eval_only: bool = False,
+) -> Trainer:
     """Returns the trainer that a config file and overrides describe; saves the config beside its results.
 
     Args:
         config_file: a path, or the name of a packaged config such as ``"configs/quickstart.py"``.
         overrides: words such as ``"optim.lr=3e-4"``; they win over the file and over ``fast_dev_run``.
         fast_dev_run: 20 iterations, each logged, with two short evaluations.
+        resume: go on from the last snapshot in the output folder.
+        eval_only: the trainer will evaluate and not train; the config beside its results stays.
 
     Raises:
         ConfigError: with every fault.
+        SnapshotError: there is nothing to resume, or it is broken.
     """
     path = _existing(Path(config_file))
     config = load(path)
     faults = _overrides.apply(config, _FAST_DEV_RUN if fast_dev_run else ())
     faults += _overrides.apply(config, overrides)
-    trainer = _trainer(checked(config, faults, str(path)))
-    LazyConfig.save(config, trainer.folder / "config.yaml")
+    trainer = _trainer(checked(config, faults, str(path)), resume=resume, eval_only=eval_only)
+    if not eval_only:
+        LazyConfig.save(config, trainer.folder / CONFIG)
     return trainer
 
 
@@ -55,7 +67,7 @@ def _existing(path: Path) -> Path:
         raise ConfigError(f"{path}: no such config file; {error}") from error
 
 
-def _trainer(run: RunConfig) -> Trainer:
+def _trainer(run: RunConfig, *, resume: bool, eval_only: bool) -> Trainer:
     def make_optimizer(model: nn.Module) -> Optimizer:
         assert isinstance(run.optim, Call)
         described = run.optim.arguments.get("params")
@@ -63,4 +75,12 @@ def _trainer(run: RunConfig) -> Trainer:
         optimizer: Optimizer = run.optim(params=params)
         return optimizer
 
-    return Trainer(run.train, make_model=run.model, make_optimizer=make_optimizer, data=run.data(), task=run.task())
+    return Trainer(
+        run.train,
+        make_model=run.model,
+        make_optimizer=make_optimizer,
+        data=run.data(),
+        task=run.task(),
+        resume=resume,
+        eval_only=eval_only,
+    )

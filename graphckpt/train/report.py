@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -18,6 +19,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from graphckpt.train.history import GrowingFile
+
 _LOG_WIDTH = 120  # columns of a table in log.txt
 
 
@@ -27,7 +30,8 @@ class Report:
 
     def __init__(self, console: Console | None = None, log_file: Path | None = None) -> None:
         self._console = console or Console(highlight=False)
-        self._log_file = log_file
+        self._log_file = GrowingFile(log_file) if log_file else None
+        self._has_complained = False
 
     @property
     def stream(self) -> TextIO:
@@ -41,15 +45,15 @@ class Report:
     def line(self, text: str, style: str | None = None) -> None:
         """Prints one line, however long; in the file it bears the time."""
         self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
-        stamp = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S")
-        self.log(f"{stamp}  {text}")
+        stamp = datetime.now().astimezone().strftime("%m/%d %H:%M:%S")
+        self.log(f"[{stamp} graphckpt]: {text}")
 
     def show(self, renderable: RenderableType) -> None:
         """Prints a table."""
         self._console.print(renderable)
-        if self._log_file:
-            with self._log_file.open("a", encoding="utf-8") as file:
-                Console(file=file, width=_LOG_WIDTH, no_color=True, force_terminal=False).print(renderable)
+        plain = io.StringIO()
+        Console(file=plain, width=_LOG_WIDTH, no_color=True, force_terminal=False).print(renderable)
+        self._append(plain.getvalue())
 
     @contextmanager
     def progress(self, label: str, total: int, *, counts: bool = False) -> Iterator[Callable[[int], None]]:
@@ -74,6 +78,10 @@ class Report:
             yield lambda amount: progress.update(task, advance=amount)
 
     def _append(self, text: str) -> None:
-        if self._log_file:
-            with self._log_file.open("a", encoding="utf-8") as file:
-                file.write(text)
+        if not self._log_file:
+            return
+        error = self._log_file.append(text)
+        if error and not self._has_complained:  # a full disk is no reason to end a run
+            what = f"{self._log_file.path}: {error.strerror}; its lines wait until they can be written"
+            self._console.print(what, style="red", markup=False, highlight=False, soft_wrap=True)
+        self._has_complained = error is not None

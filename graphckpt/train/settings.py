@@ -64,10 +64,31 @@ class EvaluationConfig:
     """Iterations between two evaluations; one more comes at the end."""
     eval_iter: int | None = None
     """If set, evaluates at most this many batches."""
+    eval_metric: str | None = None
+    """What ``model_best`` is best at, such as ``"eval_ppl"``; ``None`` is what the task says."""
+    eval_mode: Literal["min", "max"] | None = None
+    """Whether less or more of it is better; ``None`` is what the task says."""
 
     def faults(self) -> Iterator[str]:
         """Yields what is wrong with the fields."""
         yield from _below_one(self, "eval_period", "eval_iter")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class CheckpointerConfig:
+    """Snapshots to go on from: ``train.checkpointer``, by libai's name."""
+
+    period: int = 5000
+    """Iterations between two snapshots; one more comes at the end."""
+    max_to_keep: int = 100
+    """Older ones than so many are removed; ``model_best`` and ``model_final`` do not count."""
+    save_model_after_n_epoch: int | None = None
+    """If set, the period is so many passes over the text."""
+
+    def faults(self) -> Iterator[str]:
+        """Yields what is wrong with the fields."""
+        yield from _below_one(self, "period", "max_to_keep", "save_model_after_n_epoch")
 
 
 @final
@@ -101,8 +122,13 @@ class TrainConfig:
     """Share of the updates in which the learning rate rises to its top."""
     scheduler: Callable[..., LRScheduler] = field(default=warmup_cosine_lr)
     """Called with ``optimizer``, ``max_iter`` and ``warmup_iter``."""
+    load_weight: str = ""
+    """If set, a folder with ``model.safetensors`` to start from: a snapshot, or what Transformers saved."""
+    checkpointer: CheckpointerConfig = field(default_factory=CheckpointerConfig)
     log_period: int = 20
     """Iterations between two lines of the log."""
+    tensorboard: bool = False
+    """Whether to write for TensorBoard too, a package of its own."""
     seed: int = 1234
     """Fixes the weights at the start, the order of the data and dropout."""
     device: str | None = None

@@ -12,7 +12,8 @@ from graphckpt.train import snapshot
 from graphckpt.train.snapshot import SnapshotError
 
 BEST, FINAL = "model_best", "model_final"
-_LAST = "last_checkpoint"  # libai's name: a text file that holds the name of a folder
+LAST = "last_checkpoint"
+"""libai's name: a text file that holds the name of a folder."""
 _PERIODIC = re.compile(r"model_\d{7,}")
 
 
@@ -47,17 +48,17 @@ class Snapshots:
             SnapshotError: there is no such file, or it names no folder.
         """
         try:
-            name = (self.folder / _LAST).read_text(encoding="utf-8").strip()
+            name = (self.folder / LAST).read_text(encoding="utf-8").strip()
         except FileNotFoundError as error:
-            where = f"train.output_dir: {self.folder} holds no {_LAST}, so there is nothing to resume"
+            where = f"train.output_dir: {self.folder} holds no {LAST}, so there is nothing to resume"
             fix = "start without --resume, or name the folder of the run"
             raise SnapshotError(f"{where} · fix: {self._offer() or fix}") from error
         except (OSError, UnicodeDecodeError) as error:
-            raise SnapshotError(f"{self.folder / _LAST}: cannot be read ({error})") from error
+            raise SnapshotError(f"{self.folder / LAST}: cannot be read ({error})") from error
         if not name or Path(name).name != name:
-            raise SnapshotError(f"{self.folder / _LAST}: holds {name!r}, no name of a folder{self._fix()}")
+            raise SnapshotError(f"{self.folder / LAST}: holds {name!r}, no name of a folder{self._fix()}")
         if not (self.folder / name).is_dir():
-            raise SnapshotError(f"{self.folder / _LAST}: names {name}, which is not there{self._fix(name)}")
+            raise SnapshotError(f"{self.folder / LAST}: names {name}, which is not there{self._fix(name)}")
         return self.folder / name
 
     def checked_last(self) -> tuple[Path, dict[str, Any]]:
@@ -78,11 +79,11 @@ class Snapshots:
         Raises:
             OSError: the file cannot be written.
         """
-        snapshot.write_text(self.folder / _LAST, f"{name}\n")
+        snapshot.write_text(self.folder / LAST, f"{name}\n")
 
     def forget_last(self) -> list[str]:
         """Removes ``last_checkpoint`` for a new run in this folder, and returns the snapshots that stay."""
-        (self.folder / _LAST).unlink(missing_ok=True)
+        (self.folder / LAST).unlink(missing_ok=True)
         return self.names()
 
     def prune(self, newest: str, max_to_keep: int, run: str) -> None:
@@ -111,7 +112,7 @@ class Snapshots:
     def _offer(self, broken: str = "") -> str:
         """Returns how to go on from the newest whole snapshot before ``broken``, or an empty string."""
         for name in self._whole_before(broken):
-            command = f"echo {name} > {shlex.quote(str(self.folder / _LAST))}"
+            command = f"echo {name} > {shlex.quote(str(self.folder / LAST))}"
             return f"go on from {name}, the one before: {command}, then --resume"
         return ""
 

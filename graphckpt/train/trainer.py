@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +18,28 @@ from torch.optim import Optimizer
 from graphckpt.errors import ConfigError, bullets
 from graphckpt.train.blocks import checkpointed_blocks
 from graphckpt.train.data import Data
+from graphckpt.train.export import export
 from graphckpt.train.graphs import EvalGraph, TrainGraph
-from graphckpt.train.hooks import EvalHook, ExplainHook, ExportHook, LogHook, MetricsHook
+from graphckpt.train.hooks import (
+    BestHook,
+    EvalHook,
+    ExplainHook,
+    LogHook,
+    MetricsHook,
+    SnapshotHook,
+    TensorBoardHook,
+)
+from graphckpt.train.hooks.evaluate import described
+from graphckpt.train.hooks.snapshot import Save
 from graphckpt.train.loop import HookBase, Loop
 from graphckpt.train.order import ShuffledOrder
 from graphckpt.train.report import Report
+from graphckpt.train.saved import CONFIG, LOG, METRICS, SavedRun, weights_folder
 from graphckpt.train.settings import TrainConfig
 from graphckpt.train.sizes import iterations
+from graphckpt.train.snapshot import read_weights
+from graphckpt.train.snapshots import BEST, FINAL, LAST
+from graphckpt.train.state import RunState, load_weights, seed_all
 from graphckpt.train.tasks.base import Opened, Samples, Task, TextTask
 
 
@@ -49,7 +65,13 @@ class Trainer:
         data: what to learn from.
         task: what to learn: batches, losses, metrics.
         report: where to say what happens; by default the console and ``log.txt`` in the output folder.
-        hooks: more hooks, which run after the trainer's own.
+        hooks: more hooks, which run after the trainer's own, but before a snapshot is taken.
+        resume: go on from the last snapshot in the output folder.
+        eval_only: leave what is in the output folder as it is; ``evaluate`` is called, and not ``train``.
+
+    Raises:
+        ConfigError: the output folder cannot be written, or the device cannot be used.
+        SnapshotError: there is nothing to resume, or it is broken.
     """
 
     def __init__(
@@ -62,6 +84,8 @@ class Trainer:
         task: Task,
         report: Report | None = None,
         hooks: tuple[HookBase, ...] = (),
+        resume: bool = False,
+        eval_only: bool = False,
     ) -> None:
         self.settings = settings
         self._make_model = make_model
@@ -70,15 +94,16 @@ class Trainer:
         self._task = task
         self._more_hooks = hooks
         self.folder = Path(settings.output_dir).expanduser()
+        self.device = _device(settings.device)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self.saved = SavedRun(self.folder, resume=resume, eval_only=eval_only, batch_size=self.batch_size)
+            with (self.folder / LOG).open("a" if resume or eval_only else "w", encoding="utf-8"):
+                pass  # a new run has a log of its own
         except OSError as error:
             fix = "name a folder that can be written"
             raise ConfigError(f"train.output_dir: {self.folder}: {error.strerror} · fix: {fix}") from error
-        log_file = self.folder / "log.txt"
-        log_file.write_text("", encoding="utf-8")
-        self.report = report or Report(log_file=log_file)
-        self.device = _device(settings.device)
+        self.report = report or Report(log_file=self.folder / LOG)
 
     @property
     def batch_size(self) -> int:
@@ -92,8 +117,9 @@ class Trainer:
             GraphckptError: the config cannot act, there is too little text, or the loss is not finite.
         """
         settings = self.settings
-        torch.manual_seed(settings.seed)
-        model = self._make_model().to(self.device).train()
+        model = self._model()
+        if settings.load_weight and not self.saved.source:
+            load_weights(model, read_weights(Path(settings.load_weight).expanduser()), "train.load_weight")
         optimizer = self._make_optimizer(model)
         checkpointed_blocks(model, settings.activation_checkpoint)  # a fault shows before a long wait for the data
         opened = self._open(model)
@@ -123,17 +149,47 @@ class Trainer:
         order = ShuffledOrder(num_sequences=len(opened.train), seed=settings.seed)
 
         def step(iteration: int) -> dict[str, Tensor]:
-            start = settings.consumed_train_samples + iteration * self.batch_size
-            batch = opened.train.batch(order.take(start=start, count=self.batch_size))
-            losses: dict[str, Tensor] = graph(**self._on_device(batch))
+            started = time.perf_counter()
+            start = settings.consumed_train_samples + self.saved.consumed_samples(iteration)
+            batch = self._on_device(opened.train.batch(order.take(start=start, count=self.batch_size)))
+            loop.data_seconds = time.perf_counter() - started
+            losses: dict[str, Tensor] = graph(**batch)
             return {name: loss.mean() for name, loss in losses.items()}
 
-        hooks = [*self._hooks(model, optimizer, graph, opened), *self._more_hooks]
-        loop = Loop(step, train_iter=train_iter, report=self.report, hooks=hooks)
+        state = RunState(model, graph, optimizer, self.device)
+        data = {"num_samples": len(opened.train), "tokens_each": opened.tokens_each}
+        save = self.saved.saver(
+            state,
+            data=data,
+            companions=lambda folder: export(model, opened.tokenizer_file, folder, seq_length=opened.tokens_each),
+        )
+        hooks = list(self._hooks(model, optimizer, graph, opened, save))
+        loop = Loop(step, train_iter=train_iter, report=self.report, hooks=hooks, start_iter=self.saved.start_iter)
+        self.saved.begin(state, loop, data=data, report=self.report)
         loop.run()
         outcome = Outcome(iterations=loop.done, is_stopped=loop.is_stopped, files=self._files())
         self._show(outcome)
         return outcome
+
+    def evaluate(self) -> dict[str, float]:
+        """Prints and returns what the held-out samples say of ``train.load_weight``, or else of the last snapshot.
+
+        Raises:
+            GraphckptError: there are no weights, or they are of another model; or nothing is held out.
+        """
+        folder = weights_folder(self.settings.load_weight, self.folder)
+        model = self._model()
+        load_weights(model, read_weights(folder), str(folder))
+        hook = self._eval_hook(model, self._open(model))
+        if hook is None:
+            raise ConfigError("data: nothing is held out to evaluate · fix: hold some of it out")
+        metrics = hook.measure()
+        self.report.line(f"{folder}: held-out {described(metrics)}", "bold")
+        return metrics
+
+    def _model(self) -> nn.Module:
+        seed_all(self.settings.seed)
+        return self._make_model().to(self.device).train()
 
     def _open(self, model: nn.Module) -> Opened:
         """Opens the data.
@@ -148,7 +204,9 @@ class Trainer:
                 raise ConfigError(bullets("model and data do not fit", faults) if len(faults) > 1 else faults[0])
         return opened
 
-    def _hooks(self, model: nn.Module, optimizer: Optimizer, graph: TrainGraph, opened: Opened) -> Iterator[HookBase]:
+    def _hooks(
+        self, model: nn.Module, optimizer: Optimizer, graph: TrainGraph, opened: Opened, save: Save
+    ) -> Iterator[HookBase]:
         settings = self.settings
         yield LogHook(
             optimizer,
@@ -156,20 +214,38 @@ class Trainer:
             log_period=settings.log_period,
             batch_size=self.batch_size,
             seq_length=opened.tokens_each,
+            consumed_samples=self.saved.consumed_samples,
         )
-        heldout = opened.heldout
-        if settings.evaluation.enabled and heldout is not None:
-            eval_graph = EvalGraph(model, self._task, amp=settings.amp)
-            yield EvalHook(
-                lambda batch: eval_graph(**batch),
-                lambda: self._heldout_batches(heldout),
-                self._task.metrics,
-                model=model,
-                eval_period=settings.evaluation.eval_period,
-            )
-        yield MetricsHook(self.folder / "metrics.json")
+        if settings.evaluation.enabled and (eval_hook := self._eval_hook(model, opened)):
+            metric, mode = settings.evaluation.eval_metric, settings.evaluation.eval_mode
+            yield eval_hook
+            yield BestHook(save, metric=metric or self._task.metric, mode=mode or self._task.metric_mode)
+        yield MetricsHook(self.folder / METRICS)
+        if settings.tensorboard:
+            yield TensorBoardHook(self.folder)
+        yield from self._more_hooks
+        period, epochs = settings.checkpointer.period, settings.checkpointer.save_model_after_n_epoch
+        yield SnapshotHook(
+            save,
+            self.saved.snapshots,
+            period=max(1, len(opened.train) * epochs // self.batch_size) if epochs else period,
+            max_to_keep=settings.checkpointer.max_to_keep,
+            run=self.saved.run,
+        )
         yield ExplainHook(graph, self.folder / "step.png")
-        yield ExportHook(model, opened.tokenizer_file, self.folder / "model_final", seq_length=opened.tokens_each)
+
+    def _eval_hook(self, model: nn.Module, opened: Opened) -> EvalHook | None:
+        heldout = opened.heldout
+        if heldout is None:
+            return None
+        eval_graph = EvalGraph(model, self._task, amp=self.settings.amp)
+        return EvalHook(
+            lambda batch: eval_graph(**batch),
+            lambda: self._heldout_batches(heldout),
+            self._task.metrics,
+            model=model,
+            eval_period=self.settings.evaluation.eval_period,
+        )
 
     def _heldout_batches(self, heldout: Samples) -> Iterator[dict[str, Tensor]]:
         size, limit = self.settings.test_micro_batch_size, self.settings.evaluation.eval_iter
@@ -182,11 +258,13 @@ class Trainer:
 
     def _files(self) -> dict[str, Path]:
         names = {
-            "weights, config, tokenizer": "model_final",
+            "weights, config, tokenizer": FINAL,
+            "best at the evaluation": BEST,
+            "to go on from, with --resume": LAST,
             "memory of a step": "step.png",
-            "metrics": "metrics.json",
-            "log": "log.txt",
-            "config": "config.yaml",
+            "metrics": METRICS,
+            "log": LOG,
+            "config": CONFIG,
         }
         return {what: self.folder / name for what, name in names.items() if (self.folder / name).exists()}
 

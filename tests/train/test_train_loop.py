@@ -116,22 +116,22 @@ def test_log_holds_the_mean_since_the_line_before(tmp_path):
     ).run()
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [(row["iteration"], row["total_loss"]) for row in rows] == [
-        (1, 0.0),
-        (2, 1.0),
-        (4, 2.5),
-        (5, 4.0),
+        (0, 0.0),
+        (1, 1.0),
+        (3, 2.5),
+        (4, 4.0),
     ]
     assert [row["consumed_samples"] for row in rows] == [3, 6, 12, 15]
     assert all(row["lr"] == 0.5 and row["tokens_per_second"] > 0 for row in rows)
     assert all(0 < row["rss_bytes"] <= row["peak_rss_bytes"] for row in rows)
     log = (tmp_path / "log.txt").read_text()
-    assert log.count("tokens/s") == 4
-    assert "iteration 4/5  loss 2.5000  lr 5.00e-01" in log
+    assert log.count("samples/s") == 4
+    assert "  iteration: 3/5  consumed_samples: 12  total_loss: 2.5000  time: " in log
 
 
 def test_loss_that_is_no_number_ends_the_run():
     loop = Loop(lambda _: {"total_loss": torch.tensor(math.nan)}, train_iter=5, report=_report(), hooks=[_log_hook()])
-    with pytest.raises(TrainError, match=r"the loss is nan at iteration 1 · fix: lower optim\.lr"):
+    with pytest.raises(TrainError, match=r"the loss is nan at iteration 0 · fix: lower optim\.lr"):
         loop.run()
 
 

@@ -2,8 +2,9 @@
 
 from graphckpt.train.hooks.evaluate import EvalHook
 from graphckpt.train.hooks.explain import ExplainHook
-from graphckpt.train.hooks.export import ExportHook
 from graphckpt.train.hooks.log import LogHook
 from graphckpt.train.hooks.metrics import MetricsHook
+from graphckpt.train.hooks.snapshot import BestHook, SnapshotHook
+from graphckpt.train.hooks.tensorboard import TensorBoardHook
 
-__all__ = ["EvalHook", "ExplainHook", "ExportHook", "LogHook", "MetricsHook"]
+__all__ = ["BestHook", "EvalHook", "ExplainHook", "LogHook", "MetricsHook", "SnapshotHook", "TensorBoardHook"]

@@ -44,7 +44,7 @@ class EvalHook(HookBase):
             return
         metrics = self.measure()
         loop.metrics |= metrics
-        loop.report.line(f"iteration {loop.done}/{loop.train_iter}  held-out {described(metrics)}", "bold")
+        loop.report.line(f"iteration: {loop.iteration}/{loop.train_iter}  held-out {described(metrics)}", "bold")
 
     def measure(self) -> dict[str, float]:
         """Returns the metrics over all held-out batches, each sample weighed as the task says."""

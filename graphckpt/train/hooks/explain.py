@@ -23,7 +23,11 @@ class ExplainHook(HookBase):
         """Prints the table, draws the picture."""
         if loop.done == loop.start_iter:
             return
-        explanation = self._graph.explain(str(self._picture), show=False)
+        try:
+            explanation = self._graph.explain(str(self._picture), show=False)
+        except OSError as error:
+            loop.report.line(f"{self._picture}: {error.strerror or error}; there is no picture", "red")
+            explanation = self._graph.explain(show=False)
         print_table(explanation, loop.report.stream)
         plain = io.StringIO()
         print_table(explanation, plain)

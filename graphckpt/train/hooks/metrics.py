@@ -7,25 +7,32 @@ import math
 from pathlib import Path
 from typing import final
 
+from graphckpt.train.history import GrowingFile
 from graphckpt.train.loop import HookBase, Loop
 
 
 @final
 class MetricsHook(HookBase):
-    """Appends one object for each iteration that was measured; comes after the hooks that measure."""
+    """Appends one object for each iteration that was measured; comes after the hooks that measure.
+
+    While the disk is full the rows wait, and training goes on.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._file = GrowingFile(path)
+        self._has_complained = False
 
     def before_train(self, loop: Loop) -> None:
         """Empties the file of an earlier run."""
         if loop.start_iter == 0:
-            self._path.write_text("", encoding="utf-8")
+            self._file.path.write_text("", encoding="utf-8")
 
     def after_step(self, loop: Loop) -> None:
         """Writes ``{"iteration": ..., ...}``; what is not finite becomes null, which JSON can say."""
         if not loop.metrics:
             return
         finite = {name: value if math.isfinite(value) else None for name, value in loop.metrics.items()}
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"iteration": loop.done, **finite}) + "\n")
+        error = self._file.append(json.dumps({"iteration": loop.iteration, **finite}) + "\n")
+        if error and not self._has_complained:
+            loop.report.line(f"{self._file.path}: {error.strerror}; its rows wait until they can be written", "red")
+        self._has_complained = error is not None

@@ -41,6 +41,9 @@ class SnapshotHook(HookBase):
         self._take(FINAL if loop.done >= loop.train_iter else periodic_name(loop.iteration), loop)
 
     def _take(self, name: str, loop: Loop) -> None:
+        if loop.loss is not None and not bool(loop.loss.isfinite()):
+            _complain(loop, f"the loss is {float(loop.loss)}")
+            return
         if not _saves(self._save, name, loop):
             return
         self._saved_at = loop.done

@@ -1,0 +1,141 @@
+"""What of a run is on the disk: finds where to go on, puts the state back, and writes it. Knows no data and no step."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from graphckpt.train import snapshot
+from graphckpt.train.history import cut_log, cut_metrics
+from graphckpt.train.loop import Loop
+from graphckpt.train.report import Report
+from graphckpt.train.snapshot import SnapshotError
+from graphckpt.train.snapshots import Snapshots
+from graphckpt.train.state import RunState
+
+LOG, METRICS, CONFIG = "log.txt", "metrics.json", "config.yaml"
+
+
+@final
+class SavedRun:
+    """The output folder of a run, which starts anew there or goes on.
+
+    Args:
+        folder: of the run; it exists.
+        resume: whether to go on from the snapshot that ``last_checkpoint`` names, which is checked here.
+        eval_only: leave all as it is.
+        batch_size: sequences in one iteration.
+
+    Raises:
+        SnapshotError: ``resume``, and there is no snapshot, or it is broken.
+        OSError: the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path, *, resume: bool, eval_only: bool, batch_size: int) -> None:
+        self.folder = folder
+        self.snapshots = Snapshots(folder)
+        if not eval_only:  # or else another process may be at work here
+            snapshot.recover(folder)
+        self.source: Path | None = None
+        """The snapshot to go on from; ``None`` for a new run."""
+        self._info: dict[str, Any] = {}
+        if resume and not eval_only:
+            self.source, self._info = self.snapshots.checked_last()
+        self.run = str(self._info.get("run") or secrets.token_hex(8))
+        """A name for the run and all that goes on from it."""
+        self.start_iter = int(self._info.get("done", 0))
+        """Iterations that are done already."""
+        self._batch_size = batch_size
+        self._start_samples = int(self._info.get("consumed_samples", 0))
+
+    def consumed_samples(self, done: int) -> int:
+        """Returns the sequences that ``done`` iterations have seen, also if their size was another before."""
+        return self._start_samples + (done - self.start_iter) * self._batch_size
+
+    def begin(self, state: RunState, loop: Loop, *, data: dict[str, Any], report: Report) -> None:
+        """Puts back the state of the run, or makes room for a new one; call it last before the loop.
+
+        Args:
+            state: where the state goes.
+            loop: whose hooks have a state too.
+            data: plain values that differ if the data does.
+            report: is told what happened.
+
+        Raises:
+            SnapshotError: the snapshot does not fit the model, the optimizer or the schedule.
+            OSError: the files of an earlier process cannot be cut.
+        """
+        if self.source is None:
+            if self.snapshots.forget_last():
+                report.line(f"snapshots of an earlier run stay in {self.folder}: {', '.join(self.snapshots.names())}")
+            return
+        trainer = snapshot.read_state(self.source, "trainer")
+        state.load_weights(snapshot.read_weights(self.source), str(self.source))
+        state.load_states(snapshot.read_state(self.source, "graph"), trainer, str(self.source))
+        loop.load_hook_states(trainer["hooks"])
+        cut_log(self.folder / LOG, loop.iteration)
+        cut_metrics(self.folder / METRICS, loop.iteration)
+        report.line(f"resumed from {self.source}, after iteration: {loop.iteration}/{loop.train_iter}")
+        if (then := self._info.get("data")) != data:
+            report.line(
+                f"the data changed since: {then} then, {data} now; the run sees other text from here on", "yellow"
+            )
+        if loop.is_last:
+            report.line("nothing is left to do · fix: raise train.train_iter to train on", "yellow")
+
+    def saver(
+        self, state: RunState, *, data: dict[str, Any], companions: Callable[[Path], None]
+    ) -> Callable[[str, Loop], None]:
+        """Returns what writes a snapshot of this name.
+
+        Args:
+            state: what to write.
+            data: as in ``begin``.
+            companions: writes more files into the folder that it is called with.
+        """
+
+        def add_files(folder: Path) -> None:
+            companions(folder)
+            if (self.folder / CONFIG).exists():
+                shutil.copyfile(self.folder / CONFIG, folder / "run.yaml")
+
+        def save(name: str, loop: Loop) -> None:
+            states = state.states()
+            states["trainer"]["hooks"] = loop.hook_states()
+            snapshot.write(
+                self.folder / name,
+                weights=state.weights(),
+                states=states,
+                info={
+                    "run": self.run,
+                    "iteration": loop.iteration,
+                    "done": loop.done,
+                    "consumed_samples": self.consumed_samples(loop.done),
+                    "data": data,
+                    "metrics": {key: value for key, value in loop.metrics.items() if math.isfinite(value)},
+                    "torch": torch.__version__,
+                },
+                companions=add_files,
+            )
+
+        return save
+
+
+def weights_folder(name: str, folder: Path) -> Path:
+    """Returns the folder whose weights to evaluate: the one that is named, or else the last snapshot.
+
+    Raises:
+        SnapshotError: there is neither.
+    """
+    if name:
+        return Path(name).expanduser()
+    try:
+        return Snapshots(folder).checked_last()[0]
+    except SnapshotError as error:
+        raise SnapshotError(f"nothing to evaluate: {error} · or name weights: train.load_weight=folder") from error
