@@ -5,11 +5,17 @@ from graphckpt.train.optim import warmup_cosine_lr
 
 train = {
     "output_dir": "output",
-    "train_micro_batch_size": 32,  # sequences in one forward
+    "train_micro_batch_size": 32,  # samples in one forward
+    "global_batch_size": None,  # samples of one update: micro batch x data parallel x accumulation
+    "num_accumulation_steps": None,  # forwards for one update; of these three, what is None is derived
     "test_micro_batch_size": 32,
-    "num_accumulation_steps": 1,  # forwards for one update of the weights
-    "train_iter": 10000,  # updates of the weights
-    "warmup_ratio": 0.01,  # share of train_iter in which the learning rate rises
+    "train_iter": 10000,  # updates of the weights, at least
+    "train_epoch": 0,  # times through the data, if that is more
+    "train_samples": None,  # or so many samples, and nothing else
+    "consumed_train_samples": 0,  # of the data's order, left out at the start
+    "consumed_valid_samples": 0,
+    "start_iter": 0,
+    "warmup_ratio": 0.01,  # share of the updates in which the learning rate rises
     "scheduler": LazyCall(warmup_cosine_lr)(warmup_factor=0.001, alpha=0.01),
     "load_weight": "",  # a folder with model.safetensors to start from
     "checkpointer": {
@@ -24,8 +30,12 @@ train = {
     "amp": {"enabled": False, "dtype": "bfloat16"},
     "activation_checkpoint": {
         "enabled": False,
-        "rule": True,  # for every layer of the model
-        "blocks": None,  # or by name: {"transformer.h.*": {"activation_checkpointing": "selective"}}
+        "rule": True,  # for every unit: True, "selective", {"rule": "segments", ...}, or None
+        "unit": None,  # class names or name patterns; None: the layers that Transformers recomputes
+        "blocks": None,  # on top, by name pattern: {"transformer.h.[01]": False}
+        "offload": None,
+        "partition": None,
+        "contiguous": None,
     },
     "evaluation": {
         "enabled": True,
@@ -34,4 +44,6 @@ train = {
         "eval_metric": None,  # what model_best is best at, such as "eval_ppl"; None: what the task says
         "eval_mode": None,  # "min" or "max"
     },
+    "dist": {"data_parallel_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1},
+    "zero_optimization": {"enabled": False, "stage": 1},
 }

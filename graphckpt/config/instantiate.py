@@ -144,7 +144,8 @@ def importable(target: object) -> bool:
 def parameters(target: Callable[..., Any]) -> tuple[dict[str, Any], bool]:
     """Returns the keyword parameters of ``target`` with their types, and whether it takes any other name.
 
-    Names that the target's class itself maps onto parameters (Transformers' ``attribute_map``) count too.
+    Names that the target's class itself maps onto parameters (Transformers' ``attribute_map``) count too, and so do the
+    properties of such a class that can be set.
     """
     try:
         signature = inspect.signature(target, eval_str=True)
@@ -165,6 +166,12 @@ def parameters(target: Callable[..., Any]) -> tuple[dict[str, Any], bool]:
         for name, parameter in signature.parameters.items()
         if parameter.kind in {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
     }
-    for alias, name in (getattr(target, "attribute_map", None) or {}).items():
-        named.setdefault(alias, named.get(name, Any))
+    aliases: dict[str, str] | None = getattr(target, "attribute_map", None)
+    if aliases is not None:
+        for alias, name in aliases.items():
+            named.setdefault(alias, named.get(name, Any))
+        for name in dir(target):  # Transformers also takes what its configs compute, such as num_labels
+            found = getattr(target, name, None)
+            if isinstance(found, property) and found.fset is not None:
+                named.setdefault(name.lstrip("_"), Any)
     return named, inspect.Parameter.VAR_KEYWORD in kinds

@@ -45,13 +45,21 @@ def read(hint: Any, value: Any, where: str) -> Read:  # noqa: PLR0911 - one for 
 def read_section(section: type, value: Any, where: str) -> Read:
     """Reads a mapping as a dataclass: its fields are the keys, and a field without default has to be there.
 
-    A method ``faults()`` of the dataclass is asked for what the types cannot say.
+    A method ``faults()`` of the dataclass is asked for what the types cannot say; its class attribute ``FOREIGN``
+    says of keys that other programs have why this one has not.
     """
     if not isinstance(value, Mapping):
         return None, [f"{where}: expects a section, got {_shown(value)}"]
     hints = get_type_hints(section)
     known = [field.name for field in fields(section) if field.init]
-    faults = [_unknown(str(key), known, where) for key in value if key not in known]
+    foreign: Mapping[str, str] = getattr(section, "FOREIGN", {})
+    faults = [
+        f"{where}.{key}: has no meaning here, {foreign[key]} · fix: leave the key out"
+        if key in foreign
+        else _unknown(str(key), known, where)
+        for key in value
+        if key not in known
+    ]
     made: dict[str, Any] = {}
     for field in fields(section):
         path = f"{where}.{field.name}" if where else field.name

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 from torch.optim.lr_scheduler import LRScheduler
 
 from graphckpt.errors import ConfigError
 from graphckpt.train.optim import warmup_cosine_lr
-from graphckpt.train.reserved import DistConfig, ZeroConfig, not_neutral
+from graphckpt.train.reserved import WITHOUT_MEANING, DistConfig, ZeroConfig, not_neutral
 from graphckpt.train.sizes import BatchSizes, batch_sizes
 
 
@@ -95,6 +95,9 @@ class CheckpointerConfig:
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """How a run goes: ``train``. The names are libai's."""
+
+    FOREIGN: ClassVar[Mapping[str, str]] = WITHOUT_MEANING
+    """Keys of libai that say nothing on PyTorch, and why."""
 
     output_dir: str = "output"
     """Folder for all that the run writes."""

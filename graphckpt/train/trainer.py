@@ -250,8 +250,9 @@ class Trainer:
     def _heldout_batches(self, heldout: Samples) -> Iterator[dict[str, Tensor]]:
         size, limit = self.settings.test_micro_batch_size, self.settings.evaluation.eval_iter
         count = len(heldout) if limit is None else min(len(heldout), size * limit)
+        chosen = np.arange(count) * len(heldout) // max(1, count)  # spread over all documents
         for first in range(0, count, size):
-            yield self._on_device(heldout.batch(np.arange(first, min(first + size, count))))
+            yield self._on_device(heldout.batch(chosen[first : first + size]))
 
     def _on_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.to(self.device) for name, tensor in batch.items()}

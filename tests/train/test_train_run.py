@@ -101,8 +101,9 @@ def test_saved_model_is_the_trained_one_for_transformers(place):
     prepared = trainer._data.prepare(trainer.report)
     total = count = 0.0
     with torch.no_grad():
+        chosen = [n * len(prepared.heldout) // 12 for n in range(12)]
         for first in (0, 4, 8):  # the three batches of four that the run evaluated
-            rows = prepared.heldout.batch(range(first, first + 4))
+            rows = prepared.heldout.batch(chosen[first : first + 4])
             total += model(input_ids=rows, labels=rows).loss.item() * rows.shape[0]
             count += rows.shape[0]
     assert total / count == pytest.approx(_rows(place / "out")[-1]["eval_loss"], rel=1e-5)
