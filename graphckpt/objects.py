@@ -41,7 +41,7 @@ def take_objects(leaves: Sequence[Any]) -> Objects:
 
 def settle_objects(before: Objects) -> Objects:
     """Drops from ``before`` the tensors that the first run left alone: they are not held for a second run."""
-    return [(owner, then if differs(owner, then) else _without_tensors(then)) for owner, then in before]
+    return [(owner, _settled(owner, then)) for owner, then in before]
 
 
 def rewind_objects(objects: Objects, undo: Undo) -> None:
@@ -54,12 +54,17 @@ def rewind_objects(objects: Objects, undo: Undo) -> None:
         elif any(owner.get(key, ABSENT) is not value for key, value in then.items()):
             undo.append((owner, None, dict(owner)))
             owner.update(then)
+            for key in [key for key, value in then.items() if value is ABSENT]:
+                del owner[key]
 
 
 _MOST_OBJECTS = 4096  # an object that reaches more than this is a whole program, not an argument
 
 
-def _without_tensors(then: Any) -> Any:
-    if isinstance(then, list):
-        return None if any(isinstance(v, torch.Tensor) for v in then) else then
-    return {key: value for key, value in then.items() if not isinstance(value, torch.Tensor)}
+def _settled(owner: Any, then: Any) -> Any:
+    if isinstance(owner, list):
+        has_tensors = any(isinstance(value, torch.Tensor) for value in then)
+        return then if differs(owner, then) or not has_tensors else None
+    left_alone = {k for k, v in then.items() if isinstance(v, torch.Tensor) and owner.get(k, ABSENT) is v}
+    added = {key: ABSENT for key in owner if key not in then}
+    return {key: value for key, value in then.items() if key not in left_alone} | added

@@ -272,7 +272,7 @@ def test_tile_dim_one_cuts_tokens() -> None:
 
 
 def test_an_argument_object_keeps_nothing_alive_that_the_block_left_alone() -> None:
-    """Like a key-value cache that passes through every layer: what other layers put in it is not this block's to keep."""
+    """Like a key-value cache that every layer gets: what other layers put in it is not this block's to keep."""
 
     class Cache:
         def __init__(self) -> None:
