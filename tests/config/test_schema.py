@@ -117,7 +117,10 @@ def test_call_within_a_call_is_checked_too():
         "config": {"_target_": "transformers.GPT2Config", "n_layers": 3, "hidden_size": 8, "n_head": "x"},
     }
     assert check_call(model, "model")[1] == [
-        "model.config.n_layers: no such key of GPT2Config · did you mean 'n_layer' or 'num_labels' or 'num_hidden_layers'?",
+        (
+            "model.config.n_layers: no such key of GPT2Config"
+            " · did you mean 'n_layer' or 'num_labels' or 'num_hidden_layers'?"
+        ),
         "model.config.n_head: expects int, got 'x' (str)",
     ]
 
