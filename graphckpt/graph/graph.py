@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict
 from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -14,11 +13,13 @@ from torch import nn
 from graphckpt.blocks.proxy import BlockTree, unwrap
 from graphckpt.errors import GraphError
 from graphckpt.graph.config import GraphConfig
+from graphckpt.graph.saved import load_state, saved_state
 from graphckpt.graph.step import Readiness, Step, running_graph
 from graphckpt.graph.text import DebugLog, graph_text
 from graphckpt.graph.update import Update
 
 if TYPE_CHECKING:
+    from collections import OrderedDict
     from collections.abc import Callable, Iterator
 
     from graphckpt.ledger.record import Explanation
@@ -139,6 +140,9 @@ class Graph:
         del self._roots[name]
         self._step.readiness.mark_stale()
 
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self._roots})
+
     def add_optimizer(self, optim: torch.optim.Optimizer, *, lr_sch: Any = None, is_sparse: bool = False) -> None:
         """Makes this a training graph: after ``build`` it clips, steps, zeroes gradients and steps ``lr_sch``, once.
 
@@ -237,12 +241,7 @@ class Graph:
 
     def state_dict(self, destination: Any = None) -> OrderedDict[str, Any]:
         """Returns each module's state under its attribute name, and that of optimizers, schedulers and scaler."""
-        state: OrderedDict[str, Any] = OrderedDict() if destination is None else destination
-        for name, module in self._roots.items():
-            state[name] = module.state_dict()
-        if self.training:
-            state.update(self._update.state_dict())
-        return state
+        return saved_state(self._roots, self._update, destination)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Loads what :meth:`state_dict` returned, before the first call or after any.
@@ -250,19 +249,7 @@ class Graph:
         Raises:
             GraphError: ``strict``, and a key is missing or unknown. Nothing has been loaded then.
         """
-        own = self.state_dict()
-        missing, unknown = sorted(set(own) - set(state_dict)), sorted(set(state_dict) - set(own))
-        for name in set(self._roots) & set(state_dict):
-            missing += [f"{name}.{key}" for key in own[name] if key not in state_dict[name]]
-            unknown += [f"{name}.{key}" for key in state_dict[name] if key not in own[name]]
-        if strict and (missing or unknown):
-            raise GraphError(
-                f"{self._name}.load_state_dict: missing {missing}, unknown {unknown} · fix: load a state of this graph"
-            )
-        for name, module in self._roots.items():
-            if name in state_dict:
-                module.load_state_dict(state_dict[name], strict=strict)
-        self._update.load_state_dict(state_dict)
+        load_state(self._name, self._roots, self._update, state_dict, strict=strict)
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a copy or a pickle needs: it starts as if it had not been called, under a name of its own."""

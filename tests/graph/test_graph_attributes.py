@@ -29,6 +29,7 @@ def test_a_module_becomes_a_block_and_comes_back_as_itself_in_build() -> None:
     assert type(graph.model) is Block
     assert graph.model.origin is model
     assert "model" not in graph.__dict__
+    assert "model" in dir(graph)
     graph()
     assert seen == [model]
     assert type(graph.model) is Block
