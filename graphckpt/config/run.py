@@ -20,6 +20,8 @@ from graphckpt.train.trainer import Trainer
 
 _FAST_DEV_RUN = (
     "train.train_iter=20",
+    "train.train_epoch=0",
+    "train.train_samples=null",
     "train.log_period=1",
     "train.evaluation.eval_period=10",
     "train.evaluation.eval_iter=2",

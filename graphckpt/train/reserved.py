@@ -61,3 +61,9 @@ WITHOUT_MEANING: Mapping[str, str] = {
     "input_placement_device": "train.device places the input too",
 }
 """Keys of libai's ``train`` that say nothing on PyTorch, and why."""
+
+EVALUATION_WITHOUT_MEANING: Mapping[str, str] = {
+    "evaluator": "the task says what is measured",
+    "eval_after_n_epoch": "eval_period counts iterations",
+}
+"""Keys of libai's ``train.evaluation`` that say nothing here, and why."""

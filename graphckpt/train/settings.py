@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from graphckpt.errors import ConfigError
 from graphckpt.train.optim import warmup_cosine_lr
-from graphckpt.train.reserved import WITHOUT_MEANING, DistConfig, ZeroConfig, not_neutral
+from graphckpt.train.reserved import EVALUATION_WITHOUT_MEANING, WITHOUT_MEANING, DistConfig, ZeroConfig, not_neutral
 from graphckpt.train.sizes import BatchSizes, batch_sizes
 
 
@@ -57,6 +57,9 @@ class ActivationCheckpointConfig:
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
     """Perplexity on held-out text: ``train.evaluation``."""
+
+    FOREIGN: ClassVar[Mapping[str, str]] = EVALUATION_WITHOUT_MEANING
+    """Keys of libai that say nothing here, and why."""
 
     enabled: bool = True
     """Whether to evaluate at all."""

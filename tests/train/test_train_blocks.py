@@ -1,0 +1,125 @@
+"""Which blocks a run checkpoints: what the model marks, what the user names, what is set on top."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForPreTraining,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from graphckpt.errors import ConfigError
+from graphckpt.train.blocks import checkpointed_blocks
+from graphckpt.train.settings import ActivationCheckpointConfig
+
+_SMALL = {"vocab_size": 50, "hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 8}
+
+
+class Block(nn.Linear):
+    pass
+
+
+class Older(nn.Module):
+    """As Transformers marked layers before: a flag on the module that holds their list."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(2, 2)
+        self.encoder = nn.Module()
+        self.encoder.gradient_checkpointing = False
+        self.encoder.layer = nn.ModuleList(Block(2, 2) for _ in range(3))
+
+
+class Whole(nn.Module):
+    """As it names layers that no device boundary may cut."""
+
+    _no_split_modules = ("Block",)
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(Block(2, 2), nn.Tanh(), Block(2, 2))
+
+
+def _blocks(model, **fields):
+    return checkpointed_blocks(model, ActivationCheckpointConfig(enabled=True, **fields))
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (lambda: GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=50)), "transformer.h.{}"),
+        (lambda: LlamaForCausalLM(LlamaConfig(**_SMALL)), "model.layers.{}"),
+        (lambda: BertForPreTraining(BertConfig(**_SMALL)), "bert.encoder.layer.{}"),
+        (Older, "encoder.layer.{}"),
+    ],
+)
+def test_layers_are_found_in_any_model(make, names):
+    found = _blocks(make(), rule="selective")
+    assert list(found) == [names.format(number) for number in range(len(found))]
+    assert len(found) in {2, 3}
+    assert all(fields == {"activation_checkpointing": "selective"} for fields in found.values())
+
+
+def test_encoder_and_decoder_both_count():
+    config = T5Config(vocab_size=50, d_model=8, d_kv=4, d_ff=8, num_layers=2, num_heads=2)
+    assert len(_blocks(T5ForConditionalGeneration(config))) == 4
+
+
+def test_layers_that_no_device_boundary_cuts():
+    assert list(_blocks(Whole())) == ["body.0", "body.2"]
+
+
+@pytest.mark.parametrize(
+    ("unit", "names"),
+    [
+        ("Block", ["body.0", "body.2"]),
+        ("Tanh", ["body.1"]),
+        ("torch.nn.modules.activation.Tanh", ["body.1"]),
+        ("body.*", ["body.0", "body.1", "body.2"]),
+        ("body", ["body"]),
+        (["Tanh", "body.0"], ["body.1", "body.0"]),
+    ],
+)
+def test_unit_is_named_by_class_or_pattern(unit, names):
+    assert list(_blocks(Whole(), unit=unit)) == names
+
+
+def test_blocks_come_on_top_of_the_rule():
+    rule = {"rule": "selective"}
+    blocks = {"body.0": False, "body.*": {"stage_id": 1}, "body.2": rule}
+    assert _blocks(Whole(), unit="Block", blocks=blocks) == {
+        "body.0": {"activation_checkpointing": False, "stage_id": 1},
+        "body.2": {"activation_checkpointing": rule, "stage_id": 1},
+        "body.1": {"stage_id": 1},
+    }
+    assert _blocks(Whole(), rule=None, blocks={"body.1": True}) == {"body.1": {"activation_checkpointing": True}}
+    assert _blocks(nn.Sequential(nn.Tanh()), blocks={"0": True}) == {"0": {"activation_checkpointing": True}}
+    assert checkpointed_blocks(Whole(), ActivationCheckpointConfig(blocks={"zzz": True})) == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "messages"),
+    [
+        ({"unit": "Blok"}, [r"unit: no class is called 'Blok' · did you mean 'Block'\?"]),
+        ({"rule": "ful"}, [r"body\.0\.activation_checkpointing: there is no rule 'ful' · did you mean 'full'\?"]),
+        ({"blocks": {"x": True, "y": 1}}, ["blocks: 'x' matches no module", "blocks: 'y' matches no module"]),
+        ({"rule": {"rule": "selective", "kep": 1}}, ["rule 'selective' has no setting 'kep'"]),
+        ({"blocks": {"body.*": {"tilse": 2}}}, ["there is no such field · did you mean 'tiles'"]),
+    ],
+)
+def test_faults_name_key_and_fix(fields, messages):
+    for message in messages:
+        with pytest.raises(ConfigError, match=message):
+            _blocks(Whole(), **fields)
+
+
+def test_model_without_marks_asks_for_the_unit():
+    with pytest.raises(ConfigError, match="Sequential marks no layer as a unit · fix: name its class or its blocks"):
+        _blocks(nn.Sequential(nn.Tanh()))

@@ -1,0 +1,102 @@
+"""Batch arithmetic, and the keys that act only in other versions."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphckpt.config.typed import read
+from graphckpt.errors import ConfigError
+from graphckpt.train.settings import TrainConfig
+from graphckpt.train.sizes import batch_sizes, iterations
+
+
+def _faults(**train):
+    return read(TrainConfig, train, "train")[1]
+
+
+@pytest.mark.parametrize(
+    ("micro", "whole", "accumulation", "made"),
+    [
+        (8, None, None, (8, 1, 8)),
+        (8, None, 4, (8, 4, 32)),
+        (8, 32, None, (8, 4, 32)),
+        (None, 32, 4, (8, 4, 32)),
+        (None, 32, None, (32, 1, 32)),
+        (8, 32, 4, (8, 4, 32)),
+    ],
+)
+def test_what_is_missing_is_derived(micro, whole, accumulation, made):
+    sizes = batch_sizes(micro_batch=micro, global_batch=whole, accumulation=accumulation)
+    assert (sizes.micro_batch, sizes.accumulation, sizes.global_batch) == made
+
+
+@given(micro=st.integers(1, 64), accumulation=st.integers(1, 64), parallel=st.integers(1, 8))
+def test_any_one_follows_from_the_others(micro, accumulation, parallel):
+    whole = batch_sizes(micro_batch=micro, global_batch=None, accumulation=accumulation, data_parallel=parallel)
+    for left_out in ("micro_batch", "accumulation", "global_batch"):
+        given_sizes = {"micro_batch": micro, "accumulation": accumulation, "global_batch": whole.global_batch}
+        assert batch_sizes(**{**given_sizes, left_out: None}, data_parallel=parallel) == whole
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((8, 30, None), "global_batch_size: 30 is no multiple of micro batch 8 x data_parallel_size 1 · fix: use 32"),
+        ((None, 30, 4), "global_batch_size: 30 is no multiple of data_parallel_size 1 x accumulation 4 · fix: use 32"),
+        (
+            (8, 64, 4),
+            "global_batch_size: 64, but micro batch 8 x data_parallel_size 1 x accumulation 4 is 32 · fix: set",
+        ),
+        (
+            (None, None, 4),
+            "train_micro_batch_size: is null, and so is global_batch_size · fix: set one of train.train_micro_batch",
+        ),
+    ],
+)
+def test_contradictions_are_explained(sizes, message):
+    keys = ("train_micro_batch_size", "global_batch_size", "num_accumulation_steps")
+    (fault,) = _faults(**dict(zip(keys, sizes, strict=True)))
+    assert fault.startswith(f"train.{message}")
+    with pytest.raises(ConfigError):
+        batch_sizes(**dict(zip(("micro_batch", "global_batch", "accumulation"), sizes, strict=True)))
+
+
+def test_length_of_a_run():
+    run = {"train_iter": 5, "train_epoch": 0, "train_samples": None, "num_samples": 25, "global_batch": 4}
+    assert iterations(**run) == 5
+    assert iterations(**{**run, "train_epoch": 2}) == 13
+    assert iterations(**{**run, "train_epoch": 0.1}) == 5
+    assert iterations(**{**run, "train_samples": 9}) == 3
+
+
+@pytest.mark.parametrize(
+    ("train", "fault"),
+    [
+        ({"dist": {"data_parallel_size": 2}}, "dist.data_parallel_size: 2 is not supported, one process trains"),
+        ({"dist": {"pipeline_num_layers": 24}}, "dist.pipeline_num_layers: 24 is not supported"),
+        ({"zero_optimization": {"enabled": True}}, "zero_optimization.enabled: True is not supported"),
+        ({"activation_checkpoint": {"offload": "cpu"}}, "activation_checkpoint.offload: 'cpu' is not supported"),
+        ({"activation_checkpoint": {"partition": True}}, "activation_checkpoint.partition: True is not supported"),
+        ({"activation_checkpoint": {"contiguous": True}}, "activation_checkpoint.contiguous: True is not supported"),
+        ({"start_iter": 3}, "start_iter: 3 is not supported, a snapshot says it"),
+        ({"train_epoch": -1}, "train_epoch: -1.0 · fix: use 0 or more"),
+        ({"train_samples": 8, "train_epoch": 1}, "train_samples: 8, and train_epoch is 1.0 · fix: set one of them"),
+        ({"rdma_enabled": True}, "rdma_enabled: has no meaning here, PyTorch picks the transport · fix: leave the key"),
+        ({"evaluation": {"evaluator": 1}}, "evaluation.evaluator: has no meaning here, the task says"),
+        ({"warmup_ratio": 1.0}, "warmup_ratio: 1.0 · fix: use a share from 0 to below 1"),
+    ],
+)
+def test_keys_without_effect_say_so(train, fault):
+    (found,) = _faults(**train)
+    assert found.startswith(f"train.{fault}")
+
+
+def test_neutral_values_are_good():
+    neutral = {
+        "dist": {"data_parallel_size": 1, "tensor_parallel_size": 1, "custom_pipeline_stage_id": None},
+        "zero_optimization": {"enabled": False, "stage": 2},
+        "activation_checkpoint": {"offload": False, "partition": None, "contiguous": False},
+    }
+    assert _faults(**neutral, start_iter=0, consumed_valid_samples=0) == []
