@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import builtins
 import linecache
+import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,7 +31,19 @@ def load(path: Path) -> DictConfig:
         raise ConfigError(f"{path}: a config file ends in .py, .yaml or .yml")
     if not path.is_file():
         raise ConfigError(f"{path}: no such config file")
-    return _run(path) if path.suffix == ".py" else _read_yaml(path)
+    with importable_beside(path):
+        return _run(path) if path.suffix == ".py" else _read_yaml(path)
+
+
+@contextmanager
+def importable_beside(path: Path) -> Iterator[None]:
+    """Lets the modules in the folder of a config file be imported meanwhile, after those that are installed."""
+    folder = str(path.resolve().parent)
+    sys.path.append(folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
 
 
 def _read_yaml(path: Path) -> DictConfig:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from graphckpt.config import overrides as _overrides
 from graphckpt.config.instantiate import Call, is_call
 from graphckpt.config.lazy import LazyConfig
-from graphckpt.config.load import load
+from graphckpt.config.load import importable_beside, load
 from graphckpt.config.packaged import find
 from graphckpt.config.schema import RunConfig, checked
 from graphckpt.errors import ConfigError
@@ -53,7 +53,9 @@ def trainer_from(
     config = load(path)
     faults = _overrides.apply(config, _FAST_DEV_RUN if fast_dev_run else ())
     faults += _overrides.apply(config, overrides)
-    trainer = _trainer(checked(config, faults, str(path)), resume=resume, eval_only=eval_only)
+    with importable_beside(path):
+        run = checked(config, faults, str(path))
+        trainer = _trainer(run, resume=resume, eval_only=eval_only)
     if not eval_only:
         LazyConfig.save(config, trainer.folder / CONFIG)
     return trainer

@@ -41,4 +41,5 @@ class OwnLoss(Task):
         values = self.losses(model, batch)
         count = len(next(iter(batch.values())))
         total = sum((value for name, value in values.items() if "loss" in name), start=next(iter(values.values())) * 0)
-        return {name: summed(value.detach(), count) for name, value in {**values, "loss": total}.items()}
+        others = {name: value for name, value in values.items() if name != "loss"}
+        return {name: summed(value.detach(), count) for name, value in {"loss": total, **others}.items()}
