@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, final
+from weakref import ref
 
 import torch
 
@@ -144,7 +145,10 @@ class Step:
 
     def _prepare(self) -> None:
         plan = make_plan(self._roots.items(), self._tree.configs)
-        seen = [(w.module, w.rule) for w in plan.wrappers], plan.idle, list(self._roots.items())
+        blocks = [
+            (w.module, w.rule, [ref(m) for m in w.module.modules()]) for w in plan.wrappers if w.module is not None
+        ]
+        seen = blocks, plan.idle, list(self._roots.items())
         if seen != self._seen:  # what the wrappers have learnt, and what was watched, is still true otherwise
             self._seen = seen
             self._wrappers = plan.wrappers

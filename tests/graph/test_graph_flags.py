@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from train_graphs import Train, adamw, batches, run_graph, run_plain, same
+from train_graphs import Train, adamw, batches, mlp, run_graph, run_plain, same
 
 from graphckpt import ConfigError, GraphError, GraphModule, Segments, Selective, Tiles
 
@@ -384,6 +384,16 @@ def test_flags_without_gradients_do_nothing() -> None:
     flag_like_libai_old(predicts)
     x, y = batches(1)[0]
     assert torch.equal(predicts(x, y), nn.functional.cross_entropy(model(x), y))
+
+
+def test_a_module_that_is_replaced_within_a_block() -> None:
+    graph = make(mlp())
+    graph.model[1].config.activation_checkpointing = True
+    run_graph(graph, 5)
+    graph.model[1][1] = norm = nn.BatchNorm1d(6)
+    for number in (1, 2, 3):
+        run_graph(graph, 1)
+        assert norm.num_batches_tracked == number
 
 
 def test_modules_that_change_between_calls() -> None:
