@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -71,6 +72,7 @@ def write(
         files = {path.name: {"bytes": path.stat().st_size, "crc32": _crc32(path)} for path in sorted(fresh.iterdir())}
         manifest = json.dumps({"format": _FORMAT, **info, "files": files}, indent=2)
         (fresh / _MANIFEST).write_text(manifest + "\n", encoding="utf-8")
+        (fresh / WEIGHTS).chmod((fresh / _MANIFEST).stat().st_mode)  # safetensors makes it the owner's alone
         for path in (*fresh.iterdir(), fresh):
             sync(path)
         _put_in_place(fresh, folder)
@@ -163,7 +165,9 @@ def read_state(folder: Path, name: str) -> Any:
     """
     path = folder / _STATE.format(name)
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the pickle of a stranger, which is an error below
+            return torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
         raise SnapshotError(f"{path}: cannot be read ({_first_line(error)})") from error
 

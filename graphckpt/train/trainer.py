@@ -157,7 +157,8 @@ class Trainer:
             return {name: loss.mean() for name, loss in losses.items()}
 
         state = RunState(model, graph, optimizer, self.device)
-        data = {"num_samples": len(opened.train), "tokens_each": opened.tokens_each}
+        tokens = opened.tokenizer_file.parent.name if opened.tokenizer_file else None  # named by all they depend on
+        data = {"num_samples": len(opened.train), "tokens_each": opened.tokens_each, "tokens": tokens}
         save = self.saved.saver(
             state,
             data=data,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, Literal, final
 
 from graphckpt.train.loop import HookBase, Loop
 from graphckpt.train.snapshot import SnapshotWriteError
 from graphckpt.train.snapshots import BEST, FINAL, Snapshots, periodic_name
+from graphckpt.units import format_seconds
 
 Save = Callable[[str, Loop], None]
 """Writes the snapshot of this name; raises ``SnapshotWriteError``."""
@@ -100,11 +102,14 @@ class BestHook(HookBase):
 
 
 def _saves(save: Save, name: str, loop: Loop) -> bool:
+    started = time.perf_counter()
     try:
         save(name, loop)
     except SnapshotWriteError as error:
         _complain(loop, str(error))
         return False
+    seconds = format_seconds(time.perf_counter() - started)
+    loop.report.line(f"iteration: {loop.iteration}/{loop.train_iter}  saved {name} in {seconds}")
     return True
 
 

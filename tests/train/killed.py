@@ -1,0 +1,67 @@
+"""A process that imports once and then runs the command line in children that it kills; not a test itself.
+
+Reads one JSON object a line: ``words`` for the command line, ``folder`` of the run, and for a kill ``when``, the
+pattern of a file in the folder that starts the clock, and ``after`` how many seconds. Answers with a line of JSON: the
+exit code, or the signal as -9.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import graphckpt.config.run  # noqa: F401 - before the children start
+from graphckpt.cli import main
+from graphckpt.train import snapshot
+from graphckpt.train.hooks import ExplainHook
+
+_SYNC_SECONDS = 0.002  # a slow disk, so that there is time to be killed in the midst of a snapshot
+
+
+def _slowly(sync):
+    def slow_sync(path):
+        time.sleep(_SYNC_SECONDS)
+        sync(path)
+
+    return slow_sync
+
+
+def _child(order):
+    snapshot.sync = _slowly(snapshot.sync)
+    ExplainHook.after_train = lambda self, loop: None  # a picture takes longer than all of the run
+    with Path(order["output"]).open("a") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+        os._exit(main(order["words"]))
+
+
+def _run(order):
+    pid = os.fork()
+    if not pid:
+        try:
+            _child(order)
+        finally:
+            os._exit(99)
+    ended, status = 0, 0
+    if order["when"]:
+        while not ended and not any(Path(order["folder"]).glob(order["when"])):
+            time.sleep(0.0005)
+            ended, status = os.waitpid(pid, os.WNOHANG)
+        if not ended:
+            time.sleep(order["after"])
+            os.kill(pid, signal.SIGKILL)
+    if not ended:
+        _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        print(json.dumps(_run(json.loads(line))), flush=True)
