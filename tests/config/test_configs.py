@@ -1,0 +1,96 @@
+"""The config files that come with graphckpt: whole, without fault, and the models that their names say."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from graphckpt.config import LazyConfig, get_config
+from graphckpt.config.packaged import folder
+from graphckpt.config.schema import check
+from graphckpt.train.settings import TrainConfig
+
+_FILES = sorted(path for path in folder().iterdir() if path.suffix in {".py", ".yaml"})
+
+
+@pytest.mark.parametrize("path", _FILES, ids=lambda path: path.name)
+def test_each_is_without_fault(path):
+    run, faults = check(LazyConfig.load(path))
+    assert faults == []
+    assert run is not None
+
+
+def test_common_train_holds_every_key_with_its_default():
+    written = OmegaConf.to_container(get_config("common/train.py").train)
+    known = asdict(TrainConfig(warmup_ratio=0.01))
+    for config in (written, known):
+        config.pop("scheduler")
+        config["dist"] = {key: value for key, value in config["dist"].items() if value is not None}
+    assert written == known
+
+
+@pytest.mark.parametrize(
+    ("name", "num_parameters", "layers", "width", "heads"),
+    [
+        ("bert_large_pretrain.py", 336_226_108, 24, 1024, 16),
+        ("gpt2_pretrain.py", 124_439_808, 12, 768, 12),
+        ("llama_pretrain.py", 134_105_856, 12, 768, 12),
+    ],
+)
+def test_models_are_the_real_ones(name, num_parameters, layers, width, heads):
+    run, _ = check(get_config(name))
+    with torch.device("meta"):
+        model = run.model()
+    assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
+    config = model.config
+    assert (config.num_hidden_layers, config.hidden_size, config.num_attention_heads) == (layers, width, heads)
+
+
+def test_overrides_of_every_type_reach_the_settings():
+    config = get_config("bert_large_pretrain.py")
+    words = [
+        "train.train_iter=1e2",
+        "train.warmup_ratio=.25",
+        "train.amp.enabled=false",
+        "train.device=null",
+        "train.output_dir='with = and space'",
+        "train.activation_checkpoint.rule={rule: selective}",
+        "train.activation_checkpoint.unit=[BertLayer, bert.pooler]",
+        'train.activation_checkpoint.blocks={"bert.encoder.layer.0": false}',
+        "train.scheduler.alpha=0",
+        "train.global_batch_size=64",
+        "data.paths=[a, b]",
+        "task.mask_fraction=0.2",
+        "optim.betas=[0.8, 0.9]",
+        "optim.params.weight_decay_bias=null",
+        "model.config.hidden_act=relu",
+    ]
+    run, faults = check(LazyConfig.apply_overrides(config, words))
+    assert faults == []
+    train, ckpt = run.train, run.train.activation_checkpoint
+    assert (train.train_iter, train.warmup_ratio, train.amp.enabled, train.device) == (100, 0.25, False, None)
+    assert train.output_dir == "with = and space"
+    assert (ckpt.rule, ckpt.unit) == ({"rule": "selective"}, ["BertLayer", "bert.pooler"])
+    assert ckpt.blocks == {"bert.encoder.layer.0": False}
+    assert train.sizes.accumulation == 4
+    assert (run.data().paths, run.task().mask_fraction) == (["a", "b"], 0.2)
+    assert tuple(run.optim.arguments["betas"]) == (0.8, 0.9)
+
+
+def test_all_faults_of_a_file_come_at_once():
+    config = get_config("bert_large_pretrain.py")
+    words = [
+        "train.activation_checkpoint.enable=true",
+        "train.train_micro_batch_size=big",
+        "train.dist.tensor_parallel_size=2",
+        "train.rdma_enabled=true",
+        "task.mask_fraction=2",
+        "data.seq_lenght=8",
+        "model.config.num_layers=3",
+        "optim.lr=fast",
+    ]
+    faults = check(LazyConfig.apply_overrides(config, words))[1]
+    assert [fault.partition(":")[0] for fault in sorted(faults)] == sorted(word.partition("=")[0] for word in words)
