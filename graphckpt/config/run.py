@@ -15,7 +15,7 @@ from graphckpt.config.load import importable_beside, load
 from graphckpt.config.packaged import find
 from graphckpt.config.schema import RunConfig, checked
 from graphckpt.errors import ConfigError
-from graphckpt.train.saved import CONFIG
+from graphckpt.train.saved import CONFIG, unwritable
 from graphckpt.train.trainer import Trainer
 
 _FAST_DEV_RUN = (
@@ -57,7 +57,10 @@ def trainer_from(
         run = checked(config, faults, str(path))
         trainer = _trainer(run, resume=resume, eval_only=eval_only)
     if not eval_only:
-        LazyConfig.save(config, trainer.folder / CONFIG)
+        try:
+            LazyConfig.save(config, trainer.folder / CONFIG)
+        except OSError as error:
+            raise unwritable(trainer.folder, error) from error
     return trainer
 
 

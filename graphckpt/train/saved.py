@@ -11,6 +11,7 @@ from typing import Any, final
 
 import torch
 
+from graphckpt.errors import ConfigError
 from graphckpt.train import snapshot
 from graphckpt.train.history import cut_log, cut_metrics
 from graphckpt.train.loop import Loop
@@ -69,7 +70,7 @@ class SavedRun:
 
         Raises:
             SnapshotError: the snapshot does not fit the model, the optimizer or the schedule.
-            OSError: the files of an earlier process cannot be cut.
+            ConfigError: the files of an earlier process cannot be cut.
         """
         if self.source is None:
             if self.snapshots.forget_last():
@@ -79,8 +80,11 @@ class SavedRun:
         state.load_weights(snapshot.read_weights(self.source), str(self.source))
         state.load_states(snapshot.read_state(self.source, "graph"), trainer, str(self.source))
         loop.load_hook_states(trainer["hooks"])
-        cut_log(self.folder / LOG, loop.iteration)
-        cut_metrics(self.folder / METRICS, loop.iteration)
+        try:
+            cut_log(self.folder / LOG, loop.iteration)
+            cut_metrics(self.folder / METRICS, loop.iteration)
+        except OSError as error:
+            raise unwritable(self.folder, error) from error
         report.line(f"resumed from {self.source}, after iteration: {loop.iteration}/{loop.train_iter}")
         if (then := self._info.get("data")) != data:
             report.line(
@@ -125,6 +129,12 @@ class SavedRun:
             )
 
         return save
+
+
+def unwritable(folder: Path, error: OSError) -> ConfigError:
+    """Returns what to raise when the output folder cannot be written before a run starts."""
+    fix = "name a folder that can be written, on a disk with room"
+    return ConfigError(f"train.output_dir: {folder}: {error.strerror or error} · fix: {fix}")
 
 
 def weights_folder(name: str, folder: Path) -> Path:

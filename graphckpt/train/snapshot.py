@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 import warnings
 import zlib
@@ -24,6 +25,7 @@ WEIGHTS = "model.safetensors"
 _STATE = "{}.pt"
 _MANIFEST = "snapshot.json"  # written last, and holds size and checksum of every other file
 _FORMAT = 1  # of the folder; a change of what is written needs a new number
+_RUST_IO = re.compile(r"I/O error: (.*?) \(os error \d+\)")  # how safetensors words what the system says
 _CHUNK_BYTES = 1 << 22  # a file is checked in pieces of this size
 
 
@@ -88,9 +90,13 @@ def write_text(path: Path, text: str) -> None:
         OSError: the file cannot be written.
     """
     fresh = _hidden(path, "tmp")
-    fresh.write_text(text, encoding="utf-8")
-    sync(fresh)
-    fresh.replace(path)
+    try:
+        fresh.write_text(text, encoding="utf-8")
+        sync(fresh)
+        fresh.replace(path)
+    except OSError:
+        _remove(fresh)
+        raise
     sync(path.parent)
 
 
@@ -242,7 +248,8 @@ def _reason(error: BaseException) -> str:
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror
         cause = cause.__cause__ or cause.__context__
-    return _first_line(error)
+    found = _RUST_IO.search(str(error))
+    return found[1] if found else _first_line(error)
 
 
 def _first_line(error: BaseException) -> str:

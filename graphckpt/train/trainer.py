@@ -34,7 +34,7 @@ from graphckpt.train.hooks.snapshot import Save
 from graphckpt.train.loop import HookBase, Loop
 from graphckpt.train.order import ShuffledOrder
 from graphckpt.train.report import Report
-from graphckpt.train.saved import CONFIG, LOG, METRICS, SavedRun, weights_folder
+from graphckpt.train.saved import CONFIG, LOG, METRICS, SavedRun, unwritable, weights_folder
 from graphckpt.train.settings import TrainConfig
 from graphckpt.train.sizes import iterations
 from graphckpt.train.snapshot import read_weights
@@ -101,8 +101,7 @@ class Trainer:
             with (self.folder / LOG).open("a" if resume or eval_only else "w", encoding="utf-8"):
                 pass  # a new run has a log of its own
         except OSError as error:
-            fix = "name a folder that can be written"
-            raise ConfigError(f"train.output_dir: {self.folder}: {error.strerror} · fix: {fix}") from error
+            raise unwritable(self.folder, error) from error
         self.report = report or Report(log_file=self.folder / LOG)
 
     @property

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from graphckpt.cli import main
 from graphckpt.config.run import trainer_from
-from graphckpt.train import snapshot
+from graphckpt.train import history, snapshot
 from graphckpt.train.hooks import BestHook
 from graphckpt.train.loop import HookBase
 from graphckpt.train.state import RunState
@@ -238,6 +238,41 @@ def test_a_disk_that_is_full_for_a_while_costs_snapshots_and_not_the_run(place, 
     assert _same_weights(place / "whole", place / "out")
     assert snapshot.check(place / "out" / "model_0000003")["done"] == 4
     assert not list((place / "out").glob(".*"))
+
+
+def test_a_disk_that_stays_full_ends_in_an_error_and_the_last_good_snapshot_is_resumed(place, monkeypatch, capsys):
+    assert _train("train.output_dir=whole") == 0
+    save, calls = snapshot.save_file, iter(range(100))
+
+    def full(*args, **kwargs):
+        if next(calls) >= 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshot, "save_file", full)
+        assert _train() == 2
+    assert "error: out: what was trained could not be saved · fix: make room" in capsys.readouterr().err
+    assert (place / "out" / "last_checkpoint").read_text() == "model_0000003\n"
+    assert _train("--resume") == 0
+    assert _same_weights(place / "whole", place / "out")
+    assert _rows(place / "whole") == _rows(place / "out")
+
+
+def test_a_disk_that_is_full_before_the_run_is_one_clear_error(place, monkeypatch, capsys):
+    _stopped("out", 3)
+    capsys.readouterr()
+    (place / "out" / "metrics.json").write_text("half a li")
+
+    def full(path, text):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(history, "write_text", full)
+    assert _train("--resume") == 2
+    assert capsys.readouterr().err == (
+        "error: train.output_dir: out: No space left on device"
+        " · fix: name a folder that can be written, on a disk with room\n"
+    )
 
 
 def test_a_metric_that_is_not_measured_is_told_once(place, capsys):

@@ -26,6 +26,7 @@ class ExplainHook(HookBase):
         try:
             explanation = self._graph.explain(str(self._picture), show=False)
         except OSError as error:
+            self._picture.unlink(missing_ok=True)  # half of one
             loop.report.line(f"{self._picture}: {error.strerror or error}; there is no picture", "red")
             explanation = self._graph.explain(show=False)
         print_table(explanation, loop.report.stream)

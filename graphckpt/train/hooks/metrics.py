@@ -25,7 +25,7 @@ class MetricsHook(HookBase):
     def before_train(self, loop: Loop) -> None:
         """Empties the file of an earlier run."""
         if loop.start_iter == 0:
-            self._file.path.write_text("", encoding="utf-8")
+            self._file.path.unlink(missing_ok=True)
 
     def after_step(self, loop: Loop) -> None:
         """Writes ``{"iteration": ..., ...}``; what is not finite becomes null, which JSON can say."""

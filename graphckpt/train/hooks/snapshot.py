@@ -37,10 +37,17 @@ class SnapshotHook(HookBase):
             self._take(periodic_name(loop.iteration), loop)
 
     def after_train(self, loop: Loop) -> None:
-        """Saves ``model_final``, or after the user's stop what there is."""
+        """Saves ``model_final``, or after the user's stop what there is.
+
+        Raises:
+            SnapshotWriteError: nothing could be saved, and there is no later occasion.
+        """
         if loop.done in {loop.start_iter, self._saved_at}:
             return
         self._take(FINAL if loop.done >= loop.train_iter else periodic_name(loop.iteration), loop)
+        if self._saved_at != loop.done:
+            fix = "make room or name another train.output_dir, and run again with --resume if there is a snapshot"
+            raise SnapshotWriteError(f"{self._snapshots.folder}: what was trained could not be saved · fix: {fix}")
 
     def _take(self, name: str, loop: Loop) -> None:
         if loop.loss is not None and not bool(loop.loss.isfinite()):
@@ -54,7 +61,8 @@ class SnapshotHook(HookBase):
             if name != FINAL:
                 self._snapshots.prune(name, self._max_to_keep, self._run)
         except OSError as error:
-            _complain(loop, f"{self._snapshots.folder}: {error.strerror or error}")
+            what = f"{self._snapshots.folder}: {error.strerror or error}"
+            loop.report.line(f"{name} was saved, but not all around it could be written: {what}", "red")
 
 
 @final
