@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from torch import nn
@@ -16,6 +16,7 @@ from graphckpt.config.packaged import find
 from graphckpt.config.schema import RunConfig, checked
 from graphckpt.errors import ConfigError
 from graphckpt.train.saved import CONFIG, unwritable
+from graphckpt.train.tasks import Task
 from graphckpt.train.trainer import Trainer
 
 _FAST_DEV_RUN = (
@@ -82,12 +83,29 @@ def _trainer(run: RunConfig, *, resume: bool, eval_only: bool) -> Trainer:
         optimizer: Optimizer = run.optim(params=params)
         return optimizer
 
+    def make_model() -> nn.Module:
+        model: object = run.model()
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model: {type(model).__name__} is no nn.Module · fix: call a class of modules")
+        return model
+
+    data, task = run.data(), run.task()
+    if faults := list(_wrong_kinds(data, task)):
+        raise ConfigError("\n".join(faults))
     return Trainer(
         run.train,
-        make_model=run.model,
+        make_model=make_model,
         make_optimizer=make_optimizer,
-        data=run.data(),
-        task=run.task(),
+        data=data,
+        task=task,
         resume=resume,
         eval_only=eval_only,
     )
+
+
+def _wrong_kinds(data: object, task: object) -> Iterator[str]:
+    if not callable(getattr(data, "open", None)):
+        fix = "wrap data sets of your own in graphckpt.train.own_data.OwnData(train=..., heldout=...)"
+        yield f"data: {type(data).__name__} cannot be opened · fix: {fix}"
+    if not isinstance(task, Task):
+        yield f"task: {type(task).__name__} is no task · fix: call a class of graphckpt.train.tasks"

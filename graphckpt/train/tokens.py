@@ -59,10 +59,13 @@ class TokenFile:
         starts = np.asarray(indices, np.int64)[:, None] * self._seq_length  # [B, 1]
         return torch.from_numpy(self._tokens[starts + np.arange(self._seq_length)].astype(np.int64))
 
-    def document(self, number: int) -> NDArray[np.int64]:
-        """Returns the tokens of one document, without the one that ends it."""
-        start = self._ends[number - 1] if number else 0
-        return self._tokens[start : self._ends[number] - 1].astype(np.int64)
+    def span(self, number: int) -> tuple[int, int]:
+        """Returns where the tokens of a document are, without the one that ends it."""
+        return (int(self._ends[number - 1]) if number else 0), int(self._ends[number]) - 1
+
+    def read(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Returns the tokens from ``start`` up to ``stop``."""
+        return self._tokens[start:stop].astype(np.int64)
 
     def group(self, number: int) -> int:
         """Returns the number of the group that a document belongs to."""
@@ -75,9 +78,9 @@ class TokenFile:
         """
         place = index * self._seq_length
         number = int(np.searchsorted(self._ends, place, side="right"))
-        start, stop = int(self._ends[number - 1]) if number else 0, int(self._ends[number]) - 1
+        start, stop = self.span(number)
         first = max(start, min(place, stop - size))
-        return number, self._tokens[first : min(first + size, stop)].astype(np.int64)
+        return number, self.read(first, min(first + size, stop))
 
 
 @final

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from omegaconf import OmegaConf
 
 from graphckpt.cli import main
+from graphckpt.config import LazyConfig
 
 _DATA = ["data.vocab_size=400", "data.seq_length=32", "data.max_bytes=300000", "data.cache_dir=cache"]
 _RUN = [
@@ -38,3 +40,30 @@ def test_it_trains_evaluates_and_recomputes(tmp_path, monkeypatch, name, small, 
     log = (tmp_path / "out" / "log.txt").read_text()
     assert " full " in log or "selective" in log
     assert "kept for backward" in log
+
+
+def _own(kinds):
+    parts = {"train": {"output_dir": "out", "device": "cpu"}, "optim": {"_target_": "torch.optim.SGD"}}
+    return OmegaConf.create(parts | {name: {"_target_": kind} for name, kind in kinds.items()})
+
+
+@pytest.mark.parametrize(
+    ("kinds", "messages"),
+    [
+        (
+            {"data": "builtins.list", "task": "builtins.dict", "model": "torch.nn.Identity"},
+            ["data: list cannot be opened · fix: wrap data sets of your own", "task: dict is no task · fix: call"],
+        ),
+        (
+            {"data": "graphckpt.train.data.TextData", "model": "builtins.list"},
+            ["model: list is no nn.Module · fix: call a class of modules"],
+        ),
+    ],
+)
+def test_parts_of_the_wrong_kind_are_named(tmp_path, monkeypatch, capsys, kinds, messages):
+    monkeypatch.chdir(tmp_path)
+    LazyConfig.save(_own(kinds), "wrong.yaml")
+    assert main(["train", "--config-file", "wrong.yaml"]) == 2
+    error = capsys.readouterr().err
+    for message in messages:
+        assert message in error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -169,6 +170,15 @@ def test_model_that_does_not_fit_the_text_is_told_all(data):
     assert vocabulary == f"{known} · fix: set its vocab_size to ${{data.vocab_size}}"
     assert positions.startswith("model: it knows 16 positions, and data.seq_length is 48 · fix:")
     assert labels == "model: it tells 1 classes, and the data has 2 · fix: set its num_labels to 2"
+
+
+def test_one_document_has_no_second_text_from_another(texts, data):
+    one = replace(data, paths=str(next(texts.rglob("*.txt"))))
+    opened, model = _open(one, MaskedLM()), torch.nn.Module()
+    (fault,) = MaskedLM().check(model, opened.text)
+    assert fault.startswith("data: there is one document, and no second text from another · fix: name several files")
+    assert list(MaskedLM(random_fraction=0.0).check(model, opened.text)) == []
+    assert _all(opened.train)["next_sentence_label"].tolist() == [0] * len(opened.train)
 
 
 def test_task_that_is_not_for_text_says_so(data):

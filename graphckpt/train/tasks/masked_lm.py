@@ -71,9 +71,9 @@ class _Pairs:
     def _elsewhere(self, document: int, size: int, draw: np.random.Generator) -> _Ids:
         """Returns up to ``size`` tokens from any document but this one."""
         other = int(draw.integers(max(1, self.tokens.num_documents - 1)))
-        found = self.tokens.document(other + (other >= document and self.tokens.num_documents > 1))
-        start = int(draw.integers(max(1, len(found) - size + 1)))
-        return found[start : start + size]
+        start, stop = self.tokens.span(other + (other >= document and self.tokens.num_documents > 1))
+        first = start + int(draw.integers(max(1, stop - start - size + 1)))
+        return self.tokens.read(first, min(first + size, stop))
 
     def _masked(self, whole: _Ids, is_text: NDArray[np.bool_], draw: np.random.Generator) -> tuple[_Ids, _Ids]:
         """Returns what is seen and what is asked for: of that, 80 % is masked, 10 % random and 10 % as it is."""
@@ -150,6 +150,9 @@ class MaskedLM(TextTask):
         yield from super().check(model, text)
         if text.seq_length < 8:
             yield f"data.seq_length: {text.seq_length} · fix: use 8 or more, for two texts and their three marks"
+        if text.train.num_documents < 2 and self.random_fraction:
+            fix = "name several files, or set task.random_fraction=0"
+            yield f"data: there is one document, and no second text from another · fix: {fix}"
 
 
 def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
