@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from graphckpt.blocks.config import BlockConfig
@@ -71,10 +72,10 @@ def _units(model: nn.Module, config: ActivationCheckpointConfig) -> list[str]:
 
 
 def _marked(model: nn.Module) -> list[str]:
-    """Returns the layers that Transformers recomputes, in the three ways in which its models have marked them."""
+    """Returns the layers that Transformers recomputes, in the ways in which its models have marked them over time."""
     named = list(model.named_modules())
     if layers := [name for name, module in named if isinstance(module, GradientCheckpointingLayer)]:
-        return layers
+        return _without_nested(model, layers)
     for owner, module in named:  # before 2025: a flag on the module that loops over a list of layers
         if hasattr(module, "gradient_checkpointing"):
             for child, layers_list in module.named_children():
@@ -83,7 +84,28 @@ def _marked(model: nn.Module) -> list[str]:
     if layers:
         return layers
     whole = set(getattr(model, "_no_split_modules", None) or ())
-    return [name for name, module in named if name and type(module).__name__ in whole]
+    if layers := [name for name, module in named if name and type(module).__name__ in whole]:
+        return _without_nested(model, layers)
+    lists = [name for name, module in named if isinstance(module, nn.ModuleList) and _size(module)]
+    if not isinstance(model, PreTrainedModel) or not lists:
+        return []
+    largest = max(lists, key=lambda name: _size(model.get_submodule(name)))  # of equal ones the outermost
+    return [f"{largest}.{number}" for number, _ in model.get_submodule(largest).named_children()]
+
+
+def _without_nested(model: nn.Module, layers: list[str]) -> list[str]:
+    """Drops a layer that is little but a container of others, and of any other those that are in it."""
+    dropped: set[str] = set()
+    for name in layers:
+        inner = [other for other in layers if other.startswith(f"{name}.")]
+        held = sum(_size(model.get_submodule(other)) for other in inner)
+        if inner and name not in dropped:
+            dropped |= {name} if 2 * held > _size(model.get_submodule(name)) else set(inner)
+    return [name for name in layers if name not in dropped]
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _named(model: nn.Module, unit: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from architectures import ARCHITECTURES
 from torch import nn
 from transformers import (
     BertConfig,
@@ -65,6 +66,17 @@ def test_layers_are_found_in_any_model(make, names):
     assert list(found) == [names.format(number) for number in range(len(found))]
     assert len(found) in {2, 3}
     assert all(fields == {"activation_checkpointing": "selective"} for fields in found.values())
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
+def test_layers_of_every_architecture_are_found(architecture):
+    model = architecture.build()
+    found, layers = set(_blocks(model)), set(architecture.layer_modules(model))
+    if architecture.name == "resnet":  # marks its convolutions alone, as what no device boundary may cut
+        assert all(any(name.startswith(layer) for name in found) for layer in layers)
+    else:
+        assert found >= layers
+    assert not any(name.startswith(f"{other}.") for name in found for other in found)
 
 
 def test_encoder_and_decoder_both_count():
