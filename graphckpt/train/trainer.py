@@ -216,14 +216,16 @@ class Trainer:
             seq_length=opened.tokens_each,
             consumed_samples=self.saved.consumed_samples,
         )
-        if settings.evaluation.enabled and (eval_hook := self._eval_hook(model, opened)):
-            metric, mode = settings.evaluation.eval_metric, settings.evaluation.eval_mode
+        eval_hook = self._eval_hook(model, opened) if settings.evaluation.enabled else None
+        if eval_hook:
             yield eval_hook
-            yield BestHook(save, metric=metric or self._task.metric, mode=mode or self._task.metric_mode)
         yield MetricsHook(self.folder / METRICS)
         if settings.tensorboard:
             yield TensorBoardHook(self.folder)
         yield from self._more_hooks
+        if eval_hook:
+            metric, mode = settings.evaluation.eval_metric, settings.evaluation.eval_mode
+            yield BestHook(save, metric=metric or self._task.metric, mode=mode or self._task.metric_mode)
         period, epochs = settings.checkpointer.period, settings.checkpointer.save_model_after_n_epoch
         yield SnapshotHook(
             save,

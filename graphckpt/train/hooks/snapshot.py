@@ -67,7 +67,7 @@ class SnapshotHook(HookBase):
 
 @final
 class BestHook(HookBase):
-    """Saves ``model_best`` whenever a metric of the evaluation is better than ever before; comes after it.
+    """Saves ``model_best`` whenever a metric of the evaluation is better than ever; comes right before snapshots.
 
     Args:
         save: writes a snapshot.
