@@ -270,7 +270,8 @@ def _op(op: Any) -> Op:
 
 
 def _decides(policy: Callable[..., Any], output: Any, func: Op, args: Any, kwargs: dict[str, Any]) -> bool:
-    context = SelectiveCheckpointContext(is_recompute=False, op_output=output)
+    context = SelectiveCheckpointContext(is_recompute=False)
+    context.op_output = output  # an argument of its own only since torch 2.13
     decision = policy(context, func, *args, **kwargs)
     if isinstance(decision, bool):
         return decision
