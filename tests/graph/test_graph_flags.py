@@ -396,6 +396,14 @@ def test_a_module_that_is_replaced_within_a_block() -> None:
         assert norm.num_batches_tracked == number
 
 
+def test_a_layer_that_is_appended_is_known_to_be_in_no_optimizer() -> None:
+    graph = make()
+    run_graph(graph, 5)
+    graph.model.tail.append(nn.Linear(3, 3))
+    run_graph(graph, 2)
+    assert graph.model.tail[3].weight.grad is None
+
+
 def test_modules_that_change_between_calls() -> None:
     graph = make()
     flag_like_libai_old(graph)
