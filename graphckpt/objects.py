@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from graphckpt.tree import ATOMS
-from graphckpt.undo import ABSENT, Undo, differs
+from graphckpt.undo import ABSENT, CONTAINERS, Undo, differs, fill
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,11 +28,11 @@ def take_objects(leaves: Sequence[Any]) -> Objects:
     todo = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor) and type(leaf) not in ATOMS]
     while todo and len(found) < _MOST_OBJECTS:
         value = todo.pop()
-        owner = value if isinstance(value, (list, dict)) else getattr(value, "__dict__", None)
+        owner = value if isinstance(value, CONTAINERS) else getattr(value, "__dict__", None)
         if owner is None or id(owner) in seen or isinstance(value, (nn.Module, type)) or callable(value):
             continue
         seen.add(id(owner))
-        if isinstance(owner, (list, dict)):
+        if isinstance(owner, CONTAINERS):
             found.append((owner, copy.copy(owner)))
             inner = owner.values() if isinstance(owner, dict) else owner
             todo.extend(v for v in inner if not isinstance(v, torch.Tensor) and type(v) not in ATOMS)
@@ -47,10 +47,10 @@ def settle_objects(before: Objects) -> Objects:
 def rewind_objects(objects: Objects, undo: Undo) -> None:
     """Puts the objects back to what they were, noting in ``undo`` what they are now."""
     for owner, then in objects:
-        if isinstance(owner, list):
+        if not isinstance(owner, dict):
             if then is not None and differs(owner, then):
-                undo.append((owner, None, owner[:]))
-                owner[:] = then
+                undo.append((owner, None, copy.copy(owner)))
+                fill(owner, then)
         elif any(owner.get(key, ABSENT) is not value for key, value in then.items()):
             undo.append((owner, None, dict(owner)))
             owner.update(then)
@@ -62,7 +62,7 @@ _MOST_OBJECTS = 4096  # an object that reaches more than this is a whole program
 
 
 def _settled(owner: Any, then: Any) -> Any:
-    if isinstance(owner, list):
+    if not isinstance(owner, dict):
         has_tensors = any(isinstance(value, torch.Tensor) for value in then)
         return then if differs(owner, then) or not has_tensors else None
     left_alone = {k for k, v in then.items() if isinstance(v, torch.Tensor) and owner.get(k, ABSENT) is v}

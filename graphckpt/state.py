@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections import deque
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from graphckpt.undo import ABSENT, Undo, differs, replace_item
+from graphckpt.undo import ABSENT, CONTAINERS, Undo, differs, replace_item
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _OWN = frozenset(nn.Module().__dict__) | {"forward"}  # what torch itself keeps on every module
-_CONTAINERS = (list, dict, set, deque)
 
 
 @final
@@ -40,7 +39,7 @@ class Moving:
         value = self.owner.get(self.key, ABSENT)
         if isinstance(value, torch.Tensor):
             return value.detach().clone() if self.in_place else value.detach().requires_grad_(value.requires_grad)
-        return copy.copy(value) if isinstance(value, _CONTAINERS) else value
+        return copy.copy(value) if isinstance(value, CONTAINERS) else value
 
 
 @final
@@ -58,16 +57,25 @@ class Snapshot:
 class ModuleState:
     """The parameters, buffers, modes and moving places of a set of modules."""
 
-    __slots__ = ("_modules", "_moving", "_num_parameters", "_slots")
+    __slots__ = ("_children", "_modules", "_moving", "_num_parameters", "_slots")
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         found = list(modules)
         # Weak, for a module holds its wrapped forward, which holds this: a deleted model must be freed at once.
         self._modules = [weakref.ref(m) for m in found]
+        self._children = [(weakref.ref(m), _children_of(m)) for m in found if m._modules]
         self._slots: list[tuple[dict[str, Any], str]] = [(m._parameters, key) for m in found for key in m._parameters]
         self._num_parameters = len(self._slots)
         self._slots += [(m._buffers, key) for m in found for key in m._buffers]
         self._moving: dict[tuple[bool, ...], tuple[Moving, ...]] = {}
+
+    def is_stale(self) -> bool:
+        """Whether a submodule was added, removed or replaced since, as adapters and quantization do."""
+        for ref, children in self._children:
+            module = ref()
+            if module is None or _children_of(module) != children:
+                return True
+        return False
 
     def has_learnt(self, snapshot: Snapshot) -> bool:
         """Whether a call with the modules in these modes (train or eval, each) has shown which places move."""
@@ -94,14 +102,15 @@ class ModuleState:
         for (owner, key), tensor in zip(self._slots, snapshot.tensors, strict=True):
             if owner.get(key) is not tensor and not _is_sharding(owner.get(key), tensor):
                 replace_item(owner, key, tensor, undo)  # functional_call had put it in place for the first run
-        for module, mode in zip(self._modules, snapshot.modes, strict=True):
-            if module().training is not mode:  # type: ignore[union-attr]
-                replace_item(module().__dict__, "training", mode, undo)
+        for ref, mode in zip(self._modules, snapshot.modes, strict=True):
+            module = ref()
+            if module is not None and module.training is not mode:
+                replace_item(module.__dict__, "training", mode, undo)
         for place, value in snapshot.moving:
             fresh = value
             if isinstance(value, torch.Tensor):
                 fresh = value.clone() if place.in_place else value
-            elif isinstance(value, _CONTAINERS):
+            elif isinstance(value, CONTAINERS):
                 fresh = copy.copy(value)
             replace_item(place.owner, place.key, fresh, undo)
 
@@ -196,8 +205,12 @@ def _sets_up(before: Any, after: Any) -> bool:
     )
 
 
+def _children_of(module: nn.Module) -> list[int]:
+    return [id(child) for child in module._modules.values()]  # ids: to hold the children would make cycles
+
+
 def _is_plain(value: Any) -> bool:  # a buffer or a tensor attribute
-    return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+    return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and not is_lazy(value)
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -205,17 +218,14 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _shallow(attributes: dict[str, Any]) -> dict[str, Any]:
-    return {k: copy.copy(v) if isinstance(v, _CONTAINERS) else v for k, v in attributes.items() if k not in _OWN}
+    return {k: copy.copy(v) if isinstance(v, CONTAINERS) else v for k, v in attributes.items() if k not in _OWN}
 
 
 def _changed(now: dict[str, Any], then: dict[str, Any]) -> Iterable[tuple[str, Any]]:
     for key in dict.fromkeys(chain(then, (k for k in now if k not in _OWN))):
         old, new = then.get(key, ABSENT), now.get(key, ABSENT)
-        if isinstance(old, (list, dict)) and type(old) is type(new):
+        if isinstance(old, CONTAINERS) and type(old) is type(new):
             if differs(new, old):
-                yield key, old
-        elif isinstance(old, (set, deque)):
-            if old != new:
                 yield key, old
         elif old is not new and not isinstance(old, torch.Tensor):  # tensors are compared by their bits
             yield key, old

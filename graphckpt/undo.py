@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any, Final, TypeAlias
 
 ABSENT: Final = object()
 """Stands for a key that did not exist."""
+
+CONTAINERS: Final = (list, dict, set, deque)
+"""What can be emptied and filled again."""
 
 Undo: TypeAlias = list[tuple[Any, Any, Any]]
 """``(owner, key, value)`` in the order in which they were replaced; ``key`` is ``None`` for a whole owner."""
@@ -32,18 +36,20 @@ def put_back(undo: Undo) -> None:
 
 
 def fill(owner: Any, value: Any) -> None:
-    """Gives a list or dictionary the contents of ``value``."""
-    if isinstance(owner, list):
-        owner[:] = value
-    else:
-        owner.clear()
+    """Gives a container the contents of ``value``."""
+    owner.clear()
+    if isinstance(owner, (dict, set)):
         owner.update(value)
+    else:
+        owner.extend(value)
 
 
 def differs(now: Any, then: Any) -> bool:
-    """Whether two lists or dictionaries hold other objects, compared by identity."""
+    """Whether two containers hold other objects, compared by identity (the items of sets by equality)."""
     if len(now) != len(then):
         return True
-    if isinstance(now, list):
+    if isinstance(now, set):
+        return bool(now != then)
+    if not isinstance(now, dict):
         return any(a is not b for a, b in zip(now, then, strict=True))
     return any(key not in now or now[key] is not value for key, value in then.items())

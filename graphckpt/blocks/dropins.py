@@ -146,7 +146,7 @@ def _site(function: Any) -> Site:
     known = _SITES.setdefault(modules[0], {})
     key = tuple(weakref.ref(module) for module in modules)  # not ids: those of the dead are given anew
     if key not in known:
-        known[key] = Site(name, [m for module in modules for m in module.modules()])
+        known[key] = Site(name, modules)
     return known[key]
 
 

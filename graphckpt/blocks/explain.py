@@ -8,6 +8,7 @@ from weakref import WeakMethod
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphckpt.errors import GraphError
@@ -55,7 +56,11 @@ class Watcher:
         recorder = Recorder(known, live)
         hook = register_optimizer_step_pre_hook(lambda optimizer, *_: recorder.optimizer_steps(_state_of(optimizer)))
         try:
-            with self._rows_for_modules(recorder), recorder.watching(), self._inputs_of_root(recorder):
+            with (
+                _rows_for_modules(recorder, self._wrappers, self._plain_modules()),
+                recorder.watching(),
+                self._inputs_of_root(recorder),
+            ):
                 yield
         finally:
             hook.remove()
@@ -65,7 +70,7 @@ class Watcher:
     def time(self) -> Iterator[Recorder]:
         """Watches one step without looking at its ops: seconds of each block."""
         recorder = Recorder()
-        with self._rows_for_modules(recorder):
+        with _rows_for_modules(recorder, self._wrappers, self._plain_modules()):
             yield recorder
         self._times = recorder
 
@@ -81,7 +86,7 @@ class Watcher:
         self.close()
         recorder = self._bytes = Recorder([*self._state(), *_tensors(args, kwargs)])
         watching = recorder.watching()
-        rows = self._rows_for_modules(recorder)
+        rows = _rows_for_modules(recorder, self._wrappers, self._plain_modules())
         rows.__enter__()
         watching.__enter__()
         end = root.register_forward_hook(_Hook(lambda: watching.__exit__, None, None, None), always_call=True)
@@ -173,7 +178,7 @@ class Watcher:
             )
 
     def _state(self) -> list[torch.Tensor]:
-        return [t for _, root in self._roots for t in (*root.parameters(), *root.buffers())]
+        return [t for _, root in self._roots for t in (*root.parameters(), *root.buffers()) if not is_lazy(t)]
 
     @contextmanager
     def _inputs_of_root(self, recorder: Recorder) -> Iterator[None]:
@@ -188,22 +193,6 @@ class Watcher:
             yield
         finally:
             if hook is not None:
-                hook.remove()
-
-    @contextmanager
-    def _rows_for_modules(self, recorder: Recorder) -> Iterator[None]:
-        hooks = []
-        try:
-            for wrapper in self._wrappers:
-                wrapper.site.recorder = recorder
-            for name, module in self._plain_modules():
-                hooks.append(module.register_forward_pre_hook(_Hook(lambda: recorder.enter_plain, name), prepend=True))
-                hooks.append(module.register_forward_hook(_Hook(lambda: recorder.leave_plain, name), always_call=True))
-            yield
-        finally:
-            for wrapper in self._wrappers:
-                wrapper.site.recorder = None
-            for hook in hooks:
                 hook.remove()
 
     def _plain_modules(self) -> list[tuple[str, nn.Module]]:
@@ -263,6 +252,28 @@ def _nothing() -> None:
 
 def _tensors(args: Iterable[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     return [leaf for leaf in flatten_call(tuple(args), kwargs)[0] if isinstance(leaf, torch.Tensor)]
+
+
+@contextmanager
+def _rows_for_modules(
+    recorder: Recorder, wrappers: list[BlockForward], plain: list[tuple[str, nn.Module]]
+) -> Iterator[None]:
+    hooks = []
+    try:
+        for wrapper in wrappers:
+            wrapper.site.recorder = recorder
+        while plain:  # emptied: what waits here for the end of the step must not keep the model alive
+            name, module = plain.pop()
+            hooks.append(module.register_forward_pre_hook(_Hook(lambda: recorder.enter_plain, name), prepend=True))
+            hooks.append(module.register_forward_hook(_Hook(lambda: recorder.leave_plain, name), always_call=True))
+        module = None  # type: ignore[assignment]
+        yield
+    finally:
+        for wrapper in wrappers:
+            if wrapper.module is not None:
+                wrapper.site.recorder = None
+        for hook in hooks:
+            hook.remove()
 
 
 class _Closing:

@@ -50,7 +50,7 @@ class BlockForward:
             module = self._module()
             assert module is not None
             self._rivals = Rivals(module) or None
-            self._site = Site(self.name, module.modules())
+            self._site = Site(self.name, [module])
         return self._site
 
     @property

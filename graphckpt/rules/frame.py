@@ -10,6 +10,7 @@ import warnings
 import weakref
 from contextlib import ExitStack
 from itertools import chain
+from types import GeneratorType
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -50,7 +51,7 @@ class Frame:
 
     __slots__ = (
         "_ambient", "_early_stop", "_function", "_is_complete", "_leaves", "_objects", "_random", "_shape", "_slots",
-        "_snapshot", "_strict", "contexts", "devices", "edited", "holes", "outer", "site",
+        "_snapshot", "_state", "_strict", "contexts", "devices", "edited", "holes", "outer", "site",
     )  # fmt: skip
 
     def __init__(
@@ -76,7 +77,8 @@ class Frame:
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs the block for the first time, with nothing saved but what the second run needs."""
-        site, state = self.site, self.site.state
+        site = self.site
+        state = self._state = site.present_state()
         recorder = site.recorder
         outer = saved_tensor_hooks_in_force()
         self.outer = outer if recorder is None else recorder.beneath(outer)
@@ -104,6 +106,8 @@ class Frame:
             if recorder is not None:
                 recorder.first_run_ended(site.name)
 
+        if isinstance(output, GeneratorType):
+            site.note("its forward is a generator: what it yields is made outside of the block, and all of it is kept")
         if watch is not None:
             self._snapshot = state.learn(watch, self._snapshot)
         elif self._snapshot.versions:
@@ -160,7 +164,7 @@ class Frame:
         return tensors
 
     def _see_buffers_begin_to_move(self) -> None:
-        name, self._snapshot = self.site.state.began_to_move(self._snapshot)
+        name, self._snapshot = self._state.began_to_move(self._snapshot)
         if name is not None:
             warnings.warn(begins_to_move(self.site.name, name), stacklevel=4)
 
@@ -219,7 +223,7 @@ class Frame:
                 recorder.second_run_ended(self.site.name)
 
     def _second_run(self, run: SecondRun) -> None:
-        state = self.site.state
+        state = self._state
         changed = state.edited(self._snapshot)
         if changed is not None:
             raise RecomputeError(edited(self.site.name, changed))

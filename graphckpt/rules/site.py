@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -23,19 +24,20 @@ class Site:
 
     Args:
         name: Path of the block, for messages and tables.
-        modules: Every module that runs inside of the block.
+        roots: The modules that run in the block, each with all below it; they are held weakly.
         store: Where kept tensors go.
         learns: ``False`` for a function that is seen once: nothing can be learnt from a first call.
     """
 
-    __slots__ = ("_parts", "edited", "learns", "name", "notes", "recorder", "state", "store")
+    __slots__ = ("_parts", "_roots", "edited", "learns", "name", "notes", "recorder", "state", "store")
 
     def __init__(
-        self, name: str, modules: Iterable[nn.Module], store: Store | None = None, *, learns: bool = True
+        self, name: str, roots: Iterable[nn.Module], store: Store | None = None, *, learns: bool = True
     ) -> None:
         self.name = name
+        self._roots = [weakref.ref(root) for root in roots]
         self.store = store or DeviceStore()
-        self.state = ModuleState(modules)
+        self.state = ModuleState(self._modules())
         self.learns = learns
         self.edited: frozenset[int] = frozenset()
         """Positions of the tensor arguments that forward edits in place, as first calls have shown."""
@@ -47,12 +49,21 @@ class Site:
     def part(self, key: object, children: Iterable[object]) -> Site:
         """Returns the site of a run of this block's children: its own habits, the same name, store and record."""
         if key not in self._parts:
-            modules = [m for child in children if isinstance(child, nn.Module) for m in child.modules()]
-            self._parts[key] = Site(self.name, modules, self.store)
+            self._parts[key] = Site(self.name, [c for c in children if isinstance(c, nn.Module)], self.store)
         part = self._parts[key]
         part.recorder = self.recorder
         part.notes = self.notes
         return part
+
+    def present_state(self) -> ModuleState:
+        """Returns the state of the modules that are there now; what was learnt of others is forgotten."""
+        if self.state.is_stale():
+            self.state = ModuleState(self._modules())
+        return self.state
+
+    def _modules(self) -> Iterable[nn.Module]:
+        found = (module for ref in self._roots if (root := ref()) is not None for module in root.modules())
+        return dict.fromkeys(found)
 
     def note(self, text: str) -> None:
         """Says something about the block in ``explain()``."""
