@@ -33,7 +33,7 @@ class Graph:
 
     Subclass it; in ``__init__`` call ``super().__init__()`` first, then assign modules (they become blocks), set
     policies and add optimizers; define ``build``, with ``loss.backward()`` inside. Without an optimizer it is an
-    evaluation graph.
+    evaluation graph, whose ``build`` runs without gradients.
 
     >>> class Step(Graph):
     ...     def __init__(self, model, optimizer):

@@ -131,7 +131,8 @@ class Step:
             if self._trains:
                 output = self._train(build, args, kwargs)
             else:
-                output = build(*args, **kwargs) if self._is_plain else self._evaluate(build, args, kwargs)
+                with torch.no_grad():  # its outputs are cut off anyway: nothing could ever run backward
+                    output = build(*args, **kwargs) if self._is_plain else self._evaluate(build, args, kwargs)
         finally:
             for name in roots:
                 fields.pop(name, None)

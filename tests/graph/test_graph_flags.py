@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from train_graphs import Train, adamw, batches, mlp, run_graph, run_plain, same
 
-from graphckpt import ConfigError, GraphError, GraphModule, Segments, Selective, Tiles
+from graphckpt import ConfigError, Graph, GraphError, GraphModule, Segments, Selective, Tiles
 
 
 class Layer(nn.Module):
@@ -422,3 +422,22 @@ def test_modules_that_change_between_calls() -> None:
         **dict.fromkeys(("layers.0", "layers.1", "layers.2", "named.a", "named.b", "tail.0", "tail.1"), 2),
         **dict.fromkeys(("layers.3", "layers.4", "layers.5", "named.c"), 1),
     }
+
+
+def test_an_evaluation_graph_keeps_nothing_for_a_backward() -> None:
+    """Its outputs are cut off, so nothing could run backward; a forward with gradients would only hold memory."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    seen = []
+
+    class Evaluate(Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def build(self, x: Tensor) -> Tensor:
+            out = self.model(x)
+            seen.append(out.requires_grad)
+            return out
+
+    assert torch.equal(Evaluate()(torch.ones(2, 4)), model(torch.ones(2, 4)).detach())
+    assert seen == [False]
