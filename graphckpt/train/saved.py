@@ -90,6 +90,9 @@ class SavedRun:
             report.line(
                 f"the data changed since: {then} then, {data} now; the run sees other text from here on", "yellow"
             )
+        if (machine := self._info.get("machine")) != _machine():
+            text = f"the machine changed since: {machine} then, {_machine()} now"
+            report.line(f"{text}; sums may round otherwise, so the bits may differ", "yellow")
         if loop.is_last:
             report.line("nothing is left to do · fix: raise train.train_iter to train on", "yellow")
 
@@ -123,12 +126,17 @@ class SavedRun:
                     "consumed_samples": self.consumed_samples(loop.done),
                     "data": data,
                     "metrics": {key: value for key, value in loop.metrics.items() if math.isfinite(value)},
-                    "torch": torch.__version__,
+                    "machine": _machine(),
                 },
                 companions=add_files,
             )
 
         return save
+
+
+def _machine() -> dict[str, Any]:
+    """Returns what changes how sums are rounded: a sum over two threads is not that over one, to the last bit."""
+    return {"torch": torch.__version__, "threads": torch.get_num_threads()}
 
 
 def unwritable(folder: Path, error: OSError) -> ConfigError:

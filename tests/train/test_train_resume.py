@@ -220,6 +220,15 @@ def test_other_data_is_told(place, capsys):
     assert "the data changed since" in capsys.readouterr().out
 
 
+def test_another_number_of_threads_is_told(place, monkeypatch, capsys):
+    _stopped("out", 3)
+    assert _train("--resume", "train.train_iter=4") == 0
+    assert "the machine changed" not in capsys.readouterr().out
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    assert _train("--resume", "train.train_iter=5") == 0
+    assert "'threads': 77} now; sums may round otherwise" in capsys.readouterr().out
+
+
 def test_a_disk_that_is_full_for_a_while_costs_snapshots_and_not_the_run(place, monkeypatch, capsys):
     assert _train("train.output_dir=whole") == 0
     save, calls = snapshot.save_file, iter(range(100))
