@@ -68,7 +68,7 @@ def test_transformers_keep_their_bits(architecture: Architecture) -> None:
         model = architecture.build().cuda()
         inputs = {k: v.cuda() for k, v in architecture.inputs().items()}
         torch.manual_seed(3)
-        with graphckpt.apply(model, {name: rule for name in architecture.layer_modules(model)}):
+        with graphckpt.apply(model, dict.fromkeys(architecture.layer_modules(model), rule)):
             loss = architecture.loss(model(**inputs))
             loss.backward()
         results.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])

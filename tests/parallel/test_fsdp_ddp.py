@@ -1,4 +1,4 @@
-"""Under FSDP2 and DDP on two ranks: same bits as the same parallel run without policies, in either order of wrapping."""
+"""Under FSDP2 and DDP on two ranks: the same bits as that run without policies, in either order of wrapping."""
 
 from __future__ import annotations
 
