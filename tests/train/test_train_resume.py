@@ -2,96 +2,30 @@
 
 from __future__ import annotations
 
-import errno
-import json
-import os
-import random
 import signal
 import sys
 import types
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from small_run import CONFIG, TIMES, StopAfter, rows_of, same_weights, stopped, train
 from transformers import AutoModelForCausalLM
 
-from graphckpt.cli import main
 from graphckpt.config.run import trainer_from
-from graphckpt.train import history, snapshot
+from graphckpt.train import snapshot
 from graphckpt.train.hooks import BestHook
-from graphckpt.train.loop import HookBase
 from graphckpt.train.state import RunState
-
-_CONFIG = """
-from graphckpt.config import get_config
-
-data = get_config("common/data.py").data
-model = get_config("common/models/gpt2.py").model
-optim = get_config("common/optim.py").optim
-train = get_config("common/train.py").train
-
-data.update(paths="texts", cache_dir="cache", vocab_size=300, seq_length=16, eval_fraction=0.2)
-model.config.update(n_layer=2, n_head=2, n_embd=16)
-optim.lr = 5e-3
-train.update(output_dir="out", train_micro_batch_size=2, num_accumulation_steps=2, test_micro_batch_size=4)
-train.update(train_iter=10, log_period=3, warmup_ratio=0.2, device="cpu")
-train.checkpointer.update(period=4, max_to_keep=2)
-train.evaluation.update(eval_period=3, eval_iter=2)
-"""
-_TIMES = {"time", "data_time", "total_throughput", "tokens_per_second", "rss_bytes", "peak_rss_bytes"}
-
-
-@pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch):
-    """A folder with texts and a config, to be in."""
-    monkeypatch.chdir(tmp_path)
-    generator = random.Random(0)
-    (tmp_path / "texts").mkdir()
-    for index in range(20):
-        text = " ".join(generator.choices([f"w{n}" for n in range(30)], k=300))
-        (tmp_path / "texts" / f"{index}.txt").write_text(f"text {index}: {text}\n", encoding="utf-8")
-    (tmp_path / "tiny.py").write_text(_CONFIG, encoding="utf-8")
-    return tmp_path
-
-
-def _train(*words):
-    return main(["train", "--config-file", "tiny.py", *words])
-
-
-def _rows(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if name not in _TIMES} for row in rows]
-
-
-def _same_weights(one, other):
-    first, second = (load_file(folder / "model_final" / "model.safetensors") for folder in (one, other))
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
-
-
-class _StopAfter(HookBase):
-    def __init__(self, done, number=signal.SIGINT):
-        self.done, self.number = done, number
-
-    def after_step(self, loop):
-        if loop.done == self.done:
-            os.kill(os.getpid(), self.number)
-
-
-def _stopped(folder, done, *words, number=signal.SIGINT):
-    trainer = trainer_from("tiny.py", [f"train.output_dir={folder}", *words])
-    trainer._more_hooks = (_StopAfter(done, number),)
-    return trainer.train()
 
 
 def test_folders_and_files_are_called_as_libai_calls_them(place, capsys):
-    assert _train() == 0
+    assert train() == 0
     names = sorted(path.name for path in (place / "out").iterdir())
     files = ["config.yaml", "last_checkpoint", "log.txt", "metrics.json", "step.png"]
     assert names == sorted([*files, "model_0000003", "model_0000007", "model_best", "model_final"])
     assert (place / "out" / "last_checkpoint").read_text() == "model_final\n"
     info = snapshot.check(place / "out" / "model_0000007")
     assert (info["iteration"], info["done"], info["consumed_samples"]) == (7, 8, 32)
-    best = min((row for row in _rows(place / "out") if "eval_ppl" in row), key=lambda row: row["eval_ppl"])
+    best = min((row for row in rows_of(place / "out") if "eval_ppl" in row), key=lambda row: row["eval_ppl"])
     assert snapshot.read_info(place / "out" / "model_best")["iteration"] == best["iteration"]
     assert snapshot.read_info(place / "out" / "model_best")["metrics"]["eval_ppl"] == best["eval_ppl"]
     assert "saved model_0000003 in " in capsys.readouterr().out
@@ -103,16 +37,16 @@ def test_stopped_and_resumed_it_ends_at_the_same_bits(place, optimizer, number):
     """With dropout, accumulation, a schedule, evaluation, and a stop between two lines of the log."""
     words = [f"optim._target_={optimizer}", "train.amp.enabled=True"]
     if optimizer.endswith("NAdam"):
-        (place / "tiny.py").write_text(_CONFIG + "del optim['eps']\n", encoding="utf-8")
-    assert _train("train.output_dir=whole", *words) == 0
+        (place / "tiny.py").write_text(CONFIG + "del optim['eps']\n", encoding="utf-8")
+    assert train("train.output_dir=whole", *words) == 0
     for done in (2, 5):
-        outcome = _stopped("parts", 2, *words, number=number) if done == 2 else None
+        outcome = stopped("parts", 2, *words, number=number) if done == 2 else None
         trainer = trainer_from("tiny.py", ["train.output_dir=parts", *words], resume=True)
-        trainer._more_hooks = (_StopAfter(5, number),) if done == 2 else ()
+        trainer._more_hooks = (StopAfter(5, number),) if done == 2 else ()
         outcome = trainer.train()
         assert (outcome.iterations, outcome.is_stopped) == ((5, True) if done == 2 else (10, False))
-    assert _same_weights(place / "whole", place / "parts")
-    assert _rows(place / "parts") == _rows(place / "whole")
+    assert same_weights(place / "whole", place / "parts")
+    assert rows_of(place / "parts") == rows_of(place / "whole")
     log = (place / "parts" / "log.txt").read_text()
     assert log.count("iteration: 8/10  consumed_samples: 36") == 1
     assert "resumed from parts/model_0000004, after iteration: 4/10" in log
@@ -120,48 +54,48 @@ def test_stopped_and_resumed_it_ends_at_the_same_bits(place, optimizer, number):
 
 def test_without_the_random_state_it_would_not_be_the_same(place, monkeypatch):
     """The test above sees what a resume leaves out."""
-    assert _train("train.output_dir=whole") == 0
-    _stopped("parts", 5)
+    assert train("train.output_dir=whole") == 0
+    stopped("parts", 5)
     monkeypatch.setattr(RunState, "_set_random", lambda self, state: None)
-    assert _train("train.output_dir=parts", "--resume") == 0
-    assert not _same_weights(place / "whole", place / "parts")
+    assert train("train.output_dir=parts", "--resume") == 0
+    assert not same_weights(place / "whole", place / "parts")
 
 
 def test_nothing_is_left_to_resume_and_then_more_is(place, capsys):
-    assert _train() == 0
+    assert train() == 0
     before = (place / "out" / "metrics.json").read_text()
-    assert _train("--resume") == 0
+    assert train("--resume") == 0
     assert "nothing is left to do · fix: raise train.train_iter" in capsys.readouterr().out
     assert (place / "out" / "metrics.json").read_text() == before
-    assert _train("--resume", "train.train_iter=12") == 0
-    assert [row["iteration"] for row in _rows(place / "out")][-3:] == [8, 9, 11]
+    assert train("--resume", "train.train_iter=12") == 0
+    assert [row["iteration"] for row in rows_of(place / "out")][-3:] == [8, 9, 11]
     assert snapshot.check(place / "out" / "model_final")["done"] == 12
 
 
 def test_a_new_run_leaves_the_snapshots_of_the_old_one_and_is_not_mixed_up_with_it(place, capsys):
-    assert _train() == 0
+    assert train() == 0
     old = snapshot.read_info(place / "out" / "model_0000003")["run"]
-    _stopped("out", 2)
+    stopped("out", 2)
     assert "snapshots of an earlier run stay in out: model_0000003, model_0000007" in capsys.readouterr().out
     assert (place / "out" / "last_checkpoint").read_text() == "model_0000001\n"
     assert snapshot.read_info(place / "out" / "model_0000003")["run"] == old
-    assert [row["iteration"] for row in _rows(place / "out")] == [0]
+    assert [row["iteration"] for row in rows_of(place / "out")] == [0]
 
 
 def test_another_batch_size_goes_on_with_the_samples_that_come_next(place):
-    _stopped("out", 3)
-    assert _train("--resume", "train.num_accumulation_steps=4", "train.train_iter=6") == 0
-    assert [row["consumed_samples"] for row in _rows(place / "out") if "lr" in row] == [4, 12, 36]
+    stopped("out", 3)
+    assert train("--resume", "train.num_accumulation_steps=4", "train.train_iter=6") == 0
+    assert [row["consumed_samples"] for row in rows_of(place / "out") if "lr" in row] == [4, 12, 36]
 
 
 def test_eval_only_prints_what_the_run_measured_and_changes_nothing(place, capsys):
-    assert _train() == 0
+    assert train() == 0
     out = place / "out"
     before = {path: path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file() and path.name != "log.txt"}
-    last = _rows(out)[-1]
+    last = rows_of(out)[-1]
     capsys.readouterr()
     for words in ([], ["--resume"], ["train.load_weight=out/model_final"]):
-        assert _train("--eval-only", *words) == 0
+        assert train("--eval-only", *words) == 0
         text = f"model_final: held-out loss {last['eval_loss']:.4f}  ppl {last['eval_ppl']:.4f}"
         assert text in capsys.readouterr().out
     assert (out / "log.txt").read_text().count("model_final: held-out loss") == 3
@@ -170,15 +104,15 @@ def test_eval_only_prints_what_the_run_measured_and_changes_nothing(place, capsy
 
 
 def test_weights_to_start_from_may_be_those_of_transformers(place, capsys):
-    assert _train() == 0
+    assert train() == 0
     AutoModelForCausalLM.from_pretrained(place / "out" / "model_final").save_pretrained(place / "theirs")
-    final = _rows(place / "out")[-1]["eval_loss"]
+    final = rows_of(place / "out")[-1]["eval_loss"]
     for folder in ("out/model_final", "theirs"):
         capsys.readouterr()
-        assert _train(f"train.load_weight={folder}", "--eval-only", "train.output_dir=again") == 0
+        assert train(f"train.load_weight={folder}", "--eval-only", "train.output_dir=again") == 0
         assert f"held-out loss {final:.4f}" in capsys.readouterr().out
-    assert _train("train.load_weight=theirs", "train.output_dir=again", "train.train_iter=1", "optim.lr=0.0") == 0
-    assert _same_weights(place / "out", place / "again")
+    assert train("train.load_weight=theirs", "train.output_dir=again", "train.train_iter=1", "optim.lr=0.0") == 0
+    assert same_weights(place / "out", place / "again")
 
 
 @pytest.mark.parametrize(
@@ -196,96 +130,41 @@ def test_weights_to_start_from_may_be_those_of_transformers(place, capsys):
 )
 def test_faults_are_one_clear_error(capsys, monkeypatch, words, message):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    assert _train(*words) == 2
+    assert train(*words) == 2
     error = capsys.readouterr().err
     assert message in error
     assert len(error.splitlines()) == (2 if "1 fault:" in error else 1)
 
 
 def test_a_snapshot_of_another_model_is_one_clear_error(place, capsys):
-    _stopped("out", 5)
-    assert _train("--resume", "model.config.n_embd=32") == 2
+    stopped("out", 5)
+    assert train("--resume", "model.config.n_embd=32") == 2
     error = capsys.readouterr().err
     assert "out/model_0000004: is of another model: transformer.wte.weight is (300, 16), not (300, 32)" in error
     assert "more · fix: describe the model" in error
-    assert _train("--resume", "optim.params.weight_decay_bias=0.1") == 2
+    assert train("--resume", "optim.params.weight_decay_bias=0.1") == 2
     assert "out/model_0000004: its optimizer or schedule is another" in capsys.readouterr().err
-    assert _train("--resume") == 0
+    assert train("--resume") == 0
 
 
 def test_other_data_is_told(place, capsys):
-    _stopped("out", 5)
+    stopped("out", 5)
     (place / "texts" / "more.txt").write_text("w1 w2 w3 " * 500, encoding="utf-8")
-    assert _train("--resume") == 0
+    assert train("--resume") == 0
     assert "the data changed since" in capsys.readouterr().out
 
 
 def test_another_number_of_threads_is_told(place, monkeypatch, capsys):
-    _stopped("out", 3)
-    assert _train("--resume", "train.train_iter=4") == 0
+    stopped("out", 3)
+    assert train("--resume", "train.train_iter=4") == 0
     assert "the machine changed" not in capsys.readouterr().out
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    assert _train("--resume", "train.train_iter=5") == 0
+    assert train("--resume", "train.train_iter=5") == 0
     assert "'threads': 77} now; sums may round otherwise" in capsys.readouterr().out
 
 
-def test_a_disk_that_is_full_for_a_while_costs_snapshots_and_not_the_run(place, monkeypatch, capsys):
-    assert _train("train.output_dir=whole") == 0
-    save, calls = snapshot.save_file, iter(range(100))
-
-    def full_for_a_while(*args, **kwargs):
-        if next(calls) in {2, 3, 4}:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        save(*args, **kwargs)
-
-    monkeypatch.setattr(snapshot, "save_file", full_for_a_while)
-    capsys.readouterr()
-    assert _train() == 0
-    printed = capsys.readouterr().out
-    assert printed.count("No space left on device · no snapshot was saved; training goes on") == 3
-    assert "out/model_0000007: No space left" in printed
-    assert _same_weights(place / "whole", place / "out")
-    assert snapshot.check(place / "out" / "model_0000003")["done"] == 4
-    assert not list((place / "out").glob(".*"))
-
-
-def test_a_disk_that_stays_full_ends_in_an_error_and_the_last_good_snapshot_is_resumed(place, monkeypatch, capsys):
-    assert _train("train.output_dir=whole") == 0
-    save, calls = snapshot.save_file, iter(range(100))
-
-    def full(*args, **kwargs):
-        if next(calls) >= 2:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        save(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(snapshot, "save_file", full)
-        assert _train() == 2
-    assert "error: out: what was trained could not be saved · fix: make room" in capsys.readouterr().err
-    assert (place / "out" / "last_checkpoint").read_text() == "model_0000003\n"
-    assert _train("--resume") == 0
-    assert _same_weights(place / "whole", place / "out")
-    assert _rows(place / "whole") == _rows(place / "out")
-
-
-def test_a_disk_that_is_full_before_the_run_is_one_clear_error(place, monkeypatch, capsys):
-    _stopped("out", 3)
-    capsys.readouterr()
-    (place / "out" / "metrics.json").write_text("half a li")
-
-    def full(path, text):
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-    monkeypatch.setattr(history, "write_text", full)
-    assert _train("--resume") == 2
-    assert capsys.readouterr().err == (
-        "error: train.output_dir: out: No space left on device"
-        " · fix: name a folder that can be written, on a disk with room\n"
-    )
-
-
 def test_a_metric_that_is_not_measured_is_told_once(place, capsys):
-    assert _train("train.evaluation.eval_metric=acc") == 0
+    assert train("train.evaluation.eval_metric=acc") == 0
     printed = capsys.readouterr().out
     assert printed.count("train.evaluation.eval_metric: 'acc' was not measured") == 1
     assert "fix: use one of eval_loss, eval_ppl" in printed
@@ -324,11 +203,11 @@ def test_tensorboard_gets_every_metric(place, monkeypatch):
     module = types.ModuleType("torch.utils.tensorboard")
     module.SummaryWriter = SummaryWriter
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    assert _train("train.tensorboard=True") == 0
+    assert train("train.tensorboard=True") == 0
     assert written[0] == ("out", 0)
     assert written[-1] == "closed"
-    rows = {row["iteration"]: row for row in _rows(place / "out")}
-    assert all(rows[step][name] == value for name, value, step in written[1:-1] if name not in _TIMES)
+    rows = {row["iteration"]: row for row in rows_of(place / "out")}
+    assert all(rows[step][name] == value for name, value, step in written[1:-1] if name not in TIMES)
     assert {name for name, *_ in written[1:-1]} >= {"total_loss", "lr", "eval_ppl", "rss_bytes"}
 
 
@@ -340,7 +219,7 @@ def test_epochs_between_snapshots(place):
     period = num_samples // 4
     batch = [f"train.train_micro_batch_size={num_samples // 2}", "train.num_accumulation_steps=1"]
     assert period > 1
-    assert _train(*words, *batch, "train.output_dir=epochs", "train.evaluation.enabled=False") == 0
+    assert train(*words, *batch, "train.output_dir=epochs", "train.evaluation.enabled=False") == 0
     assert [path.name for path in sorted((place / "epochs").glob("model_0*"))] == [
         f"model_000000{n}" for n in (1, 3, 5, 7)
     ]

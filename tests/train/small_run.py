@@ -1,0 +1,76 @@
+"""A run of seconds, to stop, resume and break: shared by the tests of snapshots. Not a test itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from graphckpt.cli import main
+from graphckpt.config.run import trainer_from
+from graphckpt.train.loop import HookBase
+
+CONFIG = """
+from graphckpt.config import get_config
+
+data = get_config("common/data.py").data
+model = get_config("common/models/gpt2.py").model
+optim = get_config("common/optim.py").optim
+train = get_config("common/train.py").train
+
+data.update(paths="texts", cache_dir="cache", vocab_size=300, seq_length=16, eval_fraction=0.2)
+model.config.update(n_layer=2, n_head=2, n_embd=16)
+optim.lr = 5e-3
+train.update(output_dir="out", train_micro_batch_size=2, num_accumulation_steps=2, test_micro_batch_size=4)
+train.update(train_iter=10, log_period=3, warmup_ratio=0.2, device="cpu")
+train.checkpointer.update(period=4, max_to_keep=2)
+train.evaluation.update(eval_period=3, eval_iter=2)
+"""
+TIMES = {"time", "data_time", "total_throughput", "tokens_per_second", "rss_bytes", "peak_rss_bytes"}
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    """A folder with texts and a config, to be in."""
+    monkeypatch.chdir(tmp_path)
+    generator = random.Random(0)
+    (tmp_path / "texts").mkdir()
+    for index in range(20):
+        text = " ".join(generator.choices([f"w{n}" for n in range(30)], k=300))
+        (tmp_path / "texts" / f"{index}.txt").write_text(f"text {index}: {text}\n", encoding="utf-8")
+    (tmp_path / "tiny.py").write_text(CONFIG, encoding="utf-8")
+    return tmp_path
+
+
+def train(*words):
+    return main(["train", "--config-file", "tiny.py", *words])
+
+
+def rows_of(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if name not in TIMES} for row in rows]
+
+
+def same_weights(one, other):
+    first, second = (load_file(folder / "model_final" / "model.safetensors") for folder in (one, other))
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+class StopAfter(HookBase):
+    def __init__(self, done, number=signal.SIGINT):
+        self.done, self.number = done, number
+
+    def after_step(self, loop):
+        if loop.done == self.done:
+            os.kill(os.getpid(), self.number)
+
+
+def stopped(folder, done, *words, number=signal.SIGINT):
+    trainer = trainer_from("tiny.py", [f"train.output_dir={folder}", *words])
+    trainer._more_hooks = (StopAfter(done, number),)
+    return trainer.train()
