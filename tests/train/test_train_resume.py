@@ -1,5 +1,7 @@
 """Stopping, resuming, evaluating alone, starting from weights: whole runs of the command line."""
 
+# ruff: noqa: F811 - pytest asks for the imported fixture by its name
+
 from __future__ import annotations
 
 import signal
@@ -8,7 +10,7 @@ import types
 
 import pytest
 import torch
-from small_run import CONFIG, TIMES, StopAfter, rows_of, same_weights, stopped, train
+from small_run import CONFIG, TIMES, StopAfter, place, rows_of, same_weights, stopped, train  # noqa: F401
 from transformers import AutoModelForCausalLM
 
 from graphckpt.config.run import trainer_from
