@@ -77,6 +77,7 @@ def apply(model: nn.Module, rules: Mapping[Selector, Mapping[str, Any] | Rule | 
         ConfigError: A selector matches nothing, a field or value is wrong, a block has a policy already. All faults are
             told at once, and nothing is set.
 
+    >>> import torch
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     >>> with apply(model, {"0": True, nn.Tanh: {"activation_checkpointing": "full"}}) as handle:
     ...     model(torch.ones(1, 4)).sum().backward()
