@@ -251,7 +251,7 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     head = header(
-        n=f"{options.repeats} processes per variant, in turns; {options.steps} timed steps each",
+        n=f"processes per variant (in turns): {options.repeats}; timed steps in each: {options.steps}",
         batch=f"{options.batch[0]} x {options.batch[1]} tokens, float32, dropout 0.1, forward and backward",
         live_peak="largest sum of all live tensor storages, parameters and gradients included",
         kept="what forward left alive for backward",
