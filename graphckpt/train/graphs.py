@@ -41,6 +41,8 @@ class TrainGraph(Graph):
             self.config.set_gradient_accumulation_steps(num_accumulation_steps)
         if amp.enabled:
             self.config.enable_amp(True, dtype=getattr(torch, amp.dtype))
+            if amp.dtype == "float16":
+                self.set_grad_scaler(torch.amp.GradScaler(next(model.parameters()).device.type))
 
     def _block_of(self, module: nn.Module) -> Any:
         return next(block for block in self.model.modules() if block.origin is module)

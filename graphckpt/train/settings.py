@@ -21,8 +21,8 @@ class AmpConfig:
 
     enabled: bool = False
     """Run forward in a shorter type where that is safe."""
-    dtype: Literal["bfloat16"] = "bfloat16"
-    """The shorter type."""
+    dtype: Literal["bfloat16", "float16"] = "bfloat16"
+    """The shorter type; with ``"float16"`` the loss is scaled, and an update that overflows is left out."""
 
 
 @final
