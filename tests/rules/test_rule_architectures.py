@@ -10,6 +10,7 @@ from architectures import ARCHITECTURES, Architecture
 from torch import nn
 
 import graphckpt
+from graphckpt import Tiles
 
 POLICIES: dict[str, dict[str, Any]] = {
     "full": {"layers": True},
@@ -18,6 +19,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "selective-both": {"layers": "selective"},
     "holes": {"layers": True, "holes": False},
     "nested": {"": True, "layers": {"rule": "selective", "save": "matmul"}},
+    "one-tile": {"layers": Tiles(1)},
     "mixed": {"layers": True, "every other layer": False},
 }
 
