@@ -6,13 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C import DispatchKey, _len_torch_function_stack, _SetExcludeDispatchKeyGuard
-from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch._C._autograd import _top_saved_tensors_default_hooks, _unsafe_set_version_counter
 from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["has_function_modes", "pytree", "saved_tensor_hooks_in_force", "version_sharing_detach"]
+__all__ = [
+    "has_function_modes",
+    "pytree",
+    "saved_tensor_hooks_in_force",
+    "share_version_counter",
+    "version_sharing_detach",
+]
 
 # `pytree` holds every container type that users and Transformers registered (ModelOutput among them). The public
 # `torch.utils.pytree` does not exist before torch 2.14.
@@ -35,6 +41,19 @@ def version_sharing_detach(tensor: torch.Tensor) -> torch.Tensor:
     """
     with _SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
+
+
+def share_version_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether an in-place edit of one tensor shows in the ``_version`` of the other.
+
+    Two tensors may share their memory and yet not that: the results of ``unsafe_chunk``, or ``x`` and ``x.data``.
+    """
+    version = one._version
+    probe = version + 1_000_003
+    _unsafe_set_version_counter((one,), (probe,))
+    shared = other._version == probe
+    _unsafe_set_version_counter((one,), (version,))
+    return shared
 
 
 def has_function_modes() -> bool:

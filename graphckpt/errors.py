@@ -28,6 +28,11 @@ class RecomputeError(GraphckptError, RuntimeError):
     """The second run of a block was not the same as its first."""
 
 
+@final
+class StoreError(GraphckptError, RuntimeError):
+    """A place for kept tensors has failed: no host memory, a full disk, a rank that is gone."""
+
+
 def bullets(head: str, faults: Iterable[str]) -> str:
     """Returns one message that lists every fault.
 

@@ -1,6 +1,21 @@
 """Where kept bytes live: one file per place."""
 
-from graphckpt.stores.base import Store
+from graphckpt.stores.base import Group, Store, Traffic
 from graphckpt.stores.device import DeviceStore
+from graphckpt.stores.disk import Disk
+from graphckpt.stores.host import Host
+from graphckpt.stores.offload import Offload, offload_kinds, parse_offload
+from graphckpt.stores.placement import Placement
 
-__all__ = ["DeviceStore", "Store"]
+__all__ = [
+    "DeviceStore",
+    "Disk",
+    "Group",
+    "Host",
+    "Offload",
+    "Placement",
+    "Store",
+    "Traffic",
+    "offload_kinds",
+    "parse_offload",
+]

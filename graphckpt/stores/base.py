@@ -3,10 +3,64 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
+    import weakref
+    from collections.abc import Callable, Sequence
+
     import torch
+
+    from graphckpt.stores.pieces import Piece
+
+
+@final
+class Traffic:
+    """What one block has put into a store during a step that is watched. Bytes are those of this rank."""
+
+    __slots__ = ("bytes_at", "copy_seconds", "wait_seconds")
+
+    def __init__(self) -> None:
+        self.bytes_at: dict[str, int] = {"device": 0, "host": 0, "disk": 0}
+        self.copy_seconds = 0.0
+        """Time that copies took, out and back, whether or not something else ran meanwhile."""
+        self.wait_seconds = 0.0
+        """Time that the step waited for them."""
+
+
+@final
+class Group:
+    """The tensors that one call of a block keeps: they go out together, and come back together.
+
+    Args:
+        block: Path of the block, for messages.
+        own: Returns the block's parameters and buffers, which are never moved.
+        note: Says something about the block in ``explain()``.
+        traffic: Where to count, while the step is watched.
+    """
+
+    __slots__ = (
+        "__weakref__", "block", "fixed", "has_begun", "is_asked_for", "note", "number", "own", "pieces", "traffic",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        block: str,
+        own: Callable[[], Sequence[torch.Tensor]],
+        note: Callable[[str], None],
+        traffic: Traffic | None = None,
+    ) -> None:
+        self.block = block
+        self.own = own
+        self.note = note
+        self.traffic = traffic
+        self.fixed: frozenset[int] | None = None
+        self.has_begun = False
+        """Its bytes have been sent for."""
+        self.is_asked_for = False
+        """Backward wants one of its tensors."""
+        self.number = 0
+        self.pieces: list[weakref.ref[Piece]] = []
 
 
 class Store(ABC):
@@ -16,13 +70,23 @@ class Store(ABC):
     when its last holder lets it go.
     """
 
-    place: ClassVar[str]
-    """The name of the place in tables and config files."""
+    @property
+    @abstractmethod
+    def place(self) -> str:
+        """The name of the place in tables."""
 
     @abstractmethod
-    def put(self, tensor: torch.Tensor) -> object:
-        """Keeps ``tensor`` and returns the key to it. The tensor is not changed."""
+    def open(self, group: Group) -> Group | None:
+        """Begins what one call of a block keeps; ``None`` if this store knows no groups."""
 
     @abstractmethod
-    def get(self, key: object) -> torch.Tensor:
-        """Returns the kept tensor, without autograd history."""
+    def put(self, tensor: torch.Tensor, group: Group | None) -> object:
+        """Keeps ``tensor`` and returns the key to it, or an alias of it if it stays where it is."""
+
+    @abstractmethod
+    def get(self, key: object) -> torch.Tensor | None:
+        """Returns the kept tensor, without autograd history; ``None`` if it was edited in place since."""
+
+    @abstractmethod
+    def seal(self, group: Group | None) -> None:
+        """The first run of the block is over: nothing more comes into the group."""

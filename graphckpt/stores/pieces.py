@@ -1,0 +1,173 @@
+"""Tensors as pieces of their storages: views of one storage are kept once, and come back as views of one.
+
+::
+
+    storage   [----------------------------]
+    views        q [--------]  k [--------]       one piece, if a view covers half of the storage or more;
+    piece     [----------------------------]      else the run of bytes from the view's first to its last
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+if TYPE_CHECKING:
+    from collections import deque
+    from collections.abc import Callable
+
+    from graphckpt.stores.base import Group
+    from graphckpt.stores.edits import Edits
+    from graphckpt.stores.place import Place, Ticket
+
+_ALIGN = 256  # bytes; a view keeps its address modulo this, so that kernels which look at alignment take the same path
+
+
+@final
+class Piece:
+    """A run of bytes of one storage that a place holds. It is freed when the last key to it dies."""
+
+    __slots__ = ("__weakref__", "_bin", "begin", "edits", "end", "landed", "place", "storage", "ticket", "untaken")
+
+    def __init__(
+        self, place: Place, ticket: Ticket, edits: Edits, begin: int, end: int, freed: deque[tuple[Place, Ticket]]
+    ) -> None:
+        self.place = place
+        self.edits = edits
+        self.ticket = ticket
+        self.begin, self.end = begin, end
+        self.untaken = 0
+        """Keys that nobody has used yet: as long as there are any, bytes that came back stay."""
+        self.landed: torch.Tensor | None = None
+        self.storage: tuple[Callable[[], torch.UntypedStorage | None], int] = (_nowhere, 0)
+        """Where the bytes came back to, held weakly, and at which byte they begin there."""
+        self._bin = freed
+
+    def __del__(self) -> None:
+        self._bin.append((self.place, self.ticket))  # a destructor runs anywhere: what is to be done waits in the bin
+
+
+@final
+class Key:
+    """How to make a tensor out of a piece."""
+
+    __slots__ = ("_is_taken", "_offset", "dtype", "group", "piece", "size", "stride")
+
+    def __init__(self, piece: Piece, tensor: torch.Tensor, group: Group) -> None:
+        self.piece = piece
+        self.group = group
+        self.dtype = tensor.dtype
+        self.size, self.stride = tensor.size(), tensor.stride()
+        self._offset = tensor.storage_offset() * tensor.element_size() - piece.begin
+        self._is_taken = False
+        piece.untaken += 1
+
+    def view_of(self, storage: torch.UntypedStorage, begin: int) -> torch.Tensor:
+        """Returns the tensor, out of bytes that begin at ``begin``."""
+        offset = (begin + self._offset) // self.dtype.itemsize
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, offset, self.size, self.stride)  # type: ignore[call-overload,no-any-return]
+
+    def mark_taken(self) -> None:
+        """Somebody has taken the tensor; once all have who can, the piece need not hold its bytes."""
+        if not self._is_taken:
+            self._is_taken = True
+            self.piece.untaken -= 1
+        if self.piece.untaken <= 0:
+            self.piece.landed = None
+
+    def __del__(self) -> None:
+        self.mark_taken()
+
+
+@final
+class WrappedKey:
+    """The keys of the tensors inside of a wrapper such as a DTensor."""
+
+    __slots__ = ("_context", "_keys", "_kind", "_size", "_stride")
+
+    def __init__(self, tensor: Any, keep: Callable[[torch.Tensor], object]) -> None:
+        names, self._context = tensor.__tensor_flatten__()
+        self._kind: Any = type(tensor)
+        self._size, self._stride = tensor.size(), tensor.stride()
+        self._keys = {name: keep(getattr(tensor, name)) for name in names}
+
+    def join(self, take: Callable[[object], torch.Tensor | None]) -> torch.Tensor | None:
+        """Returns the wrapper around what ``take`` gives for each key."""
+        inner = {name: take(key) for name, key in self._keys.items()}
+        if any(value is None for value in inner.values()):
+            return None
+        tensor: torch.Tensor = self._kind.__tensor_unflatten__(inner, self._context, self._size, self._stride)
+        return tensor
+
+
+@final
+class KnownStorages:
+    """The pieces that are kept of each living storage, to find the one that holds a view already."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], list[weakref.ref[Piece]]]] = {}
+
+    def find(self, tensor: torch.Tensor, place: Place) -> Piece | None:
+        """Returns the piece in ``place`` that holds all bytes of ``tensor`` as they are now."""
+        storage = tensor.untyped_storage()
+        known = self._known.get(id(storage))
+        if known is None or known[0]() is not storage:
+            return None
+        begin, end = _span(tensor)
+        for ref in known[1]:
+            piece = ref()
+            if (
+                piece is not None
+                and piece.begin <= begin
+                and end <= piece.end
+                and piece.place is place
+                and not piece.edits.seen()
+                and piece.edits.would_show(tensor)
+            ):
+                return piece
+        return None
+
+    def add(self, tensor: torch.Tensor, piece: Piece) -> None:
+        """Remembers a new piece of the storage of ``tensor``."""
+        storage = tensor.untyped_storage()
+        number, table = id(storage), self._known
+        known = table.get(number)
+        if known is None or known[0]() is not storage:
+
+            def forget(dead: object) -> None:
+                if number in table and table[number][0] is dead:
+                    del table[number]
+
+            known = table[number] = weakref.ref(storage, forget), []
+        known[1][:] = [ref for ref in known[1] if ref() is not None]
+        known[1].append(weakref.ref(piece))
+
+
+def bytes_to_move(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    """Returns the bytes that keep ``tensor``, flat, and where they begin and end in its storage.
+
+    >>> rows = torch.zeros(1000, 100)
+    >>> [bytes_to_move(view)[1:] for view in (rows, rows.t(), rows[:, :50], rows[900:], rows[0].expand(9, 100))]
+    [(0, 400000), (0, 400000), (0, 400000), (359936, 400000), (0, 400)]
+    """
+    storage = tensor.untyped_storage()
+    begin, end = _span(tensor)
+    begin -= begin % _ALIGN
+    if 2 * (end - begin) >= storage.nbytes():
+        begin, end = 0, storage.nbytes()
+    data = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return data.set_(storage, begin, (end - begin,), (1,)), begin, end  # type: ignore[call-overload]
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Returns the first byte of the storage that ``tensor`` covers, and the one behind its last."""
+    begin = tensor.storage_offset()
+    last = begin + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return begin * tensor.element_size(), (last + 1) * tensor.element_size()
+
+
+def _nowhere() -> None:
+    return None

@@ -1,0 +1,225 @@
+"""Keeps tensors in places other than where they were made, and sends for them before backward wants them."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from time import perf_counter
+from typing import TYPE_CHECKING, final
+
+import torch
+from torch import nn
+
+from graphckpt.stores.base import Group, Store
+from graphckpt.stores.edits import Edits
+from graphckpt.stores.order import Order
+from graphckpt.stores.pieces import Key, KnownStorages, Piece, WrappedKey, bytes_to_move
+from graphckpt.stores.place import Place, Ticket
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
+@final
+class PlacedStore(Store):
+    """Keeps tensors in places, which may differ by device.
+
+    When backward first asks for a tensor of a group, the whole group is sent for, then the group that is likely to be
+    asked for next, and the one after that is announced.
+
+    Args:
+        label: The name of the place in tables.
+        place_for: Returns the place for the tensors of a device, or ``None`` if they stay. Its second argument says
+            whether they are parts of a sharded tensor; its third is the group that asks first.
+        min_elements: Smaller tensors stay.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        place_for: Callable[[torch.device, bool, Group], Place | None],
+        *,
+        min_elements: int = 1024,
+    ) -> None:
+        self._label = label
+        self._place_for = place_for
+        self._min_elements = min_elements
+        self._places: dict[tuple[torch.device, bool], Place | None] = {}
+        self._storages = KnownStorages()
+        self._groups: list[weakref.ref[Group]] = []
+        self._order = Order()
+        self._freed: deque[tuple[Place, Ticket]] = deque()
+        self._num_alive = 0
+        self._lock = threading.RLock()  # backward runs in threads of its own, one for each device
+
+    @property
+    def place(self) -> str:
+        """The name of the place in tables."""
+        return self._label
+
+    @property
+    def num_alive(self) -> int:
+        """How many pieces are kept now; none after a step."""
+        with self._lock:
+            self._empty_bin()
+            return self._num_alive
+
+    def open(self, group: Group) -> Group:
+        """Begins what one call of a block keeps."""
+        with self._lock:
+            if not self.num_alive:
+                self._groups.clear()
+                self._order.begin_step()
+                for place in self._opened_places():
+                    place.begin_step()
+            group.number = len(self._groups)
+            self._groups.append(weakref.ref(group))
+        return group
+
+    def put(self, tensor: torch.Tensor, group: Group | None, *, is_part: bool = False) -> object:
+        """Keeps ``tensor`` and returns the key to it; an alias, if it stays where it is."""
+        assert group is not None
+        if hasattr(tensor, "__tensor_flatten__") and not isinstance(tensor, nn.Parameter):
+            return WrappedKey(tensor, lambda inner: self.put(inner, group, is_part=True))
+        if self._stays(tensor, group):
+            return tensor.detach()
+        with self._lock, torch.no_grad():
+            place = self._place_of(tensor.device, is_part, group)
+            if place is None:
+                return tensor.detach()
+            tensor = tensor.resolve_conj().resolve_neg()
+            piece = self._storages.find(tensor, place) or self._new_piece(tensor, place, group)
+            if all(ref() is not piece for ref in group.pieces):
+                group.pieces.append(weakref.ref(piece))
+            return Key(piece, tensor, group)
+
+    def get(self, key: object) -> torch.Tensor | None:
+        """Returns the kept tensor, without autograd history; ``None`` if it was edited in place since."""
+        if isinstance(key, torch.Tensor):
+            return key
+        if isinstance(key, WrappedKey):
+            return key.join(self.get)
+        assert isinstance(key, Key)
+        piece = key.piece
+        if piece.edits.seen():
+            return None
+        with self._lock, torch.no_grad():
+            self._ask_for(key.group)
+            find, begin = piece.storage
+            storage = find()
+            if storage is None:
+                storage, begin = self._take(piece, key.group)
+            tensor = key.view_of(storage, begin)
+            key.mark_taken()
+            return tensor
+
+    def seal(self, group: Group | None) -> None:
+        """The first run of the block is over."""
+        assert group is not None
+        with self._lock:
+            self._empty_bin()
+            for place in {piece.place: None for piece in _alive(group)}:
+                place.seal(group)
+
+    def close(self) -> None:
+        """Gives back files, threads and pinned memory."""
+        with self._lock:
+            self._empty_bin()
+            for place in self._opened_places():
+                place.close()
+            self._places.clear()
+
+    def _stays(self, tensor: torch.Tensor, group: Group) -> bool:
+        if (
+            tensor.numel() < self._min_elements
+            or type(tensor) is not torch.Tensor
+            or tensor.layout is not torch.strided
+            or tensor.device.type == "meta"
+        ):
+            return True
+        if group.fixed is None:  # anew in each call: FSDP gives a module other parameters in every forward
+            group.fixed = frozenset(id(t.untyped_storage()) for t in group.own() if type(t) in _PLAIN)
+        return id(tensor.untyped_storage()) in group.fixed
+
+    def _opened_places(self) -> list[Place]:
+        return [place for place in self._places.values() if place is not None]
+
+    def _place_of(self, device: torch.device, is_part: bool, group: Group) -> Place | None:
+        if (device, is_part) not in self._places:
+            self._places[device, is_part] = self._place_for(device, is_part, group)
+        return self._places[device, is_part]
+
+    def _new_piece(self, tensor: torch.Tensor, place: Place, group: Group) -> Piece:
+        data, begin, end = bytes_to_move(tensor)
+        traffic = group.traffic
+        started = perf_counter() if traffic is not None else 0.0
+        ticket = place.put(data, group)
+        if traffic is not None:
+            traffic.wait_seconds += perf_counter() - started
+            traffic.bytes_at[place.where] += place.stored_bytes(end - begin)
+        piece = Piece(place, ticket, Edits(tensor), begin, end, self._freed)
+        self._num_alive += 1
+        self._storages.add(tensor, piece)
+        return piece
+
+    def _take(self, piece: Piece, group: Group) -> tuple[torch.UntypedStorage, int]:
+        traffic = group.traffic
+        started = perf_counter() if traffic is not None else 0.0
+        flat = piece.place.take(piece.ticket, group)
+        if traffic is not None:
+            traffic.wait_seconds += perf_counter() - started
+        storage, begin = flat.untyped_storage(), flat.storage_offset()
+        piece.storage = weakref.ref(storage), begin
+        piece.landed = flat
+        return storage, begin
+
+    def _ask_for(self, group: Group) -> None:
+        """On the first tensor of a group: sends for the rest of it and for the next one, while this one is used."""
+        if group.is_asked_for:
+            return
+        group.is_asked_for = True
+        self._order.asked(group.number)
+        self._begin(group)
+        ahead = self._next_group(group)
+        if ahead is not None:
+            self._begin(ahead)
+            later = self._next_group(ahead)
+            if later is not None:
+                for place, tickets in _tickets(later).items():
+                    place.announce(tickets, later)
+
+    def _begin(self, group: Group) -> None:
+        if not group.has_begun:
+            group.has_begun = True
+            for place, tickets in _tickets(group).items():
+                place.begin(tickets, group)
+
+    def _next_group(self, group: Group) -> Group | None:
+        """Returns the group that backward will want after ``group``; where that is gone already, the one before it."""
+        number = self._order.next_after(group.number)
+        while 0 <= number < len(self._groups):
+            found = self._groups[number]()
+            if found is not None and not found.is_asked_for and _alive(found):
+                return found
+            number -= 1
+        return None
+
+    def _empty_bin(self) -> None:
+        while self._freed:
+            place, ticket = self._freed.popleft()
+            self._num_alive -= 1
+            place.free(ticket)
+
+
+def _tickets(group: Group) -> dict[Place, list[Ticket]]:
+    tickets: dict[Place, list[Ticket]] = {}
+    for piece in _alive(group):
+        tickets.setdefault(piece.place, []).append(piece.ticket)
+    return tickets
+
+
+def _alive(group: Group) -> list[Piece]:
+    return [piece for ref in group.pieces if (piece := ref()) is not None]
