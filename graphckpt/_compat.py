@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C import DispatchKey, _len_torch_function_stack, _SetExcludeDispatchKeyGuard
+from torch._C import DispatchKey, _len_torch_dispatch_stack, _len_torch_function_stack, _SetExcludeDispatchKeyGuard
 from torch._C._autograd import _top_saved_tensors_default_hooks, _unsafe_set_version_counter
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,6 +19,7 @@ __all__ = [
     "pytree",
     "saved_tensor_hooks_in_force",
     "share_version_counter",
+    "unseen_by_modes",
     "version_sharing_detach",
 ]
 
@@ -62,3 +65,11 @@ def has_function_modes() -> bool:
     ``torch.get_default_device()`` walks them in Python, 2 us a call; without any there is nothing to find.
     """
     return bool(_len_torch_function_stack() > 0)
+
+
+def unseen_by_modes() -> AbstractContextManager[Any]:
+    """Returns a context whose ops no dispatch mode sees, such as those that count bytes.
+
+    PyTorch has no public way to set modes aside from within.
+    """
+    return _disable_current_modes() if _len_torch_dispatch_stack() else nullcontext()

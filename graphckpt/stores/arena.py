@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
+from collections import deque
 from typing import TYPE_CHECKING, ClassVar, final
 
 import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
+from graphckpt._compat import unseen_by_modes
+from graphckpt.errors import StoreError
 from graphckpt.stores.place import Place, Ticket
+from graphckpt.stores.slab import SlabPlan
+from graphckpt.units import format_bytes
 
 if TYPE_CHECKING:
     from graphckpt.stores.base import Group
+
+_log = logging.getLogger("graphckpt")
 
 
 @final
@@ -18,25 +28,96 @@ class _Copy(Ticket):
 
     def __init__(self, data: torch.Tensor) -> None:
         super().__init__(data.numel())
-        self.data = data
+        self.data: torch.Tensor | None = data
+
+
+# Note [A slab's range has a storage of its own]
+# What `take` returns may outlive the key: backward may keep a view of it, even as a gradient. A range must not be given
+# out again while any view of it lives, so each use of a range gets a storage of its own over the slab's memory (by
+# DLPack, without a copy), and the range is free when that storage dies.
 
 
 @final
 class Arena(Place):
-    """A slab of device memory."""
+    """A slab of device memory, made after the first step and exactly as big as that step needs.
 
-    label = "slab"
+    The first step, and what differs from all steps before, lies in memory of its own.
+    """
+
     where: ClassVar[str] = "device"
 
     def __init__(self, device: torch.device) -> None:
+        self.label = "slab"
         self._device = device
+        self._plan = SlabPlan()
+        self._slab: torch.Tensor | None = None
+        self._free: deque[int] = deque()
+        self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._needs_slab = False
+
+    @property
+    def slab_bytes(self) -> int:
+        """Size of the slab; 0 before the second step."""
+        return 0 if self._slab is None else self._slab.numel()
 
     def put(self, data: torch.Tensor, group: Group) -> Ticket:
-        return _Copy(data.clone())
+        """Copies the bytes into the slab."""
+        self._empty_bin()
+        if self._needs_slab:
+            self._make_slab(group)
+        number, offset = self._plan.put(data.numel())
+        copy = self._range(offset, data.numel(), group)
+        free, watches = self._free, self._watches
+
+        def is_free(_: object) -> None:
+            del watches[number]
+            free.append(number)
+
+        watches[number] = weakref.ref(copy.untyped_storage(), is_free)
+        return _Copy(copy.copy_(data))
 
     def take(self, ticket: Ticket, group: Group) -> torch.Tensor:
+        """Returns the bytes where they lie."""
         assert isinstance(ticket, _Copy)
+        assert ticket.data is not None
         return ticket.data
 
     def free(self, ticket: Ticket) -> None:
-        """Nothing to do."""
+        """Lets the range go. See Note [A slab's range has a storage of its own]."""
+        assert isinstance(ticket, _Copy)
+        ticket.data = None
+
+    def begin_step(self) -> None:
+        """Plans the slab, if the last step was none that is known."""
+        self._empty_bin()
+        self._needs_slab |= self._plan.begin_step()
+
+    def close(self) -> None:
+        """Gives the slab back, once nothing in it is in use."""
+        self._slab = None
+
+    def _empty_bin(self) -> None:
+        while self._free:
+            self._plan.free(self._free.popleft())
+
+    def _make_slab(self, group: Group) -> None:
+        self._needs_slab = False
+        _log.info("contiguous: a slab of %s on %s", format_bytes(self._plan.num_bytes), self._device)
+        self._slab = None  # the old one goes before the new one comes
+        with unseen_by_modes():  # its ranges are what counts as kept
+            self._slab = self._allocate(self._plan.num_bytes, group)
+
+    def _range(self, offset: int | None, num_bytes: int, group: Group) -> torch.Tensor:
+        if offset is None or self._slab is None:
+            return self._allocate(num_bytes, group)
+        with unseen_by_modes():
+            return from_dlpack(to_dlpack(self._slab[offset : offset + num_bytes]))
+
+    def _allocate(self, num_bytes: int, group: Group) -> torch.Tensor:
+        try:
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        except RuntimeError as error:
+            raise StoreError(
+                f"{group.block}: contiguous: there are no {format_bytes(num_bytes)} free on {self._device} "
+                f"({str(error).splitlines()[0]}) · fix: set offload or activation_checkpointing, or contiguous = False"
+            ) from error
