@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Self, final
 from torch import nn
 
 from graphckpt.blocks.config import BlockConfig
-from graphckpt.blocks.explain import Watcher
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.blocks.policy import make_plan
 from graphckpt.blocks.proxy import unwrap
 from graphckpt.blocks.select import Selector, describe, select
+from graphckpt.blocks.watch import Watcher
 from graphckpt.errors import ConfigError
 
 if TYPE_CHECKING:

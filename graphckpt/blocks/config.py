@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Callable
+from typing import Any, final
 
 from graphckpt.errors import ConfigError, did_you_mean
 from graphckpt.rules import Rule, Segments, Tiles, parse_rule
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from graphckpt.stores import parse_contiguous, parse_min_elements, parse_offload, parse_partition
 
 FIELDS = {
     "activation_checkpointing": "what is kept: None, False, True, a rule's name or a rule object",
     "segments": "runs of children of an nn.Sequential: None, a positive int, 'sqrt' or 'log'",
     "tiles": "slices of dim 0, one at a time: None or a positive int",
+    "offload": "where kept tensors go: None, False, True or 'cpu', 'disk', 'disk:/a/folder'",
+    "partition": "the ranks that each keep a part: None, False, True, a ProcessGroup or a DeviceMesh",
+    "contiguous": "whether kept tensors lie in one slab: None, False or True",
+    "min_elements": "smaller tensors stay where they are: None or an int; 1024 if nothing says",
     "stage_id": "the pipeline stage: None or an int; read by nothing on one device",
 }
 """Every field of a block's config, and its help."""
+
+
+PLACEMENT = ("offload", "partition", "contiguous", "min_elements")
+"""The fields that say where kept tensors go; each is inherited by itself."""
 
 
 @final
@@ -55,6 +62,10 @@ class BlockConfig:
         else:
             self.update({field: value})
 
+    def placement(self) -> dict[str, Any]:
+        """Returns the fields that say where kept tensors go, as far as they are set."""
+        return {name: self._values[name] for name in PLACEMENT if name in self._values}
+
     def fields(self) -> dict[str, Any]:
         """Returns the fields that are set."""
         return dict(self._values)
@@ -92,8 +103,10 @@ def _combine(block: str, values: dict[str, Any]) -> Rule | None:
             raise ConfigError(f"{block}.{field}: there is no such field{did_you_mean(field, FIELDS)} · {_FIX}")
         if field == "stage_id" and value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise ConfigError(f"{block}.stage_id: {value!r} is no stage · fix: use an int")
+        if field in PLACEMENT and value is not None:
+            _parsed(block, field, _PARSERS[field], value)
     flag, segments, tiles = (values.get(name) for name in ("activation_checkpointing", "segments", "tiles"))
-    rule = _parsed(block, "activation_checkpointing", parse_rule, flag)
+    rule: Rule | None = _parsed(block, "activation_checkpointing", parse_rule, flag)
     if segments is None and tiles is None:
         return rule
     if segments is not None and tiles is not None:
@@ -103,12 +116,19 @@ def _combine(block: str, values: dict[str, Any]) -> Rule | None:
         raise ConfigError(
             f"{block}.{field}: it needs activation_checkpointing = True or None, which is {flag!r} · fix: unset one"
         )
-    if segments is not None:
-        return _parsed(block, field, Segments, segments)
-    return _parsed(block, field, Tiles, tiles)
+    cut: Rule = _parsed(block, field, Segments if segments is not None else Tiles, values[field])
+    return cut
 
 
-def _parsed(block: str, field: str, parse: Callable[[Any], Rule | None], value: Any) -> Rule | None:
+_PARSERS: dict[str, Callable[[Any], Any]] = {
+    "offload": parse_offload,
+    "partition": parse_partition,
+    "contiguous": parse_contiguous,
+    "min_elements": parse_min_elements,
+}
+
+
+def _parsed(block: str, field: str, parse: Callable[[Any], Any], value: Any) -> Any:
     try:
         return parse(value)
     except ConfigError as error:

@@ -1,286 +1,135 @@
-"""Has steps watched, and makes the table that `explain()` shows of them."""
+"""Makes the table that `explain()` shows out of what was seen of a step."""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, final
-from weakref import WeakMethod
+from typing import TYPE_CHECKING
 
-import torch
-from torch import nn
-from torch.nn.parameter import is_lazy
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-from graphckpt.errors import GraphError
-from graphckpt.ledger.live import LiveBytes
-from graphckpt.ledger.picture import draw
 from graphckpt.ledger.record import Explanation, Row
 from graphckpt.ledger.recorder import REST, Recorder
-from graphckpt.ledger.table import print_table
 from graphckpt.rules import Keep, Segments, Tiles
-from graphckpt.tree import flatten_call
+from graphckpt.stores import Traffic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import nn
 
     from graphckpt.blocks.forward import BlockForward
 
 
-@final
-class Watcher:
-    """Knows the blocks of a model and what was last seen of a step through them."""
+def explain_step(
+    title: str,
+    roots: Sequence[tuple[str, nn.Module]],
+    wrappers: Sequence[BlockForward],
+    idle: Mapping[str, str],
+    kept: Recorder,
+    live: Recorder | None,
+    times: Recorder | None,
+) -> Explanation:
+    """Returns a row for each block, the totals, and what to know about them.
 
-    def __init__(
-        self,
-        title: str,
-        roots: list[tuple[str, nn.Module]],
-        wrappers: list[BlockForward],
-        idle: dict[str, str],
-    ) -> None:
-        self.title = title
-        self._roots = roots
-        self._wrappers = wrappers
-        self._idle = idle
-        self._bytes: Recorder | None = None
-        self._live: Recorder | None = None
-        self._times: Recorder | None = None
-        self._hooks: list[Any] = []
-
-    @contextmanager
-    def measure(self, inputs: Iterable[torch.Tensor] = ()) -> Iterator[None]:
-        """Watches one step op by op: bytes kept, live bytes."""
-        self.close()
-        known = [*self._state(), *inputs]
-        live = LiveBytes()
-        live.track([*known, *(t.grad for t in known if t.is_leaf and t.grad is not None)])
-        recorder = Recorder(known, live)
-        hook = register_optimizer_step_pre_hook(lambda optimizer, *_: recorder.optimizer_steps(_state_of(optimizer)))
-        try:
-            with (
-                _rows_for_modules(recorder, self._wrappers, self._plain_modules()),
-                recorder.watching(),
-                self._inputs_of_root(recorder),
-            ):
-                yield
-        finally:
-            hook.remove()
-        self._bytes = self._live = recorder
-
-    @contextmanager
-    def time(self) -> Iterator[Recorder]:
-        """Watches one step without looking at its ops: seconds of each block."""
-        recorder = Recorder()
-        with _rows_for_modules(recorder, self._wrappers, self._plain_modules()):
-            yield recorder
-        self._times = recorder
-
-    def watch_next_forward(self) -> None:
-        """Records the next forward of the model and what its backward runs again, at the cost of a few hooks."""
-        root = self._roots[0][1]
-        begin = _Hook(WeakMethod(self._begin), passes_on=True)
-        self._hooks.append(root.register_forward_pre_hook(begin, with_kwargs=True))
-
-    def _begin(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled():
-            return
-        self.close()
-        recorder = self._bytes = Recorder([*self._state(), *_tensors(args, kwargs)])
-        watching = recorder.watching()
-        rows = _rows_for_modules(recorder, self._wrappers, self._plain_modules())
-        rows.__enter__()
-        watching.__enter__()
-        end = root.register_forward_hook(_Hook(lambda: watching.__exit__, None, None, None), always_call=True)
-        stop = root.register_forward_pre_hook(_Hook(WeakMethod(self.close)))
-        self._hooks += [end, stop, _Closing(rows)]
-
-    def close(self) -> None:
-        """Ends a recording that is going on."""
-        hooks, self._hooks = self._hooks, []
-        for hook in hooks:
-            hook.remove()
-
-    def explain(self, plot: str | None, *, show: bool) -> Explanation:
-        """Makes the table of the last steps that were watched."""
-        recorder = self._bytes
-        if recorder is None or not recorder.runs:
-            raise GraphError(f"{self.title}: there is nothing to explain before a step has run · fix: run one step")
-        rows = self._rows(recorder)
-        explanation = Explanation(
-            title=self.title,
-            rows=tuple(rows),
-            bytes_before=recorder.bytes_before.total(),
-            bytes_after=recorder.bytes_after.total(),
-            peak_bytes=self._live.peak_bytes if self._live else None,
-            timeline=self._live.timeline if self._live else (),
-            warnings=tuple(self._warnings(recorder)),
-        )
-        if plot is not None:
-            draw(explanation, plot)
-        if show:
-            print_table(explanation)
-        return explanation
-
-    def _rows(self, recorder: Recorder) -> list[Row]:
-        wrapped = {wrapper.name: wrapper for wrapper in self._wrappers}
-        names = dict.fromkeys((*recorder.order, *wrapped))
-        if recorder.bytes_before[REST] or recorder.bytes_after[REST]:
-            names[REST] = None
-        times = self._times
-        rows = []
-        for name in names:
-            wrapper = wrapped.get(name)
-            notes = list(wrapper.site.notes) if wrapper is not None else []
-            if name in self._idle:
-                notes.insert(0, self._idle[name])
-            rows.append(
-                Row(
-                    block=name or self.title,
-                    rule=wrapper.rule.describe() if wrapper is not None else Keep.name,
-                    place=wrapper.site.store.place if wrapper is not None else "device",
-                    bytes_before=recorder.bytes_before[name],
-                    bytes_after=recorder.bytes_after[name],
-                    runs=recorder.runs[name],
-                    reruns=recorder.reruns[name],
-                    forward_seconds=times.seconds[name] if times is not None and name in times.seconds else None,
-                    recompute_seconds=times.again_seconds[name] if times and name in times.again_seconds else None,
-                    note=" · ".join(notes),
-                )
-            )
-        return rows
-
-    def _warnings(self, recorder: Recorder) -> Iterator[str]:
-        rule_rows = [w for w in self._wrappers if not isinstance(w.rule, Keep)]
-        for wrapper in rule_rows:
-            if not recorder.runs[wrapper.name] and wrapper.name not in self._idle:
-                yield f"{wrapper.name or self.title}: it never ran with gradients, so its flag did nothing"
-        yield from (f"{name}: {why}" for name, why in self._idle.items() if "does nothing" in why)
-        ran = [w for w in rule_rows if recorder.reruns[w.name]]
-        roots = {id(root) for _, root in self._roots}
-        for wrapper in ran:
-            if id(wrapper.module) in roots and not isinstance(wrapper.rule, (Segments, Tiles)):
-                yield (
-                    f"{wrapper.name or self.title}: the whole model is one block, so all of it is alive again when it "
-                    "runs again, and the peak does not fall · fix: set the flag on its layers"
-                )
-        yield from self._last_block(recorder, ran)
-
-    def _last_block(self, recorder: Recorder, ran: list[BlockForward]) -> Iterator[str]:
-        """Backward reaches this block first, with all others still kept: its flag helps only with a peak elsewhere."""
-        order = list(recorder.order)
-        if len(ran) < 2:
-            return
-        last = max(ran, key=lambda w: order.index(w.name) if w.name in order else -1)
-        peak = max(self._live.timeline, key=lambda e: e.live_bytes, default=None) if self._live else None
-        if peak is not None and peak.block == last.name and peak.phase in ("recompute", "backward"):
-            yield (
-                f"{last.name}: backward reaches it first, so it costs a second run and takes nothing off the peak · "
-                f"fix: set activation_checkpointing = False on {last.name}"
-            )
-
-    def _state(self) -> list[torch.Tensor]:
-        return [t for _, root in self._roots for t in (*root.parameters(), *root.buffers()) if not is_lazy(t)]
-
-    @contextmanager
-    def _inputs_of_root(self, recorder: Recorder) -> Iterator[None]:
-        """The caller holds the model's inputs: they are alive anyway."""
-
-        def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            recorder.ignore(_tensors(args, kwargs))
-
-        name, root = self._roots[0]
-        hook = None if name else root.register_forward_pre_hook(see, with_kwargs=True)
-        try:
-            yield
-        finally:
-            if hook is not None:
-                hook.remove()
-
-    def _plain_modules(self) -> list[tuple[str, nn.Module]]:
-        """The modules without a policy that get a row of their own: what stands beside the flagged blocks."""
-        wrapped = {w.name for w in self._wrappers}
-        found: list[tuple[str, nn.Module]] = []
-        for name, root in self._roots:
-            _rows_below(name, root, wrapped, found)
-        return found
-
-
-def _rows_below(name: str, module: nn.Module, wrapped: set[str], found: list[tuple[str, nn.Module]]) -> None:
-    if name in wrapped:
-        return
-    inside = [f"{name}.{key}" if name else key for key, _ in module.named_modules() if key]
-    has_flags = any(path in wrapped for path in inside)
-    if has_flags or any(_is_stack(m) for m in module.modules()):
-        for key, child in module.named_children():
-            _rows_below(f"{name}.{key}" if name else key, child, wrapped, found)
-    else:
-        found.append((name, module))
-
-
-def _is_stack(module: nn.Module) -> bool:
-    """A list of layers of one class, each of which is worth a row."""
-    kinds = {type(child) for child in module.children()}
-    return isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1 and len(kinds) == 1
-
-
-class _Hook:
-    """A module hook that returns nothing, does nothing on copies of the module, and can be pickled with it.
-
-    ``find`` returns what to call, or ``None`` if it is gone: a hook must not keep what watches its module alive.
+    Args:
+        title: Name of the model or graph.
+        roots: The modules that were watched, with their names.
+        wrappers: The blocks with a policy.
+        idle: Why the flags of some modules do nothing.
+        kept: Has seen what a step keeps.
+        live: Has seen the live bytes of a step, if one was watched op by op.
+        times: Has seen how long the blocks of a step took, if one was watched for that.
     """
-
-    def __init__(self, find: Callable[[], Callable[..., Any] | None], *args: Any, passes_on: bool = False) -> None:
-        self._find = find
-        self._args = args
-        self._passes_on = passes_on
-
-    def __call__(self, *given: Any) -> None:
-        call = None if torch.compiler.is_compiling() else self._find()
-        if call is not None:
-            call(*(given if self._passes_on else self._args))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, (_nothing,)
-
-
-def _state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    rows = list(_rows(title, wrappers, idle, kept, times))
+    at = [traffic.bytes_at for traffic in kept.traffic.values()]
+    return Explanation(
+        title=title,
+        rows=tuple(rows),
+        bytes_before=kept.bytes_before.total(),
+        bytes_after=kept.bytes_after.total() + sum(b["device"] for b in at),
+        bytes_host=sum(b["host"] for b in at),
+        bytes_disk=sum(b["disk"] for b in at),
+        peak_bytes=live.peak_bytes if live else None,
+        timeline=live.timeline if live else (),
+        warnings=tuple(_warnings(title, roots, wrappers, idle, kept, live)),
+    )
 
 
-def _nothing() -> None:
-    return None
+def _rows(
+    title: str, wrappers: Sequence[BlockForward], idle: Mapping[str, str], kept: Recorder, times: Recorder | None
+) -> Iterator[Row]:
+    wrapped = {wrapper.name: wrapper for wrapper in wrappers}
+    names = dict.fromkeys((*kept.order, *wrapped))
+    if kept.bytes_before[REST] or kept.bytes_after[REST]:
+        names[REST] = None
+    for name in names:
+        wrapper = wrapped.get(name)
+        notes = list(wrapper.site.notes) if wrapper is not None else []
+        if name in idle:
+            notes.insert(0, idle[name])
+        moved = kept.traffic.get(name) or Traffic()
+        timed = (times or kept).traffic.get(name) or Traffic()
+        yield Row(
+            block=name or title,
+            rule=wrapper.rule.describe() if wrapper is not None else Keep.name,
+            place=wrapper.site.store.place if wrapper is not None else "device",
+            bytes_before=kept.bytes_before[name],
+            bytes_after=kept.bytes_after[name] + moved.bytes_at["device"],
+            bytes_host=moved.bytes_at["host"],
+            bytes_disk=moved.bytes_at["disk"],
+            runs=kept.runs[name],
+            reruns=kept.reruns[name],
+            forward_seconds=times.seconds[name] if times is not None and name in times.seconds else None,
+            recompute_seconds=times.again_seconds[name] if times and name in times.again_seconds else None,
+            copy_seconds=timed.copy_seconds or None,
+            wait_seconds=timed.wait_seconds if timed.copy_seconds else None,
+            note=" · ".join(notes),
+        )
 
 
-def _tensors(args: Iterable[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    return [leaf for leaf in flatten_call(tuple(args), kwargs)[0] if isinstance(leaf, torch.Tensor)]
+def _warnings(
+    title: str,
+    roots: Sequence[tuple[str, nn.Module]],
+    wrappers: Sequence[BlockForward],
+    idle: Mapping[str, str],
+    kept: Recorder,
+    live: Recorder | None,
+) -> Iterator[str]:
+    flagged = [w for w in wrappers if not isinstance(w.rule, Keep) or w.placement is not None]
+    for wrapper in flagged:
+        if not kept.runs[wrapper.name] and wrapper.name not in idle:
+            yield f"{wrapper.name or title}: it never ran with gradients, so its flag did nothing"
+    yield from (f"{name}: {why}" for name, why in idle.items() if "does nothing" in why)
+    yield from _useless_flags(title, flagged)
+    ran = [w for w in flagged if kept.reruns[w.name]]
+    tops = {id(root) for _, root in roots}
+    for wrapper in ran:
+        if id(wrapper.module) in tops and not isinstance(wrapper.rule, (Segments, Tiles)):
+            yield (
+                f"{wrapper.name or title}: the whole model is one block, so all of it is alive again when it "
+                "runs again, and the peak does not fall · fix: set the flag on its layers"
+            )
+    yield from _last_block(kept, live, ran)
 
 
-@contextmanager
-def _rows_for_modules(
-    recorder: Recorder, wrappers: list[BlockForward], plain: list[tuple[str, nn.Module]]
-) -> Iterator[None]:
-    hooks = []
-    try:
-        for wrapper in wrappers:
-            wrapper.site.recorder = recorder
-        while plain:  # emptied: what waits here for the end of the step must not keep the model alive
-            name, module = plain.pop()
-            hooks.append(module.register_forward_pre_hook(_Hook(lambda: recorder.enter_plain, name), prepend=True))
-            hooks.append(module.register_forward_hook(_Hook(lambda: recorder.leave_plain, name), always_call=True))
-        module = None  # type: ignore[assignment]
-        yield
-    finally:
-        for wrapper in wrappers:
-            if wrapper.module is not None:
-                wrapper.site.recorder = None
-        for hook in hooks:
-            hook.remove()
+def _useless_flags(title: str, wrappers: Sequence[BlockForward]) -> Iterator[str]:
+    """What a store says of blocks whose flag it cannot act on, once for all of them."""
+    blocks: dict[str, list[str]] = {}
+    for wrapper in wrappers:
+        for note in wrapper.site.notes:
+            if "does nothing" in note:
+                blocks.setdefault(note, []).append(wrapper.name or title)
+    for note, names in blocks.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield f"{names[0]}{more}: {note}"
 
 
-class _Closing:
-    """Ends a context manager by the method that ends a hook."""
-
-    def __init__(self, context: Any) -> None:
-        self._context = context
-
-    def remove(self) -> None:
-        self._context.__exit__(None, None, None)
+def _last_block(kept: Recorder, live: Recorder | None, ran: Sequence[BlockForward]) -> Iterator[str]:
+    """Backward reaches this block first, with all others still kept: its flag helps only with a peak elsewhere."""
+    order = list(kept.order)
+    if len(ran) < 2:
+        return
+    last = max(ran, key=lambda w: order.index(w.name) if w.name in order else -1)
+    peak = max(live.timeline, key=lambda e: e.live_bytes, default=None) if live else None
+    if peak is not None and peak.block == last.name and peak.phase in ("recompute", "backward"):
+        yield (
+            f"{last.name}: backward reaches it first, so it costs a second run and takes nothing off the peak · "
+            f"fix: set activation_checkpointing = False on {last.name}"
+        )

@@ -14,6 +14,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from graphckpt.blocks.rival import Rivals
 from graphckpt.rules import Keep, Rule, Site
+from graphckpt.stores import Placement
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,9 +31,20 @@ class BlockForward:
     It holds the module weakly, so that a deleted model is freed at once, and follows it when it is copied or pickled.
     """
 
-    __slots__ = ("_covered", "_inner", "_is_beneath", "_is_on", "_module", "_rivals", "_site", "name", "rule")
+    __slots__ = (
+        "_covered",
+        "_inner",
+        "_is_beneath",
+        "_is_on",
+        "_module",
+        "_rivals",
+        "_site",
+        "name",
+        "placement",
+        "rule",
+    )
 
-    def __init__(self, module: nn.Module, name: str, rule: Rule) -> None:
+    def __init__(self, module: nn.Module, name: str, rule: Rule, placement: Placement | None = None) -> None:
         self._module = weakref.ref(module)
         self._covered: Callable[..., Any] | None = module.__dict__.get("forward")
         self._inner = _beneath(self._covered)
@@ -42,6 +54,8 @@ class BlockForward:
         self._site: Site | None = None
         self.name = name
         self.rule = rule
+        self.placement = placement
+        """Where what the block keeps goes; ``None`` if the blocks around it say that."""
 
     @property
     def site(self) -> Site:
@@ -50,7 +64,7 @@ class BlockForward:
             module = self._module()
             assert module is not None
             self._rivals = Rivals(module) or None
-            self._site = Site(self.name, [module])
+            self._site = Site(self.name, [module], None if self.placement is None else self.placement.store)
         return self._site
 
     @property
@@ -112,12 +126,12 @@ class BlockForward:
         twin = memo.get(id(self._module()))
         if twin is None:
             return self
-        wrapper = BlockForward(twin, self.name, self.rule)
+        wrapper = BlockForward(twin, self.name, self.rule, copy.deepcopy(self.placement, memo))
         wrapper.__setstate__((copy.deepcopy(self._covered, memo), self._is_on))
         return wrapper
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return BlockForward, (self._module(), self.name, self.rule), (self._covered, self._is_on)
+        return BlockForward, (self._module(), self.name, self.rule, self.placement), (self._covered, self._is_on)
 
     def __setstate__(self, state: tuple[Any, bool]) -> None:
         self._covered, self._is_on = state

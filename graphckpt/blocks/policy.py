@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, final
 
 from torch import nn
 
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.errors import ConfigError
 from graphckpt.rules import Full, Keep, Rule
+from graphckpt.stores import Placement, placement_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -29,57 +30,97 @@ class Plan:
 
 
 def make_plan(roots: Iterable[tuple[str, nn.Module]], configs: Mapping[nn.Module, BlockConfig]) -> Plan:
-    """Walks the trees below ``roots`` and decides, for each module with a config, what its flag means where it stands.
+    """Walks the trees below ``roots`` and decides, for each module with a config, what its flags mean where it stands.
 
     Raises:
         ConfigError: Rules that cannot act on their modules; all of them at once.
     """
-    plan = Plan([], {})
-    faults: list[str] = []
-    seen: dict[nn.Module, None] = {}
+    walk = _Walk(configs)
     for name, root in roots:
-        _walk(name, root, None, configs, plan, faults, seen)
-    if faults:
-        raise ConfigError("\n".join(f"- {fault}" for fault in faults) if len(faults) > 1 else faults[0])
-    return plan
+        walk.visit(name, root, _Around())
+    if walk.faults:
+        raise ConfigError("\n".join(f"- {fault}" for fault in walk.faults) if len(walk.faults) > 1 else walk.faults[0])
+    return walk.plan
 
 
-def _walk(
-    name: str,
-    module: nn.Module,
-    around: Rule | None,
-    configs: Mapping[nn.Module, BlockConfig],
-    plan: Plan,
-    faults: list[str],
-    seen: dict[nn.Module, None],
-) -> None:
-    if module in seen:
-        return
-    seen[module] = None
-    config = configs.get(module)
-    rule = config.rule if config is not None else None
-    if rule is not None:
-        around = _decide(name, module, rule, around, plan, faults)
-    for key, child in module.named_children():
-        _walk(f"{name}.{key}" if name else key, child, around, configs, plan, faults, seen)
+@dataclass(frozen=True, slots=True)
+class _Around:
+    """What the blocks around a module say."""
+
+    rule: Rule | None = None
+    """The rule of a block that will run again, of which the module is a part."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """The fields on placement that are inherited."""
+    covering: Placement | None = None
+    """Where what the module saves goes already, as a block around it does not run again but has a store."""
 
 
-def _decide(
-    name: str, module: nn.Module, rule: Rule, around: Rule | None, plan: Plan, faults: list[str]
-) -> Rule | None:
-    if isinstance(rule, Keep):
-        if around is not None:
-            plan.wrappers.append(BlockForward(module, name, rule))
-        return None
-    if isinstance(module, _UNCALLED):
-        plan.idle[name] = f"a flag on {type(module).__name__} does nothing: it has no forward; set it on its items"
-        return around
-    fault = rule.check(module)
-    if fault is not None:
-        faults.append(f"{name}: {fault}")
-        return around
-    if isinstance(rule, Full) and around is not None:
-        # Nested True is one segment. The wrapper still acts where the module is called from elsewhere.
-        plan.idle[name] = "runs again as a part of the block around it"
-    plan.wrappers.append(BlockForward(module, name, rule))
-    return rule
+class _Walk:
+    def __init__(self, configs: Mapping[nn.Module, BlockConfig]) -> None:
+        self.plan = Plan([], {})
+        self.faults: list[str] = []
+        self._configs = configs
+        self._seen: dict[nn.Module, None] = {}
+        self._placements: list[Placement] = []
+
+    def visit(self, name: str, module: nn.Module, around: _Around) -> None:
+        if module in self._seen:
+            return
+        self._seen[module] = None
+        config = self._configs.get(module)
+        if config is not None and (fields := config.placement()):
+            around = replace(around, fields={**around.fields, **fields})
+        inside = self._decide(name, module, config, around)
+        for key, child in module.named_children():
+            self.visit(f"{name}.{key}" if name else key, child, inside)
+
+    def _decide(self, name: str, module: nn.Module, config: BlockConfig | None, around: _Around) -> _Around:
+        """Returns what is around the children."""
+        rule = config.rule if config is not None else None
+        placement = self._placement(around.fields)
+        if rule is None or isinstance(rule, Keep):
+            return self._decide_kept(name, module, config, placement, around)
+        if isinstance(module, _UNCALLED):
+            what = type(module).__name__
+            self.plan.idle[name] = f"a flag on {what} does nothing: it has no forward; set it on its items"
+            return around
+        fault = rule.check(module)
+        if fault is not None:
+            self.faults.append(f"{name}: {fault}")
+            return around
+        if isinstance(rule, Full) and around.rule is not None:
+            # Nested True is one segment. The wrapper still acts where the module is called from elsewhere.
+            self.plan.idle[name] = "runs again as a part of the block around it"
+        self.plan.wrappers.append(BlockForward(module, name, rule, placement))
+        return replace(around, rule=rule)
+
+    def _decide_kept(
+        self, name: str, module: nn.Module, config: BlockConfig | None, placement: Placement | None, around: _Around
+    ) -> _Around:
+        """A module that does not run again by itself."""
+        is_hole = config is not None and config.rule is not None and around.rule is not None
+        if around.rule is not None and not is_hole:
+            if config is not None and config.placement():
+                fields = " and ".join(config.placement())
+                self.plan.idle[name] = (
+                    f"{fields} does nothing here: it runs again with the block around it, and keeps nothing"
+                )
+            return around
+        if isinstance(module, _UNCALLED):
+            return replace(around, rule=None)
+        is_placed = placement is not None and placement != (around.covering or _PLAIN)
+        if is_hole or is_placed:
+            self.plan.wrappers.append(BlockForward(module, name, Keep(), placement))
+        return replace(around, rule=None, covering=placement)
+
+    def _placement(self, fields: Mapping[str, Any]) -> Placement | None:
+        """Returns what the fields mean, the same object for the same fields: blocks that share it share its store."""
+        if not fields:
+            return None
+        wanted = placement_of(fields)
+        if wanted not in self._placements:
+            self._placements.append(wanted)
+        return self._placements[self._placements.index(wanted)]
+
+
+_PLAIN = Placement()

@@ -9,7 +9,7 @@ from weakref import ref
 
 import torch
 
-from graphckpt.blocks.explain import Watcher
+from graphckpt.blocks.watch import Watcher
 from graphckpt.blocks.policy import make_plan
 from graphckpt.errors import GraphError
 from graphckpt.graph.batches import fresh_outputs, is_new, micro_batches, pack_outputs
@@ -147,7 +147,9 @@ class Step:
     def _prepare(self) -> None:
         plan = make_plan(self._roots.items(), self._tree.configs)
         blocks = [
-            (w.module, w.rule, [ref(m) for m in w.module.modules()]) for w in plan.wrappers if w.module is not None
+            (w.module, w.rule, w.placement, [ref(m) for m in w.module.modules()])
+            for w in plan.wrappers
+            if w.module is not None
         ]
         seen = blocks, plan.idle, list(self._roots.items())
         if seen != self._seen:  # what the wrappers have learnt, and what was watched, is still true otherwise

@@ -77,7 +77,7 @@ def _repeats(rows: Sequence[Row], start: int, period: int, times: int, step: tup
 
 
 def _but_number_and_time(row: Row) -> Row:
-    return replace(row, block="", forward_seconds=None, recompute_seconds=None)
+    return replace(row, block="", forward_seconds=None, recompute_seconds=None, copy_seconds=None, wait_seconds=None)
 
 
 def _join(rows: Sequence[Row]) -> Row:
@@ -96,10 +96,14 @@ def _join(rows: Sequence[Row]) -> Row:
         block=f"{'.'.join(parts)} ({count}x)",
         bytes_before=first.bytes_before * count,
         bytes_after=first.bytes_after * count,
+        bytes_host=first.bytes_host * count,
+        bytes_disk=first.bytes_disk * count,
         runs=first.runs * count,
         reruns=first.reruns * count,
         forward_seconds=total_seconds(row.forward_seconds for row in rows),
         recompute_seconds=total_seconds(row.recompute_seconds for row in rows),
+        copy_seconds=total_seconds(row.copy_seconds for row in rows),
+        wait_seconds=total_seconds(row.wait_seconds for row in rows),
     )
 
 

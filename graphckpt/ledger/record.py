@@ -18,7 +18,11 @@ class Row:
     bytes_before: int
     """Bytes that the plain step would keep for backward because of this block."""
     bytes_after: int
-    """Bytes that this block really keeps after its forward."""
+    """Bytes that this block really keeps on its device after its forward, on this rank."""
+    bytes_host: int = 0
+    """Bytes that it keeps in host memory beside them."""
+    bytes_disk: int = 0
+    """Bytes that it keeps in a file."""
     runs: int
     """Forward runs in the recorded step."""
     reruns: int
@@ -27,6 +31,10 @@ class Row:
     """Seconds of all first runs; ``None`` if the record has no times."""
     recompute_seconds: float | None = None
     """Seconds of all second runs; ``None`` if the record has no times."""
+    copy_seconds: float | None = None
+    """Seconds that copies to its place and back took; ``None`` if there were none, or no times."""
+    wait_seconds: float | None = None
+    """Seconds that the step waited for them."""
     note: str = ""
     """Why a flag does nothing, or what the rule had to do beside its rule."""
 
@@ -51,7 +59,11 @@ class Explanation:
     bytes_before: int
     """Bytes that the plain step keeps for backward, each storage counted once."""
     bytes_after: int
-    """Bytes that this step keeps for backward, each storage counted once."""
+    """Bytes that this step keeps on the device for backward, each storage counted once."""
+    bytes_host: int = 0
+    """Bytes kept in host memory beside them."""
+    bytes_disk: int = 0
+    """Bytes kept in a file."""
     peak_bytes: int | None = None
     """Largest sum of live tensor storage during the step: parameters, gradients, optimizer state and all else."""
     timeline: tuple[Event, ...] = field(default=(), repr=False)

@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from graphckpt._compat import saved_tensor_hooks_in_force
 from graphckpt.ledger.live import inner_tensors
 from graphckpt.ledger.record import Event
+from graphckpt.stores import Traffic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -35,6 +36,8 @@ class Recorder:
     def __init__(self, alive_anyway: Iterable[torch.Tensor] = (), live: LiveBytes | None = None) -> None:
         self.bytes_before: Counter[str] = Counter()
         self.bytes_after: Counter[str] = Counter()
+        """What stays on the device, but for what a store puts there: that is in ``traffic``."""
+        self.traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
         self.runs: Counter[str] = Counter()
         self.reruns: Counter[str] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -110,15 +113,18 @@ class Recorder:
         if not self._again:
             self._leave(block)
 
-    def kept_run(self, block: str, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-        """A block begins whose saved tensors are really kept."""
+    def kept_run(
+        self, block: str, pack: Callable[[torch.Tensor], Any], *, is_stored: bool = False
+    ) -> Callable[[torch.Tensor], Any]:
+        """A block begins whose saved tensors are really kept: as they are, or by a store that tells of it itself."""
         if self._again:
             return pack
         self._enter(block)
 
         def look_and_pack(tensor: torch.Tensor) -> Any:
             self.bytes_before[block] += self._plain.add(tensor)
-            self.bytes_after[block] += self._kept.add(tensor)
+            if not is_stored:
+                self.bytes_after[block] += self._kept.add(tensor)
             return pack(tensor)
 
         return look_and_pack

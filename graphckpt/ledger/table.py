@@ -30,18 +30,36 @@ def _seconds(value: float | None) -> str:
     return "-" if value is None else format_seconds(value)
 
 
+def _bytes(value: int) -> str:
+    return format_bytes(value) if value else "-"
+
+
+def _hidden(row: Row) -> str:
+    """The share of the copies' time in which the step did not wait for them."""
+    if not row.copy_seconds or row.wait_seconds is None:
+        return "-"
+    return f"{max(0.0, 1 - row.wait_seconds / row.copy_seconds):.0%}".replace("%", " %")
+
+
 _COLUMNS = (
     _Column("block", lambda row: row.block or "(model)"),
     _Column("rule", lambda row: row.rule),
     _Column("place", lambda row: row.place),
     _Column("kept before", lambda row: format_bytes(row.bytes_before), is_number=True),
     _Column("kept after", lambda row: format_bytes(row.bytes_after), is_number=True),
+    _Column("on host", lambda row: _bytes(row.bytes_host), is_number=True),
+    _Column("on disk", lambda row: _bytes(row.bytes_disk), is_number=True),
     _Column("runs", lambda row: str(row.runs), is_number=True),
     _Column("reruns", lambda row: str(row.reruns), is_number=True),
     _Column("forward", lambda row: _seconds(row.forward_seconds), is_number=True),
     _Column("recompute", lambda row: _seconds(row.recompute_seconds), is_number=True),
+    _Column("copies", lambda row: _seconds(row.copy_seconds), is_number=True),
+    _Column("hidden", _hidden, is_number=True),
     _Column("note", lambda row: row.note),
 )
+
+
+_OPTIONAL = ("on host", "on disk", "forward", "recompute", "copies", "hidden", "note")
 
 
 def print_table(explanation: Explanation, file: TextIO | None = None) -> None:
@@ -78,8 +96,7 @@ def print_table(explanation: Explanation, file: TextIO | None = None) -> None:
 
 
 def _says_something(column: _Column, rows: Sequence[Row]) -> bool:
-    optional = {"note": "", "forward": "-", "recompute": "-"}
-    return column.name not in optional or any(column.cell(row) != optional[column.name] for row in rows)
+    return column.name not in _OPTIONAL or any(column.cell(row) not in ("", "-") for row in rows)
 
 
 def _total(column: _Column, explanation: Explanation) -> str:
@@ -92,10 +109,14 @@ def _total(column: _Column, explanation: Explanation) -> str:
         place="",
         bytes_before=explanation.bytes_before,
         bytes_after=explanation.bytes_after,
+        bytes_host=explanation.bytes_host,
+        bytes_disk=explanation.bytes_disk,
         runs=sum(row.runs for row in rows),
         reruns=sum(row.reruns for row in rows),
         forward_seconds=total_seconds(row.forward_seconds for row in rows),
         recompute_seconds=total_seconds(row.recompute_seconds for row in rows),
+        copy_seconds=total_seconds(row.copy_seconds for row in explanation.rows),
+        wait_seconds=total_seconds(row.wait_seconds for row in explanation.rows),
     )
     return column.cell(total)
 
@@ -116,6 +137,11 @@ def _summary(explanation: Explanation) -> Iterator[str]:
     change = f"{format_bytes(abs(saved))} {'less' if saved >= 0 else 'more'}"
     percent = f" ({abs(saved) / before:.0%})".replace("%", " %") if before else ""
     yield f"kept for backward: {format_bytes(before)} -> {format_bytes(after)}, {change}{percent}"
+    moved = [(explanation.bytes_host, "in host memory"), (explanation.bytes_disk, "on disk")]
+    if any(num_bytes for num_bytes, _ in moved):
+        yield "moved away: " + ", ".join(
+            f"{format_bytes(num_bytes)} {where}" for num_bytes, where in moved if num_bytes
+        )
     if explanation.peak_bytes is not None:
         yield f"peak of the step, all tensors: {format_bytes(explanation.peak_bytes)}"
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from graphckpt._compat import saved_tensor_hooks_in_force
 from graphckpt.ambient import enter_ambient, take_ambient
 from graphckpt.errors import RecomputeError
 from graphckpt.objects import rewind_objects, settle_objects, take_objects
@@ -24,6 +23,7 @@ from graphckpt.rng import random_devices, set_random_state, take_random_state
 from graphckpt.rules.kept import Kept, Slot
 from graphckpt.rules.mismatch import begins_to_move, differs, edited, edits_argument, iterator_argument
 from graphckpt.rules.passes import Contexts, Run, SecondRun, Stop, running
+from graphckpt.stores import DeviceStore
 from graphckpt.tree import ATOMS, flatten_call
 from graphckpt.undo import put_back
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from graphckpt.rules.hole import HoleCall
     from graphckpt.rules.site import Site
+    from graphckpt.stores import Group
     from graphckpt.undo import Undo
 
 
@@ -51,7 +52,7 @@ class Frame:
 
     __slots__ = (
         "_ambient", "_early_stop", "_function", "_is_complete", "_leaves", "_objects", "_random", "_shape", "_slots",
-        "_snapshot", "_state", "_strict", "contexts", "devices", "edited", "holes", "outer", "site",
+        "_snapshot", "_state", "_strict", "contexts", "devices", "edited", "group", "holes", "outer", "site",
     )  # fmt: skip
 
     def __init__(
@@ -74,14 +75,16 @@ class Frame:
         self._is_complete = False
         self._slots: list[weakref.ref[Slot]] = []
         self._objects: Any = ()
+        self.group: Group | None = None
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs the block for the first time, with nothing saved but what the second run needs."""
         site = self.site
         state = self._state = site.present_state()
         recorder = site.recorder
-        outer = saved_tensor_hooks_in_force()
-        self.outer = outer if recorder is None else recorder.beneath(outer)
+        self.outer = site.hooks_around()
+        if self.outer is None and not isinstance(site.store, DeviceStore):
+            self.group = site.open_group()
         leaves, self._shape = flatten_call(args, kwargs)
         self.devices = _devices(site, leaves)
         self._random = take_random_state(self.devices)
@@ -154,7 +157,7 @@ class Frame:
                 version = 0 if leaf.is_inference() else leaf._version
                 tensors.append((position, leaf, version, twin))
                 deferred = learning and self.outer is None
-                leaves[position] = leaf if deferred else Kept(leaf if twin is None else twin, site, self.outer)
+                leaves[position] = leaf if deferred else Kept(leaf if twin is None else twin, self, self.outer)
             elif type(leaf) not in ATOMS:
                 if hasattr(leaf, "__next__"):
                     raise RecomputeError(iterator_argument(site.name, self.name_of(position)))
@@ -177,7 +180,7 @@ class Frame:
             if self.outer is None:
                 for position, leaf, _, twin in tensors:
                     kept = twin if position in self.edited else leaf
-                    self._leaves[position] = Kept(kept, site, None)  # type: ignore[arg-type]
+                    self._leaves[position] = Kept(kept, self, None)  # type: ignore[arg-type]
         elif not moved <= self.edited:
             raise RecomputeError(edits_argument(site.name, self.name_of(min(moved - self.edited))))
         if self._objects:
@@ -187,6 +190,8 @@ class Frame:
         self._is_complete = True
         if self.contexts is not None:
             self.contexts.settle(self)
+        if self.group is not None:
+            site.store.seal(self.group)
 
     def _take_all(self) -> list[Any]:
         taken: list[Any] = []

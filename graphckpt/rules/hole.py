@@ -13,6 +13,8 @@ from graphckpt.rules.frame import Frame
 from graphckpt.rules.kept import Kept
 from graphckpt.rules.mismatch import holes_differ
 from graphckpt.rules.passes import Run, SecondRun, running
+from graphckpt.rules.stored import IN_PLACE, StoredCall
+from graphckpt.stores import DeviceStore
 from graphckpt.tree import build_value, flatten_value
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ class HoleCall:
             if isinstance(leaf, torch.Tensor) and not leaf.is_inference()
         ]
         self._leaves: list[Any] | None = [
-            Kept(leaf, frame.site, frame.outer) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+            Kept(leaf, frame, frame.outer) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
         ]
 
     def settle(self) -> None:
@@ -68,17 +70,44 @@ def run_hole(site: Site, function: Callable[..., Any], args: Sequence[Any], kwar
     """
     around = _runs_around(running.get())
     if not around:
-        return function(*args, **kwargs)
+        return _run_alone(site, function, args, kwargs)
     outermost = around[-1]
     first_runs = around[:-1] if isinstance(outermost, SecondRun) else around
     answered, output = _ask(outermost, site) if isinstance(outermost, SecondRun) else (False, None)
     if not answered:
-        keep = (_without_history, _same) if isinstance(outermost, SecondRun) else outermost.frame.outer
-        output = _run_kept(around, keep or (_without_history, _same), site, function, args, kwargs)
+        stored = None if isinstance(outermost, SecondRun) or outermost.frame.outer is not None else _stored(site)
+        keep = None if isinstance(outermost, SecondRun) else outermost.frame.outer
+        hooks = (stored.pack, stored.unpack) if stored is not None else keep or IN_PLACE
+        output = _run_kept(around, hooks, site, function, args, kwargs, is_stored=stored is not None)
+        if stored is not None:
+            stored.seal()
     for run in first_runs:
         frame = run.frame
-        frame.holes.append(HoleCall(site.name, output, frame, take_random_state(frame.devices)))
+        with ExitStack() as stack:
+            if frame.group is not None and frame.contexts is not None:
+                stack.enter_context(frame.contexts.paused())  # the copies of a store are no ops of the block
+            frame.holes.append(HoleCall(site.name, output, frame, take_random_state(frame.devices)))
     return output
+
+
+def _run_alone(site: Site, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Runs a block with no recompute around it: what it saves goes to its store."""
+    if not site.is_placed:
+        return function(*args, **kwargs)
+    hooks_around = site.hooks_around()
+    if hooks_around is not None:
+        site.note("hooks of the caller are in force around it: what it saves goes to them, not to its store")
+        return function(*args, **kwargs)
+    stored = _stored(site)
+    hooks = IN_PLACE if stored is None else (stored.pack, stored.unpack)
+    output = _run_kept([], hooks, site, function, args, kwargs, is_stored=stored is not None)
+    if stored is not None:
+        stored.seal()
+    return output
+
+
+def _stored(site: Site) -> StoredCall | None:
+    return None if isinstance(site.store, DeviceStore) else StoredCall(site)
 
 
 def _runs_around(run: Run | None) -> list[Run]:
@@ -111,10 +140,13 @@ def _run_kept(
     function: Callable[..., Any],
     args: Sequence[Any],
     kwargs: dict[str, Any],
+    *,
+    is_stored: bool = False,
 ) -> Any:
     recorder = site.recorder
-    pack = keep[0] if recorder is None else recorder.kept_run(site.name, keep[0])
-    token = running.set(around[-1].outer)  # what runs in here belongs to what is around the outermost block
+    pack = keep[0] if recorder is None else recorder.kept_run(site.name, keep[0], is_stored=is_stored)
+    # what runs in here belongs to what is around the outermost block
+    token = running.set(around[-1].outer if around else running.get())
     contexts = [run.frame.contexts for run in around if run.frame.contexts is not None]
     try:
         with ExitStack() as stack, saved_tensors_hooks(pack, keep[1]):
@@ -125,11 +157,3 @@ def _run_kept(
         running.reset(token)
         if recorder is not None:
             recorder.kept_run_ended(site.name)
-
-
-def _without_history(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach()  # a node that holds its own output would never be freed
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor

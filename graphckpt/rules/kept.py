@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Protocol, final
+
+import torch
 
 if TYPE_CHECKING:
-    import torch
-
     from graphckpt.rules.site import Site
-    from graphckpt.stores import Store
+    from graphckpt.stores import Group, Store
 
 
 @final
@@ -24,6 +24,13 @@ class Slot:
         self.version = 0
 
 
+class Keeper(Protocol):
+    """Who keeps tensors: a call of a block."""
+
+    site: Site
+    group: Group | None
+
+
 @final
 class Kept:
     """A tensor that the first run keeps for the second: an argument, a hole's output, an op's result.
@@ -34,17 +41,19 @@ class Kept:
 
     __slots__ = ("_held", "_requires_grad", "_store", "_unpack", "_version")
 
-    def __init__(self, tensor: torch.Tensor, site: Site, outer: Any) -> None:
+    def __init__(self, tensor: torch.Tensor, keeper: Keeper, outer: Any) -> None:
+        site = keeper.site
         self._requires_grad = tensor.requires_grad
         self._store: Store | None = site.store if outer is None else None
         self._unpack: Any = None
         self._version: int | None = None
         recorder = site.recorder
         if outer is None:
-            self._held = site.store.put(tensor)
-            self._version = None if tensor.is_inference() else tensor._version
-            if recorder is not None:
-                recorder.kept(site.name, tensor)
+            self._held = site.store.put(tensor, keeper.group)
+            if isinstance(self._held, torch.Tensor):  # it stays where it is; other stores see edits themselves
+                self._version = None if tensor.is_inference() else tensor._version
+                if recorder is not None:
+                    recorder.kept(site.name, tensor)
         else:
             pack, self._unpack = outer
             if recorder is None:
@@ -55,10 +64,8 @@ class Kept:
 
     def take(self) -> torch.Tensor | None:
         """Returns the tensor, cut off from its history; ``None`` if it was edited in place since."""
-        if self._store is None:
-            tensor: torch.Tensor = self._unpack(self._held)
-        else:
-            tensor = self._store.get(self._held)
-            if self._version is not None and tensor._version != self._version:
-                return None
+        tensor: torch.Tensor | None
+        tensor = self._unpack(self._held) if self._store is None else self._store.get(self._held)
+        if tensor is None or (self._version is not None and tensor._version != self._version):
+            return None
         return tensor.detach().requires_grad_() if self._requires_grad else tensor.detach()

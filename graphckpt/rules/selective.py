@@ -136,8 +136,8 @@ class OpMemory:
             for number, result in list(results.items()):
                 if result.is_edited():
                     del results[number]
-                elif frame.outer is not None:
-                    result.versions.clear()  # what is around the block keeps it, and sees edits itself
+                elif frame.outer is not None or frame.group is not None:
+                    result.versions.clear()  # what is around the block keeps it, or a store, and sees edits itself
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -165,7 +165,9 @@ class _Result:
     def take(self) -> list[Any] | None:
         if self.is_edited():
             return None  # by code after the block: the op runs again
-        return [leaf.take() if isinstance(leaf, Kept) else leaf for leaf in self.leaves]
+        taken = [leaf.take() if isinstance(leaf, Kept) else leaf for leaf in self.leaves]
+        edited = any(isinstance(leaf, Kept) and value is None for leaf, value in zip(self.leaves, taken, strict=True))
+        return None if edited else taken
 
 
 class _Counting(TorchDispatchMode):
@@ -203,7 +205,7 @@ class _Keep(_Counting):
             leaves, spec = pytree.tree_flatten(output)
             aliases = [version_sharing_detach(x) if isinstance(x, torch.Tensor) else x for x in leaves]
             versions = [(x, x._version) for x in aliases if isinstance(x, torch.Tensor)]
-            kept = [Kept(x, frame.site, frame.outer) if isinstance(x, torch.Tensor) else x for x in aliases]
+            kept = [Kept(x, frame, frame.outer) if isinstance(x, torch.Tensor) else x for x in aliases]
             random = take_random_state(frame.devices) if torch.Tag.nondeterministic_seeded in func.tags else None
             for tensor, _ in versions:
                 self._memory.storages[tensor.untyped_storage().data_ptr()] = (func, number)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
 
+from graphckpt._compat import saved_tensor_hooks_in_force
+from graphckpt.rules.stored import are_own
 from graphckpt.state import ModuleState
-from graphckpt.stores import DeviceStore
+from graphckpt.stores import DeviceStore, Group
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -25,17 +27,18 @@ class Site:
     Args:
         name: Path of the block, for messages and tables.
         roots: The modules that run in the block, each with all below it; they are held weakly.
-        store: Where kept tensors go.
+        store: Where kept tensors go; ``None`` if the blocks around this one say that, or they stay on the device.
         learns: ``False`` for a function that is seen once: nothing can be learnt from a first call.
     """
 
-    __slots__ = ("_parts", "_roots", "edited", "learns", "name", "notes", "recorder", "state", "store")
+    __slots__ = ("_parts", "_roots", "edited", "is_placed", "learns", "name", "notes", "recorder", "state", "store")
 
     def __init__(
         self, name: str, roots: Iterable[nn.Module], store: Store | None = None, *, learns: bool = True
     ) -> None:
         self.name = name
         self._roots = [weakref.ref(root) for root in roots]
+        self.is_placed = store is not None
         self.store = store or DeviceStore()
         self.state = ModuleState(self._modules())
         self.learns = learns
@@ -49,7 +52,8 @@ class Site:
     def part(self, key: object, children: Iterable[object]) -> Site:
         """Returns the site of a run of this block's children: its own habits, the same name, store and record."""
         if key not in self._parts:
-            self._parts[key] = Site(self.name, [c for c in children if isinstance(c, nn.Module)], self.store)
+            store = self.store if self.is_placed else None
+            self._parts[key] = Site(self.name, [c for c in children if isinstance(c, nn.Module)], store)
         part = self._parts[key]
         part.recorder = self.recorder
         part.notes = self.notes
@@ -60,6 +64,20 @@ class Site:
         if self.state.is_stale():
             self.state = ModuleState(self._modules())
         return self.state
+
+    def open_group(self) -> Group | None:
+        """Begins what one call of the block keeps in its store."""
+        traffic = self.recorder.traffic[self.name] if self.recorder is not None else None
+        return self.store.open(Group(self.name, self.tensors, self.note, traffic))
+
+    def hooks_around(self) -> Any:
+        """Returns the hooks that what this block keeps must pass through, or ``None`` if it goes to its own store."""
+        hooks: Any = saved_tensor_hooks_in_force()
+        if hooks is None:
+            return None
+        if self.recorder is not None:
+            hooks = self.recorder.beneath(hooks)
+        return None if self.is_placed and hooks is not None and are_own(hooks) else hooks
 
     def _modules(self) -> Iterable[nn.Module]:
         found = (module for ref in self._roots if (root := ref()) is not None for module in root.modules())

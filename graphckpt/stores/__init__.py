@@ -5,7 +5,8 @@ from graphckpt.stores.device import DeviceStore
 from graphckpt.stores.disk import Disk
 from graphckpt.stores.host import Host
 from graphckpt.stores.offload import Offload, offload_kinds, parse_offload
-from graphckpt.stores.placement import Placement
+from graphckpt.stores.placement import Placement, parse_contiguous, parse_min_elements, placement_of
+from graphckpt.stores.shard import parse_partition
 
 __all__ = [
     "DeviceStore",
@@ -17,5 +18,9 @@ __all__ = [
     "Store",
     "Traffic",
     "offload_kinds",
+    "parse_contiguous",
+    "parse_min_elements",
     "parse_offload",
+    "parse_partition",
+    "placement_of",
 ]

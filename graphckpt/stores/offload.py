@@ -50,5 +50,7 @@ def parse_offload(value: Any) -> Offload | None:
     kind = offload_kinds().get(word) if isinstance(value, (str, bool)) else None
     if kind is None:
         known = ", ".join(repr(name) for name in offload_kinds())
-        raise ConfigError(f"no place is called {value!r}{did_you_mean(word, offload_kinds())} · fix: use one of {known}, or False")
+        raise ConfigError(
+            f"no place is called {value!r}{did_you_mean(word, offload_kinds())} · fix: use one of {known}, or False"
+        )
     return kind.parse(argument) if colon else kind()

@@ -68,7 +68,7 @@ class Key:
         """Returns the tensor, out of bytes that begin at ``begin``."""
         offset = (begin + self._offset) // self.dtype.itemsize
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return empty.set_(storage, offset, self.size, self.stride)  # type: ignore[call-overload,no-any-return]
+        return empty.set_(storage, offset, self.size, self.stride)
 
     def mark_taken(self) -> None:
         """Somebody has taken the tensor; once all have who can, the piece need not hold its bytes."""
@@ -159,12 +159,12 @@ def bytes_to_move(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int]:
     if 2 * (end - begin) >= storage.nbytes():
         begin, end = 0, storage.nbytes()
     data = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return data.set_(storage, begin, (end - begin,), (1,)), begin, end  # type: ignore[call-overload]
+    return data.set_(storage, begin, (end - begin,), (1,)), begin, end
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """Returns the first byte of the storage that ``tensor`` covers, and the one behind its last."""
-    begin = tensor.storage_offset()
+    begin = int(tensor.storage_offset())
     last = begin + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     return begin * tensor.element_size(), (last + 1) * tensor.element_size()
 

@@ -51,21 +51,21 @@ class Place(ABC):
     def free(self, ticket: Ticket) -> None:
         """Nobody will ask for these bytes again."""
 
-    def announce(self, tickets: Sequence[Ticket], group: Group) -> None:
+    def announce(self, tickets: Sequence[Ticket], group: Group) -> None:  # noqa: B027  # a place may have nothing to do
         """The group's bytes are wanted two groups from now."""
 
-    def begin(self, tickets: Sequence[Ticket], group: Group) -> None:
+    def begin(self, tickets: Sequence[Ticket], group: Group) -> None:  # noqa: B027  # a place may have nothing to do
         """Starts to bring the group's bytes back; returns at once."""
 
-    def seal(self, group: Group) -> None:
+    def seal(self, group: Group) -> None:  # noqa: B027  # a place may have nothing to do
         """Nothing more comes into the group."""
 
-    def begin_step(self) -> None:
+    def begin_step(self) -> None:  # noqa: B027  # a place may have nothing to do
         """All that was put has been freed, and a new step begins."""
 
     def stored_bytes(self, num_bytes: int) -> int:
         """Returns what ``num_bytes`` take in this place, on this rank."""
         return num_bytes
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  # a place may have nothing to do
         """Gives back files, threads and pinned memory."""

@@ -47,7 +47,7 @@ class PlacedStore(Store):
         self._label = label
         self._place_for = place_for
         self._min_elements = min_elements
-        self._places: dict[tuple[torch.device, bool], Place | None] = {}
+        self._places: dict[tuple[torch.device, bool], tuple[Place | None, list[str]]] = {}
         self._storages = KnownStorages()
         self._groups: list[weakref.ref[Group]] = []
         self._order = Order()
@@ -57,8 +57,11 @@ class PlacedStore(Store):
 
     @property
     def place(self) -> str:
-        """The name of the place in tables."""
-        return self._label
+        """The names of the places in use, for tables; before there are any, what was asked for."""
+        if not self._places:
+            return self._label
+        labels = dict.fromkeys("device" if place is None else place.label for place, _ in self._places.values())
+        return " + ".join(labels)
 
     @property
     def num_alive(self) -> int:
@@ -145,12 +148,18 @@ class PlacedStore(Store):
         return id(tensor.untyped_storage()) in group.fixed
 
     def _opened_places(self) -> list[Place]:
-        return [place for place in self._places.values() if place is not None]
+        return [place for place, _ in self._places.values() if place is not None]
 
     def _place_of(self, device: torch.device, is_part: bool, group: Group) -> Place | None:
-        if (device, is_part) not in self._places:
-            self._places[device, is_part] = self._place_for(device, is_part, group)
-        return self._places[device, is_part]
+        found = self._places.get((device, is_part))
+        if found is None:
+            notes: list[str] = []
+            place = self._place_for(device, is_part, Group(group.block, group.own, notes.append))
+            found = self._places[device, is_part] = place, notes
+        place, notes = found
+        for note in notes:
+            group.note(note)
+        return place
 
     def _new_piece(self, tensor: torch.Tensor, place: Place, group: Group) -> Piece:
         data, begin, end = bytes_to_move(tensor)
@@ -171,7 +180,7 @@ class PlacedStore(Store):
         flat = piece.place.take(piece.ticket, group)
         if traffic is not None:
             traffic.wait_seconds += perf_counter() - started
-        storage, begin = flat.untyped_storage(), flat.storage_offset()
+        storage, begin = flat.untyped_storage(), int(flat.storage_offset())
         piece.storage = weakref.ref(storage), begin
         piece.landed = flat
         return storage, begin

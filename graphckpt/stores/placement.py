@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
+from graphckpt.errors import ConfigError
 from graphckpt.stores.arena import Arena
 from graphckpt.stores.base import Group, Store
 from graphckpt.stores.device import DeviceStore
-from graphckpt.stores.offload import Offload
+from graphckpt.stores.offload import Offload, parse_offload
 from graphckpt.stores.placed import PlacedStore
-from graphckpt.stores.shard import Shard, group_for
+from graphckpt.stores.shard import Shard, group_for, parse_partition
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
     from graphckpt.stores.place import Place
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True)
 class Placement:
-    """Where blocks keep what they keep. Blocks that share one share its store: a tensor that two of them keep goes once.
+    """Where blocks keep what they keep. Blocks that share one share its store: what two of them keep goes once.
 
     Args:
         offload: The kind of memory to move to; ``None`` if tensors stay on their device.
@@ -52,7 +55,8 @@ class Placement:
         return self._stores[0]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
-        return memo.setdefault(id(self), Placement(*self._settings()))
+        twin: Placement = memo.setdefault(id(self), Placement(*self._settings()))
+        return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Placement, self._settings()  # a copy keeps nothing yet
@@ -70,8 +74,8 @@ class Placement:
         place = self.offload.place_for(device, group.note) if self.offload is not None else None
         if place is None and self.contiguous:
             place = Arena(device)
-        elif self.contiguous:
-            group.note(f"contiguous: what is kept on the {self.offload.name} lies in one piece already")
+        elif place is not None and self.contiguous:
+            group.note("contiguous: what is moved lies in one piece already")
         if self.partition is None:
             return place
         if is_part:
@@ -79,3 +83,39 @@ class Placement:
             return place
         process_group = group_for(self.partition, group)
         return place if process_group is None else Shard(process_group, device, place)
+
+
+def placement_of(fields: Mapping[str, Any]) -> Placement:
+    """Returns what the fields ``offload``, ``partition``, ``contiguous`` and ``min_elements`` of a block mean together.
+
+    Raises:
+        ConfigError: A value means nothing for its field.
+    """
+    return Placement(
+        offload=parse_offload(fields.get("offload")),
+        partition=parse_partition(fields.get("partition")),
+        contiguous=parse_contiguous(fields.get("contiguous")),
+        min_elements=parse_min_elements(fields.get("min_elements", 1024)),
+    )
+
+
+def parse_contiguous(value: Any) -> bool:
+    """Reads a value of ``contiguous``.
+
+    Raises:
+        ConfigError: It is neither a bool nor ``None``.
+    """
+    if value is not None and not isinstance(value, bool):
+        raise ConfigError(f"{value!r} is neither yes nor no · fix: use True, False or None")
+    return bool(value)
+
+
+def parse_min_elements(value: Any) -> int:
+    """Reads a value of ``min_elements``.
+
+    Raises:
+        ConfigError: It is no number of elements.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigError(f"{value!r} is no number of elements · fix: use an int from 0 up")
+    return value

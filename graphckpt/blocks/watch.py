@@ -1,0 +1,222 @@
+"""Has steps watched: which hooks go where, and when they come off again."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, final
+from weakref import WeakMethod
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from graphckpt.blocks.explain import explain_step
+from graphckpt.errors import GraphError
+from graphckpt.ledger.live import LiveBytes
+from graphckpt.ledger.picture import draw
+from graphckpt.ledger.recorder import Recorder
+from graphckpt.ledger.table import print_table
+from graphckpt.tree import flatten_call
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from graphckpt.blocks.forward import BlockForward
+    from graphckpt.ledger.record import Explanation
+
+
+@final
+class Watcher:
+    """Knows the blocks of a model and what was last seen of a step through them."""
+
+    def __init__(
+        self,
+        title: str,
+        roots: list[tuple[str, nn.Module]],
+        wrappers: list[BlockForward],
+        idle: dict[str, str],
+    ) -> None:
+        self.title = title
+        self._roots = roots
+        self._wrappers = wrappers
+        self._idle = idle
+        self._bytes: Recorder | None = None
+        self._live: Recorder | None = None
+        self._times: Recorder | None = None
+        self._hooks: list[Any] = []
+
+    @contextmanager
+    def measure(self, inputs: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+        """Watches one step op by op: bytes kept, live bytes."""
+        self.close()
+        known = [*self._state(), *inputs]
+        live = LiveBytes()
+        live.track([*known, *(t.grad for t in known if t.is_leaf and t.grad is not None)])
+        recorder = Recorder(known, live)
+        hook = register_optimizer_step_pre_hook(lambda optimizer, *_: recorder.optimizer_steps(_state_of(optimizer)))
+        try:
+            with (
+                _rows_for_modules(recorder, self._wrappers, self._plain_modules()),
+                recorder.watching(),
+                self._inputs_of_root(recorder),
+            ):
+                yield
+        finally:
+            hook.remove()
+        self._bytes = self._live = recorder
+
+    @contextmanager
+    def time(self) -> Iterator[Recorder]:
+        """Watches one step without looking at its ops: seconds of each block."""
+        recorder = Recorder()
+        with _rows_for_modules(recorder, self._wrappers, self._plain_modules()):
+            yield recorder
+        self._times = recorder
+
+    def watch_next_forward(self) -> None:
+        """Records the next forward of the model and what its backward runs again, at the cost of a few hooks."""
+        root = self._roots[0][1]
+        begin = _Hook(WeakMethod(self._begin), passes_on=True)
+        self._hooks.append(root.register_forward_pre_hook(begin, with_kwargs=True))
+
+    def _begin(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled():
+            return
+        self.close()
+        recorder = self._bytes = Recorder([*self._state(), *_tensors(args, kwargs)])
+        watching = recorder.watching()
+        rows = _rows_for_modules(recorder, self._wrappers, self._plain_modules())
+        rows.__enter__()
+        watching.__enter__()
+        end = root.register_forward_hook(_Hook(lambda: watching.__exit__, None, None, None), always_call=True)
+        stop = root.register_forward_pre_hook(_Hook(WeakMethod(self.close)))
+        self._hooks += [end, stop, _Closing(rows)]
+
+    def close(self) -> None:
+        """Ends a recording that is going on."""
+        hooks, self._hooks = self._hooks, []
+        for hook in hooks:
+            hook.remove()
+
+    def explain(self, plot: str | None, *, show: bool) -> Explanation:
+        """Makes the table of the last steps that were watched."""
+        recorder = self._bytes
+        if recorder is None or not recorder.runs:
+            raise GraphError(f"{self.title}: there is nothing to explain before a step has run · fix: run one step")
+        explanation = explain_step(
+            self.title, self._roots, self._wrappers, self._idle, recorder, self._live, self._times
+        )
+        if plot is not None:
+            draw(explanation, plot)
+        if show:
+            print_table(explanation)
+        return explanation
+
+    def _state(self) -> list[torch.Tensor]:
+        return [t for _, root in self._roots for t in (*root.parameters(), *root.buffers()) if not is_lazy(t)]
+
+    @contextmanager
+    def _inputs_of_root(self, recorder: Recorder) -> Iterator[None]:
+        """The caller holds the model's inputs: they are alive anyway."""
+
+        def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            recorder.ignore(_tensors(args, kwargs))
+
+        name, root = self._roots[0]
+        hook = None if name else root.register_forward_pre_hook(see, with_kwargs=True)
+        try:
+            yield
+        finally:
+            if hook is not None:
+                hook.remove()
+
+    def _plain_modules(self) -> list[tuple[str, nn.Module]]:
+        """The modules without a policy that get a row of their own: what stands beside the flagged blocks."""
+        wrapped = {w.name for w in self._wrappers}
+        found: list[tuple[str, nn.Module]] = []
+        for name, root in self._roots:
+            _rows_below(name, root, wrapped, found)
+        return found
+
+
+def _rows_below(name: str, module: nn.Module, wrapped: set[str], found: list[tuple[str, nn.Module]]) -> None:
+    if name in wrapped:
+        return
+    inside = [f"{name}.{key}" if name else key for key, _ in module.named_modules() if key]
+    has_flags = any(path in wrapped for path in inside)
+    if has_flags or any(_is_stack(m) for m in module.modules()):
+        for key, child in module.named_children():
+            _rows_below(f"{name}.{key}" if name else key, child, wrapped, found)
+    else:
+        found.append((name, module))
+
+
+def _is_stack(module: nn.Module) -> bool:
+    """A list of layers of one class, each of which is worth a row."""
+    kinds = {type(child) for child in module.children()}
+    return isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1 and len(kinds) == 1
+
+
+class _Hook:
+    """A module hook that returns nothing, does nothing on copies of the module, and can be pickled with it.
+
+    ``find`` returns what to call, or ``None`` if it is gone: a hook must not keep what watches its module alive.
+    """
+
+    def __init__(self, find: Callable[[], Callable[..., Any] | None], *args: Any, passes_on: bool = False) -> None:
+        self._find = find
+        self._args = args
+        self._passes_on = passes_on
+
+    def __call__(self, *given: Any) -> None:
+        call = None if torch.compiler.is_compiling() else self._find()
+        if call is not None:
+            call(*(given if self._passes_on else self._args))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (_nothing,)
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+
+
+def _nothing() -> None:
+    return None
+
+
+def _tensors(args: Iterable[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    return [leaf for leaf in flatten_call(tuple(args), kwargs)[0] if isinstance(leaf, torch.Tensor)]
+
+
+@contextmanager
+def _rows_for_modules(
+    recorder: Recorder, wrappers: list[BlockForward], plain: list[tuple[str, nn.Module]]
+) -> Iterator[None]:
+    hooks = []
+    try:
+        for wrapper in wrappers:
+            wrapper.site.recorder = recorder
+        while plain:  # emptied: what waits here for the end of the step must not keep the model alive
+            name, module = plain.pop()
+            hooks.append(module.register_forward_pre_hook(_Hook(lambda: recorder.enter_plain, name), prepend=True))
+            hooks.append(module.register_forward_hook(_Hook(lambda: recorder.leave_plain, name), always_call=True))
+        module = None  # type: ignore[assignment]
+        yield
+    finally:
+        for wrapper in wrappers:
+            if wrapper.module is not None:
+                wrapper.site.recorder = None
+        for hook in hooks:
+            hook.remove()
+
+
+class _Closing:
+    """Ends a context manager by the method that ends a hook."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def remove(self) -> None:
+        self._context.__exit__(None, None, None)
