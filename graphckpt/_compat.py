@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = [
+    "at_end_of_backward",
     "has_function_modes",
     "pytree",
     "saved_tensor_hooks_in_force",
@@ -57,6 +58,18 @@ def share_version_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
     shared = other._version == probe
     _unsafe_set_version_counter((one,), (version,))
     return shared
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> bool:
+    """Has ``callback`` called, on the caller's streams, when the backward that calls this is over. ``False``: none is.
+
+    After an error in that backward it is not called. PyTorch's own data parallel wrappers end their steps this way.
+    """
+    try:
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+    except RuntimeError:  # no backward runs in this thread
+        return False
+    return True
 
 
 def has_function_modes() -> bool:

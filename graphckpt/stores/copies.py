@@ -1,0 +1,198 @@
+"""Copies bytes between a device and host memory, beside the computation. It knows no tickets and no groups."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, final
+
+import torch
+
+from graphckpt._compat import unseen_by_modes
+from graphckpt.stores.pinned import pin
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from graphckpt.stores.base import Traffic
+
+
+@final
+class HostBuffer:
+    """A run of host memory that copies can use while Python goes on.
+
+    Args:
+        flat: The bytes, as ``uint8``.
+        release: Gives them back. Runs once: in ``release``, when the buffer is garbage, or at exit.
+    """
+
+    __slots__ = ("__weakref__", "flat", "is_captured", "release")
+
+    def __init__(self, flat: torch.Tensor, release: Callable[[], None]) -> None:
+        self.flat = flat
+        self.release = weakref.finalize(self, release)
+        self.is_captured = False
+        """A captured graph has its address; see Note [What a graph has captured stays]."""
+
+
+class Mark:
+    """The end of one copy."""
+
+    __slots__ = ()
+
+
+class Copies(ABC):
+    """Two lanes of copies, out to host memory and back. Those of one lane run in order, beside the other lane's.
+
+    A copy starts when all has ended that the present compute stream was given before. Both its tensors are flat
+    ``uint8`` and stay allocated until it is joined: the lanes hold no references.
+    """
+
+    @abstractmethod
+    def buffer(self, num_bytes: int) -> HostBuffer:
+        """Makes a buffer of exactly ``num_bytes``.
+
+        Raises:
+            MemoryError, RuntimeError: There is no such memory.
+        """
+
+    @abstractmethod
+    def out(self, device_flat: torch.Tensor, host_flat: torch.Tensor, traffic: Traffic | None = None) -> Mark:
+        """Copies to the host. ``traffic`` gets the seconds, later."""
+
+    @abstractmethod
+    def back(self, host_flat: torch.Tensor, device_flat: torch.Tensor, traffic: Traffic | None = None) -> Mark:
+        """Copies to the device."""
+
+    @abstractmethod
+    def join(self, mark: Mark) -> None:
+        """Lets the present compute stream, and the one that the copy started from, wait for it. Twice is once."""
+
+    @abstractmethod
+    def is_home(self, mark: Mark) -> bool:
+        """Whether the present compute stream is the one that the copy started from."""
+
+    @abstractmethod
+    def is_capturing(self) -> bool:
+        """Whether what is given to the device now is recorded into a graph."""
+
+    @abstractmethod
+    def read_clocks(self) -> None:
+        """Hands out the seconds that watched copies took; waits for those, and only for those."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Waits until all copies have ended."""
+
+    def close(self) -> None:  # noqa: B027  # most have nothing to do
+        """Gives back threads."""
+
+
+@final
+class _Event(Mark):
+    __slots__ = ("event", "is_captured", "stream")
+
+    def __init__(self, event: torch.cuda.Event, stream: torch.cuda.Stream, is_captured: bool) -> None:
+        self.event: torch.cuda.Event | None = event
+        self.stream = stream
+        self.is_captured = is_captured
+
+
+@final
+class CudaCopies(Copies):
+    """Copies of one CUDA device, on two streams of its own.
+
+    Events are recorded and waited for, never asked, and are used again once joined: all of it is legal in a capture.
+    The compute stream is looked up at each use, since in a capture it is another one.
+    """
+
+    def __init__(self, device: torch.device, note: Callable[[str], None]) -> None:
+        self._device = device
+        self._note = note
+        self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._fork = torch.cuda.Event()
+        self._idle: list[torch.cuda.Event] = []
+        self._clocks: list[tuple[torch.cuda.Event, torch.cuda.Event, Traffic]] = []
+        self._last: torch.cuda.Stream | None = None
+
+    def buffer(self, num_bytes: int) -> HostBuffer:
+        """Pins memory; see ``pin``."""
+        with torch.cuda.device(self._device), unseen_by_modes():
+            return HostBuffer(*pin(num_bytes, torch.cuda.cudart(), self._clear_error, self._note))
+
+    def out(self, device_flat: torch.Tensor, host_flat: torch.Tensor, traffic: Traffic | None = None) -> Mark:
+        """Copies on the stream of the way out."""
+        return self._issue(self._out, device_flat, host_flat, traffic)
+
+    def back(self, host_flat: torch.Tensor, device_flat: torch.Tensor, traffic: Traffic | None = None) -> Mark:
+        """Copies on the stream of the way back."""
+        return self._issue(self._back, host_flat, device_flat, traffic)
+
+    def join(self, mark: Mark) -> None:
+        """Waits on the device; Python goes on."""
+        assert isinstance(mark, _Event)
+        event, mark.event = mark.event, None
+        if event is None:
+            return
+        # A capture can wait for no event from outside of it, and need not: `torch.cuda.graph` waits for the whole
+        # device before it begins. Nor can an eager stream wait for a captured event: that copy has not run at all.
+        if mark.is_captured == self.is_capturing():
+            current = torch.cuda.current_stream(self._device)
+            for stream in {mark.stream, current}:
+                stream.wait_event(event)
+        self._idle.append(event)
+
+    def is_home(self, mark: Mark) -> bool:
+        """Compares streams."""
+        assert isinstance(mark, _Event)
+        return bool(mark.stream == torch.cuda.current_stream(self._device))
+
+    def is_capturing(self) -> bool:
+        """Asks CUDA; costs no wait."""
+        return bool(torch.cuda.is_current_stream_capturing())
+
+    def read_clocks(self) -> None:
+        """Waits for the events behind watched copies."""
+        for begin, end, traffic in self._clocks:
+            end.synchronize()
+            traffic.copy_seconds += begin.elapsed_time(end) / 1e3
+        self._clocks.clear()
+
+    def finish(self) -> None:
+        """Waits for both streams."""
+        self._out.synchronize()
+        self._back.synchronize()
+
+    def _issue(
+        self, stream: torch.cuda.Stream, source: torch.Tensor, target: torch.Tensor, traffic: Traffic | None
+    ) -> Mark:
+        is_captured = self.is_capturing()
+        current = torch.cuda.current_stream(self._device)
+        if self._last is not None and current != self._last and not is_captured:
+            # Another compute stream has not waited for what the last one has: a place in host memory that was free
+            # for the last may still be read from. Within one compute stream the fork below says it all.
+            self._out.wait_stream(self._back)
+            self._back.wait_stream(self._out)
+        self._last = current
+        self._fork.record(current)
+        stream.wait_event(self._fork)
+        is_timed = traffic is not None and not is_captured
+        begin = torch.cuda.Event(enable_timing=True) if is_timed else None
+        if begin is not None:
+            begin.record(stream)
+        with torch.cuda.stream(stream), unseen_by_modes():
+            target.copy_(source, non_blocking=True)
+        if begin is not None and traffic is not None:
+            end = torch.cuda.Event(enable_timing=True)
+            end.record(stream)
+            self._clocks.append((begin, end, traffic))
+        event = self._idle.pop() if self._idle else torch.cuda.Event()
+        event.record(stream)
+        return _Event(event, current, is_captured)
+
+    def _clear_error(self) -> None:
+        """Takes the error of a failed call off CUDA's record, which the next kernel would be blamed for."""
+        try:
+            torch.empty(1, dtype=torch.uint8, device=self._device).fill_(0)
+        except RuntimeError:
+            return

@@ -1,0 +1,628 @@
+"""Host memory: every line of its logic, on CPU, with threads in the place of a device's copy engines."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graphckpt.errors import ConfigError, StoreError
+from graphckpt.stores import Group, Host, Placement, Traffic
+from graphckpt.stores.copies import HostBuffer
+from graphckpt.stores.host import HostPlace
+from graphckpt.stores.pinned import pin
+from graphckpt.stores.placed import PlacedStore
+from graphckpt.stores.thread_copies import ThreadCopies
+
+CPU = torch.device("cpu")
+
+
+def group(number: int = 0, traffic: Traffic | None = None) -> Group:
+    made = Group(f"layers.{number}", list, lambda note: None, traffic)
+    made.number = number
+    return made
+
+
+def data(num_bytes: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(256, (num_bytes,), dtype=torch.uint8, generator=generator)
+
+
+@pytest.fixture
+def copies() -> Iterator[ThreadCopies]:
+    made = ThreadCopies(is_held=True)
+    yield made
+    assert made.faults == []
+    made.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "graphckpt-copies"]
+
+
+def place_of(copies: ThreadCopies, in_flight_bytes: int | None = None) -> HostPlace:
+    place = Host(in_flight_bytes, copies).place_for(CPU, print)
+    assert isinstance(place, HostPlace)
+    return place
+
+
+def test_bytes_go_and_come_back(copies: ThreadCopies) -> None:
+    """The plain case, to be read first."""
+    place = place_of(copies)
+    place.begin_step()
+    block = group()
+    ticket = place.put(data(1000), block)
+    place.seal(block)
+    place.begin([ticket], block)
+    assert torch.equal(place.take(ticket, block), data(1000))
+    assert torch.equal(place.take(ticket, block), data(1000)), "a graph that was retained asks twice"
+    place.free(ticket)
+    place.close()
+    assert copies.live_bytes == 0
+
+
+@pytest.mark.parametrize("in_flight_bytes", [None, 0, 3000, 10**9])
+@pytest.mark.parametrize("is_held", [True, False], ids=["as late as can be", "with random delays"])
+def test_no_race_in_random_steps(is_held: bool, in_flight_bytes: int | None) -> None:
+    """Sources lose their last reference when the place lets go, targets are garbage until their copy is made."""
+    dice = random.Random(f"{is_held} {in_flight_bytes}")
+    copies = ThreadCopies(None if is_held else lambda: dice.choice((0.0, 0.0, 2e-4)), is_held=is_held)
+    place = place_of(copies, in_flight_bytes)
+    for _ in range(60):
+        place.begin_step()
+        kept: list[tuple[Any, Group, int, int]] = []
+        for number in range(dice.randint(1, 6)):
+            block = group(number)
+            for _ in range(dice.randint(0, 4)):
+                size, seed = dice.choice((1, 255, 700, 2000, 2001)), dice.randrange(2**30)
+                kept.append((place.put(data(size, seed), block), block, size, seed))
+                if in_flight_bytes is not None:
+                    assert place._bytes_going <= in_flight_bytes
+                if dice.random() < 0.1:
+                    place.free(kept.pop(dice.randrange(len(kept)))[0])
+            place.seal(block)
+        dice.shuffle(kept)
+        while kept:
+            if dice.random() < 0.5:
+                chosen = dice.sample(kept, dice.randint(1, len(kept)))
+                place.begin([ticket for ticket, *_ in chosen], chosen[0][1])
+            ticket, block, size, seed = kept.pop()
+            if dice.random() < 0.9:
+                assert torch.equal(place.take(ticket, block), data(size, seed))
+            if dice.random() < 0.2:
+                kept.insert(dice.randint(0, len(kept)), (ticket, block, size, seed))
+            else:
+                place.free(ticket)
+        assert not place._going
+        assert not place._coming
+        assert place._bytes_going == 0
+    assert copies.faults == []
+    place.close()
+    assert copies.live_bytes == 0
+
+
+def test_a_source_is_held_until_its_copy_is_joined(copies: ThreadCopies) -> None:
+    place = place_of(copies)
+    place.begin_step()
+    first, second, third = (group(number) for number in range(3))
+    source = data(500)
+    seen = weakref.ref(source.untyped_storage())
+    ticket = place.put(source, first)
+    del source
+    place.seal(first)
+    assert seen() is not None
+    other = place.put(data(500, 1), second)
+    assert seen() is not None
+    place.seal(second)
+    assert seen() is None, "one group behind: the first group's copies are joined when the second is over"
+    assert torch.equal(place.take(ticket, third), data(500))
+    place.free(ticket)
+    place.free(other)
+    place.close()
+
+
+def test_what_is_still_here_is_not_brought_back(copies: ThreadCopies) -> None:
+    """The last block's bytes have not been let go when backward begins with it."""
+    place = place_of(copies)
+    block = group()
+    taken: list[torch.Tensor] = []
+    source = data(500)
+    address = source.data_ptr()
+    ticket = place.put(source, block)
+    del source
+    place.seal(block)
+
+    def read() -> None:
+        place.begin([ticket], block)
+        taken.append(place.take(ticket, block))
+
+    in_backward(read)
+    assert taken[0].data_ptr() == address
+    assert [copy.what for copy in copies.history] == ["out"]
+    assert copies.history[0].joined_at, "a capture must not end with a copy that is not joined"
+    place.free(ticket)
+    place.close()
+
+
+def in_backward(call: Callable[[], None]) -> None:
+    class Calls(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            call()
+            return grad
+
+    Calls.apply(torch.zeros(1, requires_grad=True)).backward()
+
+
+def test_all_copies_are_joined_when_backward_is_over(copies: ThreadCopies) -> None:
+    """Also those of a group that was sent for and never taken. It stays: the next backward may want it."""
+    place = place_of(copies)
+    blocks = [group(number) for number in range(3)]
+    tickets = []
+    for block in blocks:
+        tickets.append(place.put(data(500, block.number), block))
+        place.seal(block)
+    in_backward(lambda: place.begin(tickets, blocks[2]))
+    assert [copy.what for copy in copies.history] == ["out"] * 3 + ["back"] * 2
+    assert all(copy.joined_at for copy in copies.history)
+    in_backward(lambda: place.begin(tickets[:2], blocks[1]))
+    in_backward(lambda: compare(place.take(tickets[0], blocks[0]), data(500, 0)))
+    assert len(copies.history) == 5, "begun twice is begun once"
+    for ticket in tickets:
+        place.free(ticket)
+    place.close()
+
+
+def compare(one: torch.Tensor, other: torch.Tensor) -> None:
+    assert torch.equal(one, other)
+
+
+def test_begun_and_never_taken_is_joined_before_its_memory_goes(copies: ThreadCopies) -> None:
+    place = place_of(copies, 0)
+    ticket = place.put(data(500), group())
+    place.begin([ticket], group())
+    landing = weakref.ref(ticket.landing.untyped_storage())  # type: ignore[attr-defined]
+    place.free(ticket)
+    assert landing() is None
+    assert copies.history[-1].joined_at
+    place.close()
+
+
+def test_what_came_back_for_one_group_is_not_sent_for_again_by_another(copies: ThreadCopies) -> None:
+    place = place_of(copies, 0)
+    ticket = place.put(data(500), group(0))
+    taken = place.take(ticket, group(1))
+    place.begin([ticket], group(0))
+    assert [copy.what for copy in copies.history] == ["out", "back"]
+    del taken
+    place.begin([ticket], group(0))
+    assert [copy.what for copy in copies.history] == ["out", "back", "back"]
+    place.free(ticket)
+    place.close()
+
+
+def run_step(place: HostPlace, sizes: list[int], order: list[int] | None = None) -> None:
+    place.begin_step()
+    block = group()
+    tickets = [place.put(data(size, seed), block) for seed, size in enumerate(sizes)]
+    place.seal(block)
+    for number in order if order is not None else reversed(range(len(sizes))):
+        assert torch.equal(place.take(tickets[number], block), data(sizes[number], number))
+        place.free(tickets[number])
+
+
+def test_the_slab_is_as_big_as_the_step_and_nothing_is_allocated_after_the_second(copies: ThreadCopies) -> None:
+    place = place_of(copies)
+    sizes = [1000, 3 * 2**20 + 1, 256]
+    run_step(place, sizes)
+    assert copies.num_buffers == 3
+    for _ in range(5):
+        run_step(place, sizes)
+        assert copies.num_buffers == 4
+        assert place.host_bytes == copies.live_bytes == 1024 + 3 * 2**20 + 256 + 256, "256 bytes are the grain"
+    place.close()
+
+
+def test_the_slab_reuses_what_is_freed_within_a_step(copies: ThreadCopies) -> None:
+    """Several forwards before a backward lie side by side, one after the other in the same place."""
+    place = place_of(copies)
+    for _ in range(3):
+        place.begin_step()
+        outer = place.put(data(256, 9), group())
+        for seed in range(4):
+            ticket = place.put(data(1024, seed), group(1))
+            assert torch.equal(place.take(ticket, group(1)), data(1024, seed))
+            place.free(ticket)
+        assert torch.equal(place.take(outer, group()), data(256, 9))
+        place.free(outer)
+    assert place.host_bytes == 256 + 1024
+    place.close()
+
+
+def test_a_step_of_another_shape_fits_or_grows_with_one_line(
+    copies: ThreadCopies, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "graphckpt")
+    place = place_of(copies)
+    run_step(place, [4096, 4096])
+    run_step(place, [4096, 4096])
+    made = copies.num_buffers
+    for sizes in ([1024] * 8, [8192], [256, 4096, 100], [4096, 4096]):
+        run_step(place, sizes)
+        assert copies.num_buffers == made, f"{sizes} fit in gaps of the slab"
+    assert len(caplog.messages) == 1
+    run_step(place, [4096, 4096, 4096])
+    assert copies.num_buffers == made + 1, "one single buffer"
+    run_step(place, [4096, 4096, 4096])
+    assert copies.num_buffers == made + 2, "one bigger slab"
+    assert caplog.messages[1:] == ["offload: the slab in host memory grows from 8.00 KiB to 12.0 KiB"]
+    run_step(place, [4096, 4096])
+    run_step(place, [4096, 4096, 4096])
+    assert copies.num_buffers == made + 2
+    assert place.host_bytes == copies.live_bytes == 3 * 4096
+    place.close()
+
+
+def test_order_of_freeing_may_change(copies: ThreadCopies) -> None:
+    place = place_of(copies)
+    for order in ([3, 2, 1, 0], [3, 2, 1, 0], [0, 1, 2, 3], [2, 0, 3, 1], [3, 2, 1, 0]):
+        run_step(place, [700, 20, 5000, 256], order)
+    assert copies.num_buffers == 5
+    place.close()
+
+
+def test_steps_without_puts_change_nothing(copies: ThreadCopies) -> None:
+    place = place_of(copies)
+    run_step(place, [5000, 256])
+    for _ in range(3):
+        place.begin_step()
+    run_step(place, [5000, 256])
+    for _ in range(3):
+        place.begin_step()
+    run_step(place, [5000, 256])
+    assert copies.num_buffers == 3
+    place.close()
+
+
+def make_poor(copies: ThreadCopies, patch: pytest.MonkeyPatch, limit: int, error: type[Exception]) -> None:
+    """Leaves so many bytes of host memory and no more."""
+    rich = copies.buffer
+
+    def buffer(num_bytes: int) -> HostBuffer:
+        if copies.live_bytes + num_bytes > limit:
+            raise error("CUDA error: out of memory\nlong story")
+        return rich(num_bytes)
+
+    patch.setattr(copies, "buffer", buffer)
+
+
+@pytest.mark.parametrize("error", [MemoryError, RuntimeError])
+def test_no_host_memory_is_one_error_and_leaves_nothing(
+    copies: ThreadCopies, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    make_poor(copies, monkeypatch, 2000, error)
+    place = place_of(copies)
+    place.begin_step()
+    kept = place.put(data(1500), group(1))
+    with pytest.raises(StoreError) as caught:
+        place.put(data(1000), group(7))
+    assert str(caught.value) == (
+        "layers.7: offload: 1000 B of host memory cannot be had, beside the 1.46 KiB that offload holds "
+        "(CUDA error: out of memory) · fix: offload fewer blocks, set activation_checkpointing as well, or "
+        "offload = 'disk'"
+    )
+    compare(place.take(kept, group(1)), data(1500))
+    place.free(kept)
+    place.begin_step()
+    kept = place.put(data(1500), group(1))
+    compare(place.take(kept, group(1)), data(1500))
+    place.free(kept)
+    place.close()
+    assert copies.live_bytes == 0
+
+
+def test_without_memory_for_a_slab_single_buffers_go_on(
+    copies: ThreadCopies, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The slab is rounded up to 256 bytes a piece, which is too much here."""
+    make_poor(copies, monkeypatch, 1999, MemoryError)
+    place = place_of(copies)
+    for _ in range(4):
+        run_step(place, [1000, 999])
+    assert caplog.messages == [
+        "offload: no 2.00 KiB of host memory in one piece: CUDA error: out of memory\nlong story"
+    ]
+    assert copies.num_buffers == 4
+    place.close()
+    assert copies.live_bytes == 0
+
+
+def test_a_copy_that_cannot_be_issued_gives_its_room_back(
+    copies: ThreadCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = place_of(copies)
+    run_step(place, [1000])
+    with monkeypatch.context() as patch:
+        patch.setattr(copies, "_issue", fail)
+        place.begin_step()
+        with pytest.raises(RuntimeError, match="no stream"):
+            place.put(data(1000), group())
+    for _ in range(3):
+        run_step(place, [1000])
+    assert place.host_bytes == 1024
+    place.close()
+
+
+def fail(*_: Any) -> None:
+    raise RuntimeError("no stream")
+
+
+def test_closing_waits_for_what_is_kept(copies: ThreadCopies) -> None:
+    place = place_of(copies, 0)
+    ticket = place.put(data(100), group())
+    place.close()
+    assert copies.live_bytes == 100
+    assert torch.equal(place.take(ticket, group()), data(100))
+    place.free(ticket)
+    assert copies.live_bytes == 0
+
+
+def test_garbage_gives_everything_back(copies: ThreadCopies) -> None:
+    place = place_of(copies)
+    run_step(place, [100, 100])
+    run_step(place, [100, 100])
+    ticket = place.put(data(100), group())
+    assert copies.live_bytes > 0
+    del place, ticket
+    gc.collect()
+    assert copies.live_bytes == 0
+
+
+def test_a_thousand_steps_do_not_grow(copies: ThreadCopies) -> None:
+    place = place_of(copies)
+    for _ in range(1000):
+        run_step(place, [1000, 300])
+    assert copies.num_buffers == 3
+    memory = place._memory
+    assert (len(memory._in_use), len(memory._spare), len(memory._pieces), len(memory._captured)) == (0, 0, 0, 0)
+    assert (len(place._going), len(place._coming), place._num_alive) == (0, 0, 0)
+    place.close()
+
+
+def test_seconds_of_copies_are_counted_when_watched() -> None:
+    copies = ThreadCopies(lambda: 0.002)
+    place = place_of(copies, 0)
+    traffic = Traffic()
+    watched = group(0, traffic)
+    ticket = place.put(data(10**6), watched)
+    place.take(ticket, watched)
+    place.free(ticket)
+    assert 0 < traffic.copy_seconds <= sum(copy.ended_at - copy.issued_at for copy in copies.history)
+    place.close()
+
+
+# --- a capture, as far as the host's side of it goes
+
+
+def test_nothing_is_allocated_or_given_back_in_a_capture(copies: ThreadCopies, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = place_of(copies)
+    sizes = [1000, 256]
+    run_step(place, sizes)
+    monkeypatch.setattr(copies, "is_capturing", lambda: True)
+    run_step(place, sizes)  # after one step: there is no slab yet, but the pieces of that step are there
+    assert copies.num_buffers == 2
+    monkeypatch.setattr(copies, "is_capturing", lambda: False)
+    run_step(place, sizes)
+    run_step(place, sizes)
+    assert copies.num_buffers == 3
+    assert copies.live_bytes == 1000 + 256 + 1280, "what the graph copies to is not given back"
+    monkeypatch.setattr(copies, "is_capturing", lambda: True)
+    run_step(place, sizes)
+    with pytest.raises(StoreError, match=r"layers.0: offload: this capture moves 4.88 KiB .* run two steps"):
+        run_step(place, [5000])
+    monkeypatch.setattr(copies, "is_capturing", lambda: False)
+    run_step(place, [5000])
+    run_step(place, [5000])
+    assert copies.live_bytes == 1000 + 256 + 1280 + 5120
+    place.close()
+    assert copies.live_bytes == 0
+
+
+# --- the pages, with a CUDA runtime that only counts
+
+
+class Runtime:
+    def __init__(self, code: int = 0) -> None:
+        self.code = code
+        self.pinned: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        assert address % 4096 == 0
+        assert flags == 1
+        if self.code == 0:
+            self.pinned[address] = num_bytes
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.pinned[address]
+        return 0
+
+
+def test_exactly_the_bytes_are_registered_and_unregistered_once() -> None:
+    runtime = Runtime()
+    buffer = HostBuffer(*pin(5 * 2**20 + 3, runtime, fail, fail))
+    assert list(runtime.pinned.values()) == [5 * 2**20 + 3]
+    buffer.flat.fill_(7)
+    buffer.release()
+    buffer.release()
+    assert runtime.pinned == {}
+    buffer = HostBuffer(*pin(100, runtime, fail, fail))
+    assert list(runtime.pinned.values()) == [100]
+    del buffer
+    assert runtime.pinned == {}, "garbage is unregistered"
+
+
+def test_memory_that_cannot_be_registered_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+    cleared: list[bool] = []
+    asked: list[Any] = []
+    empty = torch.empty
+
+    def pinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        asked.append(pin_memory)
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", pinned)
+    flat, release = pin(100, Runtime(2), lambda: cleared.append(True), notes.append)
+    release()
+    assert flat.numel() == 100
+    assert asked == [True]
+    assert cleared == [True]
+    assert notes == [
+        "offload: host memory cannot be registered (CUDA error 2): PyTorch's pinned memory is bigger than needed"
+    ]
+
+
+def test_pages_that_the_system_does_not_have() -> None:
+    with pytest.raises(MemoryError):
+        pin(2**62, Runtime(), fail, fail)
+
+
+# --- settings
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "1GiB"])
+def test_a_bound_that_is_none(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"in_flight_bytes .*: is no number of bytes · fix: use an int from 0 up"):
+        Host(in_flight_bytes=value)
+
+
+@pytest.mark.parametrize(
+    ("device", "note"),
+    [
+        ("cpu", "offload to 'cpu' does nothing: its tensors live in host memory already"),
+        ("mps", "offload to 'cpu' does nothing: it is built for CUDA, and these tensors are on mps"),
+    ],
+)
+def test_where_there_is_nothing_to_move_it_says_so(device: str, note: str) -> None:
+    notes: list[str] = []
+    assert Host().place_for(torch.device(device), notes.append) is None
+    assert notes == [note]
+
+
+# --- behind the front end
+
+
+def store_of(copies: ThreadCopies, in_flight_bytes: int | None = None) -> PlacedStore:
+    store = Placement(offload=Host(in_flight_bytes, copies), min_elements=1).store
+    assert isinstance(store, PlacedStore)
+    return store
+
+
+class Chain:
+    """Blocks that keep one tensor each, forward and backward by hand."""
+
+    def __init__(self, store: PlacedStore, num_blocks: int) -> None:
+        self.store = store
+        self.keys: list[Any] = []
+        for n in range(num_blocks):
+            opened = store.open(Group(f"layers.{n}", list, print))
+            self.keys.append(store.put(torch.full((1000,), float(n)), opened))
+            store.seal(opened)
+
+    def ask(self, number: int) -> None:
+        found = self.store.get(self.keys[number])
+        assert found is not None
+        assert torch.equal(found, torch.full((1000,), float(number)))
+        self.keys[number] = None
+
+
+@pytest.mark.parametrize("in_flight_bytes", [None, 0])
+def test_the_next_group_is_under_way_before_it_is_asked_for(copies: ThreadCopies, in_flight_bytes: int | None) -> None:
+    """The order is learnt in one step, used in the next, and corrected when it changes."""
+    store = store_of(copies, in_flight_bytes)
+    backwards, other = [4, 3, 2, 1, 0], [4, 1, 3, 0, 2]
+    for order, ahead in (
+        (backwards, [{3}, {2}, {1}, {0}, set()]),  # not learnt yet, but backward goes backwards
+        (other, [{3}, {3, 0}, {0, 2}, {2}, set()]),  # as before: 4 3, 1 0, 3 2; what came too early stays
+        (other, [{1}, {3}, {0}, {2}, set()]),  # learnt
+    ):
+        chain = Chain(store, 5)
+        for number, expected in zip(order, ahead, strict=True):
+            chain.ask(number)
+            assert {n for n, key in enumerate(chain.keys) if key is not None and key.piece.ticket.is_here} == expected
+        del chain
+    assert store.num_alive == 0
+    store.close()
+    assert copies.live_bytes == 0
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(4)))
+
+
+def save_through(store: PlacedStore, model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    """A forward whose every layer keeps what autograd saves in the store."""
+    for number, layer in enumerate(model):
+        opened = store.open(Group(f"{number}", lambda layer=layer: list(layer.parameters()), print))
+
+        def unpack(key: Any) -> torch.Tensor:
+            found = store.get(key)
+            assert found is not None
+            return found
+
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, g=opened: store.put(t, g), unpack):
+            x = layer(x)
+        store.seal(opened)
+    return x
+
+
+@pytest.mark.parametrize("in_flight_bytes", [None, 0, 40_000, 10**9])
+def test_same_gradients_to_the_bit(copies: ThreadCopies, in_flight_bytes: int | None) -> None:
+    """With backward twice, several forwards before one backward, forwards without backward, and other batch sizes."""
+    store = store_of(copies, in_flight_bytes)
+    ours, plain = mlp(), mlp()
+
+    def both(run: Callable[[nn.Sequential, Callable[[torch.Tensor], torch.Tensor]], None]) -> None:
+        run(ours, lambda x: save_through(store, ours, x))
+        run(plain, plain)
+        for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)
+        assert store.num_alive == 0
+
+    def once(model: nn.Sequential, forward: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        forward(torch.ones(8, 64)).pow(2).sum().backward()
+
+    def twice(model: nn.Sequential, forward: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        loss = forward(torch.ones(8, 64)).pow(2).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    def crossed(model: nn.Sequential, forward: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        first, second = forward(torch.ones(8, 64)).pow(2).sum(), forward(torch.ones(3, 64)).sum()
+        first.backward()
+        forward(torch.ones(5, 64))
+        second.backward()
+
+    def fails(model: nn.Sequential, forward: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        y = forward(torch.ones(8, 64))
+        y.register_hook(fail)
+        with pytest.raises(RuntimeError, match="no stream"):
+            y.sum().backward()
+        del y
+        once(model, forward)
+
+    for run in (once, once, twice, crossed, fails, once, crossed):
+        both(run)
+    store.close()
+    assert copies.live_bytes == 0
