@@ -13,8 +13,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from datetime import timedelta
 
 __all__ = [
+    "all_gather_bytes",
     "at_end_of_backward",
     "has_function_modes",
     "pytree",
@@ -86,3 +88,17 @@ def unseen_by_modes() -> AbstractContextManager[Any]:
     PyTorch has no public way to set modes aside from within.
     """
     return _disable_current_modes() if _len_torch_dispatch_stack() else nullcontext()
+
+
+def all_gather_bytes(process_group: Any, output: torch.Tensor, sent: torch.Tensor, limit: timedelta) -> Any:
+    """Starts to gather ``sent`` of all ranks, in order of rank, in ``output``; returns the ``Work`` to wait for.
+
+    The public ``all_gather_into_tensor`` of torch 2.11 is deprecated in 2.13, whose ``all_gather_single`` 2.11 does not
+    have; and neither takes a time limit for this one call, after which gloo gives up (NCCL keeps to its group's own).
+    """
+    from torch._C._distributed_c10d import AllgatherOptions  # noqa: PLC0415 - not there on a build without distributed
+
+    options = AllgatherOptions()
+    options.timeout = limit
+    options.asyncOp = True
+    return process_group._allgather_base(output, sent, options)

@@ -5,8 +5,8 @@ from graphckpt.stores.device import DeviceStore
 from graphckpt.stores.disk import Disk
 from graphckpt.stores.host import Host
 from graphckpt.stores.offload import Offload, offload_kinds, parse_offload
+from graphckpt.stores.partition import Partition, parse_partition
 from graphckpt.stores.placement import Placement, parse_contiguous, parse_min_elements, placement_of
-from graphckpt.stores.shard import parse_partition
 
 __all__ = [
     "DeviceStore",
@@ -14,6 +14,7 @@ __all__ = [
     "Group",
     "Host",
     "Offload",
+    "Partition",
     "Placement",
     "Store",
     "Traffic",

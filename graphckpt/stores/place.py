@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,8 +36,11 @@ class Place(ABC):
 
     label: str
     """The name of the place in tables."""
-    where: ClassVar[str]
-    """What holds the bytes: ``"device"``, ``"host"`` or ``"disk"``."""
+
+    @property
+    @abstractmethod
+    def where(self) -> str:
+        """What holds the bytes: ``"device"``, ``"host"`` or ``"disk"``."""
 
     @abstractmethod
     def put(self, data: torch.Tensor, group: Group) -> Ticket:

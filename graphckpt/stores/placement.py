@@ -10,8 +10,9 @@ from graphckpt.stores.arena import Arena
 from graphckpt.stores.base import Group, Store
 from graphckpt.stores.device import DeviceStore
 from graphckpt.stores.offload import Offload, parse_offload
+from graphckpt.stores.partition import group_for, parse_partition
 from graphckpt.stores.placed import PlacedStore
-from graphckpt.stores.shard import Shard, group_for, parse_partition
+from graphckpt.stores.shard import Shard
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -81,8 +82,8 @@ class Placement:
         if is_part:
             group.note("partition: sharded tensors are left as they are")
             return place
-        process_group = group_for(self.partition, group)
-        return place if process_group is None else Shard(process_group, device, place)
+        ranks = group_for(self.partition, group)
+        return place if ranks is None else Shard(ranks, device, place)
 
 
 def placement_of(fields: Mapping[str, Any]) -> Placement:

@@ -1,0 +1,139 @@
+"""The ranks of a process group: bytes gathered from all of them, words exchanged with all of them, in bounded time."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn, final
+
+import torch
+import torch.distributed as dist
+
+from graphckpt._compat import all_gather_bytes
+from graphckpt.errors import StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_LONGEST_SLEEP = 0.01  # seconds between two looks for the other ranks' words
+
+
+@final
+class Arrival:
+    """Bytes that are on their way from all ranks: runs of them, of each of which every rank has sent one slice.
+
+    ::
+
+        sent by rank 0   [ a0 | b0 ]
+        sent by rank 1   [ a1 | b1 ]
+        whole            [ a0 | b0 | a1 | b1 ]
+        runs             [ a0 | a1 ]  [ b0 | b1 ]     memory of their own each, so that one does not hold the other
+    """
+
+    __slots__ = ("_block", "_lengths", "_ranks", "_runs", "_whole", "_work")
+
+    def __init__(self, ranks: Ranks, slices: Sequence[torch.Tensor], block: str) -> None:
+        self._ranks = ranks
+        self._block = block
+        self._lengths = [piece.numel() for piece in slices]
+        sent = slices[0] if len(slices) == 1 else torch.cat(list(slices))
+        self._whole: torch.Tensor | None = sent.new_empty(sent.numel() * ranks.size)
+        self._runs: list[torch.Tensor | None] = []
+        try:
+            self._work: Any = all_gather_bytes(ranks.process_group, self._whole, sent, ranks.limit)
+        except RuntimeError as error:
+            ranks.fail(block, f"{self._whole.numel()} bytes could not be gathered", error)
+
+    def take(self, index: int) -> torch.Tensor:
+        """Returns one run, ready for the present stream, and lets it go.
+
+        Raises:
+            StoreError: A rank is gone, or has not come in time.
+        """
+        try:
+            self._work.wait()  # on CUDA only the stream waits; it may be another one than the last time
+        except RuntimeError as error:
+            self._runs = [None] * len(self._lengths)
+            self._whole = None
+            self._ranks.fail(self._block, f"{sum(self._lengths) * self._ranks.size} bytes were not gathered", error)
+        if self._whole is not None:
+            rows = self._whole.view(self._ranks.size, -1)
+            self._whole = None
+            self._runs = [part.reshape(-1) for part in rows.split(self._lengths, dim=1)]
+        run, self._runs[index] = self._runs[index], None
+        assert run is not None
+        return run
+
+    def drop(self, index: int) -> None:
+        """Nobody will take this run."""
+        if self._runs:
+            self._runs[index] = None
+
+
+@final
+class Ranks:
+    """The ranks of a process group, at least two.
+
+    Args:
+        process_group: The ``ProcessGroup``, of which this rank is a member.
+        timeout_seconds: How long to wait for the others.
+    """
+
+    __slots__ = ("limit", "members", "process_group", "rank", "size")
+
+    def __init__(self, process_group: Any, timeout_seconds: float) -> None:
+        self.process_group = process_group
+        self.rank: int = process_group.rank()
+        self.size: int = process_group.size()
+        self.members: list[int] = dist.get_process_group_ranks(process_group)
+        """The ranks as the whole job counts them."""
+        self.limit = timedelta(seconds=timeout_seconds)
+
+    def gather(self, slices: Sequence[torch.Tensor], block: str) -> Arrival:
+        """Starts one collective that brings all ranks' ``slices`` together; all ranks pass as many bytes of each.
+
+        Raises:
+            StoreError: The group has failed before.
+        """
+        return Arrival(self, slices, block)
+
+    def exchange(self, message: bytes, block: str) -> list[bytes]:
+        """Returns the messages of all ranks, in order of rank. Holds up the host, but no stream.
+
+        They go through the group's key-value store: there, ranks that have come to different points meet as well,
+        messages may differ in length, and one that never comes can be named.
+
+        Raises:
+            StoreError: A rank is gone, or has not come in time.
+        """
+        try:
+            store = self.process_group.get_group_store()
+            number = store.add(f"graphckpt/{self.rank}", 1)
+            keys = [f"graphckpt/{number}/{rank}" for rank in range(self.size)]
+            store.set(keys[self.rank], message)
+            deadline = time.monotonic() + self.limit.total_seconds()
+            pause = _LONGEST_SLEEP / 100
+            while not store.check(keys):
+                if time.monotonic() > deadline:
+                    here = zip(self.members, keys, strict=True)
+                    missing = [member for member, key in here if not store.check([key])]
+                    self.fail(block, f"rank {', '.join(map(str, missing))} has not come to this block")
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_SLEEP)
+            messages: list[bytes] = store.multi_get(keys)
+            if number > 1:  # who is here has read the messages before these
+                store.delete_key(f"graphckpt/{number - 1}/{self.rank}")
+        except RuntimeError as error:
+            if isinstance(error, StoreError):
+                raise
+            self.fail(block, "the ranks could not be asked what they keep", error)
+        return messages
+
+    def fail(self, block: str, what: str, cause: Exception | None = None) -> NoReturn:
+        """Raises the error of a rank that is gone or late."""
+        said = f" ({str(cause).splitlines()[0][:200]})" if cause is not None and str(cause) else ""
+        raise StoreError(
+            f"{block}: partition: {what} over {self.size} ranks {self.members} within"
+            f" {self.limit.total_seconds():g} s{said} · fix: see why a rank is gone, late, or runs other blocks or"
+            " policies than this one; for slow ranks use Partition(timeout_seconds=...)"
+        ) from cause
