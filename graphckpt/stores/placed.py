@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections import deque
 from time import perf_counter
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
@@ -86,7 +86,11 @@ class PlacedStore(Store):
         """Keeps ``tensor`` and returns the key to it; an alias, if it stays where it is."""
         assert group is not None
         if hasattr(tensor, "__tensor_flatten__") and not isinstance(tensor, nn.Parameter):
-            return WrappedKey(tensor, lambda inner: self.put(inner, group, is_part=True))
+            arrive = getattr(tensor, "trigger_wait", None)
+            if arrive is not None:  # the result of a functional collective, whose bytes may not be there yet
+                return self.put(arrive(), group, is_part=is_part)
+            is_part = is_part or not _is_replicated(tensor)
+            return WrappedKey(tensor, lambda inner: self.put(inner, group, is_part=is_part))
         if self._stays(tensor, group):
             return tensor.detach()
         with self._lock, torch.no_grad():
@@ -221,6 +225,12 @@ class PlacedStore(Store):
             place, ticket = self._freed.popleft()
             self._num_alive -= 1
             place.free(ticket)
+
+
+def _is_replicated(tensor: Any) -> bool:
+    """Whether ``tensor`` is a DTensor that every rank of its mesh holds in full."""
+    placements = getattr(tensor, "placements", None)
+    return placements is not None and all(placement.is_replicate() for placement in placements)
 
 
 def _tickets(group: Group) -> dict[Place, list[Ticket]]:
