@@ -242,6 +242,7 @@ class HostPlace(Place):
             for ticket in self._coming:
                 assert ticket.coming is not None
                 self._copies.join(ticket.coming)  # what nobody took stays: the next backward may want it
+            self._copies.read_clocks()
 
 
 def _shut(copies: Copies, memory: HostMemory) -> None:
