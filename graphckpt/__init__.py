@@ -5,9 +5,10 @@ from graphckpt.blocks.dropins import checkpoint, checkpoint_sequential, checkpoi
 from graphckpt.blocks.forward import disable_checkpointing
 from graphckpt.blocks.graph_module import GraphModule
 from graphckpt.blocks.proxy import Block
-from graphckpt.errors import ConfigError, GraphckptError, GraphError, RecomputeError
+from graphckpt.errors import ConfigError, GraphckptError, GraphError, RecomputeError, StoreError
 from graphckpt.graph import Graph, GraphConfig
 from graphckpt.rules import Full, Keep, Rule, Segments, Selective, Tiles
+from graphckpt.stores import Disk, Host
 
 __version__ = "0.1.0"
 
@@ -15,6 +16,7 @@ __all__ = [
     "Block",
     "BlockConfig",
     "ConfigError",
+    "Disk",
     "Full",
     "Graph",
     "GraphConfig",
@@ -22,11 +24,13 @@ __all__ = [
     "GraphModule",
     "GraphckptError",
     "Handle",
+    "Host",
     "Keep",
     "RecomputeError",
     "Rule",
     "Segments",
     "Selective",
+    "StoreError",
     "Tiles",
     "apply",
     "checkpoint",

@@ -56,6 +56,8 @@ class Handle:
         self._watcher.close()
         for wrapper in self._wrappers:
             wrapper.take_off()
+            if wrapper.placement is not None:
+                wrapper.placement.store.close()
 
     def __enter__(self) -> Self:
         return self

@@ -26,6 +26,16 @@ PLACEMENT = ("offload", "partition", "contiguous", "min_elements")
 """The fields that say where kept tensors go; each is inherited by itself."""
 
 
+OTHER_NAMES = {
+    "cpu_checkpointing": "offload",
+    "partitioned_checkpointing": "partition",
+    "partition_activations": "partition",
+    "contiguous_checkpointing": "contiguous",
+    "contiguous_memory_optimization": "contiguous",
+}
+"""What OSLO and DeepSpeed call these fields."""
+
+
 @final
 class BlockConfig:
     """What a block keeps. Every field is ``None`` until it is set: the enclosing block then decides.
@@ -100,7 +110,10 @@ _FIX = "fix: use one of " + ", ".join(FIELDS)
 def _combine(block: str, values: dict[str, Any]) -> Rule | None:
     for field, value in values.items():
         if field not in FIELDS:
-            raise ConfigError(f"{block}.{field}: there is no such field{did_you_mean(field, FIELDS)} · {_FIX}")
+            ours = f" · fix: write {OTHER_NAMES[field]}, which means the same" if field in OTHER_NAMES else None
+            raise ConfigError(
+                f"{block}.{field}: there is no such field{ours or did_you_mean(field, FIELDS) + f' · {_FIX}'}"
+            )
         if field == "stage_id" and value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise ConfigError(f"{block}.stage_id: {value!r} is no stage · fix: use an int")
         if field in PLACEMENT and value is not None:

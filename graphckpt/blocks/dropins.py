@@ -16,6 +16,7 @@ from graphckpt.blocks.forward import BlockForward, checkpointing_is_off
 from graphckpt.blocks.proxy import unwrap
 from graphckpt.errors import ConfigError
 from graphckpt.rules import Frame, Full, Site, run_segments, running
+from graphckpt.stores import Host, Placement
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -92,16 +93,23 @@ def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False) -> nn.Mo
 
     The module keeps its class, its attributes and its ``state_dict`` keys.
 
+    Args:
+        module: The module to wrap.
+        offload_to_cpu: Whether what it keeps goes to pinned host memory; all modules wrapped so share its buffers.
+
     Raises:
-        ConfigError: ``offload_to_cpu`` is set, which this version cannot do, or the module is wrapped already.
+        ConfigError: The module is wrapped already.
     """
-    if offload_to_cpu:
-        raise ConfigError("checkpoint_wrapper: offload_to_cpu is not in this version · fix: leave it False")
     module = unwrap(module)
     if isinstance(module.forward, BlockForward):
         raise ConfigError(f"checkpoint_wrapper: this {type(module).__name__} is wrapped already · fix: wrap it once")
-    BlockForward(module, type(module).__name__, Full()).put_on()
+    placement = _IN_HOST_MEMORY if offload_to_cpu else None
+    BlockForward(module, type(module).__name__, Full(), placement).put_on()
     return module
+
+
+_IN_HOST_MEMORY = Placement(offload=Host())
+# One for all wrapped modules, which are told apart by nothing: they share its buffers and come back in order.
 
 
 def is_recomputing() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,6 +12,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from graphckpt.config.instantiate import Call, dotted_name, is_call, parameters
 from graphckpt.errors import ConfigError, did_you_mean
+
+_log = logging.getLogger("graphckpt")
 
 Read = tuple[Any, list[str]]
 """What was read, and the faults; with faults, the value means nothing."""
@@ -46,14 +49,15 @@ def read_section(section: type, value: Any, where: str) -> Read:
     """Reads a mapping as a dataclass: its fields are the keys, and a field without default has to be there.
 
     A method ``faults()`` of the dataclass is asked for what the types cannot say; its class attribute ``FOREIGN``
-    says of keys that other programs have why this one has not.
+    says of keys that other programs have why this one has not, and ``ALIASES`` how it calls those that it has.
     """
     if not isinstance(value, Mapping):
         return None, [f"{where}: expects a section, got {_shown(value)}"]
     hints = get_type_hints(section)
     known = [field.name for field in fields(section) if field.init]
     foreign: Mapping[str, str] = getattr(section, "FOREIGN", {})
-    faults = [
+    value, faults = _by_our_names(value, getattr(section, "ALIASES", {}), where)
+    faults += [
         f"{where}.{key}: has no meaning here, {foreign[key]} · fix: leave the key out"
         if key in foreign
         else _unknown(str(key), known, where)
@@ -72,6 +76,22 @@ def read_section(section: type, value: Any, where: str) -> Read:
             faults.append(f"{path}: is missing · fix: give it a value")
     faults += _own_faults(section, made, where)
     return (None, faults) if faults else (section(**made), [])
+
+
+def _by_our_names(value: Mapping[str, Any], aliases: Mapping[str, str], where: str) -> Read:
+    """Puts our names for the keys that other programs call otherwise, with a note that says so."""
+    ours = {key: item for key, item in value.items() if key not in aliases}
+    faults = []
+    for key in value:
+        if key not in aliases:
+            continue
+        name = aliases[key]
+        if ours.get(name) is None:
+            _log.warning("%s.%s: read as %s.%s, which is its name here", where, key, where, name)
+            ours[name] = value[key]
+        elif ours[name] != value[key]:
+            faults.append(f"{where}.{key}: {value[key]!r}, and {name} is {ours[name]!r} · fix: leave {key} out")
+    return ours, faults
 
 
 def _own_faults(target: Callable[..., Any], made: dict[str, Any], where: str) -> list[str]:

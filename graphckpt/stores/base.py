@@ -90,3 +90,6 @@ class Store(ABC):
     @abstractmethod
     def seal(self, group: Group | None) -> None:
         """The first run of the block is over: nothing more comes into the group."""
+
+    def close(self) -> None:  # noqa: B027  # there may be nothing to give back
+        """Gives back files, threads and pinned memory, unless something is kept still. A later ``put`` begins anew."""

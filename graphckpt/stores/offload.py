@@ -33,7 +33,7 @@ class Offload(ABC):
 
 def offload_kinds() -> dict[str, type[Offload]]:
     """Returns the kinds by name."""
-    return {kind.name: kind for kind in Offload.__subclasses__()}
+    return {kind.name: kind for kind in sorted(Offload.__subclasses__(), key=lambda kind: kind.name)}
 
 
 def parse_offload(value: Any) -> Offload | None:

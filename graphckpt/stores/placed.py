@@ -132,9 +132,10 @@ class PlacedStore(Store):
                 place.seal(group)
 
     def close(self) -> None:
-        """Gives back files, threads and pinned memory."""
+        """Gives back files, threads and pinned memory, unless something is kept still. A later ``put`` begins anew."""
         with self._lock:
-            self._empty_bin()
+            if self.num_alive:
+                return
             for place in self._opened_places():
                 place.close()
             self._places.clear()
@@ -236,7 +237,8 @@ def _is_replicated(tensor: Any) -> bool:
 def _tickets(group: Group) -> dict[Place, list[Ticket]]:
     tickets: dict[Place, list[Ticket]] = {}
     for piece in _alive(group):
-        tickets.setdefault(piece.place, []).append(piece.ticket)
+        if piece.storage[0]() is None:  # else another group has had it brought back
+            tickets.setdefault(piece.place, []).append(piece.ticket)
     return tickets
 
 

@@ -21,7 +21,7 @@ _FLAG = "activation_checkpointing"
 def checkpointed_blocks(model: nn.Module, config: ActivationCheckpointConfig) -> dict[str, dict[str, Any]]:
     """Returns the settings of each block to set, by its name in ``model``.
 
-    ``rule`` holds for every unit; what ``blocks`` says of a pattern comes on top, field by field.
+    ``rule`` and where its bytes go hold for every unit; what ``blocks`` says of a pattern comes on top, field by field.
 
     Raises:
         ConfigError: a name matches no block, a value cannot act, or the model has no unit that can be found.
@@ -31,7 +31,9 @@ def checkpointed_blocks(model: nn.Module, config: ActivationCheckpointConfig) ->
     settings: dict[str, dict[str, Any]] = {}
     faults: list[str] = []
     try:
-        settings = {name: {_FLAG: config.rule} for name in _units(model, config)} if config.rule is not None else {}
+        fields: dict[str, Any] = {_FLAG: config.rule} if config.rule is not None else {}
+        fields |= config.placement
+        settings = {name: dict(fields) for name in _units(model, config)} if fields else {}
     except ConfigError as error:
         faults.append(str(error))
     for pattern, value in (config.blocks or {}).items():

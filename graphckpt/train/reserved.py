@@ -67,3 +67,10 @@ EVALUATION_WITHOUT_MEANING: Mapping[str, str] = {
     "eval_after_n_epoch": "eval_period counts iterations",
 }
 """Keys of libai's ``train.evaluation`` that say nothing here, and why."""
+
+CHECKPOINT_WITHOUT_MEANING: Mapping[str, str] = {
+    "number_checkpoints": "the first step shows how big the slab has to be",
+    "synchronize_checkpoint_boundary": "nothing needs the device to stand still",
+    "profile": "explain() shows bytes and seconds of every block",
+}
+"""Keys of DeepSpeed's ``activation_checkpointing`` that say nothing here, and why."""

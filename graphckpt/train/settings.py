@@ -8,9 +8,17 @@ from typing import Any, ClassVar, Literal, final
 
 from torch.optim.lr_scheduler import LRScheduler
 
+from graphckpt.blocks.config import OTHER_NAMES, BlockConfig
 from graphckpt.errors import ConfigError
 from graphckpt.train.optim import warmup_cosine_lr
-from graphckpt.train.reserved import EVALUATION_WITHOUT_MEANING, WITHOUT_MEANING, DistConfig, ZeroConfig, not_neutral
+from graphckpt.train.reserved import (
+    CHECKPOINT_WITHOUT_MEANING,
+    EVALUATION_WITHOUT_MEANING,
+    WITHOUT_MEANING,
+    DistConfig,
+    ZeroConfig,
+    not_neutral,
+)
 from graphckpt.train.sizes import BatchSizes, batch_sizes
 
 
@@ -30,6 +38,11 @@ class AmpConfig:
 class ActivationCheckpointConfig:
     """Which blocks of the model save less, and how: ``train.activation_checkpoint``."""
 
+    ALIASES: ClassVar[Mapping[str, str]] = OTHER_NAMES
+    """Keys of OSLO and DeepSpeed that mean the same."""
+    FOREIGN: ClassVar[Mapping[str, str]] = CHECKPOINT_WITHOUT_MEANING
+    """Keys of DeepSpeed that say nothing here, and why."""
+
     enabled: bool = False
     """Whether any block does."""
     rule: bool | str | dict[str, Any] | None = True
@@ -39,18 +52,25 @@ class ActivationCheckpointConfig:
     blocks: dict[str, bool | str | dict[str, Any] | None] | None = None
     """On top of ``rule``, by name pattern: ``{"transformer.h.[01]": False, "transformer.h.2": "selective"}``."""
     offload: bool | str | None = None
-    """Whether what is kept leaves the device."""
+    """Where what every unit keeps goes: ``True`` or ``"cpu"``, ``"disk"``, ``"disk:/a/folder"``."""
     partition: bool | None = None
-    """Whether what is kept is cut over processes."""
+    """Whether it is cut over the processes of ``train.dist.tensor_parallel_size``."""
     contiguous: bool | None = None
-    """Whether what is kept lies in one piece of memory."""
+    """Whether it lies in one slab, as big as the first step needs."""
+
+    @property
+    def placement(self) -> dict[str, bool | str]:
+        """The keys that say where what is kept goes, as far as they are set."""
+        values = {"offload": self.offload, "partition": self.partition, "contiguous": self.contiguous}
+        return {name: value for name, value in values.items() if value is not None}
 
     def faults(self) -> Iterator[str]:
-        """Yields what is not supported."""
-        for name in ("offload", "partition", "contiguous"):
-            if getattr(self, name):
-                fix = "leave the key out"
-                yield f"{name}: {getattr(self, name)!r} is not supported, what is kept stays on its device · fix: {fix}"
+        """Yields what means nothing."""
+        for name, value in self.placement.items():
+            try:
+                BlockConfig("").update({name: value})
+            except ConfigError as error:
+                yield str(error).removeprefix(".")
 
 
 @final

@@ -309,8 +309,13 @@ def test_checkpoint_wrapper() -> None:
     assert equal(result(wrapped), plain)
     with pytest.raises(ConfigError, match=r"checkpoint_wrapper: this Linear is wrapped already · fix: wrap it once"):
         checkpoint_wrapper(model[4])
-    with pytest.raises(ConfigError, match=r"offload_to_cpu is not in this version · fix: leave it False"):
-        checkpoint_wrapper(model[0], offload_to_cpu=True)
+
+
+def test_checkpoint_wrapper_says_that_host_memory_is_where_its_tensors_are() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), checkpoint_wrapper(Mlp(), offload_to_cpu=True))
+    model(torch.ones(200, 16)).sum().backward()
+    (note,) = model[1].forward.site.notes
+    assert note == "offload to 'cpu' does nothing: its tensors live in host memory already"
 
 
 def test_checkpoint_wrapper_runs_again() -> None:

@@ -77,9 +77,18 @@ def test_length_of_a_run():
         ({"dist": {"data_parallel_size": 2}}, "dist.data_parallel_size: 2 is not supported, one process trains"),
         ({"dist": {"pipeline_num_layers": 24}}, "dist.pipeline_num_layers: 24 is not supported"),
         ({"zero_optimization": {"enabled": True}}, "zero_optimization.enabled: True is not supported"),
-        ({"activation_checkpoint": {"offload": "cpu"}}, "activation_checkpoint.offload: 'cpu' is not supported"),
-        ({"activation_checkpoint": {"partition": True}}, "activation_checkpoint.partition: True is not supported"),
-        ({"activation_checkpoint": {"contiguous": True}}, "activation_checkpoint.contiguous: True is not supported"),
+        (
+            {"activation_checkpoint": {"offload": "gpu"}},
+            "activation_checkpoint.offload: no place is called 'gpu' · did you mean 'cpu'? · fix: use one of 'cpu', 'disk'",
+        ),
+        (
+            {"activation_checkpoint": {"number_checkpoints": 3}},
+            "activation_checkpoint.number_checkpoints: has no meaning here, the first step shows how big the slab",
+        ),
+        (
+            {"activation_checkpoint": {"cpu_checkpointing": True, "offload": "disk"}},
+            "activation_checkpoint.cpu_checkpointing: True, and offload is 'disk' · fix: leave cpu_checkpointing out",
+        ),
         ({"start_iter": 3}, "start_iter: 3 is not supported, a snapshot says it"),
         ({"train_epoch": -1}, "train_epoch: -1.0 · fix: use 0 or more"),
         ({"train_samples": 8, "train_epoch": 1}, "train_samples: 8, and train_epoch is 1.0 · fix: set one of them"),
@@ -97,6 +106,6 @@ def test_neutral_values_are_good():
     neutral = {
         "dist": {"data_parallel_size": 1, "tensor_parallel_size": 1, "custom_pipeline_stage_id": None},
         "zero_optimization": {"enabled": False, "stage": 2},
-        "activation_checkpoint": {"offload": False, "partition": None, "contiguous": False},
+        "activation_checkpoint": {"offload": False, "partition": None, "contiguous": True},
     }
     assert _faults(**neutral, start_iter=0, consumed_valid_samples=0) == []
