@@ -17,11 +17,11 @@ train = {
     "start_iter": 0,
     "warmup_ratio": 0.01,  # share of the updates in which the learning rate rises
     "scheduler": LazyCall(warmup_cosine_lr)(warmup_factor=0.001, alpha=0.01),
-    "load_weight": "",  # a folder with model.safetensors to start from
+    "load_weight": "",  # a folder of weights to start from: a snapshot, or what Transformers saved
     "checkpointer": {
         "period": 5000,  # and once at the end
         "max_to_keep": 100,
-        "save_model_after_n_epoch": None,  # or by passes over the text
+        "save_model_after_n_epoch": None,  # or by passes over the data
     },
     "log_period": 20,
     "tensorboard": False,
@@ -40,6 +40,7 @@ train = {
     "evaluation": {
         "enabled": True,
         "eval_period": 1000,  # and once at the end
+        "eval_after_n_epoch": None,  # or by passes over the data
         "eval_iter": None,  # at most so many batches
         "eval_metric": None,  # what model_best is best at, such as "eval_ppl"; None: what the task says
         "eval_mode": None,  # "min" or "max"

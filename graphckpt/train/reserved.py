@@ -64,7 +64,6 @@ WITHOUT_MEANING: Mapping[str, str] = {
 
 EVALUATION_WITHOUT_MEANING: Mapping[str, str] = {
     "evaluator": "the task says what is measured",
-    "eval_after_n_epoch": "eval_period counts iterations",
 }
 """Keys of libai's ``train.evaluation`` that say nothing here, and why."""
 

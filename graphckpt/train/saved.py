@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 
@@ -14,11 +15,13 @@ import torch
 from graphckpt.errors import ConfigError
 from graphckpt.train import snapshot
 from graphckpt.train.history import cut_log, cut_metrics
+from graphckpt.train.lock import FolderLock
 from graphckpt.train.loop import Loop
 from graphckpt.train.report import Report
 from graphckpt.train.snapshot import SnapshotError
 from graphckpt.train.snapshots import Snapshots
 from graphckpt.train.state import RunState
+from graphckpt.train.weights import read_weights
 
 LOG, METRICS, CONFIG = "log.txt", "metrics.json", "config.yaml"
 
@@ -34,6 +37,7 @@ class SavedRun:
         batch_size: sequences in one iteration.
 
     Raises:
+        ConfigError: another process trains in the folder.
         SnapshotError: ``resume``, and there is no snapshot, or it is broken.
         OSError: the folder cannot be written.
     """
@@ -41,7 +45,9 @@ class SavedRun:
     def __init__(self, folder: Path, *, resume: bool, eval_only: bool, batch_size: int) -> None:
         self.folder = folder
         self.snapshots = Snapshots(folder)
-        if not eval_only:  # or else another process may be at work here
+        self._lock = FolderLock(folder)
+        if not eval_only:  # to look at what another process writes is no harm
+            self._lock.acquire()
             snapshot.recover(folder)
         self.source: Path | None = None
         """The snapshot to go on from; ``None`` for a new run."""
@@ -58,6 +64,22 @@ class SavedRun:
     def consumed_samples(self, done: int) -> int:
         """Returns the sequences that ``done`` iterations have seen, also if their size was another before."""
         return self._start_samples + (done - self.start_iter) * self._batch_size
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Lets no other process train in the folder meanwhile; nor before, since this object was made.
+
+        Raises:
+            ConfigError: another process does, or the folder cannot be written.
+        """
+        try:
+            self._lock.acquire()
+        except OSError as error:
+            raise unwritable(self.folder, error) from error
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def begin(self, state: RunState, loop: Loop, *, data: dict[str, Any], report: Report) -> None:
         """Puts back the state of the run, or makes room for a new one; call it last before the loop.
@@ -77,7 +99,7 @@ class SavedRun:
                 report.line(f"snapshots of an earlier run stay in {self.folder}: {', '.join(self.snapshots.names())}")
             return
         trainer = snapshot.read_state(self.source, "trainer")
-        state.load_weights(snapshot.read_weights(self.source), str(self.source))
+        state.load_weights(read_weights(self.source), str(self.source))
         state.load_states(snapshot.read_state(self.source, "graph"), trainer, str(self.source))
         loop.load_hook_states(trainer["hooks"])
         try:

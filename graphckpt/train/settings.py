@@ -85,6 +85,8 @@ class EvaluationConfig:
     """Whether to evaluate at all."""
     eval_period: int = 1000
     """Iterations between two evaluations; one more comes at the end."""
+    eval_after_n_epoch: int | None = None
+    """If set, the period is so many passes over the data."""
     eval_iter: int | None = None
     """If set, evaluates at most this many batches."""
     eval_metric: str | None = None
@@ -94,7 +96,7 @@ class EvaluationConfig:
 
     def faults(self) -> Iterator[str]:
         """Yields what is wrong with the fields."""
-        yield from _below_one(self, "eval_period", "eval_iter")
+        yield from _below_one(self, "eval_period", "eval_after_n_epoch", "eval_iter")
 
 
 @final
@@ -107,7 +109,7 @@ class CheckpointerConfig:
     max_to_keep: int = 100
     """Older ones than so many are removed; ``model_best`` and ``model_final`` do not count."""
     save_model_after_n_epoch: int | None = None
-    """If set, the period is so many passes over the text."""
+    """If set, the period is so many passes over the data."""
 
     def faults(self) -> Iterator[str]:
         """Yields what is wrong with the fields."""
@@ -149,7 +151,7 @@ class TrainConfig:
     scheduler: Callable[..., LRScheduler] = field(default=warmup_cosine_lr)
     """Called with ``optimizer``, ``max_iter`` and ``warmup_iter``."""
     load_weight: str = ""
-    """If set, a folder with ``model.safetensors`` to start from: a snapshot, or what Transformers saved."""
+    """If set, a folder of weights to start from: a snapshot, or what Transformers saved, in one file or in shards."""
     checkpointer: CheckpointerConfig = field(default_factory=CheckpointerConfig)
     log_period: int = 20
     """Iterations between two lines of the log."""

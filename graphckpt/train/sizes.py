@@ -87,3 +87,12 @@ def iterations(
     if train_samples is not None:
         return math.ceil(train_samples / global_batch)
     return max(train_iter, math.ceil(num_samples * train_epoch / global_batch))
+
+
+def epoch_period(epochs: int, *, num_samples: int, global_batch: int) -> int:
+    """Returns how many updates are ``epochs`` times through the data; as libai does, without the rest of an epoch.
+
+    >>> epoch_period(2, num_samples=25, global_batch=4)
+    12
+    """
+    return max(1, num_samples // global_batch * epochs)

@@ -15,7 +15,7 @@ from typing import Any, final
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from graphckpt.errors import GraphckptError
@@ -175,23 +175,7 @@ def read_state(folder: Path, name: str) -> Any:
             warnings.simplefilter("ignore")  # about the pickle of a stranger, which is an error below
             return torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        raise SnapshotError(f"{path}: cannot be read ({_first_line(error)})") from error
-
-
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Returns the weights of a snapshot, or of a model that Transformers saved in one file, on the CPU.
-
-    Raises:
-        SnapshotError: the file is missing or broken.
-    """
-    path = folder / WEIGHTS
-    if not path.is_file():
-        raise SnapshotError(f"{folder}: has no {WEIGHTS}" if folder.is_dir() else f"{folder}: no such folder")
-    try:
-        weights: dict[str, Tensor] = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise SnapshotError(f"{path}: cannot be read ({_first_line(error)})") from error
-    return weights
+        raise SnapshotError(f"{path}: cannot be read ({first_line(error)})") from error
 
 
 def sync(path: Path) -> None:
@@ -249,8 +233,9 @@ def _reason(error: BaseException) -> str:
             return cause.strerror
         cause = cause.__cause__ or cause.__context__
     found = _RUST_IO.search(str(error))
-    return found[1] if found else _first_line(error)
+    return found[1] if found else first_line(error)
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Returns what an error says, in one line."""
     return str(error).split("\n", 1)[0] or type(error).__name__

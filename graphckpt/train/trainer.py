@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import final
 
 import numpy as np
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -33,26 +30,14 @@ from graphckpt.train.hooks.evaluate import described
 from graphckpt.train.hooks.snapshot import Save
 from graphckpt.train.loop import HookBase, Loop
 from graphckpt.train.order import ShuffledOrder
+from graphckpt.train.outcome import PICTURE, Outcome, written
 from graphckpt.train.report import Report
-from graphckpt.train.saved import CONFIG, LOG, METRICS, SavedRun, unwritable, weights_folder
+from graphckpt.train.saved import LOG, METRICS, SavedRun, unwritable, weights_folder
 from graphckpt.train.settings import TrainConfig
-from graphckpt.train.sizes import iterations
-from graphckpt.train.snapshot import read_weights
-from graphckpt.train.snapshots import BEST, FINAL, LAST
+from graphckpt.train.sizes import epoch_period, iterations
 from graphckpt.train.state import RunState, load_weights, seed_all
 from graphckpt.train.tasks.base import Opened, Samples, Task, TextTask
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What a run came to."""
-
-    iterations: int
-    is_stopped: bool
-    """Whether the user stopped it."""
-    files: dict[str, Path]
-    """What the run wrote, by what it is."""
+from graphckpt.train.weights import read_weights
 
 
 class Trainer:
@@ -70,7 +55,7 @@ class Trainer:
         eval_only: leave what is in the output folder as it is; ``evaluate`` is called, and not ``train``.
 
     Raises:
-        ConfigError: the output folder cannot be written, or the device cannot be used.
+        ConfigError: the output folder cannot be written, another process trains there, or the device cannot be used.
         SnapshotError: there is nothing to resume, or it is broken.
     """
 
@@ -165,10 +150,11 @@ class Trainer:
         )
         hooks = list(self._hooks(model, optimizer, graph, opened, save))
         loop = Loop(step, train_iter=train_iter, report=self.report, hooks=hooks, start_iter=self.saved.start_iter)
-        self.saved.begin(state, loop, data=data, report=self.report)
-        loop.run()
-        outcome = Outcome(iterations=loop.done, is_stopped=loop.is_stopped, files=self._files())
-        self._show(outcome)
+        with self.saved.locked():
+            self.saved.begin(state, loop, data=data, report=self.report)
+            loop.run()
+        outcome = Outcome(iterations=loop.done, is_stopped=loop.is_stopped, files=written(self.folder))
+        self.report.show(outcome.table())
         return outcome
 
     def evaluate(self) -> dict[str, float]:
@@ -226,28 +212,33 @@ class Trainer:
         if eval_hook:
             metric, mode = settings.evaluation.eval_metric, settings.evaluation.eval_mode
             yield BestHook(save, metric=metric or self._task.metric, mode=mode or self._task.metric_mode)
-        period, epochs = settings.checkpointer.period, settings.checkpointer.save_model_after_n_epoch
         yield SnapshotHook(
             save,
             self.saved.snapshots,
-            period=max(1, len(opened.train) * epochs // self.batch_size) if epochs else period,
+            period=self._period(opened, settings.checkpointer.save_model_after_n_epoch, settings.checkpointer.period),
             max_to_keep=settings.checkpointer.max_to_keep,
             run=self.saved.run,
         )
-        yield ExplainHook(graph, self.folder / "step.png")
+        yield ExplainHook(graph, self.folder / PICTURE)
 
     def _eval_hook(self, model: nn.Module, opened: Opened) -> EvalHook | None:
         heldout = opened.heldout
         if heldout is None:
             return None
+        evaluation = self.settings.evaluation
         eval_graph = EvalGraph(model, self._task, amp=self.settings.amp)
         return EvalHook(
             lambda batch: eval_graph(**batch),
             lambda: self._heldout_batches(heldout),
             self._task.metrics,
             model=model,
-            eval_period=self.settings.evaluation.eval_period,
+            eval_period=self._period(opened, evaluation.eval_after_n_epoch, evaluation.eval_period),
         )
+
+    def _period(self, opened: Opened, epochs: int | None, iterations: int) -> int:
+        if epochs is None:
+            return iterations
+        return epoch_period(epochs, num_samples=len(opened.train), global_batch=self.batch_size)
 
     def _heldout_batches(self, heldout: Samples) -> Iterator[dict[str, Tensor]]:
         size, limit = self.settings.test_micro_batch_size, self.settings.evaluation.eval_iter
@@ -258,30 +249,6 @@ class Trainer:
 
     def _on_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.to(self.device) for name, tensor in batch.items()}
-
-    def _files(self) -> dict[str, Path]:
-        names = {
-            "weights, config, tokenizer": FINAL,
-            "best at the evaluation": BEST,
-            "to go on from, with --resume": LAST,
-            "memory of a step": "step.png",
-            "metrics": METRICS,
-            "log": LOG,
-            "config": CONFIG,
-        }
-        return {what: self.folder / name for what, name in names.items() if (self.folder / name).exists()}
-
-    def _show(self, outcome: Outcome) -> None:
-        how = "stopped" if outcome.is_stopped else "done"
-        table = Table(
-            title=f"{how} after {outcome.iterations} iterations",
-            title_justify="left",
-            show_header=False,
-            box=None,
-        )
-        for what, path in outcome.files.items():
-            table.add_row(what, str(path))
-        self.report.show(table)
 
 
 def _device(name: str | None) -> torch.device:

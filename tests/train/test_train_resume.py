@@ -22,7 +22,7 @@ from graphckpt.train.state import RunState
 def test_folders_and_files_are_called_as_libai_calls_them(place, capsys):
     assert train() == 0
     names = sorted(path.name for path in (place / "out").iterdir())
-    files = ["config.yaml", "last_checkpoint", "log.txt", "metrics.json", "step.png"]
+    files = ["config.yaml", "last_checkpoint", "log.txt", "metrics.json", "run.lock", "step.png"]
     assert names == sorted([*files, "model_0000003", "model_0000007", "model_best", "model_final"])
     assert (place / "out" / "last_checkpoint").read_text() == "model_final\n"
     info = snapshot.check(place / "out" / "model_0000007")
@@ -238,3 +238,13 @@ def test_epochs_between_snapshots(place):
     assert [path.name for path in sorted((place / "epochs").glob("model_0*"))] == [
         f"model_000000{n}" for n in (1, 3, 5, 7)
     ]
+
+
+def test_epochs_between_evaluations(place):
+    trainer = trainer_from("tiny.py", ["train.train_iter=1", "train.evaluation.enabled=False"])
+    trainer.train()
+    num_samples = snapshot.read_info(place / "out" / "model_final")["data"]["num_samples"]
+    batch = [f"train.train_micro_batch_size={num_samples // 2 - 1}", "train.num_accumulation_steps=1"]
+    assert train(*batch, "train.evaluation.eval_after_n_epoch=2", "train.output_dir=epochs") == 0
+    evaluated = [row["iteration"] for row in rows_of(place / "epochs") if "eval_ppl" in row]
+    assert evaluated == [3, 7, 9]  # libai counts whole updates in an epoch: 2, although a few samples are left over

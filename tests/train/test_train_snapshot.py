@@ -16,6 +16,7 @@ from graphckpt.train.history import GrowingFile, cut_log, cut_metrics
 from graphckpt.train.snapshot import SnapshotError, SnapshotWriteError
 from graphckpt.train.snapshots import Snapshots, periodic_name
 from graphckpt.train.state import distinct, load_weights
+from graphckpt.train.weights import read_weights
 
 
 def _write(folder, value=1.0, run="r", **more):
@@ -44,7 +45,7 @@ def test_what_is_written_is_read(tmp_path):
     ]
     assert snapshot.check(tmp_path / "model_best")["run"] == "r"
     assert snapshot.read_state(tmp_path / "model_best", "graph") == {"step": 1}
-    assert torch.equal(snapshot.read_weights(tmp_path / "model_best")["w"], torch.ones(3))
+    assert torch.equal(read_weights(tmp_path / "model_best")["w"], torch.ones(3))
     modes = {path.stat().st_mode for path in (tmp_path / "model_best").iterdir()}
     assert len(modes) == 1
 
@@ -53,7 +54,7 @@ def test_a_snapshot_of_the_same_name_is_replaced(tmp_path):
     for value in (1.0, 2.0):
         _write(tmp_path / "model_best", value)
     assert _names(tmp_path) == ["model_best"]
-    assert snapshot.read_weights(tmp_path / "model_best")["w"][0] == 2
+    assert read_weights(tmp_path / "model_best")["w"][0] == 2
 
 
 class _Killed(BaseException):
@@ -86,7 +87,7 @@ def test_killed_at_any_call_of_the_system_the_old_or_the_new_one_is_there(tmp_pa
     snapshot.recover(tmp_path)
     assert _names(tmp_path) == ["model_best"]
     snapshot.check(tmp_path / "model_best")
-    assert float(snapshot.read_weights(tmp_path / "model_best")["w"][0]) in {1.0, 2.0}
+    assert float(read_weights(tmp_path / "model_best")["w"][0]) in {1.0, 2.0}
 
 
 @pytest.mark.parametrize("broken", ["save_file", "sync"])
@@ -100,7 +101,7 @@ def test_a_full_disk_leaves_the_last_good_one_and_nothing_else(tmp_path, monkeyp
     with pytest.raises(SnapshotWriteError, match=r"model_best: No space left on device$"):
         _write(tmp_path / "model_best", 2.0)
     assert _names(tmp_path) == ["model_best"]
-    assert snapshot.read_weights(tmp_path / "model_best")["w"][0] == 1
+    assert read_weights(tmp_path / "model_best")["w"][0] == 1
 
 
 def test_a_full_disk_is_told_by_its_own_words_through_the_writer_of_pytorch(tmp_path, monkeypatch):
