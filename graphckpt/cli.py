@@ -70,7 +70,7 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--fast-dev-run",
         action="store_true",
-        help="20 iterations, each logged, to see whether all parts work",
+        help="3 iterations and two evaluations of small batches, to see whether all parts work",
     )
     parser.add_argument(
         "--resume",

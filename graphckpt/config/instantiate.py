@@ -116,13 +116,17 @@ def _imported(name: str) -> object:
             if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
                 continue  # this prefix is no module: a class within a shorter one, perhaps
             raise
+        except Exception as error:
+            what = f"importing {module_name} raised {type(error).__name__}: {error}"
+            raise ConfigError(f"_target_ {name!r}: {what} · fix: mend the module") from error
         for part in parts[cut:]:
             if not hasattr(found, part):
                 hint = did_you_mean(part, dir(found))
                 raise ConfigError(f"_target_ {name!r}: {module_name} has no {part!r}{hint}")
             found = getattr(found, part)
         return found
-    raise ConfigError(f"_target_ {name!r}: no module is called {parts[0]!r} · fix: install it, or mend the name")
+    fix = "install it, mend the name, or say in which folder it is: import_from=folder"
+    raise ConfigError(f"_target_ {name!r}: no module is called {parts[0]!r} · fix: {fix}")
 
 
 def dotted_name(target: object) -> str:

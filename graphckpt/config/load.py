@@ -31,19 +31,20 @@ def load(path: Path) -> DictConfig:
         raise ConfigError(f"{path}: a config file ends in .py, .yaml or .yml")
     if not path.is_file():
         raise ConfigError(f"{path}: no such config file")
-    with importable_beside(path):
+    with importable_from(path.resolve().parent):
         return _run(path) if path.suffix == ".py" else _read_yaml(path)
 
 
 @contextmanager
-def importable_beside(path: Path) -> Iterator[None]:
-    """Lets the modules in the folder of a config file be imported meanwhile, after those that are installed."""
-    folder = str(path.resolve().parent)
-    sys.path.append(folder)
+def importable_from(*folders: Path) -> Iterator[None]:
+    """Lets the modules in some folders be imported meanwhile, after those that are installed."""
+    places = [str(folder) for folder in folders]
+    sys.path += places
     try:
         yield
     finally:
-        sys.path.remove(folder)
+        for place in places:
+            sys.path.remove(place)
 
 
 def _read_yaml(path: Path) -> DictConfig:

@@ -9,24 +9,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from graphckpt.config import overrides as _overrides
+from graphckpt.config import own_modules
+from graphckpt.config.fast_dev_run import shrink
 from graphckpt.config.instantiate import Call, is_call
 from graphckpt.config.lazy import LazyConfig
-from graphckpt.config.load import importable_beside, load
+from graphckpt.config.load import importable_from, load
 from graphckpt.config.packaged import find
 from graphckpt.config.schema import RunConfig, checked
 from graphckpt.errors import ConfigError
 from graphckpt.train.saved import CONFIG, unwritable
 from graphckpt.train.tasks import Task
 from graphckpt.train.trainer import Trainer
-
-_FAST_DEV_RUN = (
-    "train.train_iter=20",
-    "train.train_epoch=0",
-    "train.train_samples=null",
-    "train.log_period=1",
-    "train.evaluation.eval_period=10",
-    "train.evaluation.eval_iter=2",
-)
 
 
 def trainer_from(
@@ -42,7 +35,7 @@ def trainer_from(
     Args:
         config_file: a path, or the name of a packaged config such as ``"configs/quickstart.py"``.
         overrides: words such as ``"optim.lr=3e-4"``; they win over the file and over ``fast_dev_run``.
-        fast_dev_run: 20 iterations, each logged, with two short evaluations.
+        fast_dev_run: a run of a few small iterations; its report says what was made smaller.
         resume: go on from the last snapshot in the output folder.
         eval_only: the trainer will evaluate and not train; the config beside its results stays.
 
@@ -52,16 +45,22 @@ def trainer_from(
     """
     path = _existing(Path(config_file))
     config = load(path)
-    faults = _overrides.apply(config, _FAST_DEV_RUN if fast_dev_run else ())
-    faults += _overrides.apply(config, overrides)
-    with importable_beside(path):
+    overrides = list(overrides)
+    faults = _overrides.apply(config, overrides)
+    smaller = shrink(config, overrides) if fast_dev_run else []
+    places, more = own_modules.folders(config, path)
+    faults += more
+    with importable_from(*places):
         run = checked(config, faults, str(path))
         trainer = _trainer(run, resume=resume, eval_only=eval_only)
     if not eval_only:
+        own_modules.remember(config, places)
         try:
             LazyConfig.save(config, trainer.folder / CONFIG)
         except OSError as error:
             raise unwritable(trainer.folder, error) from error
+    for line in smaller:
+        trainer.report.line(line)
     return trainer
 
 

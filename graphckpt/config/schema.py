@@ -29,6 +29,8 @@ class RunConfig:
     data: Callable[..., Data]
     task: Callable[..., Task] = CausalLM
     """What is learned; to continue text, if the config says nothing."""
+    import_from: str | None = None
+    """Folder of the modules that the config names, if they are neither installed nor beside its file."""
 
 
 def check(config: DictConfig) -> tuple[RunConfig | None, list[str]]:

@@ -175,8 +175,21 @@ def test_fast_dev_run_and_overrides_between_flags(place):
         == 0
     )
     rows = _rows(place / "out")
-    assert [row["iteration"] for row in rows] == list(range(20))
-    assert [row["iteration"] for row in rows if "eval_ppl" in row] == [9, 19]
+    assert [row["iteration"] for row in rows] == [0, 1, 2]
+    assert [row["consumed_samples"] for row in rows] == [2, 4, 6]
+    assert [row["iteration"] for row in rows if "eval_ppl" in row] == [1, 2]
+    log = (place / "out" / "log.txt").read_text()
+    assert "--fast-dev-run made the run smaller; key=value on the command line wins over these:" in log
+    assert "  train.train_micro_batch_size=2  (else 8)" in log
+    assert "eval_iter" not in log  # which the command line said
+
+
+def test_what_the_command_line_says_is_not_made_smaller(place):
+    words = ["train.train_iter=5", "train.train_micro_batch_size=4", "train.evaluation.eval_period=4"]
+    assert _train("--fast-dev-run", *words) == 0
+    rows = _rows(place / "out")
+    assert [row["consumed_samples"] for row in rows] == [4, 8, 12, 16, 20]
+    assert [row["iteration"] for row in rows if "eval_ppl" in row] == [3, 4]
 
 
 def test_interrupt_saves_what_there_is(place):

@@ -1,0 +1,113 @@
+"""Makes a run so short and small that it only tells whether all parts work. Knows keys of a config, and no trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from operator import attrgetter
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from graphckpt.config import overrides as _overrides
+from graphckpt.errors import ConfigError
+from graphckpt.train.settings import TrainConfig
+from graphckpt.train.sizes import batch_sizes
+
+_ITERATIONS = 3  # of libai's 20: the second is the first that holds all of AdamW's state, the third goes on from it
+_SET = {
+    "train.train_epoch": 0,
+    "train.train_samples": None,
+    "train.log_period": 1,
+    "train.evaluation.eval_after_n_epoch": None,
+}
+_AT_MOST = {
+    "train.train_iter": _ITERATIONS,
+    "train.evaluation.eval_period": 2,
+    "train.evaluation.eval_iter": 2,
+    "train.test_micro_batch_size": 2,
+}
+_MICRO, _ACCUMULATION = "train.train_micro_batch_size", "train.num_accumulation_steps"
+_GLOBAL = "train.global_batch_size"
+_BATCH_AT_MOST = 2  # the least that still shows a mix-up of samples and forwards
+_MISSING = object()
+
+
+def shrink(config: DictConfig, overrides: Iterable[str]) -> list[str]:
+    """Changes ``config`` in place, but no key that ``overrides`` name, and returns what to tell the user.
+
+    Args:
+        config: the whole config, with the overrides in it.
+        overrides: words of the command line, which win.
+
+    >>> config = OmegaConf.create({"train": {"train_iter": 7, "train_micro_batch_size": 16}})
+    >>> lines = shrink(config, ["train.train_iter=7"])
+    >>> config.train.train_iter, config.train.train_micro_batch_size
+    (7, 2)
+    >>> lines[1:3]
+    ['  train.train_micro_batch_size=2  (else 16)', '  train.evaluation.eval_period=2  (else 1000)']
+    """
+    if not isinstance(_value(config, "train", None), DictConfig):
+        return []  # a fault, which the schema names
+    given = OmegaConf.create({})
+    _overrides.apply(given, overrides)
+    changes: list[str] = []
+    for key, value in _wanted(config, given):
+        before = _value(config, key, _default(key))
+        if _value(given, key, _MISSING) is _MISSING and before != value:
+            changes.append(f"  {key}={_word(value)}  (else {_word(before)})")
+            OmegaConf.update(config, key, value, force_add=True)
+    if not changes:
+        return []
+    return ["--fast-dev-run made the run smaller; key=value on the command line wins over these:", *changes]
+
+
+def _wanted(config: DictConfig, given: DictConfig) -> Iterator[tuple[str, Any]]:
+    yield from _batch(config, given)
+    for key, most in _AT_MOST.items():
+        value = _value(config, key, _default(key))
+        if value is None or (isinstance(value, int | float) and value > most):
+            yield key, most
+    yield from _SET.items()
+    if _value(config, "train.amp.enabled", False) is True and _is_on_cpu(config):
+        yield "train.amp.enabled", False  # emulated on many CPUs, where it takes several times as long
+
+
+def _batch(config: DictConfig, given: DictConfig) -> Iterator[tuple[str, Any]]:
+    if _value(given, _GLOBAL, _MISSING) is not _MISSING:
+        return  # who asks for so many samples means it
+    micro, accumulation, whole = (_value(config, key, _default(key)) for key in (_MICRO, _ACCUMULATION, _GLOBAL))
+    data_parallel = _value(config, "train.dist.data_parallel_size", 1)
+    if not all(value is None or (isinstance(value, int) and value >= 1) for value in (micro, accumulation, whole)):
+        return  # a fault, which the schema names
+    try:
+        sizes = batch_sizes(
+            micro_batch=micro, global_batch=whole, accumulation=accumulation, data_parallel=data_parallel
+        )
+    except (ConfigError, TypeError):
+        return  # and so is this
+    yield _MICRO, min(sizes.micro_batch, _BATCH_AT_MOST)
+    if sizes.accumulation > 1:
+        yield _ACCUMULATION, _BATCH_AT_MOST
+    yield _GLOBAL, None
+
+
+def _is_on_cpu(config: DictConfig) -> bool:
+    device = _value(config, "train.device", None)
+    return device == "cpu" if device is not None else not torch.cuda.is_available()
+
+
+def _value(config: DictConfig, key: str, default: Any) -> Any:
+    try:
+        return OmegaConf.select(config, key, default=default)
+    except OmegaConfBaseException:  # an interpolation that leads nowhere: a fault, which the schema names
+        return default
+
+
+def _default(key: str) -> Any:
+    return attrgetter(key.removeprefix("train."))(TrainConfig())
+
+
+def _word(value: Any) -> str:
+    return "null" if value is None else str(value)

@@ -1,0 +1,85 @@
+"""What --fast-dev-run makes smaller, and what it leaves alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from graphckpt.config import LazyConfig, overrides
+from graphckpt.config.fast_dev_run import shrink
+from graphckpt.config.packaged import find
+from graphckpt.config.schema import check
+
+
+def _shrunk(train, *words):
+    config = OmegaConf.create({"train": train})
+    overrides.apply(config, words)
+    return config.train, shrink(config, words)
+
+
+@pytest.mark.parametrize("name", ["bert_large_pretrain.py", "gpt2_pretrain.py", "llama_pretrain.py"])
+def test_packaged_configs_become_small_and_stay_without_fault(name):
+    config = LazyConfig.load(find(name))
+    lines = shrink(config, ["train.device=cpu"])
+    run, faults = check(config)
+    assert not faults
+    assert (run.train.sizes.global_batch, run.train.train_iter, run.train.test_micro_batch_size) == (2, 3, 2)
+    assert (run.train.evaluation.eval_period, run.train.evaluation.eval_iter, run.train.log_period) == (2, 2, 1)
+    assert "  train.train_iter=3  (else 100000)" in lines
+
+
+@pytest.mark.parametrize(
+    ("train", "words", "batch"),
+    [
+        ({"train_micro_batch_size": 16, "global_batch_size": 64}, [], (2, 2, None)),
+        ({"train_micro_batch_size": None, "global_batch_size": 64, "num_accumulation_steps": 8}, [], (2, 2, None)),
+        ({"train_micro_batch_size": 1}, [], (1, None, None)),
+        ({"train_micro_batch_size": 16}, ["train.train_micro_batch_size=5"], (5, None, None)),
+        ({"train_micro_batch_size": 16}, ["train.num_accumulation_steps=6"], (2, 6, None)),
+        ({"train_micro_batch_size": 16}, ["train.global_batch_size=32"], (16, None, 32)),
+        ({"train_micro_batch_size": 16}, ["train={train_micro_batch_size: 7}"], (7, None, None)),
+    ],
+)
+def test_batch(train, words, batch):
+    made, _ = _shrunk(train, *words)
+    names = ("train_micro_batch_size", "num_accumulation_steps", "global_batch_size")
+    assert tuple(made.get(name) for name in names) == batch
+
+
+def test_each_change_is_told_and_no_other_key_is_touched():
+    small = {"train_iter": 2, "train_micro_batch_size": 1, "test_micro_batch_size": 1, "log_period": 1}
+    small["evaluation"] = {"eval_period": 1, "eval_iter": 1}
+    before = OmegaConf.create({"train": small})
+    made, lines = _shrunk(small)
+    assert (made, lines) == (before.train, [])
+    made, lines = _shrunk({"train_epoch": 3, **small, "evaluation": {"eval_iter": 1, "eval_after_n_epoch": 1}})
+    assert [line.split()[0] for line in lines[1:]] == [
+        "train.evaluation.eval_period=2",
+        "train.train_epoch=0",
+        "train.evaluation.eval_after_n_epoch=null",
+    ]
+    assert made.evaluation.eval_period == 2
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", False), ("cuda", True), (None, torch.cuda.is_available())])
+def test_the_shorter_type_is_left_out_where_it_is_emulated(device, expected):
+    amp = {"amp": {"enabled": True}, "device": device}
+    assert _shrunk(amp)[0].amp.enabled is expected
+    assert _shrunk(amp, "train.amp.enabled=True")[0].amp.enabled is True
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        "x",
+        None,
+        {"train_micro_batch_size": "many", "train_iter": "all", "amp": 3, "evaluation": None},
+        {"train_micro_batch_size": None},
+        {"train_iter": "${nowhere}", "dist": []},
+    ],
+)
+def test_faults_are_left_to_the_schema(train):
+    config = OmegaConf.create({"train": train})
+    shrink(config, ["nonsense"])
+    assert check(config)[1]

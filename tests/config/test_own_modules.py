@@ -1,0 +1,83 @@
+"""A config that names modules beside its file is saved so that it runs from anywhere."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from graphckpt.cli import main
+from graphckpt.config.instantiate import _imported
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "04_own_model"
+SMALL = ["train.train_iter=2", "train.device=cpu", "train.output_dir=out", "train.evaluation.enabled=False"]
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    """A folder to be in, beside that of the example, and no module of the example in memory."""
+    shutil.copytree(EXAMPLE, tmp_path / "example")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    _forget()
+    yield tmp_path
+    _forget()
+
+
+def _forget():
+    """As in a new process."""
+    sys.modules.pop("waves", None)
+    _imported.cache_clear()
+
+
+def _train(file, *words):
+    return main(["train", "--config-file", str(file), *words])
+
+
+def test_a_saved_config_finds_the_modules_of_the_first(place):
+    assert _train("../example/config.py", *SMALL) == 0
+    for saved in ("out/config.yaml", "out/model_final/run.yaml"):
+        assert OmegaConf.load(saved).import_from == str(place / "example")
+    for saved, again in (("out/model_final/run.yaml", "again"), ("again/config.yaml", "third")):
+        _forget()
+        assert _train(saved, f"train.output_dir={again}") == 0
+    weights = [Path(folder, "model_final", "model.safetensors").read_bytes() for folder in ("out", "again", "third")]
+    assert weights[0] == weights[1] == weights[2]
+    _forget()
+    assert _train("out/config.yaml", "--eval-only") == 0
+
+
+def test_a_folder_that_moved_is_one_clear_error_with_the_fix(place, capsys):
+    assert _train("../example/config.py", *SMALL) == 0
+    (place / "example").rename(place / "moved")
+    _forget()
+    capsys.readouterr()
+    assert _train("out/config.yaml") == 2
+    error = capsys.readouterr().err
+    assert f"import_from: {place / 'example'}: no such folder · fix: name the folder of the modules" in error
+    assert "no module is called 'waves' · fix: install it, mend the name, or say in which folder it is" in error
+    assert _train("out/config.yaml", "import_from=../moved") == 0
+    assert OmegaConf.load("out/config.yaml").import_from == str(place / "moved")
+
+
+def test_a_config_of_installed_modules_names_no_folder(place):
+    (place / "here" / "plain.yaml").write_text(
+        "train: {output_dir: out, device: nowhere}\nmodel: {_target_: torch.nn.Identity}\n"
+        "optim: {_target_: torch.optim.SGD}\ndata: {_target_: graphckpt.train.data.TextData}\nimport_from: 3\n"
+    )
+    assert _train("plain.yaml") == 2
+    assert _train("plain.yaml", "import_from=null", "train.device=cpu", "data.paths=nowhere") == 2
+    assert OmegaConf.load("out/config.yaml").import_from is None
+
+
+def test_a_module_that_cannot_be_imported_is_named(place, capsys):
+    (place / "here" / "broken_module.py").write_text("def f(:\n")
+    (place / "here" / "broken.yaml").write_text(
+        "model: {_target_: broken_module.f}\noptim: {_target_: torch.optim.SGD}\n"
+        "data: {_target_: graphckpt.train.data.TextData}\ntrain: {}\n"
+    )
+    assert _train("broken.yaml") == 2
+    assert "model: _target_ 'broken_module.f': importing broken_module raised SyntaxError" in capsys.readouterr().err
