@@ -15,6 +15,7 @@ ARGUMENTS = {
     "01_blocks.py": ["--steps", "60"],
     "02_huggingface.py": ["--steps", "3", "--layers", "3", "--width", "32"],
     "03_deep_chain.py": ["--layers", "100", "--width", "32", "--batch", "64"],
+    "07_places.py": ["--layers", "3", "--width", "64"],
 }
 
 
@@ -52,3 +53,13 @@ def test_deep_chain_keeps_less_with_more_cuts() -> None:
     units = dict(re.findall(r"^(none|sqrt|log) +[\d.]+ ([KM])iB", output, re.M))
     in_kib = {name: value * (1024 if units[name] == "M" else 1) for name, value in kept.items()}
     assert in_kib["none"] > 4 * in_kib["sqrt"] > 8 * in_kib["log"]
+
+
+def test_places_moves_what_is_kept() -> None:
+    output = run("07_places.py")
+    tables = output.split("GPT2LMHeadModel")[1:]
+    on_disk, inputs_on_disk, in_slab = tables[1:]
+    assert re.search(r"transformer\.h\.0-2 \(3x\) +keep +disk +\S+ MiB +\S+ KiB +\S+ MiB +3 +0 ", on_disk)
+    assert re.search(r"transformer\.h\.0-2 \(3x\) +full +disk +\S+ MiB +0 B +\S+ KiB +3 +3 ", inputs_on_disk)
+    assert re.search(r"transformer\.h\.0-2 \(3x\) +selective\(matmul\+attention\) +slab ", in_slab)
+    assert "the gradients are equal in every bit" in output
