@@ -86,19 +86,22 @@ class Key:
 class WrappedKey:
     """The keys of the tensors inside of a wrapper such as a DTensor."""
 
-    __slots__ = ("_context", "_keys", "_kind", "_size", "_stride")
+    __slots__ = ("_context", "_keys", "_kind", "_others", "_size", "_stride")
 
     def __init__(self, tensor: Any, keep: Callable[[torch.Tensor], object]) -> None:
         names, self._context = tensor.__tensor_flatten__()
         self._kind: Any = type(tensor)
         self._size, self._stride = tensor.size(), tensor.stride()
-        self._keys = {name: keep(getattr(tensor, name)) for name in names}
+        parts = {name: getattr(tensor, name) for name in names}
+        self._keys = {name: keep(part) for name, part in parts.items() if isinstance(part, torch.Tensor)}
+        self._others = {name: part for name, part in parts.items() if name not in self._keys}  # such as a DeviceMesh
 
     def join(self, take: Callable[[object], torch.Tensor | None]) -> torch.Tensor | None:
         """Returns the wrapper around what ``take`` gives for each key."""
-        inner = {name: take(key) for name, key in self._keys.items()}
+        inner: dict[str, Any] = {name: take(key) for name, key in self._keys.items()}
         if any(value is None for value in inner.values()):
             return None
+        inner |= self._others
         tensor: torch.Tensor = self._kind.__tensor_unflatten__(inner, self._context, self._size, self._stride)
         return tensor
 

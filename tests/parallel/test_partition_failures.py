@@ -1,0 +1,140 @@
+"""Ranks that do not agree, are late or die: one error on the others, within the limit, that says what and where."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import launch, say_done
+from torch import nn
+
+import graphckpt
+from graphckpt import StoreError
+from graphckpt.stores import Group, Partition, Placement
+
+LIMIT_SECONDS = 2.0
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32)) for _ in range(3)))
+
+
+def fresh() -> Partition:
+    """A group that no earlier failure has touched."""
+    return Partition(dist.new_group(), timeout_seconds=LIMIT_SECONDS)
+
+
+def fails(run: Callable[[], Any], *words: str) -> None:
+    """The call raises an error that holds all words, well before gloo's own limit."""
+    started = time.monotonic()
+    with pytest.raises(StoreError) as caught:
+        run()
+    message = str(caught.value)
+    assert all(word in message for word in (*words, "partition: ", " · fix: ")), message
+    assert time.monotonic() - started < LIMIT_SECONDS + 10
+    del caught
+    gc.collect()  # a traceback holds its frames, and these the tensors
+
+
+def faults(rank: int, folder: str) -> None:
+    other_policies(rank)
+    other_blocks(rank)
+    other_sizes(rank)
+    never_comes(rank)
+    goes_on_without_it(rank)
+    stops_in_backward(rank)
+    dies(rank, folder)
+
+
+def other_policies(rank: int) -> None:
+    model = layers()
+    flags = {"activation_checkpointing": True, "partition": fresh(), "contiguous": rank == 1}
+    with graphckpt.apply(model, {"1": flags}) as handle:
+        fails(lambda: model(torch.ones(64, 32)), "1: ", "'part on cpu", "'slab part on cpu", "rank 0", "rank 1")
+        assert all(wrapper.placement.store.num_alive == 0 for wrapper in handle._wrappers if wrapper.placement)
+
+
+def other_blocks(rank: int) -> None:
+    model = layers()
+    with graphckpt.apply(model, {str(rank): {"activation_checkpointing": True, "partition": fresh()}}):
+        fails(lambda: model(torch.ones(64, 32)), f"{rank}: ", "run the block '0'", "rank 1 '1'")
+
+
+def other_sizes(rank: int) -> None:
+    store: Any = Placement(partition=fresh()).store
+    group = store.open(Group("block", lambda: (), lambda _: None))
+    key = store.put(torch.ones(2000 + 500 * rank), group)
+    fails(lambda: store.seal(group), "block: ", "[8000]", "[10000]")
+    assert torch.equal(store.get(key), torch.ones(2000 + 500 * rank))
+
+
+def never_comes(rank: int) -> None:
+    """The second run of shapes that all ranks have seen needs no word; other shapes do, and one rank has none."""
+    model = layers()
+    with graphckpt.apply(model, {"2": {"activation_checkpointing": True, "partition": fresh()}}):
+        model(torch.ones(64, 32)).sum().backward()
+        if rank == 0:
+            fails(lambda: model(torch.ones(65, 32)), "2: ", "rank 1 has not come to this block", "within 2 s")
+    meet()
+
+
+def goes_on_without_it(rank: int) -> None:
+    """A rank that does not cut at all is missed as well."""
+    model = layers()
+    partition = fresh()
+    flags = {"activation_checkpointing": True, "partition": partition if rank == 1 else None}
+    with graphckpt.apply(model, {"0": flags}):
+        if rank == 1:
+            fails(lambda: model(torch.ones(64, 32)), "0: ", "rank 0 has not come")
+        else:
+            model(torch.ones(64, 32)).sum().backward()
+    meet()
+
+
+def stops_in_backward(rank: int) -> None:
+    """Forward ran on both ranks; one of them does not gather."""
+    model = layers()
+    with graphckpt.apply(model, {"[01]": {"activation_checkpointing": True, "partition": fresh()}}) as handle:
+        loss = model(torch.ones(64, 32)).sum()
+        if rank == 0:
+            fails(loss.backward, "1: ", "over 2 ranks [0, 1] within 2 s", "timeout_seconds")
+        del loss
+        assert all(wrapper.placement.store.num_alive == 0 for wrapper in handle._wrappers if wrapper.placement)
+    meet()
+
+
+def dies(rank: int, folder: str) -> None:
+    """One rank is killed between its forward and its backward."""
+    model = layers()
+    with graphckpt.apply(model, {"[01]": {"activation_checkpointing": True, "partition": True}}):
+        model(torch.ones(64, 32)).sum().backward()
+        loss = model(torch.ones(64, 32)).sum()
+        if rank == 1:
+            say_done(rank, folder)
+            os._exit(0)
+        fails(loss.backward, "1: ", "over 2 ranks [0, 1]", "rank is gone")
+
+
+def meet() -> None:
+    """Waits until both ranks are here, by words: a collective after a failed one may be taken for it."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    number = store.add("meetings", 1)
+    wanted = number + number % 2
+    deadline = time.monotonic() + 30
+    while store.add("meetings", 0) < wanted:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.multi_process
+@pytest.mark.slow
+def test_ranks_fail_together(tmp_path: Path) -> None:
+    launch(faults, 2, tmp_path, str(tmp_path))
