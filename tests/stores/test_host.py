@@ -149,6 +149,28 @@ def test_what_is_still_here_is_not_brought_back(copies: ThreadCopies) -> None:
     place.close()
 
 
+def test_what_was_here_goes_when_backward_has_moved_on(copies: ThreadCopies) -> None:
+    """Not only at its end: else the last block's bytes would lie beside the peak."""
+    place = place_of(copies)
+    blocks = [group(0), group(1)]
+    source = data(500, 1)
+    seen = weakref.ref(source.untyped_storage())
+    tickets = [place.put(data(500, 0), blocks[0]), place.put(source, blocks[1])]
+    del source
+    place.seal(blocks[1])
+
+    def read() -> None:
+        place.take(tickets[1], blocks[1])
+        assert seen() is not None
+        place.take(tickets[0], blocks[0])
+        assert seen() is None
+
+    in_backward(read)
+    for ticket in tickets:
+        place.free(ticket)
+    place.close()
+
+
 def in_backward(call: Callable[[], None]) -> None:
     class Calls(torch.autograd.Function):
         @staticmethod

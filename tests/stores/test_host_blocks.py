@@ -85,8 +85,11 @@ def wide(length: int = 6) -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(length)))
 
 
-@pytest.mark.parametrize("rule", [None, True], ids=["all that is saved", "full"])
-def test_bytes_alive_after_forward_fall_by_what_explain_says(copies: ThreadCopies, rule: Any) -> None:
+@pytest.mark.parametrize("in_flight_bytes", [None, 0])
+@pytest.mark.parametrize("rule", [None, True, Segments("sqrt")], ids=["all that is saved", "full", "segments"])
+def test_bytes_alive_after_forward_fall_by_what_explain_says(
+    copies: ThreadCopies, rule: Any, in_flight_bytes: int | None
+) -> None:
     """But for the last block, whose copies are still under way when forward ends."""
 
     def kept_by(model: nn.Sequential) -> int:
@@ -102,10 +105,11 @@ def test_bytes_alive_after_forward_fall_by_what_explain_says(copies: ThreadCopie
 
     plain = kept_by(wide())
     model = wide()
-    with graphckpt.apply(model, {f"[0-{len(model) - 1}]": offload(Host(copies=copies), rule)}) as handle:
+    which = "" if isinstance(rule, Segments) else "[0-5]"
+    with graphckpt.apply(model, {which: offload(Host(in_flight_bytes, copies), rule)}) as handle:
         kept = kept_by(model)
         explanation = handle.explain(show=False)
-    by_the_last = explanation.rows[-1].bytes_host
+    by_the_last = explanation.rows[-1].bytes_host if in_flight_bytes is None else 0
     assert plain - kept == explanation.bytes_saved - by_the_last
     assert explanation.bytes_host > 0
 

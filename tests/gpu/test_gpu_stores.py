@@ -1,0 +1,338 @@
+"""Places for kept tensors on a CUDA device: no race, less memory by the allocator's count, legal in a capture."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from zoo import ZOO, B, D, chain, differing, state_of
+
+import graphckpt
+from graphckpt import Segments, Selective
+from graphckpt.stores import Group, Host
+from graphckpt.stores.host import HostPlace
+
+pytestmark = pytest.mark.gpu
+
+MIB = 2**20
+
+WHERE: dict[str, dict[str, Any]] = {
+    "cpu": {"offload": True},
+    "cpu, nothing in flight": {"offload": Host(in_flight_bytes=0)},
+    "disk": {"offload": "disk"},
+    "slab": {"contiguous": True},
+    "cpu and slab": {"offload": True, "contiguous": True},
+}
+RULES: dict[str, Any] = {"all that is saved": None, "full": True, "selective": Selective("matmul")}
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    """Bitwise comparisons need kernels without atomics."""
+    torch.use_deterministic_algorithms(mode=True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(mode=False)
+
+
+class Pinned:
+    """CUDA's runtime, with a record of what is registered."""
+
+    def __init__(self, runtime: Any) -> None:
+        self.runtime = runtime
+        self.num_calls = 0
+        self.alive: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> Any:
+        self.num_calls += 1
+        self.alive[address] = num_bytes
+        return self.runtime.cudaHostRegister(address, num_bytes, flags)
+
+    def cudaHostUnregister(self, address: int) -> Any:
+        del self.alive[address]
+        return self.runtime.cudaHostUnregister(address)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runtime, name)
+
+
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pinned]:
+    record = Pinned(torch.cuda.cudart())
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: record)
+    yield record
+    gc.collect()
+    assert record.alive == {}, "pinned memory is left behind"
+
+
+# --- the place by itself
+
+
+def place_on_cuda(in_flight_bytes: int | None = None) -> HostPlace:
+    place = Host(in_flight_bytes).place_for(torch.device("cuda", torch.cuda.current_device()), fail)
+    assert isinstance(place, HostPlace)
+    return place
+
+
+def fail(note: str) -> None:
+    raise AssertionError(note)
+
+
+def group(number: int) -> Group:
+    made = Group(f"layers.{number}", list, fail)
+    made.number = number
+    return made
+
+
+def data(num_bytes: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randint(256, (num_bytes,), dtype=torch.uint8, device="cuda", generator=generator)
+
+
+@pytest.mark.parametrize("in_flight_bytes", [None, 0, 3 * MIB])
+def test_no_race_in_200_random_steps(pinned: Pinned, in_flight_bytes: int | None) -> None:
+    """Memory that is let go is overwritten at once by whatever the allocator gives it to next."""
+    dice = random.Random(f"{in_flight_bytes}")
+    place = place_on_cuda(in_flight_bytes)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(200):
+        place.begin_step()
+        kept: list[tuple[Any, Group, int, int]] = []
+        for number in range(dice.randint(1, 5)):
+            block = group(number)
+            for _ in range(dice.randint(0, 3)):
+                size, seed = dice.choice((1, 4097, MIB, 2 * MIB + 3)), dice.randrange(2**30)
+                kept.append((place.put(data(size, seed), block), block, size, seed))
+                torch.full((size,), 0x5A, dtype=torch.uint8, device="cuda")
+            place.seal(block)
+            torch.full((2 * MIB + 3,), 0x5A, dtype=torch.uint8, device="cuda")
+        dice.shuffle(kept)
+        while kept:
+            if dice.random() < 0.5:
+                place.begin([ticket for ticket, *_ in kept[-3:]], kept[-1][1])
+            ticket, block, size, seed = kept.pop()
+            torch.full((size,), 0x5A, dtype=torch.uint8, device="cuda")
+            if dice.random() < 0.9:
+                wrong += (place.take(ticket, block) != data(size, seed)).sum()
+            place.free(ticket)
+    assert wrong.item() == 0
+    place.close()
+
+
+def test_memory_is_pinned_and_as_big_as_the_step(pinned: Pinned) -> None:
+    """PyTorch's own pinned memory would take 8 MiB for 5."""
+    place = place_on_cuda()
+    block = group(0)
+    for step in range(5):
+        place.begin_step()
+        ticket = place.put(data(5 * MIB, step), block)
+        assert ticket.spot.flat.is_pinned()  # type: ignore[attr-defined]
+        place.seal(block)
+        assert torch.equal(place.take(ticket, block), data(5 * MIB, step))
+        place.free(ticket)
+        assert place.host_bytes == sum(pinned.alive.values()) == 5 * MIB
+    assert pinned.num_calls == 2, "one buffer in the first step, one slab in the second"
+    place.close()
+
+
+def test_the_way_back_overlaps_with_computation(pinned: Pinned) -> None:
+    place = place_on_cuda(0)
+    block = group(0)
+
+    def seconds(call: Callable[[], None]) -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    ticket = place.put(data(256 * MIB, 0), block)
+    place.take(ticket, block)  # once to get everything going
+    copying = seconds(lambda: [place.take(ticket, block), None][1])
+    cycles = 10_000_000
+    cycles = int(cycles * copying / seconds(lambda: torch.cuda._sleep(cycles)))
+    computing = seconds(lambda: torch.cuda._sleep(cycles))
+
+    def both() -> None:
+        place.begin([ticket], block)
+        torch.cuda._sleep(cycles)
+        place.take(ticket, block)
+
+    together = seconds(both)
+    assert together < 0.75 * (copying + computing), (copying, computing, together)
+    place.free(ticket)
+    place.close()
+
+
+def test_another_compute_stream(pinned: Pinned) -> None:
+    """What was sent for from one stream and is taken on another comes in memory of the other."""
+    place = place_on_cuda(0)
+    side = torch.cuda.Stream()
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for step in range(50):
+        place.begin_step()
+        block = group(0)
+        tickets = [place.put(data(MIB, step + n), block) for n in range(3)]
+        place.begin(tickets, block)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for n, ticket in enumerate(tickets):
+                wrong += (place.take(ticket, block) != data(MIB, step + n)).sum()
+                place.free(ticket)
+        torch.cuda.current_stream().wait_stream(side)
+    assert wrong.item() == 0
+    place.close()
+
+
+# --- as a user sets it
+
+
+def run_steps(model: nn.Module, *, autocast: bool) -> dict[str, Any]:
+    torch.manual_seed(5)
+    seen: dict[str, Any] = {}
+    for number in range(3):
+        x = torch.randn(B, D, device="cuda", requires_grad=True)
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            loss = model(x).float().pow(2).mean()
+        loss.backward()
+        seen[f"loss {number}"] = loss.detach()
+        seen[f"input grad {number}"] = x.grad
+    return seen | state_of(model) | {"random state": torch.cuda.get_rng_state()}
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", [k for k in ZOO if k not in ("rnn", "lstm", "gru")])  # cuDNN's are not deterministic
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation")
+def test_same_bits_as_the_plain_step(where: str, rule: str, kind: str, autocast: bool) -> None:
+    plain = run_steps(chain(kind).cuda(), autocast=autocast)
+    model = chain(kind).cuda()
+    fields = {**WHERE[where], "activation_checkpointing": RULES[rule], "min_elements": 1}
+    with graphckpt.apply(model, {"[123]": fields}):
+        assert differing(run_steps(model, autocast=autocast), plain) == []
+
+
+def wide_chain(length: int = 8) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(length)]
+    return nn.Sequential(*layers).cuda()
+
+
+def allocated(model: nn.Module, x: torch.Tensor) -> tuple[int, int]:
+    """Bytes that a forward leaves allocated, and the peak of the step, by the allocator's count."""
+    for _ in range(2):
+        model(x).sum().backward()  # learns, fills cuBLAS's workspace, makes gradients and slabs
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loss = model(x).sum()
+    after = torch.cuda.memory_allocated()
+    loss.backward()
+    return after - before, torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("rule", [None, True, Segments("sqrt")], ids=["all that is saved", "full", "segments"])
+def test_the_allocator_confirms_what_explain_says(pinned: Pinned, rule: Any) -> None:
+    """But for the last block, whose copies are under way when forward ends: with nothing in flight, to the byte."""
+    x = torch.randn(1024, 512, device="cuda")
+    plain_kept, plain_peak = allocated(wide_chain(), x)
+    model = wide_chain()
+    fields = {"activation_checkpointing": rule, "offload": Host(in_flight_bytes=0)}
+    with graphckpt.apply(model, {"" if isinstance(rule, Segments) else "[0-7]": fields}) as handle:
+        kept, peak = allocated(model, x)
+        explanation = handle.explain(show=False)
+        assert sum(pinned.alive.values()) >= explanation.bytes_host > 0
+    rounding = 512 * 64  # the allocator rounds each block up to 512 bytes
+    assert abs((plain_kept - kept) - explanation.bytes_saved) <= rounding
+    assert peak < plain_peak
+
+
+def test_in_flight_is_one_block(pinned: Pinned) -> None:
+    x = torch.randn(4096, 512, device="cuda")
+    kept = {}
+    for bound in (None, 0):
+        model = wide_chain()
+        with graphckpt.apply(model, {"[0-7]": {"offload": Host(in_flight_bytes=bound)}}):
+            kept[bound], _ = allocated(model, x)
+    plain_kept, _ = allocated(wide_chain(), x)
+    assert 0 < kept[None] - kept[0] <= plain_kept / 8 * 1.1
+
+
+def test_nothing_is_pinned_after_the_second_step(pinned: Pinned) -> None:
+    model = wide_chain()
+    x = torch.randn(256, 512, device="cuda")
+    with graphckpt.apply(model, {"[0-7]": {"activation_checkpointing": True, "offload": True}}):
+        for step in range(20):
+            model(x).sum().backward()
+            if step == 1:
+                calls, alive = pinned.num_calls, dict(pinned.alive)
+        assert (pinned.num_calls, pinned.alive) == (calls, alive)
+
+
+def test_device_memory_does_not_grow(pinned: Pinned) -> None:
+    model = wide_chain()
+    x = torch.randn(256, 512, device="cuda")
+    with graphckpt.apply(model, {"[0-7]": {"offload": True}}):
+        for step in range(100):
+            model(x).sum().backward()
+            if step == 2:
+                torch.cuda.synchronize()
+                reserved = torch.cuda.memory_reserved()
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_reserved() == reserved
+
+
+@pytest.mark.parametrize("rule", [None, True], ids=["all that is saved", "full"])
+@pytest.mark.parametrize("bound", [None, 0])
+def test_a_whole_step_in_a_cuda_graph(pinned: Pinned, bound: int | None, rule: Any) -> None:
+    """Captured by hand: nothing is pinned in it, it needs less memory than without offload, replays give the bits."""
+
+    def captured(model: nn.Module) -> tuple[torch.cuda.CUDAGraph, torch.Tensor, int]:
+        static = torch.randn(1024, 512, device="cuda")
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                model.zero_grad(set_to_none=True)
+                model(static).square().sum().backward()
+        torch.cuda.current_stream().wait_stream(stream)
+        model.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        calls = pinned.num_calls
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            model(static).square().sum().backward()
+        assert pinned.num_calls == calls
+        return graph, static, torch.cuda.max_memory_allocated() - before
+
+    plain, ours = wide_chain(), wide_chain()
+    plain_graph, plain_input, plain_peak = captured(plain)
+    fields = {"activation_checkpointing": rule, "offload": Host(in_flight_bytes=bound)}
+    with graphckpt.apply(ours, {"[0-7]": fields}):
+        our_graph, our_input, our_peak = captured(ours)
+        assert our_peak < plain_peak
+        for seed in range(5):
+            torch.manual_seed(seed)
+            x = torch.randn(1024, 512, device="cuda")
+            plain_input.copy_(x)
+            our_input.copy_(x)
+            plain_graph.replay()
+            our_graph.replay()
+            torch.cuda.synchronize()
+            for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(a.grad, b.grad)
+        ours.zero_grad(set_to_none=True)
+        ours(x).square().sum().backward()  # an eager step after it
+        for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)
+        torch.cuda.synchronize()
+        del our_graph
