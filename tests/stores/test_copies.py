@@ -1,0 +1,296 @@
+"""The CUDA streams of host memory, on a model of streams that knows for each copy what it is ordered behind.
+
+No GPU: a copy is made at once, and what is checked is that the order would hold on one, whatever its speed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from graphckpt.stores import Group, Host, Traffic
+from graphckpt.stores.copies import CudaCopies
+from graphckpt.stores.host import HostPlace
+
+
+class Stream:
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.behind: set[int] = set()
+        machine.streams.append(self)
+
+    def wait_event(self, event: Event) -> None:
+        assert event.behind is not None, "an event that nobody recorded"
+        assert event.is_captured == self.machine.is_capturing, "CUDA forbids to wait across the edge of a capture"
+        self.behind |= event.behind
+
+    def wait_stream(self, other: Stream) -> None:
+        event = Event(self.machine)
+        event.record(other)
+        self.wait_event(event)
+
+    def synchronize(self) -> None:
+        assert not self.machine.is_capturing, "CUDA forbids to wait on the host in a capture"
+        self.machine.over |= self.behind
+
+
+class Event:
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.behind: set[int] | None = None
+        self.is_captured = False
+        machine.num_events += 1
+
+    def record(self, stream: Stream) -> None:
+        self.behind, self.is_captured = set(stream.behind), self.machine.is_capturing
+
+    def synchronize(self) -> None:
+        assert not self.machine.is_capturing
+
+    def elapsed_time(self, end: Event) -> float:
+        return 2000.0
+
+
+class Machine:
+    """Finds two copies of which one writes what the other touches, and that nothing orders."""
+
+    def __init__(self) -> None:
+        self.streams: list[Stream] = []
+        self.compute = self.current = Stream(self)
+        self.is_capturing = False
+        self.num_events = 0
+        self.over: set[int] = set()
+        self.touched: list[tuple[int, int, int, bool]] = []  # copy, first byte, last, whether it writes
+        self.made_in_capture: list[int] = []
+        self.arguments: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.copy_to: dict[int, int] = {}
+        self.num_copies = self.num_computed = 0
+        self.faults: list[str] = []
+
+    @contextlib.contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        previous, self.current = self.current, stream
+        yield
+        self.current = previous
+        if self.arguments is not None:
+            source, target = self.arguments
+            self.arguments = None
+            self.copied(stream, source, target)
+
+    def copied(self, stream: Stream, source: torch.Tensor, target: torch.Tensor) -> None:
+        number = self.num_copies = self.num_copies + 1
+        if not self.current.behind - self.over <= stream.behind:
+            self.faults.append(f"copy {number} starts before what the compute stream was given earlier has ended")
+        for tensor, writes in ((source, False), (target, True)):
+            first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.numel()
+            for other, low, high, wrote in self.touched:
+                if low < last and first < high and (writes or wrote) and not self.is_behind(stream, other):
+                    self.faults.append(f"copy {number} touches what copy {other} may still touch")
+            self.touched.append((number, first, last, writes))
+            weakref.finalize(tensor.untyped_storage(), self.freed, number, self.current)
+        stream.behind.add(number)
+        self.copy_to[target.data_ptr()] = number
+        if self.is_capturing:
+            self.made_in_capture.append(number)
+
+    def compute_something(self) -> None:
+        """An op on the compute stream, which all that is issued from now on must be behind."""
+        self.num_computed += 1
+        self.current.behind.add(-self.num_computed)
+
+    def is_behind(self, stream: Stream, copy: int) -> bool:
+        return copy in stream.behind or copy in self.over
+
+    def freed(self, copy: int, home: Stream) -> None:
+        if not self.is_behind(home, copy):
+            self.faults.append(f"memory of copy {copy} was freed before its stream was behind it")
+        self.touched = [entry for entry in self.touched if entry[0] != copy or not self.is_behind(home, copy)]
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[None]:
+        """What ``torch.cuda.graph`` does: waits for the device, records on a stream of its own."""
+        for stream in self.streams:
+            stream.synchronize()
+        self.is_capturing = True
+        with self.stream(Stream(self)):
+            capture_stream = self.current
+            yield
+        self.is_capturing = False
+        assert set(self.made_in_capture) <= capture_stream.behind, "a capture ends with copies that are not joined"
+        self.made_in_capture.clear()
+        self.compute.behind |= capture_stream.behind  # as if it was replayed at once
+
+
+class Runtime:
+    def __init__(self) -> None:
+        self.pinned: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        self.pinned[address] = num_bytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.pinned[address]
+        return 0
+
+
+@pytest.fixture
+def runtime() -> Runtime:
+    return Runtime()
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> Iterator[Machine]:
+    made = Machine()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(made))
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing=False: Event(made))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: made.current)
+    monkeypatch.setattr(torch.cuda, "stream", made.stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: made.is_capturing)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    issue = CudaCopies._issue
+
+    def remember(self: CudaCopies, stream: Any, source: torch.Tensor, target: torch.Tensor, traffic: Any) -> Any:
+        made.arguments = source, target
+        return issue(self, stream, source, target, traffic)
+
+    monkeypatch.setattr(CudaCopies, "_issue", remember)
+    yield made
+    assert made.faults == []
+    assert runtime.pinned == {}
+
+
+CPU = torch.device("cpu")
+
+
+def place_of(in_flight_bytes: int | None = None) -> HostPlace:
+    return HostPlace(CPU, CudaCopies(CPU, print), in_flight_bytes)
+
+
+def group(number: int = 0, traffic: Traffic | None = None) -> Group:
+    made = Group(f"layers.{number}", list, print, traffic)
+    made.number = number
+    return made
+
+
+def data(num_bytes: int, seed: int) -> torch.Tensor:
+    return torch.randint(256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def random_step(place: HostPlace, machine: Machine, dice: random.Random, sizes: list[int]) -> None:
+    place.begin_step()
+    kept = []
+    for number, size in enumerate(sizes):
+        block = group(number // 2)
+        machine.compute_something()
+        kept.append((place.put(data(size, number), block), block, size, number))
+        if number % 2:
+            place.seal(block)
+    dice.shuffle(kept)
+    while kept:
+        if dice.random() < 0.5:
+            place.begin([ticket for ticket, *_ in dice.sample(kept, dice.randint(1, len(kept)))], kept[0][1])
+        ticket, block, size, seed = kept.pop()
+        if dice.random() < 0.9:
+            take(place, machine, ticket, block, size, seed)
+        place.free(ticket)
+
+
+def take(place: HostPlace, machine: Machine, ticket: Any, block: Group, size: int, seed: int) -> None:
+    machine.compute_something()
+    flat = place.take(ticket, block)
+    assert machine.is_behind(machine.current, machine.copy_to[flat.data_ptr()]), "read before its copy is joined"
+    assert torch.equal(flat, data(size, seed))
+
+
+@pytest.mark.parametrize("in_flight_bytes", [None, 0, 2000, 10**9])
+def test_every_copy_is_ordered(machine: Machine, in_flight_bytes: int | None) -> None:
+    dice = random.Random(f"{in_flight_bytes}")
+    place = place_of(in_flight_bytes)
+    for _ in range(50):
+        random_step(place, machine, dice, [dice.choice((1, 700, 2000)) for _ in range(dice.randint(0, 10))])
+    place.close()
+
+
+def test_another_compute_stream_waits_too(machine: Machine) -> None:
+    """Room in host memory that one stream has read from is written from another."""
+    dice = random.Random(0)
+    place = place_of(0)
+    streams = [machine.compute, Stream(machine)]
+    for step in range(20):
+        with machine.stream(streams[step % 2]):
+            random_step(place, machine, dice, [500, 1000, 500])
+    place.begin_step()
+    with machine.stream(streams[0]):
+        ticket = place.put(data(500, 0), group())
+        place.begin([ticket], group())
+    with machine.stream(streams[1]):
+        streams[1].wait_stream(streams[0])
+        before = machine.num_copies
+        take(place, machine, ticket, group(), 500, 0)
+        assert machine.num_copies == before + 1, "memory of another stream is not read: it is copied anew"
+    place.free(ticket)
+    place.close()
+
+
+def test_events_are_used_again(machine: Machine) -> None:
+    place = place_of()
+    dice = random.Random(0)
+    for step in range(20):
+        random_step(place, machine, dice, [500] * 8)
+        if step == 3:
+            most = machine.num_events
+    assert machine.num_events <= most + 8
+    place.close()
+
+
+def test_a_capture_between_eager_steps(machine: Machine, runtime: Runtime) -> None:
+    """It begins while copies of the last eager step are not joined, pins nothing, and joins all of its own."""
+    dice = random.Random(0)
+    place = place_of(10**9)
+    sizes = [500, 1000, 700]
+    for _ in range(2):
+        random_step(place, machine, dice, sizes)
+    for _ in range(3):
+        place.begin_step()
+        left = place.put(data(500, 0), group())
+        pinned = dict(runtime.pinned)
+        with machine.capture():
+            place.free(left)
+            random_step(place, machine, dice, sizes)
+            assert runtime.pinned == pinned
+        for _ in range(3):
+            random_step(place, machine, dice, sizes)
+    place.close()
+
+
+def test_seconds_are_read_from_events_but_not_in_a_capture(machine: Machine) -> None:
+    place = place_of(0)
+    traffic = Traffic()
+    for _ in range(2):
+        place.begin_step()
+        ticket = place.put(data(500, 0), group(0, traffic))
+        take(place, machine, ticket, group(0, traffic), 500, 0)
+        place.free(ticket)
+    assert traffic.copy_seconds == 8.0
+    with machine.capture():
+        place.begin_step()
+        ticket = place.put(data(500, 0), group(0, traffic))
+        take(place, machine, ticket, group(0, traffic), 500, 0)
+        place.free(ticket)
+    assert traffic.copy_seconds == 8.0
+    place.close()
+
+
+def test_cuda_is_what_a_cuda_device_gets(machine: Machine) -> None:
+    place = Host().place_for(torch.device("cuda", 0), print)
+    assert isinstance(place, HostPlace)
+    assert isinstance(place._copies, CudaCopies)
+    place.close()
