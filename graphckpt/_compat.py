@@ -15,10 +15,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import timedelta
 
+    from torch.distributed.tensor.placement_types import Placement
+
 __all__ = [
     "all_gather_bytes",
     "at_end_of_backward",
     "has_function_modes",
+    "packed_shard",
     "pytree",
     "saved_tensor_hooks_in_force",
     "share_version_counter",
@@ -102,3 +105,14 @@ def all_gather_bytes(process_group: Any, output: torch.Tensor, sent: torch.Tenso
     options.timeout = limit
     options.asyncOp = True
     return process_group._allgather_base(output, sent, options)
+
+
+def packed_shard(dim: int, parts: int) -> Placement:
+    """Returns the placement that cuts each of ``parts`` blocks of a dimension by itself.
+
+    A weight that makes queries, keys and values is three weights side by side. No public placement knows that, and
+    the module is imported when it is needed, for it takes a second.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard  # noqa: PLC0415
+
+    return _StridedShard(dim, split_factor=parts)

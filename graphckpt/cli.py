@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
@@ -22,6 +23,7 @@ examples:
   graphckpt train --config-file configs/quickstart.py train.train_iter=1000 optim.lr=3e-4
   graphckpt train --config-file configs/quickstart.py 'data.paths=[~/texts, notes.txt]'
   graphckpt train --config-file configs/quickstart.py train.activation_checkpoint.enabled=False
+  torchrun --nproc-per-node 2 -m graphckpt train --config-file configs/quickstart.py train.dist.tensor_parallel_size=2
   graphckpt train --config-file configs/quickstart.py \\
       'train.activation_checkpoint.blocks={"transformer.h.*": {"activation_checkpointing": "selective"}}'
 
@@ -39,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code: int = parsed.run(parsed)
     except GraphckptError as error:
-        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        who = f" on rank {rank}" if (rank := os.environ.get("RANK", "0")) != "0" else ""  # torchrun's name for it
+        text = f"error{who}: {error}"
+        Console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
         return _FAULT
     except KeyboardInterrupt:
         Console(stderr=True).print("interrupted", style="yellow")
@@ -98,10 +102,13 @@ def _train(parsed: argparse.Namespace) -> int:
         resume=parsed.resume,
         eval_only=parsed.eval_only,
     )
+    is_stopped = False
     if parsed.eval_only:
         trainer.evaluate()
-        return 0
-    return _INTERRUPTED if trainer.train().is_stopped else 0
+    else:
+        is_stopped = trainer.train().is_stopped
+    trainer.ranks.close()
+    return _INTERRUPTED if is_stopped else 0
 
 
 def _version() -> str:

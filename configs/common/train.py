@@ -45,6 +45,11 @@ train = {
         "eval_metric": None,  # what model_best is best at, such as "eval_ppl"; None: what the task says
         "eval_mode": None,  # "min" or "max"
     },
-    "dist": {"data_parallel_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1},
+    "dist": {
+        "data_parallel_size": 1,
+        "tensor_parallel_size": 1,  # processes that share each matrix, as many as torchrun starts
+        "pipeline_parallel_size": 1,
+        "timeout_seconds": 600,  # how long a process waits for another
+    },
     "zero_optimization": {"enabled": False, "stage": 1},
 }

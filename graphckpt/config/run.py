@@ -53,7 +53,7 @@ def trainer_from(
     with importable_from(*places):
         run = checked(config, faults, str(path))
         trainer = _trainer(run, resume=resume, eval_only=eval_only)
-    if not eval_only:
+    if not eval_only and trainer.ranks.is_main:
         own_modules.remember(config, places)
         try:
             LazyConfig.save(config, trainer.folder / CONFIG)

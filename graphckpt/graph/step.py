@@ -9,12 +9,13 @@ from weakref import ref
 
 import torch
 
-from graphckpt.blocks.watch import Watcher
 from graphckpt.blocks.policy import make_plan
+from graphckpt.blocks.watch import Watcher
 from graphckpt.errors import GraphError
 from graphckpt.graph.batches import fresh_outputs, is_new, micro_batches, pack_outputs
 from graphckpt.graph.inputs import InputCheck
 from graphckpt.graph.update import ScaledBackward
+from graphckpt.ledger.live import inner_tensors
 from graphckpt.tree import flatten_call
 
 if TYPE_CHECKING:
@@ -236,7 +237,8 @@ class Step:
             for module in root.modules():
                 for own in (module._parameters, module._buffers, module.__dict__):
                     tensors += [value for value in own.values() if isinstance(value, torch.Tensor)]
-        return {t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided}
+        plain = [p for t in tensors for p in (inner_tensors(t) if hasattr(t, "__tensor_flatten__") else (t,))]
+        return {t.untyped_storage().data_ptr() for t in plain if t.layout is torch.strided}
 
 
 def _tensors(args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.overrides import TorchFunctionMode
 
 from graphckpt.errors import GraphError
+from graphckpt.graph.clip import clip_grad_norm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -213,7 +214,7 @@ def _zero(optimizer: torch.optim.Optimizer) -> None:
 def _clip(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         if _CLIP in group:
-            torch.nn.utils.clip_grad_norm_(group["params"], group[_CLIP], group.get("clip_grad_norm_type", 2.0))
+            clip_grad_norm(group["params"], group[_CLIP], group.get("clip_grad_norm_type", 2.0))
 
 
 def _closure_fault(optimizer: torch.optim.Optimizer) -> str | None:

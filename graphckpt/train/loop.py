@@ -47,7 +47,10 @@ class HookBase:
 
 @final
 class Loop:
-    """Calls ``step``, which returns losses by name, until ``train_iter`` iterations are done or the user stops it."""
+    """Calls ``step``, which returns losses by name, until ``train_iter`` iterations are done or the user stops it.
+
+    Where several processes run the same loop, ``agree`` says before each iteration whether any was asked to stop.
+    """
 
     def __init__(
         self,
@@ -57,6 +60,7 @@ class Loop:
         report: Report,
         hooks: Sequence[HookBase] = (),
         start_iter: int = 0,
+        agree: Callable[[bool], bool] = bool,
     ) -> None:
         self.report = report
         self.train_iter = train_iter
@@ -73,6 +77,8 @@ class Loop:
         """Seconds that the last iteration waited for its data; the step sets it."""
         self._step = step
         self._hooks = tuple(hooks)
+        self._agree = agree
+        self._is_asked = False
 
     @property
     def loss(self) -> Tensor | None:
@@ -116,11 +122,15 @@ class Loop:
             for hook in self._hooks:
                 hook.before_train(self)
             with self.report.progress("training", self.train_iter - self.done, counts=True) as advance:
-                while not self.is_last:
+                while not self._is_over():
                     self._iterate()
                     advance(1)
             for hook in self._hooks:
                 hook.after_train(self)
+
+    def _is_over(self) -> bool:
+        self.is_stopped = self._agree(self._is_asked)
+        return self.is_last
 
     def _iterate(self) -> None:
         self.metrics = {}
@@ -138,9 +148,9 @@ class Loop:
             return
 
         def stop(number: int, frame: FrameType | None) -> None:
-            if self.is_stopped:
+            if self._is_asked:
                 raise KeyboardInterrupt
-            self.is_stopped = True
+            self._is_asked = True
             with suppress(OSError):  # past the console, which may be printing at this moment
                 os.write(2, b"\nstopping after this iteration; press Ctrl-C again to stop at once\n")
 

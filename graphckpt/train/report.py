@@ -33,6 +33,11 @@ class Report:
         self._log_file = GrowingFile(log_file) if log_file else None
         self._has_complained = False
 
+    @classmethod
+    def silent(cls) -> Report:
+        """Returns one that says nothing: for all processes of a run but one."""
+        return cls(Console(quiet=True))
+
     @property
     def stream(self) -> TextIO:
         """Where the console writes, for what prints by itself."""

@@ -12,22 +12,28 @@ _FIX = "leave the key out"
 @final
 @dataclass(frozen=True, kw_only=True)
 class DistConfig:
-    """Over how many processes a run spreads: ``train.dist``. This version runs in one."""
+    """Over how many processes a run spreads: ``train.dist``. They share matrices, and nothing else."""
 
     data_parallel_size: int = 1
     """Processes that share a batch."""
     tensor_parallel_size: int = 1
-    """Processes that share each matrix."""
+    """Processes that share each matrix, as many as ``torchrun`` starts."""
     pipeline_parallel_size: int = 1
     """Processes that share the layers."""
     pipeline_num_layers: int | None = None
     """Layers that the pipeline cuts."""
     custom_pipeline_stage_id: list[int] | None = None
     """The stage of each layer."""
+    timeout_seconds: int = 600
+    """How long a process waits for another before the run ends with an error."""
 
     def faults(self) -> Iterator[str]:
         """Yields what is not supported."""
-        yield from not_neutral(self, "one process trains")
+        others = ("data_parallel_size", "pipeline_parallel_size", "pipeline_num_layers", "custom_pipeline_stage_id")
+        yield from not_neutral(self, "processes share matrices alone", *others)
+        for name in ("tensor_parallel_size", "timeout_seconds"):
+            if getattr(self, name) < 1:
+                yield f"{name}: {getattr(self, name)} · fix: use 1 or more"
 
 
 @final

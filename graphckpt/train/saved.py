@@ -7,6 +7,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -17,8 +18,9 @@ from graphckpt.train import snapshot
 from graphckpt.train.history import cut_log, cut_metrics
 from graphckpt.train.lock import FolderLock
 from graphckpt.train.loop import Loop
+from graphckpt.train.parallel import Ranks
 from graphckpt.train.report import Report
-from graphckpt.train.snapshot import SnapshotError
+from graphckpt.train.snapshot import SnapshotError, SnapshotWriteError
 from graphckpt.train.snapshots import Snapshots
 from graphckpt.train.state import RunState
 from graphckpt.train.weights import read_weights
@@ -35,6 +37,7 @@ class SavedRun:
         resume: whether to go on from the snapshot that ``last_checkpoint`` names, which is checked here.
         eval_only: leave all as it is.
         batch_size: sequences in one iteration.
+        ranks: the processes of the run, of which the main one writes.
 
     Raises:
         ConfigError: another process trains in the folder.
@@ -42,11 +45,12 @@ class SavedRun:
         OSError: the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, *, resume: bool, eval_only: bool, batch_size: int) -> None:
+    def __init__(self, folder: Path, *, resume: bool, eval_only: bool, batch_size: int, ranks: Ranks) -> None:
         self.folder = folder
-        self.snapshots = Snapshots(folder)
+        self.snapshots = Snapshots(folder, is_writer=ranks.is_main)
         self._lock = FolderLock(folder)
-        if not eval_only:  # to look at what another process writes is no harm
+        self._ranks = ranks
+        if not eval_only and ranks.is_main:  # to look at what another process writes is no harm
             self._lock.acquire()
             snapshot.recover(folder)
         self.source: Path | None = None
@@ -73,7 +77,8 @@ class SavedRun:
             ConfigError: another process does, or the folder cannot be written.
         """
         try:
-            self._lock.acquire()
+            if self._ranks.is_main:
+                self._lock.acquire()
         except OSError as error:
             raise unwritable(self.folder, error) from error
         try:
@@ -103,8 +108,9 @@ class SavedRun:
         state.load_states(snapshot.read_state(self.source, "graph"), trainer, str(self.source))
         loop.load_hook_states(trainer["hooks"])
         try:
-            cut_log(self.folder / LOG, loop.iteration)
-            cut_metrics(self.folder / METRICS, loop.iteration)
+            if self._ranks.is_main:
+                cut_log(self.folder / LOG, loop.iteration)
+                cut_metrics(self.folder / METRICS, loop.iteration)
         except OSError as error:
             raise unwritable(self.folder, error) from error
         report.line(f"resumed from {self.source}, after iteration: {loop.iteration}/{loop.train_iter}")
@@ -112,8 +118,9 @@ class SavedRun:
             report.line(
                 f"the data changed since: {then} then, {data} now; the run sees other text from here on", "yellow"
             )
-        if (machine := self._info.get("machine")) != _machine():
-            text = f"the machine changed since: {machine} then, {_machine()} now"
+        now = _machine(self._ranks.size)
+        if (machine := self._info.get("machine")) != now:
+            text = f"the machine changed since: {machine} then, {now} now"
             report.line(f"{text}; sums may round otherwise, so the bits may differ", "yellow")
         if loop.is_last:
             report.line("nothing is left to do · fix: raise train.train_iter to train on", "yellow")
@@ -135,30 +142,27 @@ class SavedRun:
                 shutil.copyfile(self.folder / CONFIG, folder / "run.yaml")
 
         def save(name: str, loop: Loop) -> None:
-            states = state.states()
+            states, weights = state.states(), state.weights()  # all processes take part where these are cut
             states["trainer"]["hooks"] = loop.hook_states()
-            snapshot.write(
-                self.folder / name,
-                weights=state.weights(),
-                states=states,
-                info={
-                    "run": self.run,
-                    "iteration": loop.iteration,
-                    "done": loop.done,
-                    "consumed_samples": self.consumed_samples(loop.done),
-                    "data": data,
-                    "metrics": {key: value for key, value in loop.metrics.items() if math.isfinite(value)},
-                    "machine": _machine(),
-                },
-                companions=add_files,
-            )
+            info = {
+                "run": self.run,
+                "iteration": loop.iteration,
+                "done": loop.done,
+                "consumed_samples": self.consumed_samples(loop.done),
+                "data": data,
+                "metrics": {key: value for key, value in loop.metrics.items() if math.isfinite(value)},
+                "machine": _machine(self._ranks.size),
+            }
+            write = partial(snapshot.write, self.folder / name, weights=weights, states=states, info=info)
+            self._ranks.main_does(partial(write, companions=add_files), SnapshotWriteError)
 
         return save
 
 
-def _machine() -> dict[str, Any]:
+def _machine(num_ranks: int) -> dict[str, Any]:
     """Returns what changes how sums are rounded: a sum over two threads is not that over one, to the last bit."""
-    return {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    machine = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    return machine if num_ranks == 1 else {**machine, "tensor_parallel_size": num_ranks}
 
 
 def unwritable(folder: Path, error: OSError) -> ConfigError:

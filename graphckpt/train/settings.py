@@ -197,6 +197,8 @@ class TrainConfig:
             yield f"warmup_ratio: {self.warmup_ratio} · fix: use a share from 0 to below 1"
         if self.seed < 0:
             yield f"seed: {self.seed} · fix: use 0 or more"
+        if self.dist.tensor_parallel_size > 1 and self.amp.enabled and self.amp.dtype == "float16":
+            yield "amp.dtype: 'float16' scales its loss in one process alone · fix: use 'bfloat16'"
         if not self.output_dir:
             yield "output_dir: is empty · fix: name a folder"
 

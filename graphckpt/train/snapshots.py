@@ -28,10 +28,11 @@ def periodic_name(iteration: int) -> str:
 
 @final
 class Snapshots:
-    """The snapshots in a folder."""
+    """The snapshots in a folder; one that is no writer changes nothing there."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, is_writer: bool = True) -> None:
         self.folder = folder
+        self._is_writer = is_writer
 
     def names(self) -> list[str]:
         """Returns the names of all snapshots, periodic ones first, in their order."""
@@ -79,11 +80,13 @@ class Snapshots:
         Raises:
             OSError: the file cannot be written.
         """
-        snapshot.write_text(self.folder / LAST, f"{name}\n")
+        if self._is_writer:
+            snapshot.write_text(self.folder / LAST, f"{name}\n")
 
     def forget_last(self) -> list[str]:
         """Removes ``last_checkpoint`` for a new run in this folder, and returns the snapshots that stay."""
-        (self.folder / LAST).unlink(missing_ok=True)
+        if self._is_writer:
+            (self.folder / LAST).unlink(missing_ok=True)
         return self.names()
 
     def prune(self, newest: str, max_to_keep: int, run: str) -> None:
@@ -94,6 +97,8 @@ class Snapshots:
         Raises:
             OSError: one cannot be removed.
         """
+        if not self._is_writer:
+            return
         older = [name for name in self.names() if _PERIODIC.fullmatch(name) and _iteration(name) < _iteration(newest)]
         own = [name for name in older if self._run_of(name) == run]
         for name in own[: max(0, len(own) - (max_to_keep - 1))]:

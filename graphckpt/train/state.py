@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from graphckpt import Graph
 from graphckpt.rng import random_devices, set_random_state, take_random_state
+from graphckpt.train.cut import cut_like, is_cut, local, shared_as, whole
 from graphckpt.train.snapshot import SnapshotError
 
 
@@ -31,25 +32,33 @@ class RunState:
         graph: trains it, under the attribute ``model``.
         optimizer: of the graph.
         device: where it is trained.
+        keep: whether this process writes snapshots; others only take part in putting together what is cut.
     """
 
-    def __init__(self, model: nn.Module, graph: Graph, optimizer: Optimizer, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, graph: Graph, optimizer: Optimizer, device: torch.device, *, keep: bool = True
+    ) -> None:
+        self._keep = keep
         self._model = model
         self._graph = graph
         self._optimizer = optimizer
         self._device = device
 
     def weights(self) -> dict[str, Tensor]:
-        """Returns the state of the model; a tensor with several names is there once, and none share memory."""
-        return distinct(_tensors(self._model))
+        """Returns the state of the model; a tensor with several names is there once, and none share memory.
+
+        What is cut over processes is put together; all of them have to call this.
+        """
+        kept = distinct(_tensors(self._model))
+        return {name: whole(tensor, keep=self._keep) for name, tensor in kept.items()}
 
     def states(self) -> dict[str, Any]:
-        """Returns the rest, by the name of the file to put it in: tensors and plain values alone."""
+        """Returns the rest, by the name of the file to put it in: tensors and plain values alone, put together too."""
         graph = self._graph.state_dict()
         own = graph.pop("model")
         extra = {name: value for name, value in own.items() if not isinstance(value, Tensor)}
         trainer = {"random": self._take_random(), "buffers": self._unsaved_buffers(), "extra": extra}
-        return {"graph": dict(graph), "trainer": trainer}
+        return {"graph": whole(dict(graph), keep=self._keep), "trainer": trainer}
 
     def load_weights(self, weights: dict[str, Tensor], where: str) -> None:
         """Sets the model's weights.
@@ -73,6 +82,7 @@ class RunState:
                 module = self._model.get_submodule(owner)
                 module._buffers[leaf] = value.to(getattr(module, leaf).device)
             rates = [group["lr"] for group in self._optimizer.param_groups]
+            cut_like(self._optimizer, graph)
             self._graph.load_state_dict({"model": self._model.state_dict(), **graph})
             for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
                 if isinstance(rate, Tensor):  # the same tensor on its device, for a captured step reads it there
@@ -94,8 +104,11 @@ class RunState:
         }
 
     def _set_random(self, state: dict[str, Any]) -> None:
-        here = set(map(str, self._devices()))
-        devices = tuple((torch.device(name), value) for name, value in state["devices"] if name in here)
+        here = self._devices()
+        saved = dict(state["devices"])
+        if len(here) == len(saved) == 1:  # one device then and now, maybe by another number
+            saved = {str(here[0]): value for value in saved.values()}
+        devices = tuple((device, saved[str(device)]) for device in here if str(device) in saved)
         set_random_state((state["cpu"], devices))
         kind, keys, *rest = state["numpy"]
         np.random.set_state((kind, np.array(keys, np.uint32), *rest))  # noqa: NPY002
@@ -134,7 +147,8 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> No
         more = f", and {len(faults) - 3} more" if len(faults) > 3 else ""
         fix = "describe the model and the vocabulary as they were when it was written"
         raise SnapshotError(f"{where}: is of another model: {', '.join(faults[:3])}{more} · fix: {fix}")
-    model.load_state_dict(named, strict=False)  # what is no tensor is left as it is
+    shares = {name: shared_as(own[name], value) for name, value in named.items()}
+    model.load_state_dict(shares, strict=False)  # what is no tensor is left as it is
 
 
 def distinct(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -151,6 +165,9 @@ def distinct(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if _place(tensor) in places:
             continue
         places.add(_place(tensor))
+        if is_cut(tensor):
+            kept[name] = tensor
+            continue
         storage = tensor.untyped_storage()
         is_alone = storage.data_ptr() not in storages and storage.nbytes() == tensor.nbytes
         storages.add(storage.data_ptr())
@@ -166,4 +183,6 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
     """Returns what is equal for two names of one tensor."""
     if not tensor.numel():
         return (id(tensor),)
+    if is_cut(tensor):
+        return _place(local(tensor))
     return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -31,6 +30,7 @@ from graphckpt.train.hooks.snapshot import Save
 from graphckpt.train.loop import HookBase, Loop
 from graphckpt.train.order import ShuffledOrder
 from graphckpt.train.outcome import PICTURE, Outcome, written
+from graphckpt.train.parallel import Ranks, device_of
 from graphckpt.train.report import Report
 from graphckpt.train.saved import LOG, METRICS, SavedRun, unwritable, weights_folder
 from graphckpt.train.settings import TrainConfig
@@ -79,15 +79,23 @@ class Trainer:
         self._task = task
         self._more_hooks = hooks
         self.folder = Path(settings.output_dir).expanduser()
-        self.device = _device(settings.device)
+        self.device = device_of(settings.device, settings.dist)
+        self.ranks = Ranks(settings.dist, self.device)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.saved = SavedRun(self.folder, resume=resume, eval_only=eval_only, batch_size=self.batch_size)
-            with (self.folder / LOG).open("a" if resume or eval_only else "w", encoding="utf-8"):
-                pass  # a new run has a log of its own
+            with self.ranks.main_first():
+                self.saved = self._saved_run(resume=resume, eval_only=eval_only)
         except OSError as error:
             raise unwritable(self.folder, error) from error
-        self.report = report or Report(log_file=self.folder / LOG)
+        self.report = report or (Report(log_file=self.folder / LOG) if self.ranks.is_main else Report.silent())
+
+    def _saved_run(self, *, resume: bool, eval_only: bool) -> SavedRun:
+        ranks, batch_size = self.ranks, self.batch_size
+        self.folder.mkdir(parents=True, exist_ok=True)
+        saved = SavedRun(self.folder, resume=resume, eval_only=eval_only, batch_size=batch_size, ranks=ranks)
+        if ranks.is_main:
+            with (self.folder / LOG).open("a" if resume or eval_only else "w", encoding="utf-8"):
+                pass  # a new run has a log of its own
+        return saved
 
     @property
     def batch_size(self) -> int:
@@ -126,7 +134,7 @@ class Trainer:
         )
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.report.line(
-            f"model: {type(model).__name__}, {num_parameters:,} parameters on {self.device};"
+            f"model: {type(model).__name__}, {num_parameters:,} parameters on {self.ranks.described(self.device)};"
             f" {train_iter} iterations of {self.batch_size} samples"
             + (f" x {opened.tokens_each} tokens" if opened.text else "")
         )
@@ -140,7 +148,7 @@ class Trainer:
             losses: dict[str, Tensor] = graph(**batch)
             return {name: loss.mean() for name, loss in losses.items()}
 
-        state = RunState(model, graph, optimizer, self.device)
+        state = RunState(model, graph, optimizer, self.device, keep=self.ranks.is_main)
         tokens = opened.tokenizer_file.parent.name if opened.tokenizer_file else None  # named by all they depend on
         data = {"num_samples": len(opened.train), "tokens_each": opened.tokens_each, "tokens": tokens}
         save = self.saved.saver(
@@ -149,8 +157,9 @@ class Trainer:
             companions=lambda folder: export(model, opened.tokenizer_file, folder, seq_length=opened.tokens_each),
         )
         hooks = list(self._hooks(model, optimizer, graph, opened, save))
-        loop = Loop(step, train_iter=train_iter, report=self.report, hooks=hooks, start_iter=self.saved.start_iter)
-        with self.saved.locked():
+        start_iter, agree = self.saved.start_iter, self.ranks.any
+        loop = Loop(step, train_iter=train_iter, report=self.report, hooks=hooks, start_iter=start_iter, agree=agree)
+        with self.saved.locked(), self.ranks.together():
             self.saved.begin(state, loop, data=data, report=self.report)
             loop.run()
         outcome = Outcome(iterations=loop.done, is_stopped=loop.is_stopped, files=written(self.folder))
@@ -169,13 +178,14 @@ class Trainer:
         hook = self._eval_hook(model, self._open(model))
         if hook is None:
             raise ConfigError("data: nothing is held out to evaluate · fix: hold some of it out")
-        metrics = hook.measure()
+        with self.ranks.together():
+            metrics = hook.measure()
         self.report.line(f"{folder}: held-out {described(metrics)}", "bold")
         return metrics
 
     def _model(self) -> nn.Module:
         seed_all(self.settings.seed)
-        return self._make_model().to(self.device).train()
+        return self.ranks.shard(self._make_model().to(self.device).train())
 
     def _open(self, model: nn.Module) -> Opened:
         """Opens the data.
@@ -183,7 +193,8 @@ class Trainer:
         Raises:
             ConfigError: the model does not fit it.
         """
-        opened = self._data.open(self._task, seed=self.settings.seed, report=self.report)
+        with self.ranks.main_first():
+            opened = self._data.open(self._task, seed=self.settings.seed, report=self.report)
         if opened.text and isinstance(self._task, TextTask):
             faults = list(self._task.check(model, opened.text))
             if faults:
@@ -205,8 +216,9 @@ class Trainer:
         eval_hook = self._eval_hook(model, opened) if settings.evaluation.enabled else None
         if eval_hook:
             yield eval_hook
-        yield MetricsHook(self.folder / METRICS)
-        if settings.tensorboard:
+        if self.ranks.is_main:
+            yield MetricsHook(self.folder / METRICS)
+        if settings.tensorboard and self.ranks.is_main:
             yield TensorBoardHook(self.folder)
         yield from self._more_hooks
         if eval_hook:
@@ -219,7 +231,8 @@ class Trainer:
             max_to_keep=settings.checkpointer.max_to_keep,
             run=self.saved.run,
         )
-        yield ExplainHook(graph, self.folder / PICTURE)
+        if self.ranks.is_main:
+            yield ExplainHook(graph, self.folder / PICTURE)
 
     def _eval_hook(self, model: nn.Module, opened: Opened) -> EvalHook | None:
         heldout = opened.heldout
@@ -249,15 +262,3 @@ class Trainer:
 
     def _on_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.to(self.device) for name, tensor in batch.items()}
-
-
-def _device(name: str | None) -> torch.device:
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(0, device=name)
-        return torch.device(name)
-    except (RuntimeError, AssertionError) as error:  # a build without CUDA asserts
-        first_line = str(error).split("\n", 1)[0]
-        fix = "leave train.device out, and the device is picked"
-        raise ConfigError(f"train.device: {name!r} cannot be used ({first_line}) · fix: {fix}") from error

@@ -74,8 +74,10 @@ def test_length_of_a_run():
 @pytest.mark.parametrize(
     ("train", "fault"),
     [
-        ({"dist": {"data_parallel_size": 2}}, "dist.data_parallel_size: 2 is not supported, one process trains"),
+        ({"dist": {"data_parallel_size": 2}}, "dist.data_parallel_size: 2 is not supported, processes share matrices"),
         ({"dist": {"pipeline_num_layers": 24}}, "dist.pipeline_num_layers: 24 is not supported"),
+        ({"dist": {"tensor_parallel_size": 0}}, "dist.tensor_parallel_size: 0 · fix: use 1 or more"),
+        ({"dist": {"timeout_seconds": 0}}, "dist.timeout_seconds: 0 · fix: use 1 or more"),
         ({"zero_optimization": {"enabled": True}}, "zero_optimization.enabled: True is not supported"),
         (
             {"activation_checkpoint": {"offload": "gpu"}},
@@ -104,7 +106,7 @@ def test_keys_without_effect_say_so(train, fault):
 
 def test_neutral_values_are_good():
     neutral = {
-        "dist": {"data_parallel_size": 1, "tensor_parallel_size": 1, "custom_pipeline_stage_id": None},
+        "dist": {"data_parallel_size": 1, "tensor_parallel_size": 2, "custom_pipeline_stage_id": None},
         "zero_optimization": {"enabled": False, "stage": 2},
         "activation_checkpoint": {"offload": False, "partition": None, "contiguous": True},
     }

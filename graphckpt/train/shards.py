@@ -1,0 +1,254 @@
+"""How the weights of one layer are cut over the processes of a mesh: styles for ``parallelize_module``.
+
+Weights become DTensors; what flows between layers stays plain tensors, so that blocks, policies and Transformers'
+own code see what they see in one process, with fewer heads and narrower middles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn.functional import embedding, linear
+from transformers.pytorch_utils import Conv1D
+
+from graphckpt._compat import packed_shard
+
+# Legend: B samples, T tokens, I inputs of a layer, O its outputs, N processes
+
+
+@final
+class Columns(ParallelStyle):
+    """Each process makes ``O / N`` of a layer's outputs, from all of its inputs.
+
+    Args:
+        parts: blocks that the outputs are made of, each cut by itself: 3 where queries, keys and values are one layer.
+        gather: whether every process gets all outputs.
+    """
+
+    def __init__(self, *, parts: int = 1, gather: bool = False) -> None:
+        super().__init__()
+        self.parts = parts
+        self.gather = gather
+
+    def size(self, module: nn.Module) -> int:
+        """Returns what the number of processes has to divide."""
+        outputs, _ = features(module)
+        return outputs // self.parts
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, dim in (("weight", 1 if isinstance(module, Conv1D) else 0), ("bias", 0)):
+            _cut(module, name, device_mesh, packed_shard(dim, self.parts) if self.parts > 1 else Shard(dim))
+        group, gather = device_mesh.get_group(), self.gather
+
+        def forward(module: Any, x: Tensor) -> Tensor:
+            output = _affine(module, _GradSummed.apply(x, group), _local(module.weight), _local(module.bias))
+            return _Gathered.apply(output, group) if gather else output
+
+        return _with_forward(module, forward)
+
+
+@final
+class Rows(ParallelStyle):
+    """Each process makes a part of every output, from ``I / N`` of a layer's inputs; the parts are summed.
+
+    Args:
+        split: whether the inputs come whole, as after ``Columns(gather=True)``.
+    """
+
+    def __init__(self, *, split: bool = False) -> None:
+        super().__init__()
+        self.split = split
+
+    def size(self, module: nn.Module) -> int:
+        """Returns what the number of processes has to divide."""
+        _, inputs = features(module)
+        return inputs
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _cut(module, "weight", device_mesh, Shard(0 if isinstance(module, Conv1D) else 1))
+        group, split = device_mesh.get_group(), self.split
+
+        def forward(module: Any, x: Tensor) -> Tensor:
+            own = _Split.apply(x, group) if split else x
+            output: Tensor = _Summed.apply(_affine(module, own, _local(module.weight), None), group)
+            return output if module.bias is None else output + module.bias
+
+        return _with_forward(module, forward)
+
+
+@final
+class Vocabulary(ParallelStyle):
+    """Each process knows ``1 / N`` of the entries of an embedding."""
+
+    def size(self, module: nn.Module) -> int:
+        """Returns what the number of processes has to divide."""
+        assert isinstance(module, nn.Embedding)
+        return module.num_embeddings
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _cut(module, "weight", device_mesh, Shard(0))
+        group, rank = device_mesh.get_group(), device_mesh.get_local_rank()
+
+        def forward(module: Any, ids: Tensor) -> Tensor:
+            weight = _local(module.weight)
+            assert weight is not None
+            place = ids - rank * len(weight)
+            foreign = (place < 0) | (place >= len(weight))
+            pad = None if module.padding_idx is None else module.padding_idx - rank * len(weight)
+            found = embedding(
+                place.masked_fill(foreign, 0), weight, padding_idx=pad if pad in range(len(weight)) else None
+            )
+            output: Tensor = _Summed.apply(found.masked_fill(foreign.unsqueeze(-1), 0), group)
+            return output
+
+        return _with_forward(module, forward)
+
+
+@final
+class SummedGradients(ParallelStyle):
+    """Every process has the whole layer and runs it on its own share; gradients of the weights are summed."""
+
+    def size(self, module: nn.Module) -> int:
+        """Returns 0, which every number divides."""
+        del module
+        return 0
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        group = device_mesh.get_group()
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(lambda grad: _sum(grad, group))
+        return module
+
+
+Style = Columns | Rows | Vocabulary | SummedGradients
+"""What a plan says of a layer."""
+
+
+def features(module: nn.Module) -> tuple[int, int]:
+    """Returns outputs and inputs of a layer, of the whole one also when it is cut."""
+    rows, columns = module.weight.shape  # type: ignore[misc]
+    return (columns, rows) if isinstance(module, Conv1D) else (rows, columns)
+
+
+def fits(style: Style, module: nn.Module) -> bool:
+    """Whether a style knows how to run such a layer."""
+    own: Any = type(module).forward
+    if isinstance(style, Vocabulary):
+        return isinstance(module, nn.Embedding) and own is nn.Embedding.forward and _is_simple(module)
+    if isinstance(style, SummedGradients):
+        return True
+    return own in {nn.Linear.forward, Conv1D.forward}
+
+
+def _is_simple(module: nn.Embedding) -> bool:
+    return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+
+
+def _cut(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
+    """Puts this process's share of a parameter, which is the same on all of them, in its place."""
+    whole = getattr(module, name, None)
+    if whole is not None:
+        share = distribute_tensor(whole.detach(), mesh, [placement], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(share, requires_grad=whole.requires_grad))
+
+
+def _local(weight: Any) -> Tensor | None:
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def _with_forward(module: nn.Module, forward: Callable[..., Tensor]) -> nn.Module:
+    module.forward = MethodType(forward, module)
+    return module
+
+
+def _affine(module: nn.Module, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Returns ``x @ weight + bias``, as the layer itself would: [B, T, I] -> [B, T, O]."""
+    assert weight is not None
+    if not isinstance(module, Conv1D):
+        return linear(x, weight, bias)
+    flat = x.reshape(-1, x.shape[-1])
+    output = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
+    return output.view(*x.shape[:-1], -1)
+
+
+def _sum(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Returns the sum over all processes; a copy, for a policy may keep what was made here, or another share it."""
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _gather(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Returns what all processes have, side by side: [..., O / N] -> [..., O]."""
+    own = tensor.contiguous()
+    pieces = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(pieces, own, group=group)
+    return torch.cat(pieces, dim=-1)
+
+
+def _own(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Returns this process's share: [..., O] -> [..., O / N]."""
+    return tensor.chunk(dist.get_world_size(group), dim=-1)[dist.get_rank(group)].contiguous()
+
+
+class _GradSummed(torch.autograd.Function):
+    """Hands a tensor that all processes have to their shares of a layer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _sum(grad, ctx.group), None
+
+
+class _Summed(torch.autograd.Function):
+    """Sums the parts of a tensor; from here on all processes have it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        del ctx
+        return _sum(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        del ctx
+        return grad, None
+
+
+class _Gathered(torch.autograd.Function):
+    """Puts the shares of a tensor side by side; from here on all processes have it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _own(grad, ctx.group), None
+
+
+class _Split(torch.autograd.Function):
+    """Takes this process's share of a tensor that all of them have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _own(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _gather(grad, ctx.group), None

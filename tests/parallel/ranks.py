@@ -1,0 +1,57 @@
+"""Runs a function on several ranks of gloo on this machine; not a test itself."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+NUM_RANKS = 2
+
+
+def run_on_ranks(work: Callable[..., None], folder: Path, *args: Any, joins: bool = True) -> None:
+    """Calls ``work(rank, folder, *args)`` on each of two ranks; what one raises is raised here.
+
+    They have a process group by then, or with ``joins=False`` what torchrun gives to make one.
+
+    gloo's threads can abort a process that takes its group down while another rank still talks to it: each rank waits
+    for the others' word, and leaves without taking anything down.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(_rank, (port, work, str(folder), args, joins), nprocs=NUM_RANKS)
+    faults = [path.read_text() for path in sorted(folder.glob("fault of *"))]
+    assert not faults, "\n".join(faults)
+    assert sorted(path.name for path in folder.glob("* is done")) == [f"{rank} is done" for rank in range(NUM_RANKS)]
+
+
+def _rank(rank: int, port: int, work: Callable[..., None], folder: str, args: Any, joins: bool) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if joins:
+        dist.init_process_group("gloo")
+    try:
+        work(rank, Path(folder), *args)
+    except BaseException:
+        Path(folder, f"fault of {rank}").write_text(f"rank {rank}: {traceback.format_exc()}")
+        os._exit(0)
+    Path(folder, f"{rank} is done").touch()
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if all(_has_ended(Path(folder), other) for other in range(NUM_RANKS)):
+            break
+        time.sleep(0.05)
+    os._exit(0)
+
+
+def _has_ended(folder: Path, rank: int) -> bool:
+    return (folder / f"{rank} is done").exists() or (folder / f"fault of {rank}").exists()
