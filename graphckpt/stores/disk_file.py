@@ -78,14 +78,16 @@ class UnlinkedFile:
     def _try_direct(self, direct: int) -> None:
         try:
             self._number = _open_unlinked(self.folder, direct)
-            with mmap.mmap(-1, BLOCK) as page, memoryview(page) as view:
-                self.write(view, 0)  # some file systems take the flag and refuse the write
-                self.read(view, 0)
+            page = memoryview(mmap.mmap(-1, BLOCK))
+            self.write(page, 0)  # some file systems take the flag and refuse the write
+            self.read(page, 0)
             self.is_direct = True
         except OSError as error:
-            self.close()
             if error.errno not in _REFUSES_DIRECT:
                 raise
+        finally:
+            if not self.is_direct:
+                self.close()
 
 
 def _open_unlinked(folder: str, flags: int) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import mmap
+import os
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, final
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from graphckpt.stores.disk_file import UnlinkedFile
 
 CHUNK = 8 * 2**20  # bytes; a direct write of this size keeps a disk busy, and a stop need not wait long for it
+_TRIM_EVERY = (
+    64 * 2**20
+)  # bytes; glibc keeps what tensors below 32 MiB free, and cannot use it for the next of that size
+_trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
 
 
@@ -66,6 +71,9 @@ class Lane(ABC):
     ) -> Generator[torch.Tensor, None, None]:
         """Reads ``num_bytes`` from ``offset``, a chunk in each step; each gives the tensor, complete after the last."""
 
+    def passed(self, num_bytes: int) -> None:  # noqa: B027 - a device's allocator has nothing to be told
+        """So many bytes have been moved, and the tensors that held them let go."""
+
     def close(self) -> None:
         """Gives back the chunk."""
         with suppress(BufferError):  # an exception that is still looked at may hold a view: then it goes with that
@@ -83,6 +91,7 @@ class HostLane(Lane):
     def __init__(self, file: UnlinkedFile) -> None:
         super().__init__(file)
         self._address = _address(self._chunk)
+        self._untrimmed_bytes = 0
 
     def load(
         self, num_bytes: int, offset: int, target: torch.Tensor | None, ready: Any
@@ -99,6 +108,13 @@ class HostLane(Lane):
                 yield flat
         self.file.settle(offset, size)
         yield flat
+
+    def passed(self, num_bytes: int) -> None:
+        """Has the C library give memory back to the system, now and then."""
+        self._untrimmed_bytes += num_bytes
+        if _trim is not None and self._untrimmed_bytes >= _TRIM_EVERY:
+            self._untrimmed_bytes = 0
+            _trim(0)
 
     def _fetch(self, data: torch.Tensor, begin: int, size: int, ready: Any) -> None:
         # not copy_(), which would start a team of OpenMP threads for this thread

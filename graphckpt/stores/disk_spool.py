@@ -178,6 +178,7 @@ class Spool:
                 doing, ticket = self._next_job()
                 if ticket is not None:
                     (self._read if doing == "read" else self._write)(ticket)
+                    self._lane.passed(ticket.num_bytes)
                 ticket = None  # nothing is held while there is nothing to do
         except BaseException as error:  # whatever it is: nobody may wait for this thread any more
             block, num_bytes = (ticket.block, ticket.num_bytes) if ticket is not None else ("", 0)

@@ -1,0 +1,1073 @@
+"""The disk store: same bits, bounded memory, nothing left behind, and an error for whatever can fail."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.autograd.graph import saved_tensors_hooks
+
+from graphckpt.errors import ConfigError, StoreError
+from graphckpt.stores import Disk, Group, Placement, Traffic, disk_lane, disk_spool, parse_offload
+from graphckpt.stores.disk_file import UnlinkedFile, file_system_in_memory
+from graphckpt.stores.disk_regions import BLOCK, Regions, in_blocks
+
+KIB, MIB = 2**10, 2**20
+SECONDS = 10.0  # until a test gives up on the thread
+
+
+def opened(folder, *, min_elements=0, **settings):
+    return Placement(offload=Disk(folder, **settings), min_elements=min_elements).store
+
+
+def group(block="h.0", traffic=None, notes=None):
+    return Group(block, list, (notes if notes is not None else []).append, traffic)
+
+
+def put_one(store, tensor, block="h.0"):
+    mine = store.open(group(block))
+    key = store.put(tensor, mine)
+    store.seal(mine)
+    return key
+
+
+def place_of(store):
+    (found,) = store._opened_places()
+    return found
+
+
+def spool_of(store):
+    return place_of(store)._spool
+
+
+def disk_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "graphckpt disk"]
+
+
+def files_in(folder):
+    """The open files of this process that lie in ``folder``, whether or not they have a name."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if str(link.readlink()).startswith(str(folder)):
+                found.append(int(link.name))
+    return found
+
+
+def until(is_so):
+    deadline = time.monotonic() + SECONDS
+    while not is_so():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.001)
+
+
+def until_written(store):
+    until(lambda: not spool_of(store)._unwritten_bytes)
+
+
+def same(a, b):
+    def bits(x):
+        return x.contiguous().flatten().view(torch.uint8) if x.numel() else x
+
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+        and a.device == b.device
+        and torch.equal(bits(a.resolve_conj()), bits(b.resolve_conj()))
+    )
+
+
+class Gate:
+    """Stands in for a call of ``os``: counts, and lets through only when open."""
+
+    def __init__(self, monkeypatch, name):
+        self._call = getattr(os, name)
+        self.is_open = threading.Event()
+        self.is_open.set()
+        self.offsets: list[int] = []
+        monkeypatch.setattr(os, name, self)
+
+    def __call__(self, number, buffers, offset):
+        self.offsets.append(offset)
+        assert self.is_open.wait(SECONDS)
+        return self._call(number, buffers, offset)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(tmp_path):
+    before = set(threading.enumerate())
+    yield
+    gc.collect()
+    until(lambda: not set(disk_threads()) - before)
+    assert not files_in(tmp_path)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+# ---- what comes back
+
+TENSORS = {
+    "float32": lambda: torch.randn(70, 30),
+    "bool": lambda: torch.rand(5000) > 0.5,
+    "bfloat16": lambda: torch.randn(3000).bfloat16(),
+    "complex64": lambda: torch.randn(2000, dtype=torch.complex64),
+    "conjugated": lambda: torch.randn(2000, dtype=torch.complex64).conj(),
+    "int64": lambda: torch.randint(-(2**60), 2**60, (999,)),
+    "nan payloads": lambda: torch.randint(0, 2**31 - 1, (3000,), dtype=torch.int32).view(torch.float32),
+    "zero-dim": lambda: torch.tensor(1.5),
+    "empty": lambda: torch.empty(0, 3),
+    "transposed": lambda: torch.randn(40, 60).t(),
+    "expanded": lambda: torch.randn(1, 50).expand(40, 50),
+    "every third": lambda: torch.randn(9000)[1::3],
+    "small part, far in": lambda: torch.randn(100, 1000)[90, 7:300],
+    "most of it": lambda: torch.randn(100, 100)[10:],
+    "channels last": lambda: torch.randn(2, 8, 10, 10).to(memory_format=torch.channels_last),
+    "several chunks": lambda: torch.randn(disk_lane.CHUNK // 2 + 77),
+    "one block": lambda: torch.randn(BLOCK // 4),
+    "a byte more": lambda: torch.zeros(BLOCK + 1, dtype=torch.uint8).random_(0, 256),
+}
+
+
+@pytest.mark.parametrize("make", TENSORS.values(), ids=TENSORS)
+@pytest.mark.parametrize("is_written", [True, False])
+def test_what_comes_back_is_the_same_in_every_bit(tmp_path, make, is_written, monkeypatch):
+    writes = Gate(monkeypatch, "pwrite")
+    store = opened(tmp_path)
+    put_one(store, torch.zeros(10))  # opens the file
+    if not is_written:
+        writes.is_open.clear()
+    tensor = make()
+    twin = (
+        tensor.detach().clone(memory_format=torch.preserve_format).as_strided(tensor.size(), tensor.stride())
+        if (tensor.is_contiguous() and not tensor.is_conj())
+        else tensor
+    )
+    key = put_one(store, tensor)
+    if is_written:
+        until_written(store)
+        tensor = None
+    back = store.get(key)
+    assert same(back, twin)
+    assert same(store.get(key), twin)
+    writes.is_open.set()
+
+
+def test_it_really_leaves_memory_and_really_comes_from_the_file(tmp_path):
+    store = opened(tmp_path)
+    tensor = torch.arange(5000.0)
+    gone = []
+    weakref.finalize(tensor.untyped_storage(), gone.append, 1)
+    key = put_one(store, tensor)
+    until_written(store)
+    del tensor
+    assert gone
+    offset = key.piece.ticket.offset
+    (number,) = files_in(tmp_path)
+    with Path(f"/proc/self/fd/{number}").open("r+b", buffering=0) as other:
+        other.seek(offset)
+        other.write(torch.tensor([7.0]).numpy().tobytes())
+        os.fsync(other.fileno())
+    back = store.get(key)
+    assert back[0] == 7
+    assert torch.equal(back[1:], torch.arange(5000.0)[1:])
+
+
+def test_views_of_one_storage_go_once_and_come_back_as_views_of_one(tmp_path):
+    store = opened(tmp_path)
+    qkv = torch.randn(64, 300)
+    mine = store.open(group())
+    keys = [store.put(part, mine) for part in (qkv, *qkv.split(100, dim=1))]
+    assert store.num_alive == 1
+    until_written(store)
+    whole, *parts = [store.get(key) for key in keys]
+    assert len({part.untyped_storage().data_ptr() for part in (whole, *parts)}) == 1
+    assert all(same(part, twin) for part, twin in zip(parts, qkv.split(100, dim=1), strict=True))
+
+
+def test_keys_that_die_free_their_bytes_with_or_without_backward(tmp_path):
+    store = opened(tmp_path)
+    for _ in range(2):
+        keys = [put_one(store, torch.randn(3000), f"h.{at}") for at in range(5)]
+        store.get(keys[2])
+        assert store.num_alive == 5
+        assert spool_of(store)._regions.end == 5 * in_blocks(12000)
+        del keys
+        assert store.num_alive == 0
+        assert spool_of(store)._regions.end == 0
+        until_written(store)
+        until(lambda: (spool_of(store)._landed_bytes, spool_of(store)._alive) == (0, set()))
+
+
+def test_gradients_are_the_same_in_every_bit(tmp_path):
+    torch.manual_seed(0)
+    layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Dropout(0.3)) for _ in range(6)]
+    model = torch.nn.Sequential(*layers)
+    x = torch.randn(128, 64)
+
+    def gradients(store):
+        model.zero_grad()
+        torch.manual_seed(1)
+        y = x
+        for at, layer in enumerate(layers):
+            mine = store.open(Group(f"{at}", lambda layer=layer: list(layer.parameters()), print)) if store else None
+            hooks = saved_tensors_hooks(lambda t, mine=mine: store.put(t, mine), store.get if store else None)
+            with hooks if store else contextlib.nullcontext():
+                y = layer(y)
+            if store:
+                store.seal(mine)
+        loss = y.square().mean()
+        del y
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = gradients(None)
+    store = opened(tmp_path, in_flight_bytes=64 * KIB)
+    for _ in range(3):
+        assert all(map(torch.equal, gradients(store), expected))
+        gc.collect()
+        assert store.num_alive == 0
+
+
+# ---- memory, files, threads
+
+RSS = """
+import gc, os, resource, sys, torch
+from graphckpt.stores import Disk, Group, Placement
+torch.set_num_threads(1)
+def rss():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+"""
+
+PUT_20 = """
+with_store = sys.argv[2] == "with"
+store = Placement(offload=Disk(sys.argv[1], in_flight_bytes="40MiB")).store
+group = store.open(Group("h.0", list, print))
+torch.ones(20 * 2**18).sum(); key = store.put(torch.ones(2000), group) if with_store else None
+before, most, kept = rss(), 0, []
+for at in range(20):
+    tensor = torch.full((20 * 2**18,), float(at))
+    kept.append(store.put(tensor, group) if with_store else tensor)
+    del tensor
+    most = max(most, rss())
+grown, most = rss() - before, most - before
+for at in reversed(range(20)):
+    back = store.get(kept.pop()) if with_store else kept.pop()
+    assert (back == at).all()
+    del back
+    most = max(most, rss() - before) if with_store else most
+print(grown, most)
+"""
+
+STEPS = """
+store = Placement(offload=Disk(sys.argv[1], in_flight_bytes="1MiB")).store
+def step(seed):
+    keys = []
+    for at in range(3):
+        group = store.open(Group(f"h.{at}", list, print))
+        x = torch.full((20_000 + 777 * at,), float(seed + at))
+        keys += [store.put(x, group), store.put(x[100:5000], group), store.put(torch.ones(3000), group)]
+        store.seal(group)
+        del x
+    for at in reversed(range(0 if seed % 5 else 6, 9)):
+        assert store.get(keys[at])[0] == (1 if at % 3 == 2 else seed + at // 3)
+        keys.pop()
+    keys.clear()
+    assert store.num_alive == 0
+def state():
+    gc.collect()
+    place, = store._opened_places()
+    number = place._spool._lane.file._number
+    fds, threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    return os.fstat(number).st_size, fds, threads, rss()
+for seed in range(100): step(seed)
+first = state()
+for seed in range(1000): step(seed)
+last = state()
+assert first[:3] == last[:3], (first, last)
+print(last[3] - first[3])
+"""
+
+
+def run(code, *arguments):
+    done = subprocess.run(
+        [sys.executable, "-c", RSS + code, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert not done.returncode, done.stderr
+    return [int(word) for word in done.stdout.split()]
+
+
+def test_resident_memory_grows_by_the_bound_and_not_by_what_is_kept(tmp_path):
+    plain, _ = run(PUT_20, tmp_path, "without")
+    grown, most = run(PUT_20, tmp_path, "with")
+    assert plain > 395 * MIB
+    slack = disk_lane._TRIM_EVERY + disk_lane.CHUNK + 16 * MIB
+    assert grown < 40 * MIB + slack
+    assert most < (2 * 40 + 20) * MIB + slack  # unwritten, read ahead, the one in use
+
+
+@pytest.mark.slow
+def test_a_thousand_steps_grow_nothing(tmp_path):
+    (grown,) = run(STEPS, tmp_path)
+    assert grown < 4 * MIB
+
+
+def test_the_file_has_no_name(tmp_path):
+    store = opened(tmp_path)
+    key = put_one(store, torch.randn(3000))
+    assert not list(tmp_path.iterdir())
+    assert len(files_in(tmp_path)) == 1
+    assert len(disk_threads()) == 1
+    del key
+
+
+def test_nothing_is_opened_before_the_first_put(tmp_path):
+    store = opened(tmp_path, min_elements=1024)
+    put_one(store, torch.randn(1000))
+    assert not files_in(tmp_path)
+    assert not disk_threads()
+
+
+@pytest.mark.parametrize("how", ["close", "collected"])
+def test_file_and_thread_end_with_the_place_even_while_it_writes(tmp_path, monkeypatch, how):
+    store = opened(tmp_path)
+    key = put_one(store, torch.randn(3000))
+    until_written(store)
+    writes = Gate(monkeypatch, "pwrite")
+    writes.is_open.clear()
+    put_one(store, torch.randn(3000))
+    until(lambda: writes.offsets)
+    threading.Timer(0.05, writes.is_open.set).start()
+    if how == "close":
+        place_of(store).close()  # the store itself does that only when nothing is kept
+        with pytest.raises(StoreError, match=r"closed.*fix: run backward before"):
+            store.get(key)
+        assert store.num_alive == 1
+    else:
+        del store, key
+        gc.collect()
+    assert not disk_threads()
+    assert not files_in(tmp_path)
+
+
+def test_no_thread_is_waited_for_when_the_program_ends(tmp_path):
+    begun = time.monotonic()
+    run(
+        """
+store = Placement(offload=Disk(sys.argv[1])).store
+key = store.put(torch.ones(10**6), store.open(Group("h.0", list, print)))
+""",
+        tmp_path,
+    )
+    assert time.monotonic() - begun < 60
+
+
+# ---- bounds, reading ahead, cancelling
+
+
+def test_no_more_than_the_bound_is_in_flight(tmp_path, monkeypatch):
+    store = opened(tmp_path, in_flight_bytes=100 * KIB)
+    put_one(store, torch.zeros(10))
+    until_written(store)
+    writes = Gate(monkeypatch, "pwrite")
+    writes.is_open.clear()
+    alive = []
+    number_put = []
+
+    def put_all():
+        for at in range(8):
+            tensor = torch.full((10 * KIB,), float(at))  # 40 KiB
+            alive.append(weakref.ref(tensor.untyped_storage()))
+            number_put.append(put_one(store, tensor))
+            del tensor
+
+    thread = threading.Thread(target=put_all)
+    thread.start()
+    until(lambda: len(alive) == 3)
+    time.sleep(0.05)
+    assert len(number_put) == 2  # the third waits
+    assert spool_of(store)._unwritten_bytes == 80 * KIB
+    most = []
+    call = writes._call
+
+    def counted(*arguments):
+        most.append(sum(ref() is not None for ref in alive))
+        return call(*arguments)
+
+    writes._call = counted
+    writes.is_open.set()
+    thread.join(SECONDS)
+    assert len(number_put) == 8
+    assert max(most) <= 3  # two held by the store, one by the thread that waits
+    until_written(store)
+    assert [store.get(key)[0].item() for key in number_put] == list(range(8))
+
+
+def test_a_piece_bigger_than_the_bound_goes_alone(tmp_path):
+    store = opened(tmp_path, in_flight_bytes=1)
+    keys = [put_one(store, torch.full((5000,), float(at))) for at in range(4)]
+    assert [store.get(key)[-1].item() for key in keys] == [0, 1, 2, 3]
+
+
+def test_the_next_group_is_read_before_anybody_takes_it(tmp_path, monkeypatch):
+    store = opened(tmp_path)
+    keys = [put_one(store, torch.full((5000,), float(at)), f"h.{at}") for at in range(6)]
+    until_written(store)
+    reads = Gate(monkeypatch, "preadv")
+    store.get(keys[5])
+    ahead = [keys[at].piece.ticket for at in (4, 3)]
+    until(lambda: all(ticket.landed is not None for ticket in ahead))
+    assert reads.offsets == [keys[at].piece.ticket.offset for at in (5, 4, 3)]
+    reads.is_open.clear()  # what was read ahead needs no read
+    assert store.get(keys[4])[0] == 4
+    reads.is_open.set()
+
+
+def test_reading_ahead_stays_within_the_bound(tmp_path, monkeypatch):
+    store = opened(tmp_path, in_flight_bytes=100 * KIB)
+    mine = store.open(group())
+    keys = [store.put(torch.full((10 * KIB,), float(at)), mine) for at in range(8)]  # 40 KiB each, in one group
+    until_written(store)
+    reads = Gate(monkeypatch, "preadv")
+    most = []
+    call = reads._call
+
+    def counted(*arguments):
+        most.append(spool_of(store)._landed_bytes)
+        return call(*arguments)
+
+    reads._call = counted
+    assert [store.get(key)[0].item() for key in keys] == list(range(8))
+    assert len(most) == 8
+    assert max(most) <= 80 * KIB
+    del keys
+    assert store.num_alive == 0
+    until(lambda: spool_of(store)._landed_bytes == 0)
+
+
+def test_what_is_wanted_now_is_read_before_what_is_read_ahead(tmp_path, monkeypatch):
+    store = opened(tmp_path)
+    mine = store.open(group())
+    keys = [store.put(torch.full((5000,), float(at)), mine) for at in range(10)]
+    until_written(store)
+    reads = Gate(monkeypatch, "preadv")
+    assert store.get(keys[9])[0] == 9
+    assert reads.offsets.index(keys[9].piece.ticket.offset) <= 1  # one may have been under way
+
+
+def test_what_is_not_written_yet_is_served_from_memory(tmp_path, monkeypatch):
+    store = opened(tmp_path)
+    put_one(store, torch.zeros(10))
+    until_written(store)
+    writes, reads = Gate(monkeypatch, "pwrite"), Gate(monkeypatch, "preadv")
+    writes.is_open.clear()
+    tensors = [torch.randn(5000) for _ in range(4)]
+    keys = [put_one(store, tensor) for tensor in tensors]
+    for key, tensor in zip(reversed(keys), reversed(tensors), strict=True):
+        assert store.get(key).data_ptr() == tensor.data_ptr()
+    assert not reads.offsets
+    until(lambda: writes.offsets)
+    writes.is_open.set()
+    until_written(store)
+    del tensors
+    assert store.get(keys[0]).shape == (5000,)
+
+
+def test_what_was_asked_for_while_it_was_being_written_needs_no_read(tmp_path, monkeypatch):
+    store = opened(tmp_path)
+    put_one(store, torch.zeros(10))
+    until_written(store)
+    writes, reads = Gate(monkeypatch, "pwrite"), Gate(monkeypatch, "preadv")
+    writes.is_open.clear()
+    keys = [put_one(store, torch.full((5000,), float(at)), f"h.{at}") for at in range(3)]
+    store.get(keys[2])  # asks for 1 and 0 as well
+    writes.is_open.set()
+    until_written(store)
+    assert [store.get(key)[0].item() for key in keys] == [0, 1, 2]
+    assert not [offset for offset in reads.offsets if offset != keys[2].piece.ticket.offset]
+
+
+def test_a_freed_key_cancels_its_write(tmp_path, monkeypatch):
+    store = opened(tmp_path)
+    put_one(store, torch.zeros(10))
+    until_written(store)
+    writes = Gate(monkeypatch, "pwrite")
+    writes.is_open.clear()
+    keys = [put_one(store, torch.full((5000,), float(at))) for at in range(5)]
+    until(lambda: writes.offsets)
+    offsets = [key.piece.ticket.offset for key in keys]
+    first, _, last = keys[0], keys.pop(2), keys[-1]
+    del keys, _
+    assert store.num_alive == 2
+    writes.is_open.set()
+    until_written(store)
+    assert writes.offsets == [offsets[0], offsets[4]]
+    assert (store.get(first)[0], store.get(last)[0]) == (0, 4)
+
+
+def test_a_range_that_is_reused_while_it_is_written_holds_the_new_bytes(tmp_path, monkeypatch):
+    store = opened(tmp_path)
+    put_one(store, torch.zeros(10))
+    until_written(store)
+    writes = Gate(monkeypatch, "pwrite")
+    writes.is_open.clear()
+    old = put_one(store, torch.zeros(5000))
+    until(lambda: writes.offsets)
+    offset = old.piece.ticket.offset
+    del old
+    assert store.num_alive == 0
+    new = put_one(store, torch.ones(5000))
+    assert new.piece.ticket.offset == offset
+    writes.is_open.set()
+    until_written(store)
+    assert torch.equal(store.get(new), torch.ones(5000))
+
+
+def test_asking_twice_reads_once_and_taking_twice_reads_twice(tmp_path, monkeypatch):
+    store = opened(tmp_path)
+    mine = store.open(group())
+    key = store.put(torch.arange(5000.0), mine)
+    until_written(store)
+    reads = Gate(monkeypatch, "preadv")
+    place, ticket = place_of(store), key.piece.ticket
+    for _ in range(3):
+        place.begin([ticket], mine)
+    first = place.take(ticket, mine)
+    place.begin([ticket], mine)  # it is still there
+    assert reads.offsets == [ticket.offset]
+    second = place.take(ticket, mine)
+    assert reads.offsets == [ticket.offset] * 2
+    assert torch.equal(first, second)
+
+
+def test_several_threads(tmp_path):
+    store = opened(tmp_path, in_flight_bytes=50 * KIB)
+    faults = []
+
+    def work(number):
+        try:
+            for step in range(40):
+                value = 1000.0 * number + step
+                keys = [put_one(store, torch.full((3000 + number,), value + at)) for at in range(4)]
+                for at in reversed(range(4)):
+                    back = store.get(keys.pop())
+                    assert torch.equal(back, torch.full((3000 + number,), value + at))
+        except BaseException as fault:
+            faults.append(fault)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not faults
+    assert store.num_alive == 0
+    assert len(disk_threads()) == 1
+
+
+def test_the_time_of_copies_and_the_bytes_are_counted(tmp_path):
+    store = opened(tmp_path)
+    traffic = Traffic()
+    key = store.put(torch.randn(5000), store.open(group(traffic=traffic)))
+    until_written(store)
+    written = traffic.copy_seconds
+    assert written > 0
+    store.get(key)
+    assert traffic.copy_seconds > written
+    assert traffic.bytes_at == {"device": 0, "host": 0, "disk": 5 * BLOCK}
+
+
+# ---- what can fail
+
+
+def failing(monkeypatch, name, fault, *, after=0):
+    call, count = getattr(os, name), [0]
+
+    def fails(*arguments):
+        count[0] += 1
+        if count[0] <= after:
+            return call(*arguments)
+        if isinstance(fault, int):
+            return fault
+        raise fault
+
+    monkeypatch.setattr(os, name, fails)
+
+
+def assert_gone(folder):
+    until(lambda: not disk_threads())  # those of failed tests hold theirs, so the first failure is the one to look at
+    assert not files_in(folder)
+
+
+WRITE_FAULTS = {
+    "disk full": (OSError(errno.ENOSPC, "No space left on device"), r"ENOSPC.*fix: free space there"),
+    "quota": (OSError(errno.EDQUOT, "Disk quota exceeded"), r"EDQUOT.*fix: free space there"),
+    "read-only": (OSError(errno.EROFS, "Read-only file system"), r"EROFS.*fix: let this user write there"),
+    "disk broken": (OSError(errno.EIO, "Input/output error"), r"EIO.*fix: look for the disk in the system's log"),
+    "nothing written": (0, r"only 0 of \d+ bytes could be written \(EIO\)"),
+    "thread killed": (SystemExit("killed"), r"SystemExit: killed"),
+    "no memory": (MemoryError(), r"MemoryError.*fix: let less be under way at once: Disk\(in_flight_bytes"),
+}
+
+
+@pytest.mark.parametrize(("fault", "says"), WRITE_FAULTS.values(), ids=WRITE_FAULTS)
+@pytest.mark.parametrize("asks", ["put", "seal", "get"])
+def test_a_write_that_fails_is_one_error_and_the_next_step_begins_anew(tmp_path, monkeypatch, fault, says, asks):
+    store = opened(tmp_path)
+    good = put_one(store, torch.zeros(10), "h.6")
+    until_written(store)
+    with monkeypatch.context() as broken:
+        failing(broken, "pwrite", fault)
+        mine = store.open(group("h.7"))
+        key = store.put(torch.randn(5000), mine)
+        until(lambda: spool_of(store).failure)
+        with pytest.raises(StoreError, match=says) as caught:  # noqa: PT012
+            if asks == "put":
+                store.put(torch.randn(9), mine)
+            elif asks == "seal":
+                store.seal(mine)
+            else:
+                store.get(key)
+    for part in ("h.7: offload", "could not write 19.5 KiB", str(tmp_path), "fix: "):
+        assert part in str(caught.value)
+    assert_gone(tmp_path)
+    for lost in (key, good):  # whoever still asks is told the same
+        with pytest.raises(StoreError, match=r"h.7: offload"):
+            store.get(lost)
+    fresh = put_one(store, torch.arange(5000.0))
+    assert torch.equal(store.get(fresh), torch.arange(5000.0))
+    del key, good, lost, fresh, caught  # whose traceback holds keys
+    gc.collect()
+    assert store.num_alive == 0
+
+
+@pytest.mark.parametrize("fault", [OSError(errno.ENOSPC, "No space left on device"), SystemExit("killed")])
+def test_a_put_that_waits_for_room_learns_of_the_failure(tmp_path, monkeypatch, fault):
+    store = opened(tmp_path, in_flight_bytes=1)
+    put_one(store, torch.zeros(10))
+    until_written(store)
+    failing(monkeypatch, "pwrite", fault)
+    mine = store.open(group("h.7"))
+    with pytest.raises(StoreError, match=r"h.7: offload"):  # noqa: PT012
+        for _ in range(3):
+            store.put(torch.randn(5000), mine)
+    assert_gone(tmp_path)
+
+
+READ_FAULTS = {
+    "disk broken": (OSError(errno.EIO, "Input/output error"), r"EIO.*fix: look for the disk in the system's log"),
+    "short": (0, r"only 0 of 20480 bytes could be read"),
+    "thread killed": (SystemExit("killed"), r"SystemExit: killed"),
+    "anything": (ValueError("surprise"), r"ValueError: surprise"),
+}
+
+
+@pytest.mark.parametrize(("fault", "says"), READ_FAULTS.values(), ids=READ_FAULTS)
+def test_a_read_that_fails_is_one_error(tmp_path, monkeypatch, fault, says):
+    store = opened(tmp_path)
+    key = put_one(store, torch.randn(5000), "h.7")
+    until_written(store)
+    with monkeypatch.context() as broken:
+        failing(broken, "preadv", fault)
+        with pytest.raises(StoreError, match=says) as caught:
+            store.get(key)
+    assert "h.7: offload: the disk store could not read 19.5 KiB" in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+    assert_gone(tmp_path)
+    assert store.get(put_one(store, torch.ones(5000))).sum() == 5000
+
+
+def test_a_failure_while_reading_ahead_is_told_at_the_next_call(tmp_path, monkeypatch):
+    store = opened(tmp_path)
+    keys = [put_one(store, torch.full((5000,), float(at)), f"h.{at}") for at in range(3)]
+    until_written(store)
+    failing(monkeypatch, "preadv", OSError(errno.EIO, "Input/output error"), after=1)
+    with contextlib.suppress(StoreError):  # the thread may be quick
+        store.get(keys[2])
+    until(lambda: not disk_threads())
+    with pytest.raises(StoreError, match=r"h.1: offload"):
+        store.get(keys[1])
+    assert_gone(tmp_path)
+
+
+def test_no_memory_to_read_into(tmp_path, monkeypatch):
+    store = opened(tmp_path)
+    key = put_one(store, torch.randn(5000), "h.7")
+    until_written(store)
+
+    class Torch:
+        uint8 = torch.uint8
+
+        @staticmethod
+        def empty(*_, **__):
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 24576 bytes.")
+
+    monkeypatch.setattr(disk_lane, "torch", Torch)
+    with pytest.raises(StoreError, match=r"h.7.*19.5 KiB.*can't allocate memory.*fix: let less be under way"):
+        store.get(key)
+    assert_gone(tmp_path)
+
+
+def test_a_thread_that_is_gone_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_spool, "_POLL", 0.01)
+    monkeypatch.setattr(disk_spool.Spool, "_work", lambda self: None)
+    store = opened(tmp_path, in_flight_bytes=1)
+    mine = store.open(group("h.7"))
+    key = store.put(torch.randn(5000), mine)
+    with pytest.raises(StoreError, match=r"h.7.*its thread has died.*fix:"):
+        store.put(torch.randn(5000), mine)
+    assert_gone(tmp_path)
+    with pytest.raises(StoreError, match="its thread has died"):
+        store.get(key)
+
+
+OPEN_FAULTS = {
+    "full": ("pwrite", OSError(errno.ENOSPC, "No space left on device"), "ENOSPC.*fix: free space"),
+    "too many files": ("open", OSError(errno.EMFILE, "Too many open files"), r"EMFILE.*fix: raise.*ulimit -n"),
+    "read-only": ("open", OSError(errno.EROFS, "Read-only file system"), "EROFS.*fix: let this user write there"),
+}
+
+
+@pytest.mark.parametrize(("name", "fault", "says"), OPEN_FAULTS.values(), ids=OPEN_FAULTS)
+def test_a_file_that_cannot_be_opened(tmp_path, monkeypatch, name, fault, says):
+    store = opened(tmp_path)
+    with monkeypatch.context() as broken:
+        failing(broken, name, fault)
+        with pytest.raises(StoreError, match=rf"h.7: offload: .* 19.5 KiB in {tmp_path}.*{says}"):
+            put_one(store, torch.randn(5000), "h.7")
+    assert_gone(tmp_path)
+    assert store.num_alive == 0
+    assert put_one(store, torch.randn(5000)) is not None
+
+
+def test_a_folder_that_is_missing(tmp_path):
+    (tmp_path / "scratch").mkdir()
+    store = opened(tmp_path / "scrath")
+    says = rf"h.7: offload: .*ENOENT.*fix: make that folder · did you mean '{tmp_path}/scratch'\?, or set offload"
+    with pytest.raises(StoreError, match=says):
+        put_one(store, torch.randn(5000), "h.7")
+    (tmp_path / "scrath").mkdir()
+    assert put_one(store, torch.randn(5000)) is not None
+
+
+def test_a_thread_that_cannot_start_leaves_no_file(tmp_path, monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(StoreError, match=r"can't start new thread"):
+        put_one(opened(tmp_path), torch.randn(5000))
+    assert_gone(tmp_path)
+
+
+def test_a_forked_child_has_a_file_of_its_own(tmp_path):
+    store = opened(tmp_path)
+    key = put_one(store, torch.arange(5000.0))
+    until_written(store)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer Pythons warn of any fork beside threads
+        child = os.fork()
+    if not child:
+        code = 1
+        try:
+            with pytest.raises(
+                StoreError, match=r"19.5 KiB.*were put by process \d+, of which this one is a fork · fix"
+            ):
+                store.get(key)
+            fresh = [put_one(store, torch.full((5000,), 7.0 + at)) for at in range(3)]
+            until_written(store)
+            good = [store.get(each)[0].item() for each in fresh] == [7, 8, 9] and len(files_in(tmp_path)) == 1
+            code = 0 if good else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert torch.equal(store.get(key), torch.arange(5000.0))
+
+
+# ---- kinds of file systems
+
+
+@pytest.mark.parametrize("lacks", [("O_DIRECT",), ("O_TMPFILE",), ("O_DIRECT", "O_TMPFILE")])
+def test_without_what_linux_has(tmp_path, monkeypatch, lacks):
+    for name in lacks:
+        monkeypatch.delattr(os, name)
+    store = opened(tmp_path)
+    tensor = torch.randn(3 * MIB)
+    key = put_one(store, tensor)
+    assert spool_of(store)._lane.file.is_direct == ("O_DIRECT" not in lacks)
+    assert not list(tmp_path.iterdir())
+    until_written(store)
+    assert torch.equal(store.get(key), tensor)
+
+
+@pytest.mark.parametrize("name", ["pwrite", "open"])
+def test_a_file_system_that_refuses_direct_writes(tmp_path, monkeypatch, name):
+    call = getattr(os, name)
+
+    def refuses(*arguments):
+        if name == "open" and not arguments[1] & os.O_DIRECT:
+            return call(*arguments)
+        if name == "pwrite" and count:
+            return call(*arguments)
+        count.append(1)
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    count: list[int] = []
+    monkeypatch.setattr(os, name, refuses)
+    settled = []
+    monkeypatch.setattr(os, "fdatasync", settled.append)
+    store = opened(tmp_path)
+    key = put_one(store, torch.arange(5000.0))
+    until_written(store)
+    assert count
+    assert settled
+    assert torch.equal(store.get(key), torch.arange(5000.0))
+
+
+def test_writes_and_reads_that_stop_half_way_go_on(tmp_path, monkeypatch):
+    pwrite, preadv = os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda number, data, offset: pwrite(number, data[: 2 * BLOCK], offset))
+    monkeypatch.setattr(os, "preadv", lambda number, data, offset: preadv(number, [data[0][:BLOCK]], offset))
+    store = opened(tmp_path)
+    tensor = torch.randn(50_000)
+    key = put_one(store, tensor)
+    until_written(store)
+    assert torch.equal(store.get(key), tensor)
+
+
+IN_MEMORY = pytest.mark.skipif(file_system_in_memory("/dev/shm") is None, reason="no tmpfs here")
+
+
+@IN_MEMORY
+def test_a_folder_in_memory_is_said_to_save_nothing():
+    store = opened("/dev/shm", min_elements=1024)
+    notes: list[str] = []
+    mine = store.open(group(notes=notes))
+    with pytest.warns(UserWarning, match=r"saves nothing: /dev/shm is a tmpfs.* · fix: set offload"):
+        key = store.put(torch.arange(5000.0), mine)
+    assert any("/dev/shm is a tmpfs" in note for note in notes)
+    assert torch.equal(store.get(key), torch.arange(5000.0))
+
+
+def test_a_folder_on_a_disk_is_not(tmp_path, monkeypatch):
+    if file_system_in_memory(tmp_path) is not None:
+        pytest.skip("the temporary folder is in memory")
+    notes: list[str] = []
+    assert Disk(tmp_path).place_for(torch.device("cpu"), notes.append) is not None
+    assert not notes
+
+
+def test_a_device_that_it_does_not_know_stays(tmp_path):
+    notes: list[str] = []
+    assert Disk(tmp_path).place_for(torch.device("mps"), notes.append) is None
+    assert notes == ["offload to 'disk' does nothing: it knows no way for tensors of 'mps'"]
+
+
+# ---- settings
+
+
+def test_settings_are_read():
+    assert parse_offload("disk") == Disk()
+    assert parse_offload("disk:/scratch/run:7") == Disk("/scratch/run:7")
+    assert Disk.parse("~/scratch").folder == str(Path.home() / "scratch")
+    assert Disk(Path("/scratch"), in_flight_bytes="64MiB") == Disk("/scratch", in_flight_bytes=64 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: parse_offload("disk:"), r"'disk:' names no folder · fix: use 'disk:/path"),
+        (lambda: Disk(7), r"Disk.folder: 7 names no folder · fix"),
+        (lambda: Disk(""), r"Disk.folder: '' names no folder · fix"),
+        (lambda: Disk(in_flight_bytes=0), r"Disk.in_flight_bytes: 0 lets nothing pass · fix"),
+        (lambda: Disk(in_flight_bytes=-5), r"Disk.in_flight_bytes: .*below 0 · fix"),
+        (lambda: Disk(in_flight_bytes="12 G"), r"Disk.in_flight_bytes: .*'12 G'.* · fix"),
+        (lambda: Disk(in_flight_bytes=1.5), r"Disk.in_flight_bytes: .* · fix"),
+    ],
+)
+def test_settings_without_meaning(make, says):
+    with pytest.raises(ConfigError, match=says):
+        make()
+
+
+# ---- ranges
+
+
+def test_a_hole_is_filled_first_and_neighbours_join():
+    regions = Regions()
+    offsets = [regions.take(BLOCK) for _ in range(5)]
+    assert offsets == [0, BLOCK, 2 * BLOCK, 3 * BLOCK, 4 * BLOCK]
+    regions.give_back(offsets[1], BLOCK)
+    regions.give_back(offsets[3], BLOCK)
+    regions.give_back(offsets[2], BLOCK)
+    assert regions.take(3 * BLOCK) == BLOCK
+    regions.give_back(offsets[4], BLOCK)
+    assert regions.end == 4 * BLOCK
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5 * BLOCK), st.integers(0, 3)), max_size=60), st.randoms(use_true_random=False)
+)
+def test_ranges_never_overlap_and_the_same_step_takes_the_same_ranges(calls, random):
+    choices = [random.random() for _ in calls]
+    regions = Regions()
+
+    def step():
+        alive: dict[int, int] = {}
+        given_out = []
+        for (num_bytes, turn), choice in zip(calls, choices, strict=True):
+            if turn == 0 and alive:
+                begin = sorted(alive)[int(choice * len(alive))]
+                regions.give_back(begin, alive.pop(begin))
+            else:
+                begin = regions.take(num_bytes)
+                assert begin % BLOCK == 0
+                for other, size in alive.items():
+                    assert begin + in_blocks(num_bytes) <= other or other + in_blocks(size) <= begin
+                alive[begin] = num_bytes
+                given_out.append(begin)
+            assert regions.end == max((other + in_blocks(size) for other, size in alive.items()), default=0)
+            holes = sum(end - begin for begin, end in regions._holes)
+            assert holes + sum(map(in_blocks, alive.values())) == regions.end
+        for begin in sorted(alive, key=lambda begin: hash((begin, len(calls)))):
+            regions.give_back(begin, alive[begin])
+        assert (regions.end, regions._holes) == (0, [])
+        return given_out
+
+    assert step() == step()
+
+
+# ---- CUDA, as far as a CPU can show it
+
+
+class FakeCuda:
+    """Notes what is asked of streams and events, in order. Says nothing of what a device would do."""
+
+    def __init__(self):
+        self.said: list[tuple] = []
+        self.registered: dict[int, int] = {}
+        self.code = 0
+        fake = self
+
+        class Stream:
+            def __init__(self, device=None):
+                pass
+
+            def wait_event(self, event):
+                fake.said.append(("wait", event))
+
+            def synchronize(self):
+                fake.said.append(("synchronize",))
+
+        class Event:
+            def __init__(self, *, blocking=False):
+                pass
+
+            def record(self, stream):
+                self.stream = stream
+                fake.said.append(("record", self))
+
+            def synchronize(self):
+                fake.said.append(("arrived", self))
+
+        self.Stream, self.Event = Stream, Event
+        self.current = Stream()
+
+    def current_stream(self, _device=None):
+        return self.current
+
+    def stream(self, _stream):
+        return contextlib.nullcontext()
+
+    device = stream
+
+    def cudart(self):
+        return self
+
+    def cudaHostRegister(self, address, size, _flags):
+        if not self.code:
+            self.registered[address] = size
+        return self.code
+
+    def cudaHostUnregister(self, address):
+        del self.registered[address]
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    fake = FakeCuda()
+    for name in ("Stream", "Event", "current_stream", "stream", "device", "cudart"):
+        monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
+    monkeypatch.setattr("graphckpt.stores.disk.lane_for", lambda device, file: disk_lane.CudaLane(file, device))
+    return fake
+
+
+def test_the_way_of_cuda_tensors_on_fake_streams(tmp_path, cuda):
+    store = opened(tmp_path)
+    tensors = [torch.randn(size) for size in (5000, disk_lane.CHUNK // 4 + 5000, 10)]
+    keys = [put_one(store, tensor, f"h.{at}") for at, tensor in enumerate(tensors)]
+    until_written(store)
+    assert list(cuda.registered.values()) == [disk_lane.CHUNK]
+    for key, tensor in zip(reversed(keys), reversed(tensors), strict=True):
+        assert torch.equal(store.get(key), tensor)
+    waits = [event for what, *event in cuda.said if what == "wait"]
+    copies = [event for what, *event in cuda.said if what == "arrived"]
+    assert len(waits) == len(copies) == 2 * (1 + 2 + 1)  # each chunk out and back waits for the step, and is waited for
+    marks = defaultdict(int)
+    for (event,) in waits:
+        assert event.stream is cuda.current
+        marks[event] += 1
+    assert sorted(marks.values()) == [1, 1, 1, 1, 2, 2]
+    del keys, key
+    store.close()
+    assert not cuda.registered
+
+
+def test_on_another_stream_the_bytes_are_copied(tmp_path, cuda):
+    store = opened(tmp_path)
+    mine = store.open(group())
+    key = store.put(torch.arange(5000.0), mine)
+    until_written(store)
+    place_of(store).begin([key.piece.ticket], mine)
+    cuda.current = cuda.Stream()
+    assert ("synchronize",) not in cuda.said
+    assert torch.equal(store.get(key), torch.arange(5000.0))
+    assert cuda.said[-1] == ("synchronize",)
+
+
+def test_memory_that_cannot_be_pinned(tmp_path, cuda):
+    cuda.code = 2
+    with pytest.raises(
+        StoreError, match=r"h.7: offload: .*cannot be pinned \(CUDA error 2\).*fix: let less be under way"
+    ):
+        put_one(opened(tmp_path), torch.randn(5000), "h.7")
+    assert_gone(tmp_path)
+
+
+def test_a_file_is_not_direct_by_wish_alone(tmp_path):
+    file = UnlinkedFile(str(tmp_path))
+    try:
+        page = memoryview(bytearray(BLOCK))
+        if not file.is_direct:
+            file.write(page, 0)
+    finally:
+        file.close()
+        file.close()
