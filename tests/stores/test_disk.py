@@ -607,7 +607,7 @@ def failing(monkeypatch, name, fault, *, after=0):
             return call(*arguments)
         if isinstance(fault, int):
             return fault
-        raise fault
+        raise type(fault)(*fault.args)  # a new one: its traceback holds what it came through
 
     monkeypatch.setattr(os, name, fails)
 
