@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from datetime import timedelta
 
     from torch.distributed.tensor.placement_types import Placement
@@ -21,6 +21,7 @@ __all__ = [
     "all_gather_bytes",
     "at_end_of_backward",
     "has_function_modes",
+    "override_stale_capture_stream",
     "packed_shard",
     "pytree",
     "saved_tensor_hooks_in_force",
@@ -83,6 +84,23 @@ def has_function_modes() -> bool:
     ``torch.get_default_device()`` walks them in Python, 2 us a call; without any there is nothing to find.
     """
     return bool(_len_torch_function_stack() > 0)
+
+
+@contextmanager
+def override_stale_capture_stream() -> Iterator[None]:
+    """Lets gradients of older steps be added on the stream that records, not on the one that they were made on.
+
+    Public from torch 2.12 on; before, steps that run on the recording's stream from the start need it not.
+    """
+    switch = getattr(torch.autograd.graph, "set_override_stale_capture_stream", None)
+    if switch is None:
+        yield
+        return
+    switch(True)
+    try:
+        yield
+    finally:
+        switch(False)
 
 
 def unseen_by_modes() -> AbstractContextManager[Any]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
+from graphckpt.capture.runner import CHOICES, Runner
 from graphckpt.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -45,6 +46,11 @@ class GraphConfig:
         """An input of another shape, dtype, device or value than on the first call is an error."""
         self.measure = True
         """The first calls of a training graph are watched for ``explain()``; later ones cost nothing."""
+        self.capture: Any = "auto"
+        """``"auto"`` records the step as a CUDA graph where its modules are on CUDA, and goes on without one, with a
+        warning, if it cannot be recorded; ``"cuda_graph"`` makes that an error; ``"eager"`` never records."""
+        self.max_captures = 8
+        """Recordings that are kept, one for each kind of input; the one unused for longest goes first."""
         for name, value in settings.items():
             setattr(self, name, value)
         object.__setattr__(self, "_changed", changed)
@@ -61,6 +67,13 @@ class GraphConfig:
             )
         if name in ("training", "strict_static", "measure") and not isinstance(value, bool):
             raise ConfigError(f"Graph.config.{name}: {value!r} is neither True nor False · fix: use one of them")
+        if name == "capture" and not isinstance(value, Runner) and value not in CHOICES:
+            raise ConfigError(
+                f"Graph.config.capture: there is no {value!r}{did_you_mean(str(value), CHOICES)} · "
+                f"fix: use one of {', '.join(repr(choice) for choice in CHOICES)}"
+            )
+        if name == "max_captures" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ConfigError(f"Graph.config.max_captures: {value!r} is no number of recordings · fix: a positive int")
         object.__setattr__(self, name, value)
         if self._changed is not None:
             self._changed()
@@ -114,12 +127,16 @@ class GraphConfig:
             settings += f"amp={str(self.amp_dtype).removeprefix('torch.')}, "
         if self.num_micro_batches > 1:
             settings += f"gradient_accumulation_steps={self.num_micro_batches}, "
+        if self.capture != "auto":
+            settings += f"capture={self.capture if isinstance(self.capture, str) else self.capture.name!r}, "
         if self.strict_static:
             settings += "strict_static=True, "
         return f"GraphConfig({settings})"
 
 
-_FIELDS = ("training", "amp_dtype", "num_micro_batches", "has_scaler", "strict_static", "measure")
+_FIELDS = (
+    "training", "amp_dtype", "num_micro_batches", "has_scaler", "strict_static", "measure", "capture", "max_captures",
+)  # fmt: skip
 
 
 def _accept(*args: object, **kwargs: object) -> None:

@@ -14,6 +14,7 @@ from graphckpt.blocks.watch import Watcher
 from graphckpt.errors import GraphError
 from graphckpt.graph.batches import fresh_outputs, is_new, micro_batches, pack_outputs
 from graphckpt.graph.inputs import InputCheck
+from graphckpt.graph.recorded import RecordedStep
 from graphckpt.graph.update import ScaledBackward
 from graphckpt.ledger.live import inner_tensors
 from graphckpt.tree import flatten_call
@@ -76,6 +77,8 @@ class Step:
         self._debug = debug
         self.readiness = readiness
         self._bystanders: list[torch.Tensor] = []
+        self._recorded: RecordedStep | None = None
+        self._is_watched = False
         self._is_plain = False
         self._num_groups = 0
         self._num_watched = 0
@@ -110,7 +113,9 @@ class Step:
                 stack.enter_context(self._debug.around(self._name, self._roots))
             if is_watched:
                 stack.enter_context(self._watch(args, kwargs))
+            self._is_watched = is_watched or self._debug.level >= 0  # a replay runs no Python: nothing would be seen
             output = self.call(fields, build, args, kwargs)
+        self._is_watched = False
         self.inputs = inputs
         self.num_calls += 1
         self._num_watched += is_watched
@@ -129,11 +134,14 @@ class Step:
             for wrapper in wrappers:
                 wrapper.put_on()
             fields.update(roots)
-            if self._trains:
+            if self._recorded is not None:
+                output, is_fresh = self._recorded.call(build, args, kwargs, must_run=self._is_watched)
+                if is_fresh:
+                    return output
+            elif self._trains:
                 output = self._train(build, args, kwargs)
             else:
-                with torch.no_grad():  # its outputs are cut off anyway: nothing could ever run backward
-                    output = build(*args, **kwargs) if self._is_plain else self._evaluate(build, args, kwargs)
+                output = self._evaluate_only(build, args, kwargs)
         finally:
             for name in roots:
                 fields.pop(name, None)
@@ -159,6 +167,11 @@ class Step:
             self._num_watched = 0
             self.watcher = None
         self._sort_parameters()
+        if self._recorded is not None:
+            self._recorded.release()
+        run, work = (self._train, self._forward_backward) if self._trains else (self._evaluate_only,) * 2
+        update = self._update if self._trains else None
+        self._recorded = RecordedStep.make(self._name, list(self._roots.items()), self._config, update, run, work)
         self.readiness.is_stale = False
 
     def _sort_parameters(self) -> None:
@@ -183,19 +196,22 @@ class Step:
         try:
             if self.readiness.is_settled and self._is_plain:
                 output = build(*args, **kwargs)
-                update.apply()
-                return output
-            num_parts = self._config.num_micro_batches
-            if num_parts == 1:
-                output = self._build(build, args, kwargs)
             else:
-                parts = micro_batches(build, args, kwargs, num_parts)
-                output = pack_outputs(self._build(build, *part) for part in parts)
-            update.average(num_parts)
+                output = self._forward_backward(build, args, kwargs)
             update.apply()
         except BaseException:
             update.abandon()
             raise
+        return output
+
+    def _forward_backward(self, build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        num_parts = self._config.num_micro_batches
+        if num_parts == 1:
+            output = self._build(build, args, kwargs)
+        else:
+            parts = micro_batches(build, args, kwargs, num_parts)
+            output = pack_outputs(self._build(build, *part) for part in parts)
+        self._update.average(num_parts)
         return output
 
     def _build(self, build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -211,6 +227,10 @@ class Step:
                 f"{self._name}.build ran no loss.backward(), which is where the scaler acts · fix: call it"
             )
         return output
+
+    def _evaluate_only(self, build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        with torch.no_grad():  # its outputs are cut off anyway: nothing could ever run backward
+            return build(*args, **kwargs) if self._is_plain else self._evaluate(build, args, kwargs)
 
     def _evaluate(self, build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         dtype = self._config.amp_dtype

@@ -14,7 +14,7 @@ from graphckpt.errors import GraphError
 from graphckpt.graph.clip import clip_grad_norm
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
 
 _CLIP = "clip_grad_max_norm"
@@ -64,13 +64,13 @@ class Update:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
-                        _zero(optimizer)
+                        zero(optimizer)
                         break
 
     def abandon(self) -> None:
         """After an error: no half of a gradient is left to the next step."""
         for optimizer in self.optimizers:
-            _zero(optimizer)
+            zero(optimizer)
 
     def apply(self) -> None:
         """After backward: the step itself.
@@ -80,22 +80,31 @@ class Update:
         """
         optimizers = self.optimizers
         for optimizer in optimizers:
-            if _has_gradient(optimizer):
+            if has_gradient(optimizer):
                 break
         else:
             raise GraphError(
                 f"{self._graph_name}.build ran no backward that reached a parameter of its optimizers · "
                 "fix: call loss.backward() in build"
             )
+        if self.step(optimizers):
+            self.schedule()
+
+    def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+        """Clips, steps and zeroes; ``False`` after an overflow: the step was skipped, and the schedule waits too."""
         if self.scaler is not None and self.scaler.is_enabled():
-            if self._step_scaled(self.scaler):  # overflow: the step was skipped, and the schedule waits too
-                return
+            if self._step_scaled(self.scaler, optimizers):
+                return False
         else:
             for optimizer in optimizers:
-                _clip(optimizer)
+                clip(optimizer)
                 optimizer.step()
         for optimizer in optimizers:
-            _zero(optimizer)
+            zero(optimizer)
+        return True
+
+    def schedule(self) -> None:
+        """Counts the step, and moves the schedules on."""
         for scheduler in self.schedulers:
             if scheduler is not None:
                 scheduler.step()
@@ -107,11 +116,11 @@ class Update:
             if parameter.grad is not None:
                 parameter.grad.mul_(1.0 / num_micro_batches)
 
-    def _step_scaled(self, scaler: torch.amp.GradScaler) -> bool:
-        for optimizer in self.optimizers:
-            if _has_gradient(optimizer):
+    def _step_scaled(self, scaler: torch.amp.GradScaler, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+        for optimizer in optimizers:
+            if has_gradient(optimizer):
                 scaler.unscale_(optimizer)
-                _clip(optimizer)
+                clip(optimizer)
                 scaler.step(optimizer)
         scale = scaler.get_scale()
         scaler.update()
@@ -194,7 +203,8 @@ class ScaledBackward(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _has_gradient(optimizer: torch.optim.Optimizer) -> bool:
+def has_gradient(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a parameter of ``optimizer`` has a gradient."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
@@ -202,7 +212,8 @@ def _has_gradient(optimizer: torch.optim.Optimizer) -> bool:
     return False
 
 
-def _zero(optimizer: torch.optim.Optimizer) -> None:
+def zero(optimizer: torch.optim.Optimizer) -> None:
+    """Drops the gradients of ``optimizer``."""
     if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad or "zero_grad" in optimizer.__dict__:
         optimizer.zero_grad()
         return
@@ -211,7 +222,8 @@ def _zero(optimizer: torch.optim.Optimizer) -> None:
             parameter.grad = None
 
 
-def _clip(optimizer: torch.optim.Optimizer) -> None:
+def clip(optimizer: torch.optim.Optimizer) -> None:
+    """Clips the gradients of each param group that asks for it, by its own norm."""
     for group in optimizer.param_groups:
         if _CLIP in group:
             clip_grad_norm(group["params"], group[_CLIP], group.get("clip_grad_norm_type", 2.0))

@@ -372,8 +372,10 @@ def test_a_call_costs_the_plain_step() -> None:
         "Step._train",
         "Update.begin",
         "Update.apply",
-        "_has_gradient",
-        "_clip",
-        "_zero",
+        "has_gradient",
+        "Update.step",
+        "clip",
+        "zero",
+        "Update.schedule",
         "is_new",
     ]

@@ -1,0 +1,69 @@
+"""Says in one line why a step could not be recorded: which block, which source line, and what to write instead."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from graphckpt.errors import GraphckptError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+# Words in the device's messages, and what they mean for the step. The first that is found counts.
+_FIXES = (
+    (("pinned", "Cannot copy between CPU and CUDA"), "it copies between host and device", "pass tensors of the device"),
+    (
+        ("_local_scalar_dense", ".item", "nonzero", "data-dependent", "masked_select", "unique"),
+        "it needs a value of the device on the host",
+        "keep it there (torch.where for an if, fixed shapes for a mask), or take it after the call",
+    ),
+    (
+        ("not permitted when stream is capturing", "StreamCapture", "stream is capturing", "captures_underway"),
+        "it waits for the device, or allocates what a graph cannot",
+        "leave out .item(), .cpu(), synchronize(), queries of events and indexing by lists",
+    ),
+    (("generator", "philox", "RNG"), "it uses a random generator of its own", "draw from the default generator"),
+)
+_OURS = Path(__file__).parents[1]
+_TORCH = Path(torch.__file__).parent
+
+
+def explain_hazard(error: BaseException, roots: Sequence[tuple[str, nn.Module]]) -> str:
+    """Returns what stopped the recording, where, and the fix."""
+    said = str(error).strip().split("\n", 1)[0]
+    where = " · ".join(_places(error, roots))
+    if isinstance(error, GraphckptError):
+        return said
+    for words, what, fix in _FIXES:
+        if any(word in str(error) for word in words):
+            return f"{where}: {what} ({type(error).__name__}: {said}) · fix: {fix}"
+    return f"{where}: {type(error).__name__}: {said} · fix: config.capture = 'eager'"
+
+
+def _places(error: BaseException, roots: Sequence[tuple[str, nn.Module]]) -> Iterator[str]:
+    """Yields the innermost block and the innermost line of the user's own code on the way to the error."""
+    names = {
+        id(module): (f"{root}.{name}" if name else root) for root, top in roots for name, module in top.named_modules()
+    }
+    block, line = None, None
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        owner = _owner(frame)
+        if owner is not None and id(owner) in names:
+            block = names[id(owner)]
+        path = Path(frame.f_code.co_filename)
+        if not (path.is_relative_to(_OURS) or path.is_relative_to(_TORCH)):
+            line = f"{path.name}:{number} in {frame.f_code.co_name}"
+    yield from (found for found in (block, line) if found is not None)
+    if block is None and line is None:
+        yield "in backward or the optimizer"
+
+
+def _owner(frame: FrameType) -> nn.Module | None:
+    owner = frame.f_locals.get("self")
+    return owner if isinstance(owner, nn.Module) else None

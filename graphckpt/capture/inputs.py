@@ -1,0 +1,70 @@
+"""The arguments of a recorded step: where a replay reads them, and which arguments a recording is for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from graphckpt.tree import ATOMS, flatten_call
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+
+def input_key(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Hashable, str | None]:
+    """Returns what a recording is for: shapes, strides, dtypes and devices of tensors, and every other value.
+
+    The second value is the reason, if these arguments cannot be recorded.
+    """
+    leaves, shape = flatten_call(args, kwargs)
+    key: list[Hashable] = [shape.num_args, shape.keywords, repr(shape.spec)]
+    seen: dict[int, int] = {}
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            if leaf.requires_grad:
+                return None, f"input {position} requires a gradient, which would go to a copy of it"
+            if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided:
+                return None, f"input {position} is a {type(leaf).__name__} of layout {leaf.layout}"
+            first = seen.setdefault(id(leaf), position)
+            key.append((first, leaf.shape, leaf.stride(), leaf.dtype, leaf.device))
+        elif type(leaf) in ATOMS:
+            key.append((type(leaf), leaf))
+        else:
+            return None, f"input {position} is a {type(leaf).__name__}, whose value may change unseen"
+    return tuple(key), None
+
+
+@final
+class StaticInputs:
+    """Buffers that hold the arguments of a recorded step.
+
+    Args:
+        args: Positional arguments of the call that is recorded.
+        kwargs: Its keyword arguments.
+    """
+
+    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        leaves, shape = flatten_call(args, kwargs)
+        buffers: dict[int, torch.Tensor] = {}
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in buffers:
+                buffers[id(leaf)] = _buffer(leaf)
+        static = [buffers[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._buffers = [leaf if isinstance(leaf, torch.Tensor) else None for leaf in static]
+        self.args, self.kwargs = shape.assemble(static)
+        """What the recorded step is called with."""
+
+    def load(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Copies the arguments of this call to where a replay reads them."""
+        leaves, _ = flatten_call(args, kwargs)
+        for buffer, leaf in zip(self._buffers, leaves, strict=True):
+            if buffer is not None:
+                buffer.copy_(leaf, non_blocking=True)
+
+
+def _buffer(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns memory for a tensor, laid out like it; an expanded one, whose elements share memory, laid out densely."""
+    if 0 in tensor.stride() and tensor.numel() > 1:
+        return tensor.detach().contiguous().clone()
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -1,0 +1,73 @@
+"""What it takes to record a step: a small interface, so that all but the device's calls is tested without a device."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from graphckpt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    import torch
+
+
+class Recording(ABC):
+    """The device work of one step, and what the step returned: tensors whose memory each replay writes anew."""
+
+    output: Any
+
+    @abstractmethod
+    def replay(self) -> None:
+        """Does the work again, on the present stream, at the same addresses. No Python of the step runs."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Gives the memory of the recording back."""
+
+
+class Runner(ABC):
+    """Records steps on one kind of device."""
+
+    name: str
+    """Its word for ``config.capture`` and in messages."""
+
+    @abstractmethod
+    def warming(self) -> AbstractContextManager[None]:
+        """Returns a context for the steps before a recording, which run as they are, where it will be recorded."""
+
+    @abstractmethod
+    def record(self, step: Callable[[], Any]) -> Recording:
+        """Records ``step``. It changes nothing on the device: the work is done by the first replay.
+
+        Raises:
+            Exception: Whatever ``step`` raises, or the device of something that cannot be recorded. Nothing is left.
+        """
+
+
+def runner_for(capture: Any, device: torch.device | None) -> Runner | None:
+    """Returns the runner that ``config.capture`` means for modules on ``device``; ``None`` runs every step as it is.
+
+    Raises:
+        ConfigError: ``"cuda_graph"`` is asked for where the modules are on no CUDA device.
+    """
+    if isinstance(capture, Runner):
+        return capture
+    if capture == "eager":
+        return None
+    if device is not None and device.type == "cuda":
+        from graphckpt.capture.cuda_graph import CudaGraphs  # noqa: PLC0415  # only where there is CUDA
+
+        return CudaGraphs(device)
+    if capture == "cuda_graph":
+        raise ConfigError(
+            f"Graph.config.capture: 'cuda_graph' needs modules on a CUDA device, and they are on {device} · "
+            "fix: move them, or use 'auto'"
+        )
+    return None
+
+
+CHOICES = ("auto", "cuda_graph", "eager")
+"""The words that ``config.capture`` knows."""

@@ -1,0 +1,219 @@
+"""A Graph's step as a recording needs it: what the device does, apart from what Python does in every call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+from weakref import WeakMethod
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from graphckpt.capture import Captures, Program, runner_for
+from graphckpt.capture.rates import LearningRates, can_be_recorded, other_settings
+from graphckpt.graph.update import clip, has_gradient, zero
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+
+    from torch import nn
+
+    from graphckpt.graph.config import GraphConfig
+    from graphckpt.graph.update import Update
+
+_WARM_UP, _WARM_UP_DDP = 3, 11  # calls before a recording; DDP settles its buckets and communicators in its first ten
+
+_Gradients = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+@final
+class RecordedUpdate:
+    """The update of a recorded step: some optimizers step inside of the recording, the others after it.
+
+    With a scaler it is all or none: an overflow is known inside only to optimizers that can skip a step by themselves.
+    """
+
+    def __init__(self, update: Update) -> None:
+        self._update = update
+        optimizers = update.optimizers
+        scaled = update.scaler is not None and update.scaler.is_enabled()
+        able = [_can_be_inside(optimizer, scaled=scaled) for optimizer in optimizers]
+        if scaled and not all(able):
+            able = [False] * len(able)
+        self.inside = [optimizer for optimizer, is_able in zip(optimizers, able, strict=True) if is_able]
+        self.outside = [optimizer for optimizer, is_able in zip(optimizers, able, strict=True) if not is_able]
+        self._rates = LearningRates(self.inside)
+
+    def before(self) -> None:
+        """Gradients that others left are dropped, and learning rates that others set are put in force."""
+        self._update.begin()
+        self._rates.put_in_force()
+
+    def work(self) -> tuple[_Gradients, torch.Tensor | None]:
+        """Steps what is inside. Returns the gradients for what is outside, and the scale before it was updated."""
+        scaler, scale = self._update.scaler, None
+        if scaler is not None and scaler.is_enabled() and self.inside:
+            for optimizer in self.inside:
+                if has_gradient(optimizer):
+                    scaler.unscale_(optimizer)
+                    clip(optimizer)
+                    scaler.step(optimizer)
+            scale = scaler._scale.clone()  # type: ignore[union-attr]  # get_scale() waits for the device
+            scaler.update()
+        else:
+            for optimizer in self.inside:
+                clip(optimizer)
+                optimizer.step()
+        for optimizer in self.inside:
+            zero(optimizer)
+        gradients = [
+            (p, p.grad) for o in self.outside for group in o.param_groups for p in group["params"] if p.grad is not None
+        ]
+        for parameter, _ in gradients:
+            parameter.grad = None
+        return gradients, scale
+
+    def after(self, kept: tuple[_Gradients, torch.Tensor | None]) -> None:
+        """Steps what is outside, and the schedules."""
+        gradients, scale = kept
+        update = self._update
+        if self.outside:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            if not update.step(self.outside):
+                return
+        elif scale is not None and update.scaler is not None and update.scaler.get_scale() < float(scale):
+            return  # the step was skipped inside, and the schedule waits too
+        update.schedule()
+
+    def settings(self) -> tuple[Hashable, ...]:
+        """Returns what a recording has built in."""
+        return other_settings(self.inside)
+
+    def states(self) -> list[Any]:
+        """Returns the objects that hold the optimizers' states: loading a state replaces them."""
+        return [optimizer.state for optimizer in self.inside]
+
+
+@final
+class GraphProgram(Program):
+    """One Graph's step."""
+
+    def __init__(
+        self,
+        name: str,
+        roots: Sequence[tuple[str, nn.Module]],
+        update: RecordedUpdate | None,
+        run: WeakMethod[Callable[..., Any]],
+        forward_backward: WeakMethod[Callable[..., Any]],
+    ) -> None:
+        self.name = name
+        self.build: Callable[..., Any] | None = None
+        self.update = update
+        self._roots = roots
+        self._run = run
+        self._forward_backward = forward_backward
+
+    def roots(self) -> Sequence[tuple[str, nn.Module]]:
+        """Returns the modules of the step."""
+        return self._roots
+
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Runs the whole step as it is."""
+        return self._called(self._run, args, kwargs)
+
+    def _called(self, method: WeakMethod[Callable[..., Any]], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        function = method()
+        assert function is not None  # the step that holds this program calls it
+        return function(self.build, args, kwargs)
+
+    def before(self) -> None:
+        """Puts in force what was changed outside."""
+        if self.update is not None:
+            self.update.before()
+
+    def work(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Runs `build`, and what of the update can be recorded."""
+        output = self._called(self._forward_backward, args, kwargs)
+        return output, self.update.work() if self.update is not None else None
+
+    def after(self, kept: Any) -> None:
+        """Does the rest of the update."""
+        if self.update is not None:
+            self.update.after(kept)
+
+    def held(self) -> tuple[Hashable, Any]:
+        """Returns modes and tensors of the modules, settings and states of the optimizers, and what is in force."""
+        modules = [module for _, root in self._roots for module in root.modules()]
+        tensors = [t for m in modules for own in (m._parameters, m._buffers) for t in own.values() if t is not None]
+        states = self.update.states() if self.update is not None else []
+        state = (
+            tuple(module.training for module in modules),
+            tuple((id(t), t.data_ptr(), t.requires_grad) for t in tensors),
+            tuple(id(state) for state in states),
+            self.update.settings() if self.update is not None else (),
+            torch.is_autocast_enabled("cuda"),
+            torch.is_autocast_enabled("cpu"),
+            torch.are_deterministic_algorithms_enabled(),
+        )
+        return state, (tensors, states)  # held, so that no other object gets their identity
+
+
+@final
+class RecordedStep:
+    """The step of one Graph, and the recordings of it."""
+
+    def __init__(self, program: GraphProgram, captures: Captures) -> None:
+        self._program = program
+        self.captures = captures
+
+    @classmethod
+    def make(
+        cls,
+        name: str,
+        roots: Sequence[tuple[str, nn.Module]],
+        config: GraphConfig,
+        update: Update | None,
+        run: Callable[..., Any],
+        work: Callable[..., Any],
+    ) -> RecordedStep | None:
+        """Gets ready to record, where ``config.capture`` asks for it and the device can; else returns ``None``.
+
+        Raises:
+            ConfigError: ``config.capture`` asks for what the device cannot.
+        """
+        device = next((p.device for _, root in roots for p in root.parameters()), None)
+        runner = runner_for(config.capture, device)
+        if runner is None:
+            return None
+        program = GraphProgram(
+            name, roots, RecordedUpdate(update) if update else None, WeakMethod(run), WeakMethod(work)
+        )
+        is_ddp = any(isinstance(module, DistributedDataParallel) for _, root in roots for module in root.modules())
+        captures = Captures(
+            program,
+            runner,
+            num_warm_up=_WARM_UP_DDP if is_ddp else _WARM_UP,
+            max_captures=config.max_captures,
+            must_capture=config.capture != "auto",
+        )
+        return cls(program, captures)
+
+    def call(
+        self, build: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, must_run: bool
+    ) -> tuple[Any, bool]:
+        """Runs one step. See :meth:`graphckpt.capture.Captures.call`."""
+        self._program.build = build
+        try:
+            return self.captures.call(args, kwargs, must_run=must_run)
+        finally:
+            self._program.build = None  # it is a method of the Graph, which holds this
+
+    def release(self) -> None:
+        """Gives the memory of the recordings back."""
+        self.captures.release()
+
+
+def _can_be_inside(optimizer: torch.optim.Optimizer, *, scaled: bool) -> bool:
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    skips = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return can_be_recorded(optimizer) and not hooks and (skips or not scaled)

@@ -1,0 +1,126 @@
+"""A recording without a device: a tape of the ops of a step, played again at the same addresses.
+
+What makes a CUDA graph what it is holds here too: recording changes nothing, no Python of the step runs in a replay,
+inputs and outputs stay where they are, and a value on the host is an error. So all that is built on recordings is tested
+where there is no device. Random state is part of the tape: graphckpt takes it and sets it between ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import graphckpt.rng
+import graphckpt.rules.frame
+import graphckpt.rules.hole
+import graphckpt.rules.selective
+from graphckpt.capture import Recording, Runner
+
+USERS_OF_RANDOM_STATE = (graphckpt.rules.frame, graphckpt.rules.hole, graphckpt.rules.selective)
+
+
+class Tape(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.plays: list[Callable[[], None]] = []
+        self.before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("aten._local_scalar_dense: operation not permitted when stream is capturing")
+        for tensor in pytree.tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor):
+                self.remember(tensor)
+        out = func(*args, **kwargs)
+        results = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+        held = {t.untyped_storage().data_ptr() for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        fresh = [t.untyped_storage().data_ptr() not in held for t in results]
+        args, kwargs, kept = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs, results))
+
+        def play() -> None:
+            again = [t for t in pytree.tree_leaves(func(*args, **kwargs)) if isinstance(t, torch.Tensor)]
+            for static, is_fresh, value in zip(kept, fresh, again, strict=True):
+                if is_fresh and static.numel():
+                    static.copy_(value)
+
+        self.plays.append(play)
+        return out
+
+    def remember(self, tensor: torch.Tensor) -> None:
+        """Keeps what a storage held before the recording, to put it back."""
+        storage = tensor.untyped_storage()
+        if id(storage) not in self.before:
+            whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+            self.before[id(storage)] = (whole, whole.clone())
+
+
+class TapeRunner(Runner):
+    name = "tape"
+
+    def __init__(self) -> None:
+        self.num_warm = 0
+        self.released = 0
+
+    @contextmanager
+    def warming(self) -> Iterator[None]:
+        self.num_warm += 1
+        yield
+
+    def record(self, step: Callable[[], Any]) -> Recording:
+        tape = Tape()
+        random_state = torch.get_rng_state()
+        with taped_random_state(tape), tape:
+            try:
+                output = step()
+            finally:
+                with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+                    for whole, value in tape.before.values():
+                        whole.copy_(value)  # a recording does no work
+                    torch.set_rng_state(random_state)
+        return TapeRecording(self, tape, output)
+
+
+class TapeRecording(Recording):
+    def __init__(self, runner: TapeRunner, tape: Tape, output: Any) -> None:
+        self.output = output
+        self._runner = runner
+        self._tape: Tape | None = tape
+
+    def replay(self) -> None:
+        assert self._tape is not None
+        with torch.no_grad():
+            for play in self._tape.plays:
+                play()
+
+    def release(self) -> None:
+        self.output = self._tape = None
+        self._runner.released += 1
+
+
+@contextmanager
+def taped_random_state(tape: Tape) -> Iterator[None]:
+    """Makes taking and setting the random state a part of the tape, as they are of a CUDA graph."""
+    take, put = graphckpt.rng.take_random_state, graphckpt.rng.set_random_state
+
+    def taped_take(devices: Any) -> Any:
+        state = take(devices)
+        tape.plays.append(lambda: state[0].copy_(take(devices)[0]))
+        return state
+
+    def taped_set(state: Any) -> None:
+        put(state)
+        tape.plays.append(lambda: put(state))
+
+    for module in USERS_OF_RANDOM_STATE:
+        module.take_random_state, module.set_random_state = taped_take, taped_set
+    try:
+        yield
+    finally:
+        for module in USERS_OF_RANDOM_STATE:
+            module.take_random_state, module.set_random_state = take, put
