@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import random
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -23,11 +23,17 @@ class Stream:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.behind: set[int] = set()
+        self.capture: int | None = None
+        """The capture that it has been drawn into."""
         machine.streams.append(self)
 
     def wait_event(self, event: Event) -> None:
         assert event.behind is not None, "an event that nobody recorded"
-        assert event.is_captured == self.machine.is_capturing, "CUDA forbids to wait across the edge of a capture"
+        if event.capture is None:
+            assert self.capture is None, "a capture waits for what is outside of it"
+        else:
+            assert event.capture == self.machine.capture_now, "an event of a capture that is over"
+            self.capture = event.capture
         self.behind |= event.behind
 
     def wait_stream(self, other: Stream) -> None:
@@ -44,11 +50,11 @@ class Event:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.behind: set[int] | None = None
-        self.is_captured = False
+        self.capture: int | None = None
         machine.num_events += 1
 
     def record(self, stream: Stream) -> None:
-        self.behind, self.is_captured = set(stream.behind), self.machine.is_capturing
+        self.behind, self.capture = set(stream.behind), stream.capture
 
     def synchronize(self) -> None:
         assert not self.machine.is_capturing
@@ -63,7 +69,8 @@ class Machine:
     def __init__(self) -> None:
         self.streams: list[Stream] = []
         self.compute = self.current = Stream(self)
-        self.is_capturing = False
+        self.capture_now: int | None = None
+        self.num_captures = 0
         self.num_events = 0
         self.over: set[int] = set()
         self.touched: list[tuple[int, int, int, bool]] = []  # copy, first byte, last, whether it writes
@@ -72,6 +79,7 @@ class Machine:
         self.copy_to: dict[int, int] = {}
         self.num_copies = self.num_computed = 0
         self.faults: list[str] = []
+        self.runtime = Runtime(self)
 
     @contextlib.contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
@@ -99,6 +107,10 @@ class Machine:
         if self.is_capturing:
             self.made_in_capture.append(number)
 
+    @property
+    def is_capturing(self) -> bool:
+        return self.capture_now is not None
+
     def compute_something(self) -> None:
         """An op on the compute stream, which all that is issued from now on must be behind."""
         self.num_computed += 1
@@ -110,44 +122,51 @@ class Machine:
     def freed(self, copy: int, home: Stream) -> None:
         if not self.is_behind(home, copy):
             self.faults.append(f"memory of copy {copy} was freed before its stream was behind it")
-        self.touched = [entry for entry in self.touched if entry[0] != copy or not self.is_behind(home, copy)]
+        self.touched = [entry for entry in self.touched if entry[0] != copy or copy not in self.over]
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
         """What ``torch.cuda.graph`` does: waits for the device, records on a stream of its own."""
         for stream in self.streams:
             stream.synchronize()
-        self.is_capturing = True
+        self.num_captures += 1
+        self.capture_now = self.num_captures
         with self.stream(Stream(self)):
             capture_stream = self.current
+            capture_stream.capture = self.capture_now
             yield
-        self.is_capturing = False
+        self.capture_now = None
+        for stream in self.streams:
+            stream.capture = None
         assert set(self.made_in_capture) <= capture_stream.behind, "a capture ends with copies that are not joined"
         self.made_in_capture.clear()
         self.compute.behind |= capture_stream.behind  # as if it was replayed at once
 
 
 class Runtime:
-    def __init__(self) -> None:
+    """What is pinned. Nothing may be unpinned before all copies to and from it are over, also by the host's clock."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
         self.pinned: dict[int, int] = {}
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        assert not self.machine.is_capturing
         self.pinned[address] = num_bytes
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
-        del self.pinned[address]
+        end = address + self.pinned.pop(address)
+        for copy, first, last, _ in self.machine.touched:
+            if first < end and address < last and copy not in self.machine.over:
+                self.machine.faults.append(f"memory was unpinned while copy {copy} may be under way")
         return 0
 
 
 @pytest.fixture
-def runtime() -> Runtime:
-    return Runtime()
-
-
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> Iterator[Machine]:
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     made = Machine()
+    runtime = made.runtime
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(made))
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing=False: Event(made))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: made.current)
@@ -194,7 +213,13 @@ def random_step(place: HostPlace, machine: Machine, dice: random.Random, sizes: 
         if number % 2:
             place.seal(block)
     dice.shuffle(kept)
-    while kept:
+    if dice.random() < 0.8:
+        in_backward(lambda: use(place, machine, dice, kept, leave=dice.choice((0, 0, 3))))
+    use(place, machine, dice, kept, leave=0)
+
+
+def use(place: HostPlace, machine: Machine, dice: random.Random, kept: list[Any], leave: int) -> None:
+    while len(kept) > leave:
         if dice.random() < 0.5:
             place.begin([ticket for ticket, *_ in dice.sample(kept, dice.randint(1, len(kept)))], kept[0][1])
         ticket, block, size, seed = kept.pop()
@@ -203,10 +228,25 @@ def random_step(place: HostPlace, machine: Machine, dice: random.Random, sizes: 
         place.free(ticket)
 
 
+def in_backward(call: Callable[[], None]) -> None:
+    class Calls(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            call()
+            return grad
+
+    Calls.apply(torch.zeros(1, requires_grad=True)).backward()
+
+
 def take(place: HostPlace, machine: Machine, ticket: Any, block: Group, size: int, seed: int) -> None:
     machine.compute_something()
     flat = place.take(ticket, block)
-    assert machine.is_behind(machine.current, machine.copy_to[flat.data_ptr()]), "read before its copy is joined"
+    if flat is not ticket.data:
+        assert machine.is_behind(machine.current, machine.copy_to[flat.data_ptr()]), "read before its copy is joined"
     assert torch.equal(flat, data(size, seed))
 
 
@@ -251,7 +291,7 @@ def test_events_are_used_again(machine: Machine) -> None:
     place.close()
 
 
-def test_a_capture_between_eager_steps(machine: Machine, runtime: Runtime) -> None:
+def test_a_capture_between_eager_steps(machine: Machine) -> None:
     """It begins while copies of the last eager step are not joined, pins nothing, and joins all of its own."""
     dice = random.Random(0)
     place = place_of(10**9)
@@ -261,13 +301,37 @@ def test_a_capture_between_eager_steps(machine: Machine, runtime: Runtime) -> No
     for _ in range(3):
         place.begin_step()
         left = place.put(data(500, 0), group())
-        pinned = dict(runtime.pinned)
+        pinned = dict(machine.runtime.pinned)
         with machine.capture():
             place.free(left)
             random_step(place, machine, dice, sizes)
-            assert runtime.pinned == pinned
+            assert machine.runtime.pinned == pinned
         for _ in range(3):
             random_step(place, machine, dice, sizes)
+    place.close()
+
+
+def test_a_capture_with_two_compute_streams(machine: Machine) -> None:
+    """What one of them sent is joined on the other too, where backward began and the capture will end."""
+    place = place_of(0)
+    for _ in range(2):
+        random_step(place, machine, random.Random(0), [500, 500])
+    side = Stream(machine)
+    with machine.capture():
+        main = machine.current
+        side.wait_stream(main)
+        place.begin_step()
+        with machine.stream(side):
+            tickets = [place.put(data(500, n), group(n)) for n in range(2)]
+        main.wait_stream(side)
+
+        def backward() -> None:
+            with machine.stream(side):
+                place.begin(tickets, group(1))
+
+        in_backward(backward)
+    for ticket in tickets:
+        place.free(ticket)
     place.close()
 
 

@@ -66,6 +66,35 @@ def test_bytes_go_and_come_back(copies: ThreadCopies) -> None:
     assert copies.live_bytes == 0
 
 
+def in_backward(call: Callable[[], None]) -> None:
+    class Calls(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            call()
+            return grad
+
+    Calls.apply(torch.zeros(1, requires_grad=True)).backward()
+
+
+def use(place: HostPlace, kept: list[tuple[Any, Group, int, int]], dice: random.Random, leave: int = 0) -> None:
+    """Sends for, takes and frees what is kept, in any order, but for some that it leaves."""
+    while len(kept) > leave:
+        if dice.random() < 0.5:
+            chosen = dice.sample(kept, dice.randint(1, len(kept)))
+            place.begin([ticket for ticket, *_ in chosen], chosen[0][1])
+        ticket, block, size, seed = kept.pop()
+        if dice.random() < 0.9:
+            assert torch.equal(place.take(ticket, block), data(size, seed))
+        if dice.random() < 0.2:
+            kept.insert(dice.randint(0, len(kept)), (ticket, block, size, seed))
+        else:
+            place.free(ticket)
+
+
 @pytest.mark.parametrize("in_flight_bytes", [None, 0, 3000, 10**9])
 @pytest.mark.parametrize("is_held", [True, False], ids=["as late as can be", "with random delays"])
 def test_no_race_in_random_steps(is_held: bool, in_flight_bytes: int | None) -> None:
@@ -87,17 +116,9 @@ def test_no_race_in_random_steps(is_held: bool, in_flight_bytes: int | None) -> 
                     place.free(kept.pop(dice.randrange(len(kept)))[0])
             place.seal(block)
         dice.shuffle(kept)
-        while kept:
-            if dice.random() < 0.5:
-                chosen = dice.sample(kept, dice.randint(1, len(kept)))
-                place.begin([ticket for ticket, *_ in chosen], chosen[0][1])
-            ticket, block, size, seed = kept.pop()
-            if dice.random() < 0.9:
-                assert torch.equal(place.take(ticket, block), data(size, seed))
-            if dice.random() < 0.2:
-                kept.insert(dice.randint(0, len(kept)), (ticket, block, size, seed))
-            else:
-                place.free(ticket)
+        if dice.random() < 0.8:
+            in_backward(lambda: use(place, kept, dice, leave=dice.choice((0, 0, 3))))
+        use(place, kept, dice)
         assert not place._going
         assert not place._coming
         assert place._bytes_going == 0
@@ -169,20 +190,6 @@ def test_what_was_here_goes_when_backward_has_moved_on(copies: ThreadCopies) -> 
     for ticket in tickets:
         place.free(ticket)
     place.close()
-
-
-def in_backward(call: Callable[[], None]) -> None:
-    class Calls(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            call()
-            return grad
-
-    Calls.apply(torch.zeros(1, requires_grad=True)).backward()
 
 
 def test_all_copies_are_joined_when_backward_is_over(copies: ThreadCopies) -> None:
