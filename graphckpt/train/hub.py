@@ -52,7 +52,7 @@ def read_rows(name: str, *, config: str | None, split: str, text_column: str, la
     try:
         datasets: Any = import_module("datasets")
     except ImportError as error:
-        fix = "pip install datasets, or name text files in data.paths"
+        fix = "pip install 'graphckpt[datasets]', or name text files in data.paths"
         raise DataError(f"data.dataset: {name!r} needs the package 'datasets' · fix: {fix}") from error
     try:
         rows = datasets.load_dataset(name, config, split=split)

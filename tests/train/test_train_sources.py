@@ -80,7 +80,9 @@ def test_faults_of_a_data_set(hub, tmp_path, quiet, fields, message):
 
 def test_missing_package_is_named(monkeypatch, tmp_path, quiet):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"'reviews' needs the package 'datasets' · fix: pip install datasets"):
+    with pytest.raises(
+        DataError, match=r"'reviews' needs the package 'datasets' · fix: pip install 'graphckpt\[datasets\]'"
+    ):
         _data(tmp_path).prepare(quiet)
 
 
