@@ -78,7 +78,7 @@ class Copies(ABC):
 
     @abstractmethod
     def read_clocks(self) -> None:
-        """Hands out the seconds that watched copies took; waits for those, and only for those."""
+        """Hands out the seconds that watched copies took, and were waited for; waits for those, and only for those."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -90,12 +90,34 @@ class Copies(ABC):
 
 @final
 class _Event(Mark):
-    __slots__ = ("event", "is_captured", "stream")
+    __slots__ = ("event", "is_captured", "stream", "traffic")
 
-    def __init__(self, event: torch.cuda.Event, stream: torch.cuda.Stream, is_captured: bool) -> None:
+    def __init__(
+        self, event: torch.cuda.Event, stream: torch.cuda.Stream, is_captured: bool, traffic: Traffic | None
+    ) -> None:
         self.event: torch.cuda.Event | None = event
         self.stream = stream
         self.is_captured = is_captured
+        self.traffic = traffic
+
+
+@final
+class _Clock:
+    """Two events on one stream."""
+
+    __slots__ = ("_begin", "_end", "_stream")
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._begin, self._end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._begin.record(stream)
+
+    def stop(self) -> None:
+        self._end.record(self._stream)
+
+    def seconds(self) -> float:
+        self._end.synchronize()
+        return float(self._begin.elapsed_time(self._end)) / 1e3
 
 
 @final
@@ -112,7 +134,8 @@ class CudaCopies(Copies):
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._fork = torch.cuda.Event()
         self._idle: list[torch.cuda.Event] = []
-        self._clocks: list[tuple[torch.cuda.Event, torch.cuda.Event, Traffic]] = []
+        self._copying: list[tuple[_Clock, Traffic]] = []
+        self._waiting: list[tuple[_Clock, Traffic]] = []
         self._last: torch.cuda.Stream | None = None
 
     def buffer(self, num_bytes: int) -> HostBuffer:
@@ -138,8 +161,12 @@ class CudaCopies(Copies):
         # device before it begins. Nor can an eager stream wait for a captured event: that copy has not run at all.
         if mark.is_captured == self.is_capturing():
             current = torch.cuda.current_stream(self._device)
+            clock = _Clock(current) if mark.traffic is not None else None
             for stream in {mark.stream, current}:
                 stream.wait_event(event)
+            if clock is not None and mark.traffic is not None:
+                clock.stop()
+                self._waiting.append((clock, mark.traffic))
         self._idle.append(event)
 
     def is_home(self, mark: Mark) -> bool:
@@ -153,10 +180,12 @@ class CudaCopies(Copies):
 
     def read_clocks(self) -> None:
         """Waits for the events behind watched copies."""
-        for begin, end, traffic in self._clocks:
-            end.synchronize()
-            traffic.copy_seconds += begin.elapsed_time(end) / 1e3
-        self._clocks.clear()
+        for clock, traffic in self._copying:
+            traffic.copy_seconds += clock.seconds()
+        for clock, traffic in self._waiting:
+            traffic.wait_seconds += clock.seconds()
+        self._copying.clear()
+        self._waiting.clear()
 
     def finish(self) -> None:
         """Waits for both streams."""
@@ -176,19 +205,16 @@ class CudaCopies(Copies):
         self._last = current
         self._fork.record(current)
         stream.wait_event(self._fork)
-        is_timed = traffic is not None and not is_captured
-        begin = torch.cuda.Event(enable_timing=True) if is_timed else None
-        if begin is not None:
-            begin.record(stream)
+        watched = None if is_captured else traffic
+        clock = _Clock(stream) if watched is not None else None
         with torch.cuda.stream(stream), unseen_by_modes():
             target.copy_(source, non_blocking=True)
-        if begin is not None and traffic is not None:
-            end = torch.cuda.Event(enable_timing=True)
-            end.record(stream)
-            self._clocks.append((begin, end, traffic))
+        if clock is not None and watched is not None:
+            clock.stop()
+            self._copying.append((clock, watched))
         event = self._idle.pop() if self._idle else torch.cuda.Event()
         event.record(stream)
-        return _Event(event, current, is_captured)
+        return _Event(event, current, is_captured, watched)
 
     def _clear_error(self) -> None:
         """Takes the error of a failed call off CUDA's record, which the next kernel would be blamed for."""

@@ -246,6 +246,8 @@ class HostPlace(Place):
 
 
 def _shut(copies: Copies, memory: HostMemory) -> None:
-    copies.finish()
-    copies.close()
-    memory.release()
+    try:
+        copies.finish()
+        copies.close()
+    finally:
+        memory.release()

@@ -37,7 +37,9 @@ class Spot:
 
 # Note [What a graph has captured stays]
 # A captured graph copies to the addresses of its capture whenever it is replayed. So a buffer that was in use in a
-# capture is never given back before the end, and nothing is pinned in one: CUDA forbids that.
+# capture is never given back before the end, and nothing is pinned in one: CUDA forbids that. Eager steps and graphs
+# share the slab: a whole step leaves nothing in it, so they may alternate, but a replay must not come between an eager
+# forward and its backward.
 
 
 @final
