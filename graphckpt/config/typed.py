@@ -135,7 +135,7 @@ def check_call(value: Any, where: str) -> Read:
 
 def _unknown(key: str, known: Sequence[str] | Mapping[str, Any], where: str, of: str = "") -> str:
     path = f"{where}.{key}" if where else key
-    few = f" · fix: use one of {', '.join(known)}" if len(known) <= 12 else ""
+    few = f" · fix: use one of {', '.join(known)}" if 0 < len(known) <= 12 else ""
     return f"{path}: no such key{of}{did_you_mean(key, known) or few}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, final
@@ -20,6 +21,8 @@ from graphckpt.train.reserved import (
     not_neutral,
 )
 from graphckpt.train.sizes import BatchSizes, batch_sizes
+
+_SEEDS = 2**63  # what a generator of PyTorch takes, on every device
 
 
 @final
@@ -189,16 +192,18 @@ class TrainConfig:
                 yield str(error)
         yield from not_neutral(self, "a snapshot says it", "consumed_valid_samples", "start_iter")
         for name in ("train_epoch", "consumed_train_samples"):
-            if getattr(self, name) < 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 yield f"{name}: {getattr(self, name)} · fix: use 0 or more"
         if self.train_samples is not None and self.train_epoch:
             yield f"train_samples: {self.train_samples}, and train_epoch is {self.train_epoch} · fix: set one of them"
         if not 0 <= self.warmup_ratio < 1:
             yield f"warmup_ratio: {self.warmup_ratio} · fix: use a share from 0 to below 1"
-        if self.seed < 0:
-            yield f"seed: {self.seed} · fix: use 0 or more"
+        if not 0 <= self.seed < _SEEDS:
+            yield f"seed: {self.seed} · fix: use 0 or more, and less than 2**63"
         if self.dist.tensor_parallel_size > 1 and self.amp.enabled and self.amp.dtype == "float16":
             yield "amp.dtype: 'float16' scales its loss in one process alone · fix: use 'bfloat16'"
+        if self.device and self.device.startswith("meta"):
+            yield f"device: {self.device!r} holds no values · fix: leave the key out, and the device is picked"
         if not self.output_dir:
             yield "output_dir: is empty · fix: name a folder"
 

@@ -32,6 +32,7 @@ from graphckpt.train.order import ShuffledOrder
 from graphckpt.train.outcome import PICTURE, Outcome, written
 from graphckpt.train.parallel import Ranks, device_of
 from graphckpt.train.report import Report
+from graphckpt.train.room import said_if_there_is_none
 from graphckpt.train.saved import LOG, METRICS, SavedRun, unwritable, weights_folder
 from graphckpt.train.settings import TrainConfig
 from graphckpt.train.sizes import epoch_period, iterations
@@ -106,7 +107,7 @@ class Trainer:
         """Prepares the data, trains, and writes the results.
 
         Raises:
-            GraphckptError: the config cannot act, there is too little text, or the loss is not finite.
+            GraphckptError: the config cannot act, there is too little text or memory, or the loss is not finite.
         """
         settings = self.settings
         model = self._model()
@@ -159,7 +160,12 @@ class Trainer:
         hooks = list(self._hooks(model, optimizer, graph, opened, save))
         start_iter, agree = self.saved.start_iter, self.ranks.any
         loop = Loop(step, train_iter=train_iter, report=self.report, hooks=hooks, start_iter=start_iter, agree=agree)
-        with self.saved.locked(), self.ranks.together():
+        checkpointed, micro_batch = settings.activation_checkpoint.enabled, settings.sizes.micro_batch
+        with (
+            said_if_there_is_none(micro_batch=micro_batch, is_checkpointed=checkpointed),
+            self.saved.locked(),
+            self.ranks.together(),
+        ):
             self.saved.begin(state, loop, data=data, report=self.report)
             loop.run()
         outcome = Outcome(iterations=loop.done, is_stopped=loop.is_stopped, files=written(self.folder))

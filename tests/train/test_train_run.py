@@ -8,6 +8,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from graphckpt.cli import main
 from graphckpt.config.run import trainer_from
+from graphckpt.train.graphs import TrainGraph
 from graphckpt.train.loop import HookBase
 from graphckpt.train.report import Report
 
@@ -192,6 +194,47 @@ def test_what_the_command_line_says_is_not_made_smaller(place):
     assert [row["iteration"] for row in rows if "eval_ppl" in row] == [3, 4]
 
 
+@pytest.mark.parametrize(
+    ("error", "words", "fix"),
+    [
+        (MemoryError("no room"), [], "no room · fix: a train.train_micro_batch_size below 8, with more"),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried\nmore"),
+            ["train.activation_checkpoint.enabled=False"],
+            "you tried · fix: train.activation_checkpoint.enabled=True, or a train.train_micro_batch_size below 8",
+        ),
+        (
+            torch.OutOfMemoryError("CUDA out of memory"),
+            ["train.train_micro_batch_size=1"],
+            "CUDA out of memory · fix: use a smaller model, shorter samples, or a device with more memory",
+        ),
+    ],
+)
+def test_memory_that_runs_out_is_one_clear_error(monkeypatch, capsys, error, words, fix):
+    def full(self, **batch):
+        raise error
+
+    monkeypatch.setattr(TrainGraph, "build", full)
+    assert _train(*words) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: memory ran out: ")
+    assert fix in printed
+    assert len(printed.splitlines()) == 1
+
+
+def test_an_output_folder_that_is_removed_costs_what_was_in_it_and_not_the_run(place):
+    class Remove(HookBase):
+        def after_step(self, loop):
+            if loop.done == 4:
+                shutil.rmtree(place / "out")
+
+    trainer = trainer_from("tiny.py", ["train.checkpointer.period=3"])
+    trainer._more_hooks = (Remove(),)
+    assert trainer.train().iterations == 12
+    assert AutoModelForCausalLM.from_pretrained(place / "out" / "model_final") is not None
+    assert _train("--resume") == 0
+
+
 def test_interrupt_saves_what_there_is(place):
     class Interrupt(HookBase):
         def after_step(self, loop):
@@ -229,6 +272,10 @@ def test_model_without_marked_layers_asks_for_names(place, capsys):
         (["data.dataset=imdb", "data.paths=null"], ["data.dataset: 'imdb'"]),
         (["train.global_batch_size=30"], ["train.global_batch_size: 30 is no multiple of micro batch 8"]),
         (["train.device=cuda:99"], ["train.device: 'cuda:99' cannot be used"]),
+        (
+            ["train.device=meta", "train.train_epoch=.inf", f"train.seed={2**63}"],
+            ["train.device: 'meta' holds no", "train.train_epoch: inf · fix: use", "train.seed: 9223372036854775808 ·"],
+        ),
         (["train.output_dir=tiny.py"], ["train.output_dir: tiny.py: File exists"]),
         (["model.config.n_embd=33"], ["model: error in call to 'transformers", "divisible"]),
         (["optim.lr=1e6"], ["the loss is", "fix: lower optim.lr"]),
