@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "all_gather_bytes",
+    "assert_on_device",
     "at_end_of_backward",
     "has_function_modes",
     "override_stale_capture_stream",
@@ -134,3 +135,11 @@ def packed_shard(dim: int, parts: int) -> Placement:
     from torch.distributed.tensor.placement_types import _StridedShard  # noqa: PLC0415
 
     return _StridedShard(dim, split_factor=parts)
+
+
+def assert_on_device(ok: torch.Tensor, message: str) -> None:
+    """Ends the device's work with ``message`` if ``ok`` is false, without holding up the host.
+
+    The public ``torch._assert`` reads the value on the host.
+    """
+    torch._assert_async(ok, message)

@@ -25,9 +25,12 @@ _FIX = "fix: use True, a ProcessGroup, a DeviceMesh, Partition(...), or False"
 class Partition:
     """The ranks that share kept tensors, each with one slice.
 
+    All of them must run the same blocks on equal tensors, as the ranks of tensor parallelism do, whatever runs them:
+    a step, or ``explain()``.
+
     Args:
         group: A ``ProcessGroup``; a ``DeviceMesh`` with one dimension, or with one called ``"tp"``; ``True`` for the
-            mesh of the block's own DTensor parameters, or, where it has none, all ranks.
+            mesh of the DTensor parameters of the first block that keeps something, or, where it has none, all ranks.
         timeout_seconds: How long one rank waits for the others. Gathers on NCCL wait as long as the ``timeout`` that
             the process group was made with, because to watch them would hold up the host.
 

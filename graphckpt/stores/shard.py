@@ -5,13 +5,15 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, final
 
+import torch
+
+from graphckpt._compat import assert_on_device
+from graphckpt.errors import StoreError
 from graphckpt.stores.place import Place, Ticket
-from graphckpt.stores.replicas import Replicas
+from graphckpt.stores.replicas import Replicas, probe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import torch
 
     from graphckpt.stores.base import Group
     from graphckpt.stores.ranks import Arrival, Ranks
@@ -19,7 +21,8 @@ if TYPE_CHECKING:
 # Note [Same calls on all ranks]
 # Collectives match by their order. Which groups are sent for, and when, follows from what a step keeps and asks for, so
 # ranks that run the same blocks on the same shapes issue the same gathers. That they do is checked on the first call of
-# each block and run of sizes, by words that cannot get out of step (`Ranks.exchange`).
+# each block and run of sizes, by words that cannot get out of step (`Ranks.exchange`). From then on each rank compares
+# what it gathers with what it kept, by a few words of it: ranks may be given other data later on, or another order.
 
 _ALIGN = 16  # bytes; slices begin where vectorised kernels may load
 
@@ -28,7 +31,7 @@ _ALIGN = 16  # bytes; slices begin where vectorised kernels may load
 class _Cut(Ticket):
     """A piece, as this rank keeps it. Until the ranks were asked whether it is equal on all of them it stays whole."""
 
-    __slots__ = ("_arrival", "_run", "inner", "is_cut", "slice", "whole")
+    __slots__ = ("_arrival", "_run", "inner", "is_cut", "probe", "slice", "whole")
 
     def __init__(self, data: torch.Tensor) -> None:
         super().__init__(data.numel())
@@ -39,6 +42,8 @@ class _Cut(Ticket):
         """This rank's bytes, if no other place holds them."""
         self.inner: Ticket | None = None
         """What the place beneath holds: this rank's bytes, or all of them."""
+        self.probe: torch.Tensor | int = 0
+        """What a few words of the whole came to."""
         self._arrival: Arrival | None = None
         self._run = 0
 
@@ -153,7 +158,9 @@ class Shard(Place):
             return self._own(ticket, group)
         if not ticket.is_coming:
             self._gather([ticket], group)
-        return ticket.land()
+        whole = ticket.land()
+        self._compare(whole, ticket, group)
+        return whole
 
     def free(self, ticket: Ticket) -> None:
         """Lets go of the slice."""
@@ -178,7 +185,7 @@ class Shard(Place):
         assert data is not None
         if is_equal:
             own = self._slice_of(data)
-            ticket.is_cut, ticket.whole = True, None
+            ticket.is_cut, ticket.whole, ticket.probe = True, None, probe(data)
         else:
             own = data
             if group.traffic is not None:  # the front end has counted a slice
@@ -204,6 +211,18 @@ class Shard(Place):
         arrival = self._ranks.gather([self._own(ticket, group) for ticket in tickets], group.block)
         for run, ticket in enumerate(tickets):
             ticket.comes_with(arrival, run)
+
+    def _compare(self, whole: torch.Tensor, ticket: _Cut, group: Group) -> None:
+        """Sees that the ranks still keep the same tensors: on the CPU at once, elsewhere on the device."""
+        ok = probe(whole) == ticket.probe
+        what = "what the ranks gathered is not what this one kept: they no longer keep equal tensors in equal order"
+        if isinstance(ok, torch.Tensor):
+            assert_on_device(ok, f"{group.block}: partition: {what}")
+        elif not ok:
+            raise StoreError(
+                f"{group.block}: partition: {what} · fix: cut only over ranks that are given the same data, as those of"
+                " tensor parallelism, and let all of them run the same blocks in the same order"
+            )
 
     def _own(self, ticket: _Cut, group: Group) -> torch.Tensor:
         """Returns the bytes that this rank keeps."""

@@ -51,6 +51,7 @@ def faults(rank: int, folder: str) -> None:
     never_comes(rank)
     goes_on_without_it(rank)
     stops_in_backward(rank)
+    no_longer_equal(rank)
     dies(rank, folder)
 
 
@@ -108,6 +109,19 @@ def stops_in_backward(rank: int) -> None:
             fails(loss.backward, "1: ", "over 2 ranks [0, 1] within 2 s", "timeout_seconds")
         del loss
         assert all(wrapper.placement.store.num_alive == 0 for wrapper in handle._wrappers if wrapper.placement)
+    meet()
+
+
+def no_longer_equal(rank: int) -> None:
+    """A first batch may be equal on all ranks, such as one of ones, and the next ones not."""
+    model = layers()
+    flags = {"activation_checkpointing": True, "partition": fresh()}
+    with graphckpt.apply(model, {"[01]": flags}):
+        for _ in range(2):
+            model(torch.ones(64, 32)).sum().backward()
+        loss = model(torch.full((64, 32), 1.0 + rank)).sum()
+        fails(loss.backward, "1: ", "not what this one kept", "given the same data")
+        del loss
     meet()
 
 

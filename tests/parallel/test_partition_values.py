@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,8 @@ from torch import nn
 
 import graphckpt
 from graphckpt import ConfigError
-from graphckpt.stores import Group, Partition, Placement, parse_partition
+from graphckpt.stores import Group, Partition, Placement, Traffic, parse_partition
+from graphckpt.stores.place import Place, Ticket
 from graphckpt.stores.ranks import Arrival, Ranks
 from graphckpt.stores.replicas import _CHUNK, checksum
 from graphckpt.stores.shard import Shard
@@ -76,6 +78,86 @@ def test_slices_join_to_the_whole(num_bytes: list[int], size: int) -> None:
     assert all(run.storage_offset() == 0 for run in runs)
     assert arrival._runs == [None] * len(pieces)
     assert arrival._whole is None
+
+
+class Beneath(Place):
+    """A place that writes down what is asked of it."""
+
+    label = "beneath"
+    where = "host"
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.kept: dict[Ticket, torch.Tensor] = {}
+
+    def put(self, data: torch.Tensor, group: Group) -> Ticket:
+        ticket = Ticket(data.numel())
+        self.kept[ticket] = data.clone()
+        return ticket
+
+    def take(self, ticket: Ticket, group: Group) -> torch.Tensor:
+        self.calls.append(f"take {ticket.num_bytes}")
+        return self.kept[ticket].clone()
+
+    def free(self, ticket: Ticket) -> None:
+        del self.kept[ticket]
+
+    def begin(self, tickets: Sequence[Ticket], group: Group) -> None:
+        self.calls.append(f"begin {[ticket.num_bytes for ticket in tickets]}")
+
+    def seal(self, group: Group) -> None:
+        self.calls.append("seal")
+
+    def begin_step(self) -> None:
+        self.calls.append("begin step")
+
+    def stored_bytes(self, num_bytes: int) -> int:
+        return num_bytes + 1
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def test_a_place_beneath_holds_slices_and_whole_pieces() -> None:
+    """It is told two groups ahead to bring slices to the device, and holds what differs whole."""
+    beneath = Beneath()
+    shard = Shard(ranks_of(2, 1), torch.device("cpu"), beneath)
+    shard._replicas.ask = lambda keys, pieces, group: [True, False]  # type: ignore[method-assign]
+    sent: list[list[torch.Tensor]] = []
+    pieces = [torch.arange(100, dtype=torch.uint8), torch.arange(50, dtype=torch.uint8)]
+
+    def gather(slices: Sequence[torch.Tensor], block: str) -> Any:
+        sent.append(list(slices))
+        return SimpleNamespace(take=lambda run: pieces[run], drop=lambda run: None)
+
+    object.__setattr__(shard, "_ranks", SimpleNamespace(rank=1, size=2, gather=gather))
+    traffic = Traffic()
+    group = Group("block", lambda: (), lambda _: None, traffic)
+    shard.begin_step()
+    tickets = [shard.put(piece, group) for piece in pieces]
+    assert beneath.kept == {}
+    shard.seal(group)
+    assert [kept.tolist() for kept in beneath.kept.values()] == [[*range(64, 100), *[0] * 28], list(range(50))]
+    assert (shard.where, shard.label, shard.stored_bytes(100)) == ("host", "beneath part", 65)
+    assert traffic.bytes_at["host"] == (50 + 1) - (32 + 1), "what the front end has counted too little"
+    shard.announce(tickets, group)
+    shard.begin(tickets, group)
+    assert [[part.numel() for part in slices] for slices in sent] == [[64]]
+    assert torch.equal(shard.take(tickets[0], group), pieces[0])
+    assert torch.equal(shard.take(tickets[1], group), pieces[1])
+    for ticket in tickets:
+        shard.free(ticket)
+    assert beneath.kept == {}
+    shard.close()
+    assert beneath.calls == [
+        "begin step",
+        "seal",
+        "begin [64, 50]",
+        "begin [64, 50]",
+        "take 64",
+        "take 50",
+        "close",
+    ]
 
 
 @pytest.mark.parametrize("num_bytes", [1, 7, 8, 9, 4096, 8 * _CHUNK, 8 * _CHUNK + 8, 24 * _CHUNK + 5])
