@@ -140,6 +140,6 @@ def packed_shard(dim: int, parts: int) -> Placement:
 def assert_on_device(ok: torch.Tensor, message: str) -> None:
     """Ends the device's work with ``message`` if ``ok`` is false, without holding up the host.
 
-    The public ``torch._assert`` reads the value on the host.
+    There is no public form of it.
     """
     torch._assert_async(ok, message)
