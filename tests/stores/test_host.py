@@ -215,6 +215,19 @@ def compare(one: torch.Tensor, other: torch.Tensor) -> None:
     assert torch.equal(one, other)
 
 
+def test_outside_of_a_backward_copies_are_joined_at_once(copies: ThreadCopies) -> None:
+    """Nobody will say there when it is over."""
+    place = place_of(copies)
+    tickets = [place.put(data(500, seed), group()) for seed in range(2)]
+    place.begin(tickets[:1], group())
+    assert [bool(copy.joined_at) for copy in copies.history] == [True, True, False]
+    compare(place.take(tickets[1], group()), data(500, 1))
+    assert all(copy.joined_at for copy in copies.history)
+    for ticket in tickets:
+        place.free(ticket)
+    place.close()
+
+
 def test_begun_and_never_taken_is_joined_before_its_memory_goes(copies: ThreadCopies) -> None:
     place = place_of(copies, 0)
     ticket = place.put(data(500), group())
@@ -433,9 +446,9 @@ def test_seconds_of_copies_are_counted_when_watched() -> None:
     traffic = Traffic()
     watched = group(0, traffic)
     ticket = place.put(data(10**6), watched)
-    place.take(ticket, watched)
-    place.free(ticket)
+    in_backward(lambda: compare(place.take(ticket, watched), data(10**6)))
     assert 0 < traffic.copy_seconds <= sum(copy.ended_at - copy.issued_at for copy in copies.history)
+    place.free(ticket)
     place.close()
 
 
