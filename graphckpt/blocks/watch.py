@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, final
 from weakref import WeakMethod
 
@@ -99,14 +100,15 @@ class Watcher:
         for hook in hooks:
             hook.remove()
 
-    def explain(self, plot: str | None, *, show: bool) -> Explanation:
-        """Makes the table of the last steps that were watched."""
+    def explain(self, plot: str | None, *, show: bool, capture: str = "") -> Explanation:
+        """Makes the table of the last steps that were watched; ``capture`` says how the step runs now."""
         recorder = self._bytes
         if recorder is None or not recorder.runs:
             raise GraphError(f"{self.title}: there is nothing to explain before a step has run · fix: run one step")
         explanation = explain_step(
             self.title, self._roots, self._wrappers, self._idle, recorder, self._live, self._times
         )
+        explanation = replace(explanation, capture=capture)
         if plot is not None:
             draw(explanation, plot)
         if show:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from graphckpt.capture.hazards import explain_hazard
+from graphckpt.capture.hazards import Attributes, explain_hazard
 from graphckpt.capture.inputs import StaticInputs, input_key
 from graphckpt.errors import GraphError
 from graphckpt.tree import build_value, flatten_value
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
     from torch import nn
 
@@ -50,8 +50,12 @@ class Program(ABC):
         """Does what Python does after it: schedules, counts, optimizers that cannot be recorded."""
 
     @abstractmethod
-    def held(self) -> tuple[Hashable, Any]:
-        """Returns what the device work depends on beside its inputs, and objects whose identity is a part of that."""
+    def held(self) -> tuple[Hashable, Hashable, Any]:
+        """Returns what the device work depends on beside its inputs.
+
+        First the modes, each of which has to be warmed up; then what a recording has built in, such as the addresses of
+        parameters; then the objects whose identity is a part of that.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,11 @@ class Captures:
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
         self._seen: dict[Hashable, int] = {}
 
+    @property
+    def num_recordings(self) -> int:
+        """How many recordings are kept now."""
+        return len(self._entries)
+
     def call(self, args: Sequence[Any], kwargs: dict[str, Any], *, must_run: bool = False) -> tuple[Any, bool]:
         """Runs one step. Returns its output, and whether that lies in memory of its own, as after a replay.
 
@@ -107,14 +116,14 @@ class Captures:
         if cannot is not None:
             self._give_up(f"{cannot} · fix: pass tensors without gradient, numbers and text", None)
             return program.run(args, kwargs), False
-        state, held = program.held()
-        key = inputs, state
+        modes, identity, held = program.held()
+        key = inputs, modes, identity
         entry = self._entries.get(key)
         if entry is not None and not must_run:
             self._entries.move_to_end(key)
             entry.inputs.load(args, kwargs)
             return self._replay(entry), True
-        count = self._seen[key] = self._seen.get(key, 0) + 1
+        count = self._seen[inputs, modes] = self._seen.get((inputs, modes), 0) + 1
         if must_run or count <= self._num_warm_up:
             with self.runner.warming():
                 output = program.run(args, kwargs)
@@ -132,6 +141,13 @@ class Captures:
             oldest.recording.release()
         return self._replay(entry), True
 
+    def until_replayed(self, call: Callable[[], Any]) -> None:
+        """Calls until the step is replayed, or cannot be."""
+        replays = self.num_replays
+        for _ in range(self._num_warm_up + 1):
+            if self.num_replays == replays and self.reason is None:
+                call()
+
     def release(self) -> None:
         """Gives the memory of all recordings back; later calls warm up anew."""
         for entry in self._entries.values():
@@ -141,7 +157,19 @@ class Captures:
 
     def _record(self, args: Sequence[Any], kwargs: dict[str, Any], held: Any) -> _Entry:
         inputs = StaticInputs(args, kwargs)
-        recording = self.runner.record(lambda: self._program.work(inputs.args, inputs.kwargs))
+        attributes = Attributes(self._program.roots())
+        try:
+            recording = self.runner.record(lambda: self._program.work(inputs.args, inputs.kwargs))
+        except BaseException:
+            attributes.put_back()
+            raise
+        changed = attributes.changed()
+        if changed is not None:
+            recording.release()
+            attributes.put_back()
+            raise GraphError(
+                f"{changed}: forward changes it, which no replay would do · fix: a buffer that forward edits in place"
+            )
         self.num_captured += 1
         return _Entry(recording, inputs, held)
 

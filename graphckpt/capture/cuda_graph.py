@@ -39,6 +39,11 @@ class CudaGraphs(Runner):
             yield
         present.wait_stream(self._stream)
 
+    def pool_bytes(self) -> int:
+        """Returns the bytes of the segments of the recordings' pool."""
+        segments = torch.cuda.memory_snapshot()
+        return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) == tuple(self._pool))
+
     def record(self, step: Callable[[], Any]) -> Recording:
         """Records ``step`` as one graph."""
         graph = torch.cuda.CUDAGraph()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import traceback
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import nn
 
 from graphckpt.errors import GraphckptError
+from graphckpt.undo import ABSENT, CONTAINERS, differs, fill
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,6 +36,43 @@ _OURS = Path(__file__).parents[1]
 _TORCH = Path(torch.__file__).parent
 
 
+@final
+class Attributes:
+    """What hangs on modules when a recording begins: a step that hangs up something else would do so once only."""
+
+    def __init__(self, roots: Sequence[tuple[str, nn.Module]]) -> None:
+        self._held = []
+        for path, module in _modules(roots):
+            fields = module.__dict__  # parameters, buffers and children are containers among them
+            containers = {key: copy.copy(value) for key, value in fields.items() if isinstance(value, CONTAINERS)}
+            self._held.append((path, fields, dict(fields), containers))
+
+    def changed(self) -> str | None:
+        """Returns the path of what is not as it was, or ``None``."""
+        for path, fields, before, containers in self._held:
+            for key in dict.fromkeys([*before, *fields]):
+                same = fields.get(key, ABSENT) is before.get(key, ABSENT)
+                if not same or (key in containers and differs(fields[key], containers[key])):
+                    return f"{path}.{key}"
+        return None
+
+    def put_back(self) -> None:
+        """Hangs up what was there."""
+        for _, fields, before, containers in self._held:
+            for key in [key for key in fields if key not in before]:
+                del fields[key]
+            fields.update(before)
+            for key, value in containers.items():
+                if differs(fields[key], value):
+                    fill(fields[key], value)
+
+
+def _modules(roots: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
+    for root, top in roots:
+        for name, module in top.named_modules():
+            yield f"{root}.{name}" if name else root, module
+
+
 def explain_hazard(error: BaseException, roots: Sequence[tuple[str, nn.Module]]) -> str:
     """Returns what stopped the recording, where, and the fix."""
     said = str(error).strip().split("\n", 1)[0]
@@ -48,15 +87,15 @@ def explain_hazard(error: BaseException, roots: Sequence[tuple[str, nn.Module]])
 
 def _places(error: BaseException, roots: Sequence[tuple[str, nn.Module]]) -> Iterator[str]:
     """Yields the innermost block and the innermost line of the user's own code on the way to the error."""
-    names = {
-        id(module): (f"{root}.{name}" if name else root) for root, top in roots for name, module in top.named_modules()
-    }
+    names = {id(module): path for path, module in _modules(roots)}
     block, line = None, None
     for frame, number in traceback.walk_tb(error.__traceback__):
         owner = _owner(frame)
         if owner is not None and id(owner) in names:
             block = names[id(owner)]
         path = Path(frame.f_code.co_filename)
+        if frame.f_code.co_name in ("__torch_dispatch__", "__torch_function__"):
+            break  # a mode's
         if not (path.is_relative_to(_OURS) or path.is_relative_to(_TORCH)):
             line = f"{path.name}:{number} in {frame.f_code.co_name}"
     yield from (found for found in (block, line) if found is not None)

@@ -46,6 +46,10 @@ class Runner(ABC):
             Exception: Whatever ``step`` raises, or the device of something that cannot be recorded. Nothing is left.
         """
 
+    def pool_bytes(self) -> int | None:
+        """Returns the bytes that recordings hold on the device, or ``None`` if they have no memory of their own."""
+        return None
+
 
 def runner_for(capture: Any, device: torch.device | None) -> Runner | None:
     """Returns the runner that ``config.capture`` means for modules on ``device``; ``None`` runs every step as it is.

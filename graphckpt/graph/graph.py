@@ -17,6 +17,7 @@ from graphckpt.graph.saved import load_state, saved_state
 from graphckpt.graph.step import Readiness, Step, running_graph
 from graphckpt.graph.text import DebugLog, graph_text
 from graphckpt.graph.update import Update
+from graphckpt.graph.verify import Verification, verify
 
 if TYPE_CHECKING:
     from collections import OrderedDict
@@ -233,11 +234,22 @@ class Graph:
             raise GraphError(
                 f"{self._name}.explain: no step was watched · fix: call the graph, with config.measure = True"
             )
-        return watcher.explain(plot, show=show)  # type: ignore[no-any-return]
+        return watcher.explain(plot, show=show, capture=self._step.capture_text)  # type: ignore[no-any-return]
 
     def measure(self) -> None:
         """Has the next three calls watched again for :meth:`explain`, as the first three were."""
         self._step.watch_again()
+
+    def verify(self, *args: Any, steps: int = 3, **kwargs: Any) -> Verification:
+        """Compares ``steps`` steps on these inputs with plain ones, without policies and capture, in every bit.
+
+        Parameters, optimizers, schedules and random state are put back to what they were. Where the step is captured,
+        the calls before the recording come first, so that replays are what is compared.
+
+        Raises:
+            GraphError: Something differs; the message names the step, the block and the tensor.
+        """
+        return verify(self._step, lambda: self._step.call(self.__dict__, self.build, args, kwargs), steps)
 
     def state_dict(self, destination: Any = None) -> OrderedDict[str, Any]:
         """Returns each module's state under its attribute name, and that of optimizers, schedulers and scaler."""

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from graphckpt.capture import Captures, Program, runner_for
 from graphckpt.capture.rates import LearningRates, can_be_recorded, other_settings
 from graphckpt.graph.update import clip, has_gradient, zero
+from graphckpt.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -141,21 +142,23 @@ class GraphProgram(Program):
         if self.update is not None:
             self.update.after(kept)
 
-    def held(self) -> tuple[Hashable, Any]:
-        """Returns modes and tensors of the modules, settings and states of the optimizers, and what is in force."""
+    def held(self) -> tuple[Hashable, Hashable, Any]:
+        """Returns the modes in force, the identity of tensors and optimizer states, and these themselves."""
         modules = [module for _, root in self._roots for module in root.modules()]
         tensors = [t for m in modules for own in (m._parameters, m._buffers) for t in own.values() if t is not None]
         states = self.update.states() if self.update is not None else []
-        state = (
+        modes = (
             tuple(module.training for module in modules),
-            tuple((id(t), t.data_ptr(), t.requires_grad) for t in tensors),
-            tuple(id(state) for state in states),
-            self.update.settings() if self.update is not None else (),
             torch.is_autocast_enabled("cuda"),
             torch.is_autocast_enabled("cpu"),
             torch.are_deterministic_algorithms_enabled(),
         )
-        return state, (tensors, states)  # held, so that no other object gets their identity
+        identity = (
+            tuple((id(t), t.data_ptr(), t.requires_grad) for t in tensors),
+            tuple((id(state), len(state)) for state in states),
+            self.update.settings() if self.update is not None else (),
+        )
+        return modes, identity, (tensors, states)  # held, so that no other object gets their identity
 
 
 @final
@@ -207,6 +210,21 @@ class RecordedStep:
             return self.captures.call(args, kwargs, must_run=must_run)
         finally:
             self._program.build = None  # it is a method of the Graph, which holds this
+
+    def describe(self) -> str:
+        """Says how many recordings there are, what they take, and which optimizers step outside of them; or why none."""
+        captures = self.captures
+        if captures.reason is not None:
+            return f"none, {captures.reason}"
+        num_recordings = captures.num_recordings
+        text = f"{captures.runner.name}, {num_recordings} {'recording' if num_recordings == 1 else 'recordings'}"
+        text += f", {captures.num_replays} replays"
+        if (pool_bytes := captures.runner.pool_bytes()) is not None:
+            text += f", pool of {format_bytes(pool_bytes)}"
+        if self._program.update is not None and self._program.update.outside:
+            names = ", ".join(type(optimizer).__name__ for optimizer in self._program.update.outside)
+            text += f"; {names} steps after it (fix: capturable=True or fused=True)"
+        return text
 
     def release(self) -> None:
         """Gives the memory of the recordings back."""

@@ -9,6 +9,7 @@ from weakref import ref
 
 import torch
 
+from graphckpt.blocks.forward import disable_checkpointing
 from graphckpt.blocks.policy import make_plan
 from graphckpt.blocks.watch import Watcher
 from graphckpt.errors import GraphError
@@ -69,15 +70,15 @@ class Step:
         self.is_running = False
         self.num_calls = 0
         self.watcher: Watcher | None = None
-        self._name = name
-        self._roots = roots
+        self.name = name
+        self.roots = roots
         self._tree = tree
-        self._update = update
+        self.update = update
         self._config = config
         self._debug = debug
         self.readiness = readiness
         self._bystanders: list[torch.Tensor] = []
-        self._recorded: RecordedStep | None = None
+        self.recorded: RecordedStep | None = None
         self._is_watched = False
         self._is_plain = False
         self._num_groups = 0
@@ -98,19 +99,18 @@ class Step:
         config = self._config
         if (outer := running_graph.get()) is not None:
             raise GraphError(
-                f"{self._name} is called inside of {outer}.build() · fix: a Graph cannot be nested; call its modules"
+                f"{self.name} is called inside of {outer}.build() · fix: a Graph cannot be nested; call its modules"
             )
-        if self.readiness.is_stale:
-            self._prepare()
+        self.prepare()
         inputs = self.inputs or InputCheck(build, args, kwargs)
         if config.strict_static and (difference := inputs.difference(build, args, kwargs)):
             raise GraphError(
-                f"{self._name}: {difference} · fix: keep inputs as they are, or config.strict_static = False"
+                f"{self.name}: {difference} · fix: keep inputs as they are, or config.strict_static = False"
             )
         is_watched = self._num_watched < _WATCHED_TIMES and config.training and config.measure
         with ExitStack() as stack:
             if self._debug.level >= 0:
-                stack.enter_context(self._debug.around(self._name, self._roots))
+                stack.enter_context(self._debug.around(self.name, self.roots))
             if is_watched:
                 stack.enter_context(self._watch(args, kwargs))
             self._is_watched = is_watched or self._debug.level >= 0  # a replay runs no Python: nothing would be seen
@@ -126,16 +126,16 @@ class Step:
     def call(self, fields: dict[str, Any], build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs the step; ``fields`` are the Graph's attributes, where the real modules stand for its length."""
         if self.is_running:
-            raise GraphError(f"{self._name} is running in another thread · fix: call it from one thread at a time")
-        roots, wrappers = self._roots, self._wrappers
-        token = running_graph.set(self._name)
+            raise GraphError(f"{self.name} is running in another thread · fix: call it from one thread at a time")
+        roots, wrappers = self.roots, self._wrappers
+        token = running_graph.set(self.name)
         self.is_running = True
         try:
             for wrapper in wrappers:
                 wrapper.put_on()
             fields.update(roots)
-            if self._recorded is not None:
-                output, is_fresh = self._recorded.call(build, args, kwargs, must_run=self._is_watched)
+            if self.recorded is not None:
+                output, is_fresh = self.recorded.call(build, args, kwargs, must_run=self._is_watched)
                 if is_fresh:
                     return output
             elif self._trains:
@@ -153,45 +153,65 @@ class Step:
             return output.detach()
         return fresh_outputs(output, lambda: self._addresses(args, kwargs))
 
+    @property
+    def capture_text(self) -> str:
+        """How the step runs; empty where it could not be captured at all."""
+        return self.recorded.describe() if self.recorded is not None else ""
+
+    @contextmanager
+    def plainly(self) -> Iterator[None]:
+        """Runs the calls in the ``with`` block without policies and without recordings."""
+        recorded, self.recorded = self.recorded, None
+        try:
+            with disable_checkpointing():
+                yield
+        finally:
+            self.recorded = recorded
+
+    def prepare(self) -> None:
+        """Puts in force what was set since the last call."""
+        if self.readiness.is_stale:
+            self._prepare()
+
     def _prepare(self) -> None:
-        plan = make_plan(self._roots.items(), self._tree.configs)
+        plan = make_plan(self.roots.items(), self._tree.configs)
         blocks = [
             (w.module, w.rule, w.placement, [ref(m) for m in w.module.modules()])
             for w in plan.wrappers
             if w.module is not None
         ]
-        seen = blocks, plan.idle, list(self._roots.items())
+        seen = blocks, plan.idle, list(self.roots.items())
         if seen != self._seen:  # what the wrappers have learnt, and what was watched, is still true otherwise
             self._seen = seen
             self._wrappers = plan.wrappers
             self._num_watched = 0
             self.watcher = None
         self._sort_parameters()
-        if self._recorded is not None:
-            self._recorded.release()
+        if self.recorded is not None:
+            self.recorded.release()
         run, work = (self._train, self._forward_backward) if self._trains else (self._evaluate_only,) * 2
-        update = self._update if self._trains else None
-        self._recorded = RecordedStep.make(self._name, list(self._roots.items()), self._config, update, run, work)
+        update = self.update if self._trains else None
+        self.recorded = RecordedStep.make(self.name, list(self.roots.items()), self._config, update, run, work)
         self.readiness.is_stale = False
 
     def _sort_parameters(self) -> None:
-        own = {id(p) for p in self._update.parameters()}
-        held = [p for module in self._roots.values() for p in module.parameters()]
+        own = {id(p) for p in self.update.parameters()}
+        held = [p for module in self.roots.values() for p in module.parameters()]
         self._bystanders = [p for p in held if p.requires_grad and id(p) not in own]
-        self._num_groups = self._update.num_groups()
+        self._num_groups = self.update.num_groups()
         self._trains = bool(own)
         self._is_plain = self._config.is_plain and not (self._trains and self._bystanders)
 
     def _watch(self, args: Any, kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
         if self.watcher is None:
             _, idle, roots = self._seen
-            self.watcher = Watcher(self._name, roots, self._wrappers, idle)
+            self.watcher = Watcher(self.name, roots, self._wrappers, idle)
         if self._num_watched >= _WATCHED_OPS:
             return self.watcher.time()
         return self.watcher.measure(_tensors(args, kwargs))
 
     def _train(self, build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        update = self._update
+        update = self.update
         update.begin()
         try:
             if self.readiness.is_settled and self._is_plain:
@@ -211,21 +231,19 @@ class Step:
         else:
             parts = micro_batches(build, args, kwargs, num_parts)
             output = pack_outputs(self._build(build, *part) for part in parts)
-        self._update.average(num_parts)
+        self.update.average(num_parts)
         return output
 
     def _build(self, build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        scaler = self._update.scaler
+        scaler = self.update.scaler
         with ExitStack() as stack:
             stack.enter_context(_leaving_grads(self._others()))
             if not self.readiness.is_settled:
-                stack.enter_context(self._update.forbidding_steps())
+                stack.enter_context(self.update.forbidding_steps())
             scaled = stack.enter_context(ScaledBackward(scaler)) if scaler is not None else None
             output = self._evaluate(build, args, kwargs)
         if scaled is not None and not scaled.count:
-            raise GraphError(
-                f"{self._name}.build ran no loss.backward(), which is where the scaler acts · fix: call it"
-            )
+            raise GraphError(f"{self.name}.build ran no loss.backward(), which is where the scaler acts · fix: call it")
         return output
 
     def _evaluate_only(self, build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -240,12 +258,12 @@ class Step:
             return build(*args, **kwargs)
 
     def _others(self) -> list[torch.Tensor]:
-        if self._bystanders and self._update.num_groups() != self._num_groups:  # the user has added a group since
+        if self._bystanders and self.update.num_groups() != self._num_groups:  # the user has added a group since
             self._sort_parameters()
         return self._bystanders
 
     def _device_type(self) -> str:
-        for module in self._roots.values():
+        for module in self.roots.values():
             for parameter in module.parameters():
                 return str(parameter.device.type)
         return "cpu"
@@ -253,7 +271,7 @@ class Step:
     def _addresses(self, args: Any, kwargs: dict[str, Any]) -> set[int]:
         """Where the step's inputs and the modules' own tensors lie, which no output may be."""
         tensors = _tensors(args, kwargs)
-        for root in self._roots.values():
+        for root in self.roots.values():
             for module in root.modules():
                 for own in (module._parameters, module._buffers, module.__dict__):
                     tensors += [value for value in own.values() if isinstance(value, torch.Tensor)]

@@ -68,6 +68,8 @@ class Explanation:
     """Largest sum of live tensor storage during the step: parameters, gradients, optimizer state and all else."""
     timeline: tuple[Event, ...] = field(default=(), repr=False)
     warnings: tuple[str, ...] = ()
+    capture: str = ""
+    """How the step runs: as a recording, since when and with what beside it, or why not; empty if nobody asked."""
 
     @property
     def bytes_saved(self) -> int:

@@ -144,6 +144,8 @@ def _summary(explanation: Explanation) -> Iterator[str]:
         )
     if explanation.peak_bytes is not None:
         yield f"peak of the step, all tensors: {format_bytes(explanation.peak_bytes)}"
+    if explanation.capture:
+        yield f"capture: {explanation.capture}"
 
 
 def _print_plain(

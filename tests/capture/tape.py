@@ -1,8 +1,8 @@
 """A recording without a device: a tape of the ops of a step, played again at the same addresses.
 
 What makes a CUDA graph what it is holds here too: recording changes nothing, no Python of the step runs in a replay,
-inputs and outputs stay where they are, and a value on the host is an error. So all that is built on recordings is tested
-where there is no device. Random state is part of the tape: graphckpt takes it and sets it between ops.
+inputs and outputs stay where they are, and a value on the host is an error. So all that is built on recordings is
+tested where there is no device. Random state is part of the tape: graphckpt takes it and sets it between ops.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class Tape(TorchDispatchMode):
                 self.remember(tensor)
         out = func(*args, **kwargs)
         results = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
-        held = {t.untyped_storage().data_ptr() for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        held = {
+            t.untyped_storage().data_ptr() for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
+        }
         fresh = [t.untyped_storage().data_ptr() not in held for t in results]
         args, kwargs, kept = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs, results))
 

@@ -1,0 +1,194 @@
+"""Compares a Graph's step with the plain one, from the same state, in every bit; and puts the state back."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from graphckpt.errors import GraphError
+from graphckpt.rng import random_devices, set_random_state, take_random_state
+from graphckpt.tree import flatten_value
+from graphckpt.undo import CONTAINERS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch import nn
+
+    from graphckpt.graph.step import Step
+    from graphckpt.graph.update import Update
+
+_ATOMS = (int, float, bool, str, type(None))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What :meth:`graphckpt.Graph.verify` has compared, and found equal in every bit."""
+
+    num_steps: int
+    num_tensors: int
+    num_bytes: int
+    is_captured: bool
+    """Whether the steps were replays of a recording."""
+
+
+def verify(graph_step: Step, call: Callable[[], Any], steps: int) -> Verification:
+    """Runs each step twice from one state, as the Graph does it and plainly, and compares outputs and state.
+
+    With recordings, the Graph runs until one is replayed before anything is compared.
+
+    Raises:
+        GraphError: Something differs. The message names the step, the block and the tensor that differ first.
+    """
+    graph_step.prepare()
+    roots, update = graph_step.roots, graph_step.update
+    captures = graph_step.recorded.captures if graph_step.recorded is not None else None
+    start = _State(roots, update)
+    try:
+        num_tensors = num_bytes = num_replays = 0
+        if captures is not None:
+            captures.until_replayed(call)
+            num_replays = -captures.num_replays
+        for number in range(1, steps + 1):
+            before = _State(roots, update)
+            ours = {**_outputs(call()), **_State(roots, update).values()}
+            before.put_back()
+            with graph_step.plainly():
+                plain = {**_outputs(call()), **_State(roots, update).values()}
+            _compare(graph_step.name, number, ours, plain)
+            tensors = [value for value in plain.values() if isinstance(value, torch.Tensor)]
+            num_tensors += len(tensors)
+            num_bytes += sum(tensor.nbytes for tensor in tensors)
+        num_replays += captures.num_replays if captures is not None else 0
+        return Verification(steps, num_tensors, num_bytes, is_captured=num_replays == steps)
+    finally:
+        if start.put_back() and captures is not None:
+            captures.release()  # they go on with optimizer states that are there no more
+
+
+@final
+class _State:
+    """Copies of all that a step changes. They are put back in place: a recording knows the addresses."""
+
+    def __init__(self, roots: Mapping[str, nn.Module], update: Update) -> None:
+        self._update = update
+        self._num_steps = update.num_steps
+        self._tensors = {name: (tensor, tensor.detach().clone()) for name, tensor in _tensors(roots, update)}
+        self._attributes = {
+            f"{name}.{key}": (module.__dict__, key, copy.copy(value) if isinstance(value, CONTAINERS) else value)
+            for name, module in _modules(roots)
+            for key, value in module.__dict__.items()
+            if key not in _OF_TORCH and isinstance(value, (*_ATOMS, *CONTAINERS, torch.Tensor))
+        }
+        self._states = [
+            (o, {p: dict(state) for p, state in o.state.items()}, [_settings(group) for group in o.param_groups])
+            for o in update.optimizers
+        ]
+        self._schedules = [copy.deepcopy(s.state_dict()) if s is not None else None for s in update.schedulers]
+        self._scaler = copy.deepcopy(update.scaler.state_dict()) if update.scaler is not None else None
+        devices = random_devices(tensor for tensor, _ in self._tensors.values())
+        self._random = take_random_state(devices)
+
+    def values(self) -> dict[str, Any]:
+        """Returns the copies by name, in the order of the modules."""
+        tensors: dict[str, Any] = {name: value for name, (_, value) in self._tensors.items()}
+        plain = {name: value for name, (_, _, value) in self._attributes.items() if isinstance(value, _ATOMS)}
+        random = {
+            f"random state {number}": t for number, t in enumerate([self._random[0], *(t for _, t in self._random[1])])
+        }
+        return {**tensors, **plain, **random}
+
+    def put_back(self) -> bool:
+        """Makes everything what it was. Returns whether optimizers had made states since, which are gone now."""
+        has_removed = False
+        with torch.no_grad():
+            for tensor, value in self._tensors.values():
+                tensor.detach().copy_(value)
+        for owner, key, attribute in self._attributes.values():
+            owner[key] = attribute
+        for optimizer, states, groups in self._states:
+            for parameter in [p for p in optimizer.state if p not in states]:
+                del optimizer.state[parameter]
+                has_removed = True
+            for parameter, state in states.items():
+                optimizer.state[parameter].clear()
+                optimizer.state[parameter].update(state)
+            for group, settings in zip(optimizer.param_groups, groups, strict=True):
+                for key, value in settings.items():
+                    if isinstance(value, tuple) and isinstance(value[0], torch.Tensor):
+                        value[0].copy_(value[1])
+                        group[key] = value[0]
+                    else:
+                        group[key] = value
+        for scheduler, schedule in zip(self._update.schedulers, self._schedules, strict=True):
+            if scheduler is not None and schedule is not None:
+                scheduler.__dict__.update(schedule)
+        if self._update.scaler is not None and self._scaler is not None:
+            self._update.scaler.load_state_dict(self._scaler)
+        self._update.num_steps = self._num_steps
+        set_random_state(self._random)
+        return has_removed
+
+
+_OF_TORCH = frozenset(torch.nn.Module().__dict__) - {"training"} | {"forward"}
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {k: (v, v.detach().clone()) if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
+
+
+def _modules(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    for root, top in roots.items():
+        for name, module in top.named_modules():
+            yield f"{root}.{name}" if name else root, module
+
+
+def _tensors(roots: Mapping[str, nn.Module], update: Update) -> Iterator[tuple[str, torch.Tensor]]:
+    names: dict[torch.Tensor, str] = {}
+    for path, module in _modules(roots):
+        for own in (module._parameters, module._buffers):
+            for key, tensor in own.items():
+                if tensor is not None:
+                    names.setdefault(tensor, f"{path}.{key}")
+                    yield f"{path}.{key}", tensor
+    for optimizer in update.optimizers:
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    yield f"{names.get(parameter, 'a parameter')}, optimizer's {key}", value
+
+
+def _outputs(output: Any) -> dict[str, Any]:
+    return {
+        f"output {number}": leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+        for number, leaf in enumerate(flatten_value(output)[0])
+    }
+
+
+def _compare(name: str, step: int, ours: Mapping[str, Any], plain: Mapping[str, Any]) -> None:
+    for what in dict.fromkeys([*plain, *ours]):
+        if what not in ours or what not in plain:
+            raise GraphError(
+                f"{name}.verify: step {step}: `{what}` is only in the {'plain' if what in plain else 'own'} step"
+            )
+        a, b = ours[what], plain[what]
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            if a.shape != b.shape or a.dtype != b.dtype:
+                raise GraphError(f"{name}.verify: step {step}: `{what}` is {_kind(a)} and in the plain step {_kind(b)}")
+            if not torch.equal(a.nan_to_num(), b.nan_to_num()) or not torch.equal(a.isnan(), b.isnan()):
+                gap = (a.double() - b.double()).abs()
+                raise GraphError(
+                    f"{name}.verify: step {step}: `{what}` differs from the plain step's in {int((a != b).sum())} of "
+                    f"{a.numel()} elements, by up to {float(gap.max()):.3g} · "
+                    "fix: look at the policies on this block, or for an op in it whose result varies from run to run"
+                )
+        elif a != b:
+            raise GraphError(f"{name}.verify: step {step}: `{what}` is {a!r} and in the plain step {b!r}")
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
