@@ -212,7 +212,7 @@ class RecordedStep:
             self._program.build = None  # it is a method of the Graph, which holds this
 
     def describe(self) -> str:
-        """Says how many recordings there are, what they take, and which optimizers step outside of them; or why none."""
+        """Says how many recordings there are, what they take, which optimizers step outside of them; or why none."""
         captures = self.captures
         if captures.reason is not None:
             return f"none, {captures.reason}"

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from zoo import ZOO, chain, differing, run_steps
 
 import graphckpt
@@ -100,6 +101,7 @@ def two_ranks(rank: int) -> None:
     leaves_differing_tensors_whole(rank)
     can_be_taken_twice(log)
     sends_a_shared_tensor_once(log)
+    goes_with_tensor_parallelism(log)
 
 
 def keeps_bits(log: Log) -> None:
@@ -243,6 +245,31 @@ def sends_a_shared_tensor_once(log: Log) -> None:
         log.flush()
         assert same(step(model, x, mask), plain)
         assert sum(size for what, size in log.flush() if what == "gather") == 3 * x.nbytes + mask.nbytes
+
+
+def goes_with_tensor_parallelism(log: Log) -> None:
+    """PyTorch's own, whose blocks pass plain tensors that are equal on all ranks, or rows of them."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(11)
+    x = torch.randn(6, 16)
+    for rows, gathers in ((False, 3), (True, 0)):
+        kept: Any = Shard(0) if rows else Replicate()
+        plan = {"up": ColwiseParallel(input_layouts=kept), "down": RowwiseParallel(output_layouts=kept)}
+        results = []
+        for flags in (None, FULL, {"partition": True, "min_elements": 1}):
+            model = chain("mlp")[1:4]
+            for block in model:
+                block.drop.p = 0.0
+                parallelize_module(block, mesh, plan)
+            given = x.chunk(2)[mesh.get_local_rank()].clone() if rows else x
+            with graphckpt.apply(model, {"*": flags, "re:.*\\..*": None} if flags else {}), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*already sharded, left whole")
+                log.flush()
+                results.append([t.full_tensor() if isinstance(t, DTensor) else t for t in step(model, given)])
+                if flags is FULL:
+                    assert sum(what == "gather" for what, _ in log.flush()) == gathers
+        assert same(results[1], results[0])
+        assert same(results[2], results[0])
 
 
 # ---- four ranks
