@@ -167,7 +167,7 @@ def test_another_number_of_processes_is_an_error(
 
 
 def test_torchrun_starts_a_run_that_stops_at_a_signal(place: Path) -> None:  # noqa: F811
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-endpoint", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     words = ["-m", "graphckpt", "train", "--config-file", "tiny.py", TWO, "train.train_iter=100000"]
     with (place / "output.txt").open("w") as output:
         run = subprocess.Popen([*command, *words], stdout=output, stderr=subprocess.STDOUT)
