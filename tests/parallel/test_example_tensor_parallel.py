@@ -18,15 +18,7 @@ UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20}
 @pytest.mark.multi_process
 @pytest.mark.slow
 def test_each_mode_keeps_less_and_changes_no_bit() -> None:
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--rdzv-endpoint",
-        "127.0.0.1:0",
-    ]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     command = [*launcher, str(EXAMPLE), *SIZES]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500, check=False)

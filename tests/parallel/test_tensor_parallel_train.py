@@ -177,7 +177,7 @@ def test_torchrun_starts_a_run_that_stops_at_a_signal(place: Path) -> None:  # n
         run.send_signal(signal.SIGTERM)
         assert run.wait(timeout=100) != 0
     text = (place / "output.txt").read_text()
-    assert text.count("model: GPT2LMHeadModel, 11,680 parameters on 2 processes on cpu") == 1, text
+    assert text.count("model: GPT2LMHeadModel, 11,648 parameters on 2 processes on cpu") == 1, text
     last = (place / "out" / "last_checkpoint").read_text().strip()
     info = json.loads((place / "out" / last / "snapshot.json").read_text())
     assert f"saved {last}" in text, text
