@@ -17,6 +17,7 @@ FIELDS = {
     "partition": "the ranks that each keep a part: None, False, True, a ProcessGroup or a DeviceMesh",
     "contiguous": "whether kept tensors lie in one slab: None, False or True",
     "min_elements": "smaller tensors stay where they are: None or an int; 1024 if nothing says",
+    "compile": "torch.compile of the block's forward, inside of its policy: None, False, True or a dict of options",
     "stage_id": "the pipeline stage: None or an int; read by nothing on one device",
 }
 """Every field of a block's config, and its help."""
@@ -76,6 +77,12 @@ class BlockConfig:
         """Returns the fields that say where kept tensors go, as far as they are set."""
         return {name: self._values[name] for name in PLACEMENT if name in self._values}
 
+    @property
+    def compile_options(self) -> dict[str, Any] | None:
+        """What ``torch.compile`` of the block is called with; ``None`` if it is not compiled."""
+        value = self._values.get("compile")
+        return dict(value) if isinstance(value, dict) else {} if value else None
+
     def fields(self) -> dict[str, Any]:
         """Returns the fields that are set."""
         return dict(self._values)
@@ -116,6 +123,10 @@ def _combine(block: str, values: dict[str, Any]) -> Rule | None:
             )
         if field == "stage_id" and value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise ConfigError(f"{block}.stage_id: {value!r} is no stage · fix: use an int")
+        if field == "compile" and not (value is None or isinstance(value, (bool, dict))):
+            raise ConfigError(
+                f"{block}.compile: {value!r} is neither yes nor no nor options · fix: True, or a dict for torch.compile"
+            )
         if field in PLACEMENT and value is not None:
             _parsed(block, field, _PARSERS[field], value)
     flag, segments, tiles = (values.get(name) for name in ("activation_checkpointing", "segments", "tiles"))

@@ -68,7 +68,7 @@ def _rows(
         timed = (times or kept).traffic.get(name) or Traffic()
         yield Row(
             block=name or title,
-            rule=wrapper.rule.describe() if wrapper is not None else Keep.name,
+            rule=_rule(wrapper),
             place=wrapper.site.store.place if wrapper is not None else "device",
             bytes_before=kept.bytes_before[name],
             bytes_after=kept.bytes_after[name] + moved.bytes_at["device"],
@@ -82,6 +82,13 @@ def _rows(
             wait_seconds=timed.wait_seconds if timed.copy_seconds else None,
             note=" · ".join(notes),
         )
+
+
+def _rule(wrapper: BlockForward | None) -> str:
+    if wrapper is None:
+        return Keep.name
+    rule = "part" if wrapper.is_part else wrapper.rule.describe()
+    return rule if wrapper.compile_options is None else f"{rule}, compiled"
 
 
 def _warnings(

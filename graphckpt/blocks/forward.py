@@ -32,6 +32,7 @@ class BlockForward:
     """
 
     __slots__ = (
+        "_compiled",
         "_covered",
         "_inner",
         "_is_beneath",
@@ -39,12 +40,23 @@ class BlockForward:
         "_module",
         "_rivals",
         "_site",
+        "compile_options",
+        "is_part",
         "name",
         "placement",
         "rule",
     )
 
-    def __init__(self, module: nn.Module, name: str, rule: Rule, placement: Placement | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        rule: Rule,
+        placement: Placement | None = None,
+        *,
+        compile_options: dict[str, Any] | None = None,
+        is_part: bool = False,
+    ) -> None:
         self._module = weakref.ref(module)
         self._covered: Callable[..., Any] | None = module.__dict__.get("forward")
         self._inner = _beneath(self._covered)
@@ -56,6 +68,11 @@ class BlockForward:
         self.rule = rule
         self.placement = placement
         """Where what the block keeps goes; ``None`` if the blocks around it say that."""
+        self.compile_options = compile_options
+        """What ``torch.compile`` of its forward is called with; ``None`` if it is not compiled."""
+        self.is_part = is_part
+        """It has no rule of its own, and runs again, if at all, as a part of the block around it."""
+        self._compiled: Callable[..., Any] | None = None
 
     @property
     def site(self) -> Site:
@@ -75,6 +92,10 @@ class BlockForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward under its rule; without gradients, as it is."""
         function = self._function()
+        if self.compile_options is not None and self._is_on and not torch.compiler.is_compiling():
+            function = self._compiled = self._compiled or torch.compile(function, **self.compile_options)
+        if self.is_part:
+            return function(*args, **kwargs)
         if not torch.is_grad_enabled() or _disabled.get() or not self._is_on:
             return function(*args, **kwargs)
         if torch.compiler.is_compiling():
@@ -127,14 +148,24 @@ class BlockForward:
         if twin is None:
             return self
         wrapper = BlockForward(twin, self.name, self.rule, copy.deepcopy(self.placement, memo))
-        wrapper.__setstate__((copy.deepcopy(self._covered, memo), self._is_on))
+        more = copy.deepcopy(self.compile_options, memo), self.is_part
+        wrapper.__setstate__((copy.deepcopy(self._covered, memo), self._is_on, *more))
         return wrapper
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return BlockForward, (self._module(), self.name, self.rule, self.placement), (self._covered, self._is_on)
+        return (
+            BlockForward,
+            (self._module(), self.name, self.rule, self.placement),
+            (
+                self._covered,
+                self._is_on,
+                self.compile_options,
+                self.is_part,
+            ),
+        )
 
-    def __setstate__(self, state: tuple[Any, bool]) -> None:
-        self._covered, self._is_on = state
+    def __setstate__(self, state: tuple[Any, bool, dict[str, Any] | None, bool]) -> None:
+        self._covered, self._is_on, self.compile_options, self.is_part = state
         self._inner = _beneath(self._covered)
 
 

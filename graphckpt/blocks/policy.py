@@ -9,7 +9,7 @@ from torch import nn
 
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.errors import ConfigError
-from graphckpt.rules import Full, Keep, Rule
+from graphckpt.rules import Full, Keep, Rule, Selective
 from graphckpt.stores import Placement, placement_of
 
 if TYPE_CHECKING:
@@ -91,7 +91,10 @@ class _Walk:
         if isinstance(rule, Full) and around.rule is not None:
             # Nested True is one segment. The wrapper still acts where the module is called from elsewhere.
             self.plan.idle[name] = "runs again as a part of the block around it"
-        self.plan.wrappers.append(BlockForward(module, name, rule, placement))
+        options = config.compile_options if config is not None else None
+        if options is not None and isinstance(rule, Selective):
+            self.plan.idle[name] = "selective does nothing more than full here: it cannot see the ops of compiled code"
+        self.plan.wrappers.append(BlockForward(module, name, rule, placement, compile_options=options))
         return replace(around, rule=rule)
 
     def _decide_kept(
@@ -99,7 +102,10 @@ class _Walk:
     ) -> _Around:
         """A module that does not run again by itself."""
         is_hole = config is not None and config.rule is not None and around.rule is not None
+        options = config.compile_options if config is not None else None
         if around.rule is not None and not is_hole:
+            if options is not None and not isinstance(module, _UNCALLED):
+                self.plan.wrappers.append(BlockForward(module, name, Keep(), compile_options=options, is_part=True))
             if config is not None and config.placement():
                 fields = " and ".join(config.placement())
                 self.plan.idle[name] = (
@@ -107,10 +113,14 @@ class _Walk:
                 )
             return around
         if isinstance(module, _UNCALLED):
+            if options is not None:
+                what = type(module).__name__
+                self.plan.idle[name] = f"compile on {what} does nothing: it has no forward; set it on its items"
             return replace(around, rule=None)
         is_placed = placement is not None and placement != (around.covering or _PLAIN)
-        if is_hole or is_placed:
-            self.plan.wrappers.append(BlockForward(module, name, Keep(), placement))
+        if is_hole or is_placed or options is not None:
+            own = placement if is_hole or is_placed else None
+            self.plan.wrappers.append(BlockForward(module, name, Keep(), own, compile_options=options))
         return replace(around, rule=None, covering=placement)
 
     def _placement(self, fields: Mapping[str, Any]) -> Placement | None:

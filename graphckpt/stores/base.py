@@ -40,7 +40,7 @@ class Group:
     """
 
     __slots__ = (
-        "__weakref__", "block", "fixed", "has_begun", "is_asked_for", "note", "number", "own", "pieces", "traffic",
+        "__weakref__", "block", "fixed", "has_begun", "is_asked_for", "is_sealed", "note", "number", "own", "pieces", "traffic",
     )  # fmt: skip
 
     def __init__(
@@ -59,6 +59,8 @@ class Group:
         """Its bytes have been sent for."""
         self.is_asked_for = False
         """Backward wants one of its tensors."""
+        self.is_sealed = False
+        """The call is over: nothing more comes in."""
         self.number = 0
         self.pieces: list[weakref.ref[Piece]] = []
 

@@ -73,7 +73,8 @@ class PlacedStore(Store):
     def open(self, group: Group) -> Group:
         """Begins what one call of a block keeps."""
         with self._lock:
-            if not self.num_alive:
+            in_forward = any((g := ref()) is not None and not g.is_sealed for ref in self._groups)
+            if not self.num_alive and not in_forward:
                 self._groups.clear()
                 self._order.begin_step()
                 for place in self._opened_places():
@@ -114,6 +115,7 @@ class PlacedStore(Store):
         if piece.edits.seen():
             return None
         with self._lock, torch.no_grad():
+            self._empty_bin()
             self._ask_for(key.group)
             find, begin = piece.storage
             storage = find()
@@ -126,6 +128,7 @@ class PlacedStore(Store):
     def seal(self, group: Group | None) -> None:
         """The first run of the block is over."""
         assert group is not None
+        group.is_sealed = True
         with self._lock:
             self._empty_bin()
             for place in {piece.place: None for piece in _alive(group)}:
@@ -142,7 +145,7 @@ class PlacedStore(Store):
 
     def _stays(self, tensor: torch.Tensor, group: Group) -> bool:
         if (
-            tensor.numel() < self._min_elements
+            tensor.numel() < max(1, self._min_elements)
             or type(tensor) is not torch.Tensor
             or tensor.layout is not torch.strided
             or tensor.device.type == "meta"
