@@ -102,6 +102,7 @@ def two_ranks(rank: int) -> None:
     can_be_taken_twice(log)
     sends_a_shared_tensor_once(log)
     goes_with_tensor_parallelism(log)
+    does_not_grow(rank, log)
 
 
 def keeps_bits(log: Log) -> None:
@@ -272,6 +273,33 @@ def goes_with_tensor_parallelism(log: Log) -> None:
         assert same(results[2], results[0])
 
 
+def does_not_grow(rank: int, log: Log) -> None:
+    """200 steps of three shapes: no bytes and no words beyond those of the first ones."""
+    words_of = dist.group.WORLD.get_group_store()
+    model = wide(3, 16)
+    shapes = (7, 64, 65)
+    x = torch.randn(65, 16)
+    flags = FULL | {"contiguous": True}
+    with graphckpt.apply(model, {"[0-2]": flags}) as handle, LiveBytes(record_timeline=False) as live:
+        (store,) = {id(store): store for store in stores_of(handle)}.values()
+        level = words = asked = 0
+        for number in range(200):
+            model.zero_grad()
+            model(x[: shapes[number % 3]]).sum().backward()
+            assert store.num_alive == 0
+            if number == 10:
+                time.sleep(0.5)
+                level = live.live_bytes
+                words, asked = words_of.num_keys(), words_of.add(f"graphckpt/{rank}", 0)
+            log.flush()
+        time.sleep(0.5)  # gloo's thread lets go of a gather a moment after it is over
+        assert live.live_bytes == level
+        with torch.no_grad():
+            model(x)
+    assert words_of.add(f"graphckpt/{rank}", 0) == asked
+    assert words_of.num_keys() == words
+
+
 # ---- four ranks
 
 
@@ -280,7 +308,6 @@ def four_ranks(rank: int) -> None:
     keeps_a_slice(log)
     gathers_ahead(log)
     knows_meshes(rank)
-    does_not_grow(rank, log)
 
 
 def keeps_a_slice(log: Log) -> None:
@@ -358,33 +385,6 @@ def knows_meshes(rank: int) -> None:
         store.seal(group)
     assert torch.equal(store.get(key), x)
     assert len(notes) == 1
-
-
-def does_not_grow(rank: int, log: Log) -> None:
-    """200 steps of three shapes: no bytes and no words beyond those of the first ones."""
-    words_of = dist.group.WORLD.get_group_store()
-    model = wide(3, 16)
-    shapes = (7, 64, 65)
-    x = torch.randn(65, 16)
-    flags = FULL | {"contiguous": True}
-    with graphckpt.apply(model, {"[0-2]": flags}) as handle, LiveBytes(record_timeline=False) as live:
-        (store,) = {id(store): store for store in stores_of(handle)}.values()
-        level = words = asked = 0
-        for number in range(200):
-            model.zero_grad()
-            model(x[: shapes[number % 3]]).sum().backward()
-            assert store.num_alive == 0
-            if number == 10:
-                time.sleep(0.5)
-                level = live.live_bytes
-                words, asked = words_of.num_keys(), words_of.add(f"graphckpt/{rank}", 0)
-            log.flush()
-        time.sleep(0.5)  # gloo's thread lets go of a gather a moment after it is over
-        assert live.live_bytes == level
-        with torch.no_grad():
-            model(x)
-    assert words_of.add(f"graphckpt/{rank}", 0) == asked
-    assert words_of.num_keys() == words
 
 
 @pytest.mark.multi_process
