@@ -8,7 +8,7 @@ from graphckpt.blocks.proxy import Block
 from graphckpt.errors import ConfigError, GraphckptError, GraphError, RecomputeError, StoreError
 from graphckpt.graph import Graph, GraphConfig
 from graphckpt.rules import Full, Keep, Rule, Segments, Selective, Tiles
-from graphckpt.stores import Disk, Host
+from graphckpt.stores import Disk, Host, Partition
 
 __version__ = "0.1.0"
 
@@ -26,6 +26,7 @@ __all__ = [
     "Handle",
     "Host",
     "Keep",
+    "Partition",
     "RecomputeError",
     "Rule",
     "Segments",

@@ -54,6 +54,10 @@ class _Alone:
         self.__self__ = getattr(function, "__self__", None)
         self._modules = modules
 
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a part of the forward that runs alone too: rules may call children one by one."""
+        return _Alone(function, self._modules)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raised = [module for module in self._modules if module.__dict__.get(_FLAG)]
         for module in raised:

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, final
 
 from torch import nn
 
@@ -24,6 +24,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from graphckpt.rules.site import Site
+
+
+Wrap: TypeAlias = "Callable[[Callable[..., Any]], Callable[..., Any]]"
+
+
+def _as_it_is(call: Callable[..., Any]) -> Callable[..., Any]:
+    return call
 
 
 @final
@@ -66,18 +73,23 @@ class Segments(Rule):
         children = list(function.__self__)  # type: ignore[attr-defined]
         if kwargs or len(args) != 1:
             return function(*args, **kwargs)  # raises what nn.Sequential raises
-        return run_segments(site, children, self.runs, args[0])
+        return run_segments(site, children, self.runs, args[0], wrap=getattr(function, "wrap", _as_it_is))
 
 
-def run_segments(site: Site, children: Sequence[Callable[..., Any]], runs: int | str, value: Any) -> Any:
-    """Passes ``value`` through ``children``, all but the last run of them under recompute."""
+def run_segments(
+    site: Site, children: Sequence[Callable[..., Any]], runs: int | str, value: Any, *, wrap: Wrap = _as_it_is
+) -> Any:
+    """Passes ``value`` through ``children``, all but the last run of them under recompute.
+
+    Every call of children goes through ``wrap``, which returns what to call in its place.
+    """
     if runs == "log":
-        return _run_halves(site, children, 0, len(children), value)
+        return _run_halves(site, children, wrap, 0, len(children), value)
     starts = (*run_starts(num_children=len(children), runs=runs), len(children))
     for first, end in pairwise(starts):
         if end == len(children):
-            return _call_in_order(children[first:end], value)
-        value = _frame(site, children, first, end, partial(_call_in_order, children[first:end]), value)
+            return wrap(_call_in_order)(children[first:end], value)
+        value = _frame(site, children, first, end, wrap(partial(_call_in_order, children[first:end])), value)
     return value
 
 
@@ -96,12 +108,15 @@ def run_starts(*, num_children: int, runs: int | str) -> tuple[int, ...]:
     return tuple(number * num_children // count for number in range(count))
 
 
-def _run_halves(site: Site, children: Sequence[Callable[..., Any]], first: int, end: int, value: Any) -> Any:
+def _run_halves(
+    site: Site, children: Sequence[Callable[..., Any]], wrap: Wrap, first: int, end: int, value: Any
+) -> Any:
     while end - first > 1:
         middle = (first + end) // 2
-        value = _frame(site, children, first, middle, partial(_run_halves, site, children, first, middle), value)
+        halves = wrap(partial(_run_halves, site, children, wrap, first, middle))
+        value = _frame(site, children, first, middle, halves, value)
         first = middle
-    return _call_in_order(children[first:end], value)
+    return wrap(_call_in_order)(children[first:end], value)
 
 
 def _frame(

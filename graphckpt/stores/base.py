@@ -40,7 +40,8 @@ class Group:
     """
 
     __slots__ = (
-        "__weakref__", "block", "fixed", "has_begun", "is_asked_for", "is_sealed", "note", "number", "own", "pieces", "traffic",
+        "__weakref__", "block", "fixed", "has_begun", "is_asked_for", "is_sealed", "note", "number", "own", "pieces",
+        "traffic",
     )  # fmt: skip
 
     def __init__(

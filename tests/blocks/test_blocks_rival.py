@@ -215,3 +215,34 @@ def test_a_model_with_rivals_is_freed_at_once() -> None:
     layer = weakref.ref(model.transformer.h[0])
     del model, handle
     assert layer() is None
+
+
+@pytest.mark.parametrize("runs", [2, "sqrt", "log"])
+def test_segments_over_layers_that_checkpoint_themselves_act_alone(runs: int | str) -> None:
+    class Layer(GradientCheckpointingLayer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.num_runs = [0]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.num_runs[0] += 1
+            return torch.tanh(self.linear(x))
+
+    def runs_of_layers(own: bool) -> list[int]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[Layer() for _ in range(8)]).train()
+        for layer in model:
+            layer.gradient_checkpointing = own
+            layer._gradient_checkpointing_func = partial(torchs_checkpoint, use_reentrant=False)
+        with graphckpt.apply(model, {"": graphckpt.Segments(runs)}) as handle:
+            model(torch.ones(2, 8)).sum().backward()
+            for layer in model:
+                layer.num_runs[0] = 0
+            model(torch.ones(2, 8)).sum().backward()
+            if own:
+                assert "set aside" in handle.explain(show=False).rows[0].note
+        assert all(layer.gradient_checkpointing is own for layer in model)
+        return [layer.num_runs[0] for layer in model]
+
+    assert runs_of_layers(True) == runs_of_layers(False)

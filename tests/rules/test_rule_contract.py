@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from policies import HOLES, NESTED, ON_CHAIN, put
+from torch import nn
 from zoo import ZOO, chain, differing, run_steps
 
-import graphckpt
 from graphckpt.rules import rule_classes
 
 
