@@ -141,7 +141,7 @@ def lose(rank: int, folder: Path, how: str) -> None:
         ParallelError, match=rf"^rank {rank}: another process is gone, or has not answered for 4 s \(.* · fix: "
     ):
         trainer.train()
-    assert time.monotonic() - started < 25
+    assert rank == 1 or time.monotonic() - started < 25  # it is rank 1 that sleeps
 
 
 @pytest.mark.parametrize("how", ["dies", "sleeps"])
