@@ -23,7 +23,7 @@ class Offload(ABC):
 
     @abstractmethod
     def place_for(self, device: torch.device, note: Callable[[str], None]) -> Place | None:
-        """Returns a place of this kind for tensors of ``device``; ``None``, and a note that says why, if there is none."""
+        """Returns a place of this kind for tensors of ``device``; ``None``, and a note of why, if there is none."""
 
     @classmethod
     def parse(cls, argument: str) -> Offload:
