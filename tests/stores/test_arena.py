@@ -1,0 +1,165 @@
+"""One slab: same addresses in every step, nothing allocated after the first, nothing in use overwritten."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from zoo import chain
+
+import graphckpt
+from graphckpt import StoreError
+from graphckpt.stores import Group, Placement
+from graphckpt.stores.arena import Arena
+from graphckpt.stores.placed import PlacedStore
+
+
+def store() -> PlacedStore:
+    placed = Placement(contiguous=True, min_elements=1).store
+    assert isinstance(placed, PlacedStore)
+    return placed
+
+
+def group(block: str = "block") -> Group:
+    return Group(block, list, lambda _: None)
+
+
+def arena_of(placed: PlacedStore) -> Arena:
+    (arena,) = placed._opened_places()
+    assert isinstance(arena, Arena)
+    return arena
+
+
+def keep(placed: PlacedStore, *tensors: torch.Tensor) -> list[Any]:
+    keys = []
+    for tensor in tensors:
+        opened = placed.open(group())
+        keys.append(placed.put(tensor, opened))
+        placed.seal(opened)
+    return keys
+
+
+def test_same_addresses_and_no_allocation_from_the_second_step_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    placed = store()
+    allocated: list[int] = []
+    allocate = Arena._allocate
+
+    def counted(self: Arena, num_bytes: int, opened: Group) -> torch.Tensor:
+        allocated.append(num_bytes)
+        return allocate(self, num_bytes, opened)
+
+    monkeypatch.setattr(Arena, "_allocate", counted)
+    addresses = []
+    with caplog.at_level(logging.INFO, logger="graphckpt"):
+        for step in range(5):
+            tensors = [torch.randn(50, size) for size in (7, 300, 1, 64)]
+            keys = keep(placed, *tensors)
+            kept = [placed.get(key) for key in keys]
+            assert all(torch.equal(a, b) for a, b in zip(kept, tensors, strict=True))
+            addresses.append([t.data_ptr() for t in kept])
+            if step == 1:
+                assert allocated == [50 * 7 * 4, 50 * 300 * 4, 200, 50 * 64 * 4, arena_of(placed).slab_bytes]
+            del kept
+            while keys:
+                keys.pop()
+            assert placed.num_alive == 0
+    assert addresses[1] == addresses[2] == addresses[3] == addresses[4]
+    assert len(allocated) == 5
+    slab = arena_of(placed)._slab
+    assert all(slab.data_ptr() <= a < slab.data_ptr() + slab.numel() for a in addresses[4])
+    assert [r.message for r in caplog.records] == ["contiguous: a slab of 73.0 KiB on cpu"]
+
+
+def test_it_grows_with_one_line_on_a_new_shape(caplog: pytest.LogCaptureFixture) -> None:
+    placed = store()
+    with caplog.at_level(logging.INFO, logger="graphckpt"):
+        for rows in (8, 8, 64, 64, 8, 64):
+            keys = keep(placed, torch.randn(rows, 64))
+            del keys
+    assert len(caplog.records) == 2
+    assert arena_of(placed).slab_bytes == 64 * 64 * 4
+
+
+def test_what_is_still_in_use_is_not_overwritten() -> None:
+    placed = store()
+    ours = torch.randn(50, 64)
+    for _ in range(2):
+        keys = keep(placed, ours)
+        view = placed.get(keys[0])[:2]
+        del keys
+    want = view.clone()
+    for _ in range(3):
+        keys = keep(placed, torch.zeros(50, 64))
+        assert torch.equal(view, want)
+        del keys
+    del view
+    keys = keep(placed, torch.zeros(50, 64))
+    slab = arena_of(placed)._slab
+    assert placed.get(keys[0]).data_ptr() == slab.data_ptr()
+
+
+class ReturnsWhatItSaved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.saved_tensors[0], None
+
+
+def test_a_saved_tensor_may_be_a_gradient() -> None:
+    class Layer(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return ReturnsWhatItSaved.apply(x, torch.full((64, 32), 3.0))
+
+    model = Layer()
+    with graphckpt.apply(model, {"": {"contiguous": True}}):
+        inputs = []
+        for step in range(4):
+            x = torch.zeros(64, 32, requires_grad=True)
+            model(x + step).sum().backward()
+            inputs.append(x)
+    assert all(torch.equal(x.grad, torch.full((64, 32), 3.0)) for x in inputs)
+
+
+def test_forwards_without_gradients_leave_it_alone() -> None:
+    model, x = chain("mlp"), torch.randn(300, 16)
+    with graphckpt.apply(model, {"[123]": {"activation_checkpointing": True, "contiguous": True}}) as handle:
+        for _ in range(2):
+            model(x).sum().backward()
+        arena = arena_of(handle._wrappers[0].site.store)
+        size = arena.slab_bytes
+        loss = model(x).sum()
+        with torch.no_grad():
+            model(torch.randn(500, 16))
+        loss.backward()
+        model(x).sum().backward()
+        assert arena.slab_bytes == size == 3 * 300 * 16 * 4 + 2 * 0 + (-(3 * 300 * 16 * 4) % 256)
+
+
+def test_no_memory_is_one_error_that_names_block_bytes_and_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    placed = store()
+    keys = keep(placed, torch.randn(50, 64))
+    del keys
+
+    def fails(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory\nmore")
+
+    opened = placed.open(group("layers.3"))
+    with monkeypatch.context() as patched:
+        patched.setattr("graphckpt.stores.arena.torch.empty", fails)
+        patched.setattr("graphckpt.stores.placed.bytes_to_move", lambda t: (t.view(torch.uint8).flatten(), 0, t.nbytes))
+        with pytest.raises(
+            StoreError, match=r"layers\.3: contiguous: there are no 12\.5 KiB free on cpu \(Default.* · fix"
+        ):
+            placed.put(torch.randn(50, 64), opened)
+    assert placed.num_alive == 0
+    kept = keep(placed, torch.randn(50, 64))
+    assert len(kept) == placed.num_alive == 1
