@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,15 +18,18 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 __all__ = [
+    "abandon_capture",
     "all_gather_bytes",
     "assert_on_device",
     "at_end_of_backward",
+    "forget_half_a_step",
     "has_function_modes",
     "override_stale_capture_stream",
     "packed_shard",
     "pytree",
     "saved_tensor_hooks_in_force",
     "share_version_counter",
+    "silence_capturable",
     "unseen_by_modes",
     "version_sharing_detach",
 ]
@@ -102,6 +105,55 @@ def override_stale_capture_stream() -> Iterator[None]:
         yield
     finally:
         switch(False)
+
+
+def abandon_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, int]) -> None:
+    """Ends a capture in which something has failed, so that the process can go on, and can record again.
+
+    An error of the device makes the capture invalid; ``capture_end()`` then raises before it has put all in order
+    (pytorch#171263, #180395, #190348): up to torch 2.11 the allocator still takes a capture to be under way, up to
+    2.12 the random generator does, and up to 2.13 the memory pool is never given back.
+    """
+    with suppress(RuntimeError):
+        graph.capture_end()
+    try:
+        graph.pool()
+        is_ended = True  # it got as far as to give everything back with `reset()`
+    except RuntimeError:
+        is_ended = False
+    graph.reset()
+    if is_ended:
+        return
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with suppress(RuntimeError):  # says that it has been ended, where it has
+        torch._C._cuda_endAllocateToPool(index, pool)
+    if _torch_version() < (2, 14):
+        with suppress(RuntimeError):
+            torch._C._cuda_releasePool(index, pool)
+    if _torch_version() < (2, 13):
+        with suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream(device)):
+            healing = torch.cuda.CUDAGraph()  # the end of a capture that succeeds takes the generator out of it
+            healing.capture_begin(capture_error_mode="thread_local")
+            torch.zeros(1, device=device)
+            healing.capture_end()
+            healing.reset()
+
+
+def _torch_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+
+
+def forget_half_a_step(scaler: torch.amp.GradScaler) -> None:
+    """Lets ``scaler`` begin anew after an error between ``unscale_()`` and ``update()``.
+
+    It has no public way: the next ``unscale_()`` would say that it has been called already.
+    """
+    scaler._per_optimizer_states.clear()
+
+
+def silence_capturable(optimizer: torch.optim.Optimizer) -> None:
+    """Keeps ``optimizer`` from its warning that it is capturable and not captured: the first calls never are."""
+    optimizer._warned_capturable_if_run_uncaptured = True
 
 
 def unseen_by_modes() -> AbstractContextManager[Any]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 
 from graphckpt.capture.hazards import Attributes, explain_hazard
 from graphckpt.capture.inputs import StaticInputs, input_key
+from graphckpt.capture.masks import Masks
 from graphckpt.errors import GraphError
 from graphckpt.tree import build_value, flatten_value
 
@@ -50,6 +52,10 @@ class Program(ABC):
         """Does what Python does after it: schedules, counts, optimizers that cannot be recorded."""
 
     @abstractmethod
+    def abandon(self) -> None:
+        """Drops what half a step has left behind, so that the next one begins as if that had never been."""
+
+    @abstractmethod
     def held(self) -> tuple[Hashable, Hashable, Any]:
         """Returns what the device work depends on beside its inputs.
 
@@ -63,6 +69,14 @@ class _Entry:
     recording: Recording
     inputs: StaticInputs
     held: Any
+
+
+@dataclass(slots=True)
+class _Kind:
+    """Calls whose inputs are of one kind, in one set of modes."""
+
+    num_calls: int = 0
+    masks: Masks = field(default_factory=Masks)
 
 
 @final
@@ -93,12 +107,17 @@ class Captures:
         self._max_captures = max_captures
         self._must_capture = must_capture
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
-        self._seen: dict[Hashable, int] = {}
+        self._kinds: dict[Hashable, _Kind] = {}
 
     @property
     def num_recordings(self) -> int:
         """How many recordings are kept now."""
         return len(self._entries)
+
+    @property
+    def notes(self) -> list[str]:
+        """What recordings do unlike the plain step, each once."""
+        return list(dict.fromkeys(kind.masks.note for kind in self._kinds.values() if kind.masks.note is not None))
 
     def call(self, args: Sequence[Any], kwargs: dict[str, Any], *, must_run: bool = False) -> tuple[Any, bool]:
         """Runs one step. Returns its output, and whether that lies in memory of its own, as after a replay.
@@ -123,17 +142,14 @@ class Captures:
             self._entries.move_to_end(key)
             entry.inputs.load(args, kwargs)
             return self._replay(entry), True
-        count = self._seen[inputs, modes] = self._seen.get((inputs, modes), 0) + 1
-        if must_run or count <= self._num_warm_up:
-            with self.runner.warming():
+        kind = self._kinds.setdefault((inputs, modes), _Kind())
+        kind.num_calls += 1
+        if must_run or kind.num_calls <= self._num_warm_up:
+            with kind.masks.watching(), self.runner.warming():
                 output = program.run(args, kwargs)
             return output, False
-        random_state = torch.get_rng_state()
-        try:
-            entry = self._record(args, kwargs, held)
-        except Exception as error:  # whatever the step or the device says
-            torch.set_rng_state(random_state)
-            self._give_up(explain_hazard(error, program.roots()), error)
+        entry = self._try_to_record(args, kwargs, kind, held)
+        if entry is None:
             return program.run(args, kwargs), False
         self._entries[key] = entry
         while len(self._entries) > self._max_captures:
@@ -153,13 +169,26 @@ class Captures:
         for entry in self._entries.values():
             entry.recording.release()
         self._entries.clear()
-        self._seen.clear()
+        self._kinds.clear()
+
+    def _try_to_record(self, args: Sequence[Any], kwargs: dict[str, Any], kind: _Kind, held: Any) -> _Entry | None:
+        """Returns ``None`` if it cannot be done; all that the attempt held is free then, the error included."""
+        random_state = torch.get_rng_state()
+        try:
+            with kind.masks.recording():
+                return self._record(args, kwargs, held)
+        except Exception as error:  # whatever the step or the device says
+            torch.set_rng_state(random_state)
+            self._program.abandon()
+            self._give_up(explain_hazard(error, self._program.roots()), error)
+        gc.collect()  # the error's frames held the step's tensors
+        return None
 
     def _record(self, args: Sequence[Any], kwargs: dict[str, Any], held: Any) -> _Entry:
         inputs = StaticInputs(args, kwargs)
         attributes = Attributes(self._program.roots())
         try:
-            recording = self.runner.record(lambda: self._program.work(inputs.args, inputs.kwargs))
+            recording = self.runner.record(lambda: _cut_off(*self._program.work(inputs.args, inputs.kwargs)))
         except BaseException:
             attributes.put_back()
             raise
@@ -171,7 +200,7 @@ class Captures:
                 f"{changed}: forward changes it, which no replay would do · fix: a buffer that forward edits in place"
             )
         self.num_captured += 1
-        return _Entry(recording, inputs, held)
+        return _Entry(recording, inputs, (held, attributes))  # tensors that hang on modules must stay where they are
 
     def _replay(self, entry: _Entry) -> Any:
         entry.recording.replay()
@@ -188,4 +217,10 @@ class Captures:
             raise GraphError(text) from error
         self.release()
         self.reason = why
-        warnings.warn(f"{text} · it goes on without capture", stacklevel=5)
+        warnings.warn(f"{text} · it goes on without capture", stacklevel=6)
+
+
+def _cut_off(output: Any, kept: Any) -> tuple[Any, Any]:
+    """Cuts outputs off from the graph of autograd, which would live as long as the recording."""
+    leaves, spec = flatten_value(output)
+    return build_value(spec, [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves]), kept

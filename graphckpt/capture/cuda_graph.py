@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from graphckpt._compat import override_stale_capture_stream
+from graphckpt._compat import abandon_capture, override_stale_capture_stream
+from graphckpt.capture.host_random import HostRandom
 from graphckpt.capture.runner import Recording, Runner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
+# Note [A pool lives as long as a graph in it]
+# Graphs share a memory pool by its handle. Once the last of them is gone, the allocator takes the pool apart, and
+# refuses to record into what is left of it. So a recording that finds no other one alive begins a new pool.
+
+
 @final
 class CudaGraphs(Runner):
-    """One CUDA graph for each recording; they share a stream and a memory pool.
+    """One CUDA graph for each recording; they share a memory pool.
 
     Args:
         device: The device of the modules.
@@ -27,17 +35,20 @@ class CudaGraphs(Runner):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = _capture_stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._recordings: weakref.WeakSet[_CudaGraph] = weakref.WeakSet()
 
     @contextmanager
     def warming(self) -> Iterator[None]:
         """Runs on the stream of the recording: autograd's nodes remember the stream that they were made on."""
         present = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(present)
-        with torch.cuda.stream(self._stream):
-            yield
-        present.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            present.wait_stream(self._stream)
 
     def pool_bytes(self) -> int:
         """Returns the bytes of the segments of the recordings' pool."""
@@ -46,31 +57,56 @@ class CudaGraphs(Runner):
 
     def record(self, step: Callable[[], Any]) -> Recording:
         """Records ``step`` as one graph."""
+        if not any(recording.is_alive for recording in self._recordings):
+            self._pool = torch.cuda.graph_pool_handle()  # see Note [A pool lives as long as a graph in it]
         graph = torch.cuda.CUDAGraph()
+        host_random = HostRandom()
         gc.collect()  # what is freed while a graph is recorded may belong to another one
         was_collecting = gc.isenabled()
         gc.disable()
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()  # the recording has a pool of its own, and the steps before it had all the rest
+        torch.clear_autocast_cache()  # weights that were cast outside of the recording would be cast no more
         try:
-            with (
-                override_stale_capture_stream(),
-                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
-            ):
-                output = step()
+            output = self._capture(graph, step)
+            host_random.check()
         except BaseException:
             graph.reset()
+            host_random.put_back()
             raise
         finally:
+            torch.clear_autocast_cache()
             if was_collecting:
                 gc.enable()
-        return _CudaGraph(graph, output)
+        recording = _CudaGraph(graph, output)
+        self._recordings.add(recording)
+        return recording
+
+    def _capture(self, graph: torch.cuda.CUDAGraph, step: Callable[[], Any]) -> Any:
+        # Not by `torch.cuda.graph`: when a capture has failed, its exit raises anew, which hides the first error and
+        # leaves the thread on the stream of the capture.
+        with override_stale_capture_stream(), torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                output = step()
+                graph.capture_end()
+            except BaseException:
+                abandon_capture(graph, self._device, self._pool)
+                raise
+        return output
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Returns the one stream of a device that steps are recorded on: cuBLAS keeps a workspace for each stream."""
+    return torch.cuda.Stream(device)
 
 
 @final
 class _CudaGraph(Recording):
     def __init__(self, graph: torch.cuda.CUDAGraph, output: Any) -> None:
         self.output = output
+        self.is_alive = True
         self._graph = graph
 
     def replay(self) -> None:
@@ -78,4 +114,5 @@ class _CudaGraph(Recording):
 
     def release(self) -> None:
         self.output = None
+        self.is_alive = False
         self._graph.reset()

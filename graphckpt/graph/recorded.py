@@ -8,6 +8,7 @@ from weakref import WeakMethod
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from graphckpt._compat import silence_capturable
 from graphckpt.capture import Captures, Program, runner_for
 from graphckpt.capture.rates import LearningRates, can_be_recorded, other_settings
 from graphckpt.graph.update import clip, has_gradient, zero
@@ -42,6 +43,8 @@ class RecordedUpdate:
             able = [False] * len(able)
         self.inside = [optimizer for optimizer, is_able in zip(optimizers, able, strict=True) if is_able]
         self.outside = [optimizer for optimizer, is_able in zip(optimizers, able, strict=True) if not is_able]
+        for optimizer in self.inside:
+            silence_capturable(optimizer)
         self._rates = LearningRates(self.inside)
 
     def before(self) -> None:
@@ -86,9 +89,17 @@ class RecordedUpdate:
             return  # the step was skipped inside, and the schedule waits too
         update.schedule()
 
+    def abandon(self) -> None:
+        """Drops the gradients of half a step."""
+        self._update.abandon()
+
     def settings(self) -> tuple[Hashable, ...]:
         """Returns what a recording has built in."""
-        return other_settings(self.inside)
+        scaler = self._update.scaler
+        if scaler is None or not scaler.is_enabled():
+            return other_settings(self.inside)
+        numbers = scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
+        return *other_settings(self.inside), numbers
 
     def states(self) -> list[Any]:
         """Returns the objects that hold the optimizers' states: loading a state replaces them."""
@@ -141,6 +152,11 @@ class GraphProgram(Program):
         """Does the rest of the update."""
         if self.update is not None:
             self.update.after(kept)
+
+    def abandon(self) -> None:
+        """Drops what half a step has left behind."""
+        if self.update is not None:
+            self.update.abandon()
 
     def held(self) -> tuple[Hashable, Hashable, Any]:
         """Returns the modes in force, the identity of tensors and optimizer states, and these themselves."""
@@ -224,7 +240,7 @@ class RecordedStep:
         if self._program.update is not None and self._program.update.outside:
             names = ", ".join(type(optimizer).__name__ for optimizer in self._program.update.outside)
             text += f"; {names} steps after it (fix: capturable=True or fused=True)"
-        return text
+        return "; ".join([text, *captures.notes])
 
     def release(self) -> None:
         """Gives the memory of the recordings back."""

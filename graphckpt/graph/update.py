@@ -10,6 +10,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.overrides import TorchFunctionMode
 
+from graphckpt._compat import forget_half_a_step
 from graphckpt.errors import GraphError
 from graphckpt.graph.clip import clip_grad_norm
 
@@ -71,6 +72,8 @@ class Update:
         """After an error: no half of a gradient is left to the next step."""
         for optimizer in self.optimizers:
             zero(optimizer)
+        if self.scaler is not None:
+            forget_half_a_step(self.scaler)
 
     def apply(self) -> None:
         """After backward: the step itself.

@@ -36,6 +36,10 @@ class _Copy(Ticket):
 # out again while any view of it lives, so each use of a range gets a storage of its own over the slab's memory (by
 # DLPack, without a copy), and the range is free when that storage dies.
 
+# Note [A slab that a graph has captured stays]
+# A captured graph writes to the addresses of its capture whenever it is replayed. So a slab that was in use in a
+# capture is held for good when a bigger one takes its place.
+
 
 @final
 class Arena(Place):
@@ -54,6 +58,8 @@ class Arena(Place):
         self._free: deque[int] = deque()
         self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._needs_slab = False
+        self._is_captured = False
+        self._captured: list[torch.Tensor] = []  # see Note [A slab that a graph has captured stays]
 
     @property
     def slab_bytes(self) -> int:
@@ -95,6 +101,7 @@ class Arena(Place):
     def close(self) -> None:
         """Gives the slab back, once nothing in it is in use."""
         self._slab = None
+        self._captured.clear()
 
     def _empty_bin(self) -> None:
         while self._free:
@@ -103,13 +110,18 @@ class Arena(Place):
     def _make_slab(self, group: Group) -> None:
         self._needs_slab = False
         _log.info("contiguous: a slab of %s on %s", format_bytes(self._plan.num_bytes), self._device)
+        if self._slab is not None and self._is_captured:
+            self._captured.append(self._slab)
         self._slab = None  # the old one goes before the new one comes
+        self._is_captured = False
         with unseen_by_modes():  # its ranges are what counts as kept
             self._slab = self._allocate(self._plan.num_bytes, group)
 
     def _range(self, offset: int | None, num_bytes: int, group: Group) -> torch.Tensor:
         if offset is None or self._slab is None:
             return self._allocate(num_bytes, group)
+        if self._device.type == "cuda":
+            self._is_captured |= torch.cuda.is_current_stream_capturing()
         with unseen_by_modes():
             return from_dlpack(to_dlpack(self._slab[offset : offset + num_bytes]))
 

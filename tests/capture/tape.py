@@ -7,6 +7,7 @@ tested where there is no device. Random state is part of the tape: graphckpt tak
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -77,7 +78,7 @@ class TapeRunner(Runner):
     def record(self, step: Callable[[], Any]) -> Recording:
         tape = Tape()
         random_state = torch.get_rng_state()
-        with taped_random_state(tape), tape:
+        with taped_random_state(tape), seen_by_transformers(), tape:
             try:
                 output = step()
             finally:
@@ -103,6 +104,21 @@ class TapeRecording(Recording):
     def release(self) -> None:
         self.output = self._tape = None
         self._runner.released += 1
+
+
+@contextmanager
+def seen_by_transformers() -> Iterator[None]:
+    """Tells Transformers that a stream is captured, as CUDA does."""
+    module: Any = sys.modules.get("transformers.utils.import_utils")
+    if module is None:
+        yield
+        return
+    asks = module.is_cuda_stream_capturing
+    module.is_cuda_stream_capturing = lambda: True
+    try:
+        yield
+    finally:
+        module.is_cuda_stream_capturing = asks
 
 
 @contextmanager

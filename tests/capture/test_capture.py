@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from policies import HOLES, NESTED, ON_CHAIN
@@ -18,6 +20,7 @@ from zoo import ZOO, chain
 
 import graphckpt.blocks.select
 from graphckpt import ConfigError, Graph, GraphError
+from graphckpt.capture.host_random import HostRandom
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -463,3 +466,67 @@ def test_capture_takes_known_words_only() -> None:
     graph.config.capture = "cuda_graph"
     with pytest.raises(ConfigError, match=r"'cuda_graph' needs modules on a CUDA device, and they are on cpu"):
         graph(batches(1)[0])
+
+
+class Looks(torch.optim.AdamW):
+    """Reads its learning rate on the host, which no recording can."""
+
+    def step(self, closure: Any = None) -> None:
+        float(self.param_groups[0]["lr"])
+        super().step()
+
+
+def test_an_error_within_the_update_leaves_the_scaler_at_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return Looks(model.parameters(), lr=torch.tensor(0.01), fused=True)
+
+    def set_up(graph: Train) -> None:
+        graph.set_grad_scaler(torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2))
+
+    plain, _ = run("eager", make=make, set_up=set_up)
+    monkeypatch.setattr("graphckpt.graph.recorded.runner_for", lambda *_: TapeRunner())
+    with pytest.warns(UserWarning, match="goes on without capture"):
+        ours, _ = run("auto", make=make, set_up=set_up)
+    assert same(ours, plain)
+
+
+def test_what_a_recording_returns_is_cut_off_from_autograd() -> None:
+    _, graph = run(TapeRunner())
+    entry = next(iter(captured(graph)._entries.values()))
+    assert entry.recording.output[0].grad_fn is None
+
+
+def test_another_setting_of_the_scaler_records_again() -> None:
+    scalers = []
+
+    def set_up(graph: Train) -> None:
+        scalers.append(torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3))
+        graph.set_grad_scaler(scalers[-1])
+
+    def between(number: int, graph: Graph) -> None:
+        if number == 6:
+            scalers[-1].set_growth_interval(1)
+
+    graph, _ = both(set_up=set_up, between=between)
+    assert captured(graph).num_captured == 2
+
+
+@pytest.mark.parametrize(
+    ("draw", "what"),
+    [
+        (lambda: torch.rand(()), "torch on the CPU"),
+        (random.random, "Python's random"),
+        (np.random.rand, "NumPy"),
+    ],
+)
+def test_draws_of_the_host_are_seen(draw: Callable[[], Any], what: str) -> None:
+    def twice() -> list[Any]:
+        return [draw(), draw()]
+
+    state = HostRandom()
+    state.check()
+    first = twice()
+    with pytest.raises(GraphError, match=f"draws random numbers with {what}, which every replay would repeat"):
+        state.check()
+    state.put_back()
+    assert twice() == first

@@ -1,0 +1,91 @@
+"""Keeps Transformers' models on the attention kernel of the plain step while they are recorded.
+
+Their mask code asks whether a stream is being captured, for it may not look at a tensor then: it makes a full mask
+where the plain step has found that none is needed, and a mask rules the flash kernel out.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, final
+
+from graphckpt._compat import assert_on_device
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_MODULE = "transformers.masking_utils"
+_PACKED = "find_packed_sequence_indices"  # None: every row is one sequence
+_PADDED = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")  # True: the mask is all ones
+_NOTE = (
+    "Transformers makes the attention mask in every recorded step, as it cannot look whether it is all ones "
+    "(fix: pass no attention_mask for batches without padding)"
+)
+
+
+@final
+class Masks:
+    """What the mask code has found in the steps before a recording."""
+
+    def __init__(self) -> None:
+        self._is_packed: list[bool] = []
+        self._skips_padding = False
+
+    @property
+    def note(self) -> str | None:
+        """What the recording does unlike the plain step, if anything."""
+        return _NOTE if self._skips_padding else None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around a step before the recording."""
+
+        def packed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            found = original(*args, **kwargs)
+            self._is_packed.append(found is not None)
+            return found
+
+        def padded(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            skips = original(*args, **kwargs)
+            mask = args[0] if args else kwargs.get("padding_mask")
+            self._skips_padding |= mask is not None and bool(skips)
+            return skips
+
+        with _instead(packed, _PACKED), _instead(padded, *_PADDED):
+            yield
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Around the recording. Where no step before it had several sequences in a row, the device checks the rest."""
+
+        def packed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            found = original(*args, **kwargs)
+            if found is not None:
+                message = "position_ids hold several sequences in a row, unlike those of the steps before the recording"
+                assert_on_device((found[:, -1] == 0).all(), message)
+            return None
+
+        if not self._is_packed or any(self._is_packed):
+            yield
+            return
+        with _instead(packed, _PACKED):
+            yield
+
+
+@contextmanager
+def _instead(function: Callable[..., Any], *names: str) -> Iterator[None]:
+    """Puts ``function`` in the place of the named ones, which it gets as its first argument."""
+    module = sys.modules.get(_MODULE)
+    found = {name: getattr(module, name) for name in names if hasattr(module, name)}
+
+    def around(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: function(original, *args, **kwargs)
+
+    for name, original in found.items():
+        setattr(module, name, around(original))
+    try:
+        yield
+    finally:
+        for name, original in found.items():
+            setattr(module, name, original)

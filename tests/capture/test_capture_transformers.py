@@ -1,0 +1,113 @@
+"""Transformers' models captured: the bits of the plain step, and no attention mask where the plain step has none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, Architecture
+from tape import TapeRunner
+from torch import Tensor, nn
+
+from graphckpt import Graph
+
+MODELS = [a for a in ARCHITECTURES if a.name in ("gpt2", "llama", "bert", "t5")]
+
+
+class Train(Graph):
+    def __init__(self, model: nn.Module, architecture: Architecture, capture: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = architecture.loss
+        self.add_optimizer(torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01), fused=True))
+        self.config.capture = capture
+
+    def build(self, inputs: dict[str, Any]) -> Tensor:
+        loss = self.loss(self.model(**inputs))
+        loss.backward()
+        return loss
+
+
+@pytest.fixture
+def masks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each call of the attention kernel had a mask."""
+    seen: list[bool] = []
+    attend = nn.functional.scaled_dot_product_attention
+
+    def see(*args: Any, attn_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        seen.append(attn_mask is not None)
+        return attend(*args, attn_mask=attn_mask, **kwargs)
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", see)
+    return seen
+
+
+def inputs_of(architecture: Architecture, more: Any) -> dict[str, Any]:
+    inputs = architecture.inputs()
+    if more is None:
+        return inputs
+    return {"input_ids": inputs["input_ids"], "labels": inputs["labels"], **more}
+
+
+def run(architecture: Architecture, capture: Any, *, rule: Any, more: Any = None) -> tuple[list[Tensor], Train]:
+    model = architecture.build()
+    graph = Train(model, architecture, capture)
+    for path, layer in architecture.layer_modules(model).items():
+        graph._tree.config(layer, f"model.{path}").activation_checkpointing = rule
+    torch.manual_seed(3)
+    losses = [graph(inputs_of(architecture, more)) for _ in range(6)]
+    return [*losses, *(p.detach().clone() for p in model.parameters())], graph
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("architecture", MODELS, ids=lambda a: a.name)
+@pytest.mark.parametrize("rule", [None, True, "selective"])
+def test_captured_is_eager(architecture: Architecture, rule: Any, masks: list[bool]) -> None:
+    plain, _ = run(architecture, "eager", rule=rule)
+    of_a_step = masks[: len(masks) // 6]
+    masks.clear()
+    ours, graph = run(architecture, TapeRunner(), rule=rule)
+    assert same(ours, plain)
+    assert masks == 4 * of_a_step, "three steps and the recording"
+    assert graph.explain(show=False).capture == "tape, 1 recording, 3 replays"
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_no_mask_without_a_cache(name: str, masks: list[bool]) -> None:
+    """Without a cache, the plain step looks whether a row holds several sequences."""
+    architecture = next(a for a in MODELS if a.name == name)
+    plain, _ = run(architecture, "eager", rule=True, more={"use_cache": False})
+    ours, _ = run(architecture, TapeRunner(), rule=True, more={"use_cache": False})
+    assert same(ours, plain)
+    assert masks
+    assert not any(masks)
+
+
+def test_rows_of_several_sequences_keep_their_mask(masks: list[bool]) -> None:
+    llama = next(a for a in MODELS if a.name == "llama")
+    position_ids = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5]] * 2)
+    more = {"use_cache": False, "position_ids": position_ids}
+    plain, _ = run(llama, "eager", rule=None, more=more)
+    ours, _ = run(llama, TapeRunner(), rule=None, more=more)
+    assert same(ours, plain)
+    assert all(masks)
+
+
+def test_several_sequences_in_a_row_after_the_recording_are_seen() -> None:
+    llama = next(a for a in MODELS if a.name == "llama")
+    one = torch.arange(12).expand(2, 12).contiguous()
+    more = {"use_cache": False, "position_ids": one}
+    _, graph = run(llama, TapeRunner(), rule=None, more=more)
+    packed = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5]] * 2)
+    with pytest.raises(RuntimeError, match="position_ids hold several sequences in a row"):
+        graph(inputs_of(llama, {**more, "position_ids": packed}))
+
+
+def test_explain_says_where_a_mask_is_made() -> None:
+    bert = next(a for a in MODELS if a.name == "bert")
+    _, graph = run(bert, TapeRunner(), rule=None, more={"attention_mask": torch.ones(2, 12, dtype=torch.long)})
+    assert "makes the attention mask in every recorded step" in graph.explain(show=False).capture
