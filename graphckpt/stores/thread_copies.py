@@ -74,7 +74,7 @@ class ThreadCopies(Copies):
         self._settings: tuple[Any, ...] = delay, is_held
         self._lanes = {what: _Lane(delay, is_held) for what in ("out", "back")}
         self._watched: list[Copy] = []
-        self.history: deque[Copy] = deque(maxlen=10_000)
+        self.history: deque[Copy] = deque(maxlen=1_000)
         """The last copies, in the order of issue."""
         self.num_buffers = 0
         """Host buffers made so far."""

@@ -144,7 +144,7 @@ def test_quickstart_is_without_fault_and_a_bad_one_lists_all():
     assert faults == [
         "trian: no such key · did you mean 'train'?",
         "train.activation_checkpoint.enable: no such key · did you mean 'enabled'?",
-        "train.seed: -1 · fix: use 0 or more",
+        "train.seed: -1 · fix: use 0 or more, and less than 2**63",
         "data.vocab_size: 3 · fix: use 257 or more, for each byte",
     ]
 

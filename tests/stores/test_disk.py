@@ -129,7 +129,6 @@ TENSORS = {
     "int64": lambda: torch.randint(-(2**60), 2**60, (999,)),
     "nan payloads": lambda: torch.randint(0, 2**31 - 1, (3000,), dtype=torch.int32).view(torch.float32),
     "zero-dim": lambda: torch.tensor(1.5),
-    "empty": lambda: torch.empty(0, 3),
     "transposed": lambda: torch.randn(40, 60).t(),
     "expanded": lambda: torch.randn(1, 50).expand(40, 50),
     "every third": lambda: torch.randn(9000)[1::3],

@@ -60,12 +60,13 @@ def test_same_bits_as_the_plain_step(policy: str, kind: str, store: str) -> None
         assert stores[0].num_alive == 0
 
 
-@pytest.mark.parametrize("kind", ["mlp", "gru", "batch_norm"])
+@pytest.mark.parametrize("kind", ["mlp", "gru"])
 @pytest.mark.parametrize("policy", NESTED)
-def test_same_bits_when_rules_nest(policy: str, kind: str, flags: dict[str, Any]) -> None:
+@pytest.mark.parametrize("store", ["disk, slab", "cpu, little in flight"])
+def test_same_bits_when_rules_nest(policy: str, kind: str, store: str) -> None:
     plain = run_steps(chain(kind), autocast=True)
     model = chain(kind)
-    with put(model, NESTED[policy], flags) as handle:
+    with put(model, NESTED[policy], STORES[store]() | {"min_elements": 1}) as handle:
         assert differing(run_steps(model, autocast=True), plain) == []
         assert [store.num_alive for store in stores_of(handle)] == [0]
 
@@ -138,17 +139,15 @@ def test_device_bytes_fall_by_exactly_what_explain_says(store: str, policy: str)
 
     plain = added(chain("mlp", length=6), None, None)
     model = chain("mlp", length=6)
-    with put(model, POLICIES[policy], STORES[store]()) as handle:
+    flags = {"offload": Host(copies=ThreadCopies(), in_flight_bytes=0)} if store == "cpu" else STORES[store]()
+    with put(model, POLICIES[policy], flags) as handle:
         model(x).sum().backward()
         with handle.measure():
             model(x).sum().backward()
         told = handle.explain(show=False)
         ours = added(model, told.bytes_after, handle)
-    in_flight = 0
-    if store == "cpu":  # one group behind: the last block's tensors are still on the device when forward ends
-        in_flight = max(row.bytes_host for row in told.rows)
     assert told.bytes_before == plain
-    assert told.bytes_after <= ours <= told.bytes_after + in_flight
+    assert told.bytes_after == ours
     if store == "slab":
         assert told.bytes_host == told.bytes_disk == 0
     else:
@@ -278,7 +277,7 @@ def rss_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("store", ["slab", "disk", "cpu"])
 def test_a_thousand_steps_leave_no_more_than_ten(store: str) -> None:
     model = chain("mlp", length=4)
     with put(model, {"[12]": True}, STORES[store]() | {"min_elements": 1}) as handle:
