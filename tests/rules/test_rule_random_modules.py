@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from zoo import differing, run_steps
 
 import graphckpt
-from graphckpt import Segments, Selective, Tiles
+from graphckpt import Disk, Host, Segments, Selective, Tiles
+from graphckpt.stores.placed import PlacedStore
+from graphckpt.stores.thread_copies import ThreadCopies
 
 D = 16
 
@@ -105,3 +107,42 @@ def test_random_modules_under_random_policies(tree: Any, data: st.DataObject) ->
     plain = run_steps(model_of(tree), steps=2)
     with graphckpt.apply(model, rules):
         assert differing(run_steps(model, steps=2), plain) == []
+
+
+placements = st.fixed_dictionaries(
+    {},
+    optional={
+        "offload": st.sampled_from([False, "disk", "host", "host, little in flight"]),
+        "contiguous": st.booleans(),
+        "min_elements": st.sampled_from([1, 60]),
+    },
+)
+
+
+def with_places(fields: dict[str, Any]) -> dict[str, Any]:
+    """Makes the places that words stand for: they have threads, and are made anew for each example."""
+    kinds = {
+        "disk": lambda: Disk(in_flight_bytes=700),
+        "host": lambda: Host(copies=ThreadCopies()),
+        "host, little in flight": lambda: Host(copies=ThreadCopies(), in_flight_bytes=400),
+    }
+    offload = fields.get("offload")
+    return fields | {"offload": kinds[offload]()} if offload in kinds else fields
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(tree=trees, data=st.data())
+def test_random_modules_under_random_policies_in_random_places(tree: Any, data: st.DataObject) -> None:
+    model = model_of(tree)
+    names = [name for name, _ in model.named_modules()]
+    chosen = data.draw(st.lists(st.sampled_from(names), unique=True, max_size=6), label="blocks")
+    rules: dict[Any, Any] = {}
+    for name in chosen:
+        chain = type(model.get_submodule(name)) is nn.Sequential
+        rule = data.draw(st.none() | (values | segments if chain else values), label=name)
+        rules[name] = {"activation_checkpointing": rule, **with_places(data.draw(placements, label=f"{name} in"))}
+    plain = run_steps(model_of(tree), steps=3)
+    with graphckpt.apply(model, rules) as handle:
+        assert differing(run_steps(model, steps=3), plain) == []
+        stores = [w.site.store for w in handle._wrappers if isinstance(w.site.store, PlacedStore)]
+        assert [store.num_alive for store in stores] == [0] * len(stores)
