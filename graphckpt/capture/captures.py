@@ -131,9 +131,9 @@ class Captures:
         if self.reason is not None:
             return program.run(args, kwargs), False
         program.before()
-        inputs, cannot = input_key(args, kwargs)
+        inputs, cannot = input_key(args, kwargs, self.runner.device)
         if cannot is not None:
-            self._give_up(f"{cannot} · fix: pass tensors without gradient, numbers and text", None)
+            self._give_up(cannot, None)
             return program.run(args, kwargs), False
         modes, identity, held = program.held()
         key = inputs, modes, identity
@@ -186,7 +186,7 @@ class Captures:
 
     def _record(self, args: Sequence[Any], kwargs: dict[str, Any], held: Any) -> _Entry:
         inputs = StaticInputs(args, kwargs)
-        attributes = Attributes(self._program.roots())
+        attributes = Attributes(self._program.roots(), self.runner.device)
         try:
             recording = self.runner.record(lambda: _cut_off(*self._program.work(inputs.args, inputs.kwargs)))
         except BaseException:

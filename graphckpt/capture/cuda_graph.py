@@ -32,9 +32,10 @@ class CudaGraphs(Runner):
     """
 
     name = "cuda_graph"
+    device: torch.device
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._stream = _capture_stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._recordings: weakref.WeakSet[_CudaGraph] = weakref.WeakSet()
@@ -42,7 +43,7 @@ class CudaGraphs(Runner):
     @contextmanager
     def warming(self) -> Iterator[None]:
         """Runs on the stream of the recording: autograd's nodes remember the stream that they were made on."""
-        present = torch.cuda.current_stream(self._device)
+        present = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(present)
         try:
             with torch.cuda.stream(self._stream):
@@ -64,7 +65,7 @@ class CudaGraphs(Runner):
         gc.collect()  # what is freed while a graph is recorded may belong to another one
         was_collecting = gc.isenabled()
         gc.disable()
-        torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()  # the recording has a pool of its own, and the steps before it had all the rest
         torch.clear_autocast_cache()  # weights that were cast outside of the recording would be cast no more
         try:
@@ -91,7 +92,7 @@ class CudaGraphs(Runner):
                 output = step()
                 graph.capture_end()
             except BaseException:
-                abandon_capture(graph, self._device, self._pool)
+                abandon_capture(graph, self.device, self._pool)
                 raise
         return output
 

@@ -38,14 +38,21 @@ _TORCH = Path(torch.__file__).parent
 
 @final
 class Attributes:
-    """What hangs on modules when a recording begins: a step that hangs up something else would do so once only."""
+    """What hangs on modules when a recording begins: a step that hangs up something else would do so once only.
 
-    def __init__(self, roots: Sequence[tuple[str, nn.Module]]) -> None:
+    So would one that edits a tensor which lies elsewhere than on the ``device`` of the recording.
+    """
+
+    def __init__(self, roots: Sequence[tuple[str, nn.Module]], device: torch.device | None) -> None:
         self._held = []
+        self._elsewhere: list[tuple[str, torch.Tensor, int, torch.Tensor]] = []
         for path, module in _modules(roots):
             fields = module.__dict__  # parameters, buffers and children are containers among them
             containers = {key: copy.copy(value) for key, value in fields.items() if isinstance(value, CONTAINERS)}
             self._held.append((path, fields, dict(fields), containers))
+            for key, value in {**fields, **module._parameters, **module._buffers}.items():
+                if isinstance(value, torch.Tensor) and _is_elsewhere(value, device):
+                    self._elsewhere.append((f"{path}.{key}", value, value._version, value.detach().clone()))
 
     def changed(self) -> str | None:
         """Returns the path of what is not as it was, or ``None``."""
@@ -54,7 +61,7 @@ class Attributes:
                 same = fields.get(key, ABSENT) is before.get(key, ABSENT)
                 if not same or (key in containers and differs(fields[key], containers[key])):
                     return f"{path}.{key}"
-        return None
+        return next((name for name, tensor, version, _ in self._elsewhere if tensor._version != version), None)
 
     def put_back(self) -> None:
         """Hangs up what was there."""
@@ -65,6 +72,13 @@ class Attributes:
             for key, value in containers.items():
                 if differs(fields[key], value):
                     fill(fields[key], value)
+        for _, tensor, version, copied in self._elsewhere:
+            if tensor._version != version:
+                tensor.detach().copy_(copied)
+
+
+def _is_elsewhere(tensor: torch.Tensor, device: torch.device | None) -> bool:
+    return device is not None and tensor.device.type not in (device.type, "meta") and not tensor.is_inference()
 
 
 def _modules(roots: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:

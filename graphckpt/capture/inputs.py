@@ -12,10 +12,13 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
 
-def input_key(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Hashable, str | None]:
+_FIX = "fix: pass tensors without gradient, numbers and text"
+
+
+def input_key(args: Sequence[Any], kwargs: dict[str, Any], device: torch.device | None) -> tuple[Hashable, str | None]:
     """Returns what a recording is for: shapes, strides, dtypes and devices of tensors, and every other value.
 
-    The second value is the reason, if these arguments cannot be recorded.
+    The second value is the reason, if these arguments cannot be recorded on ``device``.
     """
     leaves, shape = flatten_call(args, kwargs)
     key: list[Hashable] = [shape.num_args, shape.keywords, repr(shape.spec)]
@@ -23,15 +26,17 @@ def input_key(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Hashable, st
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             if leaf.requires_grad:
-                return None, f"input {position} requires a gradient, which would go to a copy of it"
+                return None, f"input {position} requires a gradient, which would go to a copy of it · {_FIX}"
             if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided:
-                return None, f"input {position} is a {type(leaf).__name__} of layout {leaf.layout}"
+                return None, f"input {position} is a {type(leaf).__name__} of layout {leaf.layout} · {_FIX}"
+            if device is not None and leaf.device.type != device.type:  # a number on the host ends up in the recording
+                return None, f"input {position} is on {leaf.device} · fix: pass tensors on {device}"
             first = seen.setdefault(id(leaf), position)
             key.append((first, leaf.shape, leaf.stride(), leaf.dtype, leaf.device))
         elif type(leaf) in ATOMS:
             key.append((type(leaf), leaf))
         else:
-            return None, f"input {position} is a {type(leaf).__name__}, whose value may change unseen"
+            return None, f"input {position} is a {type(leaf).__name__}, whose value may change unseen · {_FIX}"
     return tuple(key), None
 
 

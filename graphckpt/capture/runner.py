@@ -33,6 +33,8 @@ class Runner(ABC):
 
     name: str
     """Its word for ``config.capture`` and in messages."""
+    device: torch.device | None = None
+    """Where the work of a recording is done. What lies elsewhere is read once, by Python; ``None``: nothing does."""
 
     @abstractmethod
     def warming(self) -> AbstractContextManager[None]:

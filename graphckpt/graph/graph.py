@@ -113,6 +113,8 @@ class Graph:
             if name in self._roots:
                 del self._roots[name]
                 self._step.readiness.mark_stale()
+            elif self._step.recorded is not None and not self._step.is_running and self.__dict__.get(name) is not value:
+                self._step.readiness.mark_stale()  # a recording has built in what `build` reads
             super().__setattr__(name, value)
             return
         if self._step.is_running:

@@ -20,6 +20,7 @@ from zoo import ZOO, chain
 
 import graphckpt.blocks.select
 from graphckpt import ConfigError, Graph, GraphError
+from graphckpt.capture.hazards import Attributes
 from graphckpt.capture.host_random import HostRandom
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -530,3 +531,39 @@ def test_draws_of_the_host_are_seen(draw: Callable[[], Any], what: str) -> None:
         state.check()
     state.put_back()
     assert twice() == first
+
+
+def test_an_attribute_of_the_graph_that_is_set_later_is_in_force() -> None:
+    class Scaled(Train):
+        scale = 1.0
+
+        def build(self, x: Tensor) -> Tensor:
+            return super().build(x * self.scale)
+
+    def between(number: int, graph: Graph) -> None:
+        if number == 6:
+            graph.scale = 3.0
+
+    graph, _ = both(None, between=between, graph_class=Scaled)
+    assert captured(graph).num_replays == 1
+
+
+def test_inputs_that_lie_elsewhere_are_no_part_of_a_recording() -> None:
+    """A number on the host would be read once, when the step is recorded."""
+    runner = TapeRunner()
+    runner.device = torch.device("cuda:0")
+    model = chain("mlp")
+    with pytest.raises(GraphError, match=r"input 0 is on cpu · fix: pass tensors on cuda:0"):
+        Train(model, adamw(model), capture=runner)(batches(1)[0])
+
+
+def test_edits_of_what_lies_elsewhere_are_seen_and_undone() -> None:
+    model = nn.BatchNorm1d(4)
+    model.count = torch.zeros(())
+    held = Attributes([("model", model)], torch.device("cuda"))
+    assert held.changed() is None
+    model.count += 1
+    model.num_batches_tracked.add_(1)
+    assert held.changed() == "model.count"
+    held.put_back()
+    assert float(model.count) == float(model.num_batches_tracked) == 0
