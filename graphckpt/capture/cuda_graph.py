@@ -13,6 +13,7 @@ import torch
 from graphckpt._compat import abandon_capture, override_stale_capture_stream
 from graphckpt.capture.host_random import HostRandom
 from graphckpt.capture.runner import Recording, Runner
+from graphckpt.errors import GraphError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -58,6 +59,8 @@ class CudaGraphs(Runner):
 
     def record(self, step: Callable[[], Any]) -> Recording:
         """Records ``step`` as one graph."""
+        if torch.cuda.is_current_stream_capturing():
+            raise GraphError("it is called inside of another capture · fix: config.capture = 'eager'")
         if not any(recording.is_alive for recording in self._recordings):
             self._pool = torch.cuda.graph_pool_handle()  # see Note [A pool lives as long as a graph in it]
         graph = torch.cuda.CUDAGraph()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from graphckpt.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     import torch
@@ -53,23 +53,25 @@ class Runner(ABC):
         return None
 
 
-def runner_for(capture: Any, device: torch.device | None) -> Runner | None:
-    """Returns the runner that ``config.capture`` means for modules on ``device``; ``None`` runs every step as it is.
+def runner_for(capture: Any, devices: Sequence[torch.device]) -> Runner | None:
+    """Returns the runner that ``config.capture`` means for modules on ``devices``; ``None`` runs every step as it is.
 
     Raises:
-        ConfigError: ``"cuda_graph"`` is asked for where the modules are on no CUDA device.
+        ConfigError: ``"cuda_graph"`` is asked for where the modules are on no CUDA device, or on several: a graph is
+            recorded on one.
     """
     if isinstance(capture, Runner):
         return capture
     if capture == "eager":
         return None
-    if device is not None and device.type == "cuda":
+    if len(devices) == 1 and devices[0].type == "cuda":
         from graphckpt.capture.cuda_graph import CudaGraphs  # noqa: PLC0415  # only where there is CUDA
 
-        return CudaGraphs(device)
+        return CudaGraphs(devices[0])
     if capture == "cuda_graph":
         raise ConfigError(
-            f"Graph.config.capture: 'cuda_graph' needs modules on a CUDA device, and they are on {device} · "
+            "Graph.config.capture: 'cuda_graph' needs modules on one CUDA device, and they are on "
+            f"{', '.join(str(device) for device in devices) or 'none'} · "
             "fix: move them, or use 'auto'"
         )
     return None

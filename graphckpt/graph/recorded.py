@@ -200,8 +200,8 @@ class RecordedStep:
         Raises:
             ConfigError: ``config.capture`` asks for what the device cannot.
         """
-        device = next((p.device for _, root in roots for p in root.parameters()), None)
-        runner = runner_for(config.capture, device)
+        devices = list(dict.fromkeys(p.device for _, root in roots for p in root.parameters()))
+        runner = runner_for(config.capture, devices)
         if runner is None:
             return None
         program = GraphProgram(

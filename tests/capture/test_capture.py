@@ -465,7 +465,7 @@ def test_capture_takes_known_words_only() -> None:
     with pytest.raises(ConfigError, match=r"max_captures: 0 is no number of recordings"):
         graph.config.max_captures = 0
     graph.config.capture = "cuda_graph"
-    with pytest.raises(ConfigError, match=r"'cuda_graph' needs modules on a CUDA device, and they are on cpu"):
+    with pytest.raises(ConfigError, match=r"'cuda_graph' needs modules on one CUDA device, and they are on cpu"):
         graph(batches(1)[0])
 
 
