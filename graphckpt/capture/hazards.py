@@ -26,6 +26,11 @@ _FIXES = (
         "keep it there (torch.where for an if, fixed shapes for a mask), or take it after the call",
     ),
     (
+        ("legacy stream", "uncaptured work"),
+        "autograd waits for a stream of before the recording",
+        "let go of losses from before the Graph's first call; DistributedDataParallel needs torch 2.13 or newer",
+    ),
+    (
         ("not permitted when stream is capturing", "StreamCapture", "stream is capturing", "captures_underway"),
         "it waits for the device, or allocates what a graph cannot",
         "leave out .item(), .cpu(), synchronize(), queries of events and indexing by lists",

@@ -20,7 +20,7 @@ from zoo import ZOO, chain
 
 import graphckpt.blocks.select
 from graphckpt import ConfigError, Graph, GraphError
-from graphckpt.capture.hazards import Attributes
+from graphckpt.capture.hazards import Attributes, explain_hazard
 from graphckpt.capture.host_random import HostRandom
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -567,3 +567,16 @@ def test_edits_of_what_lies_elsewhere_are_seen_and_undone() -> None:
     assert held.changed() == "model.count"
     held.put_back()
     assert float(model.count) == float(model.num_batches_tracked) == 0
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("CUDA error: operation not permitted when stream is capturing\nSearch for `cudaError", "leave out .item()"),
+        ("CUDA error: operation would make the legacy stream depend on a capturing", "let go of losses"),
+        ("CUDA error: dependency created on uncaptured work in another stream\ncudaErrorStreamCapture", "let go of"),
+        ("Cannot copy between CPU and CUDA tensors during CUDA graph capture", "pass tensors of the device"),
+    ],
+)
+def test_what_the_device_says_has_a_fix(said: str, message: str) -> None:
+    assert f" · fix: {message}" in explain_hazard(RuntimeError(said), [])
