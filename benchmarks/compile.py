@@ -3,7 +3,7 @@
 All variants run in one process, in turns and in a new random order each turn; a ratio compares two variants of one
 turn. The first steps, in which the compiler works, are timed apart.
 
-    python benchmarks/compile.py [--layers 12] [--width 256] [--batch 4] [--length 128] [--turns 15]
+    python benchmarks/compile.py [--layers 12] [--width 256] [--batch 4] [--length 128] [--dropout 0.1] [--turns 15]
 """
 
 from __future__ import annotations
@@ -35,17 +35,19 @@ def build(args: argparse.Namespace) -> GPT2LMHeadModel:
     torch.manual_seed(0)
     sizes = {"n_layer": args.layers, "n_embd": args.width, "n_head": args.width // 64, "n_positions": args.length}
     more = {"vocab_size": 1024, "bos_token_id": 1, "eos_token_id": 2, "loss_type": "ForCausalLM", "use_cache": False}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **more))
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), args.dropout)
+    return GPT2LMHeadModel(GPT2Config(**sizes, **more, **dropout))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("layers", 12), ("width", 256), ("batch", 4), ("length", 128), ("turns", 15)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--dropout", type=float, default=0.1)
     args = parser.parse_args()
     logging.set_verbosity_error()
     head = header(
-        model=f"GPT-2, {args.layers} layers of width {args.width}, dropout 0.1, batch {args.batch} x {args.length}",
+        model=f"GPT-2, {args.layers} layers of width {args.width}, dropout {args.dropout}, batch {args.batch} x {args.length}",
         turns=args.turns,
     )
     tokens = torch.randint(0, 1024, (args.batch, args.length), generator=torch.Generator().manual_seed(0))
@@ -102,7 +104,7 @@ def main() -> None:
         ]
         for r in rows
     ]  # fmt: skip
-    write("compile", head, rows, table(columns, lines))
+    write("compile" if args.dropout else "compile_without_dropout", head, rows, table(columns, lines))
 
 
 if __name__ == "__main__":
