@@ -46,10 +46,8 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, default=0.1)
     args = parser.parse_args()
     logging.set_verbosity_error()
-    head = header(
-        model=f"GPT-2, {args.layers} layers of width {args.width}, dropout {args.dropout}, batch {args.batch} x {args.length}",
-        turns=args.turns,
-    )
+    model = f"GPT-2, {args.layers} layers of width {args.width}, batch {args.batch} x {args.length}"
+    head = header(model=f"{model}, dropout {args.dropout}", turns=args.turns)
     tokens = torch.randint(0, 1024, (args.batch, args.length), generator=torch.Generator().manual_seed(0))
     steps: dict[str, Callable[[], list[torch.Tensor]]] = {}
     first: dict[str, float] = {}
