@@ -27,6 +27,7 @@ train = {
     "tensorboard": False,
     "seed": 1234,
     "device": None,  # None picks CUDA where there is one, else the CPU
+    "capture": "auto",  # one CUDA graph for a step where it can be; "cuda_graph" insists, "eager" never
     "amp": {"enabled": False, "dtype": "bfloat16"},
     "activation_checkpoint": {
         "enabled": False,

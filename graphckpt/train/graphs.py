@@ -28,9 +28,11 @@ class TrainGraph(Graph):
         *,
         activation_checkpoint: ActivationCheckpointConfig,
         amp: AmpConfig,
+        capture: str = "auto",
         num_accumulation_steps: int = 1,
     ) -> None:
         super().__init__()
+        self.config.capture = capture
         self.model = model
         self.task = task
         for name, fields in checkpointed_blocks(model, activation_checkpoint).items():
@@ -59,8 +61,9 @@ class TrainGraph(Graph):
 class EvalGraph(Graph):
     """One forward over a held-out batch; nothing is kept for a backward."""
 
-    def __init__(self, model: nn.Module, task: Task, *, amp: AmpConfig) -> None:
+    def __init__(self, model: nn.Module, task: Task, *, amp: AmpConfig, capture: str = "auto") -> None:
         super().__init__()
+        self.config.capture = capture
         self.model = model
         self.task = task
         if amp.enabled:

@@ -164,6 +164,8 @@ class TrainConfig:
     """Fixes the weights at the start, the order of the data and dropout."""
     device: str | None = None
     """Where to train, such as ``"cuda:0"``; ``None`` is CUDA where there is one, or else the CPU."""
+    capture: Literal["auto", "cuda_graph", "eager"] = "auto"
+    """Whether a step runs as one CUDA graph: where it can, or else an error, or never. See ``docs/capture.md``."""
     amp: AmpConfig = field(default_factory=AmpConfig)
     activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

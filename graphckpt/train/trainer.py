@@ -131,6 +131,7 @@ class Trainer:
             settings.scheduler(optimizer=optimizer, max_iter=train_iter, warmup_iter=warmup_iter),
             activation_checkpoint=settings.activation_checkpoint,
             amp=settings.amp,
+            capture=settings.capture,
             num_accumulation_steps=settings.sizes.accumulation,
         )
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -245,7 +246,7 @@ class Trainer:
         if heldout is None:
             return None
         evaluation = self.settings.evaluation
-        eval_graph = EvalGraph(model, self._task, amp=self.settings.amp)
+        eval_graph = EvalGraph(model, self._task, amp=self.settings.amp, capture=self.settings.capture)
         return EvalHook(
             lambda batch: eval_graph(**batch),
             lambda: self._heldout_batches(heldout),

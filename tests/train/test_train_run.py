@@ -276,6 +276,8 @@ def test_model_without_marked_layers_asks_for_names(place, capsys):
             ["train.device=meta", "train.train_epoch=.inf", f"train.seed={2**63}"],
             ["train.device: 'meta' holds no", "train.train_epoch: inf · fix: use", "train.seed: 9223372036854775808 ·"],
         ),
+        (["train.capture=cudagraph"], ["train.capture: expects one of", "did you mean 'cuda_graph'"]),
+        (["train.capture=cuda_graph"], ["'cuda_graph' needs modules on one CUDA device, and they are on cpu"]),
         (["train.output_dir=tiny.py"], ["train.output_dir: tiny.py: File exists"]),
         (["model.config.n_embd=33"], ["model: error in call to 'transformers", "divisible"]),
         (["optim.lr=1e6"], ["the loss is", "fix: lower optim.lr"]),
