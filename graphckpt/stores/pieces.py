@@ -29,7 +29,7 @@ _ALIGN = 256  # bytes; a view keeps its address modulo this, so that kernels whi
 class Piece:
     """A run of bytes of one storage that a place holds. It is freed when the last key to it dies."""
 
-    __slots__ = ("__weakref__", "_bin", "begin", "edits", "end", "landed", "place", "storage", "ticket", "untaken")
+    __slots__ = ("__weakref__", "_bin", "begin", "edits", "end", "landed", "place", "ticket", "untaken")
 
     def __init__(
         self, place: Place, ticket: Ticket, edits: Edits, begin: int, end: int, freed: deque[tuple[Place, Ticket]]
@@ -41,8 +41,7 @@ class Piece:
         self.untaken = 0
         """Keys that nobody has used yet: as long as there are any, bytes that came back stay."""
         self.landed: torch.Tensor | None = None
-        self.storage: tuple[Callable[[], torch.UntypedStorage | None], int] = (_nowhere, 0)
-        """Where the bytes came back to, held weakly, and at which byte they begin there."""
+        """Where the bytes came back to."""
         self._bin = freed
 
     def __del__(self) -> None:
@@ -170,7 +169,3 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     begin = int(tensor.storage_offset())
     last = begin + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     return begin * tensor.element_size(), (last + 1) * tensor.element_size()
-
-
-def _nowhere() -> None:
-    return None

@@ -117,11 +117,10 @@ class PlacedStore(Store):
         with self._lock, torch.no_grad():
             self._empty_bin()
             self._ask_for(key.group)
-            find, begin = piece.storage
-            storage = find()
-            if storage is None:
-                storage, begin = self._take(piece, key.group)
-            tensor = key.view_of(storage, begin)
+            flat = piece.landed
+            if flat is None:  # if a view of it lives still is not asked: that may differ between ranks
+                flat = self._take(piece, key.group)
+            tensor = key.view_of(flat.untyped_storage(), int(flat.storage_offset()))
             key.mark_taken()
             return tensor
 
@@ -182,16 +181,14 @@ class PlacedStore(Store):
         self._storages.add(tensor, piece)
         return piece
 
-    def _take(self, piece: Piece, group: Group) -> tuple[torch.UntypedStorage, int]:
+    def _take(self, piece: Piece, group: Group) -> torch.Tensor:
         traffic = group.traffic
         started = perf_counter() if traffic is not None else 0.0
         flat = piece.place.take(piece.ticket, group)
         if traffic is not None:
             traffic.wait_seconds += perf_counter() - started
-        storage, begin = flat.untyped_storage(), int(flat.storage_offset())
-        piece.storage = weakref.ref(storage), begin
         piece.landed = flat
-        return storage, begin
+        return flat
 
     def _ask_for(self, group: Group) -> None:
         """On the first tensor of a group: sends for the rest of it and for the next one, while this one is used."""
@@ -240,7 +237,7 @@ def _is_replicated(tensor: Any) -> bool:
 def _tickets(group: Group) -> dict[Place, list[Ticket]]:
     tickets: dict[Place, list[Ticket]] = {}
     for piece in _alive(group):
-        if piece.storage[0]() is None:  # else another group has had it brought back
+        if piece.landed is None:  # else another group has had it brought back
             tickets.setdefault(piece.place, []).append(piece.ticket)
     return tickets
 
