@@ -73,8 +73,7 @@ class PlacedStore(Store):
     def open(self, group: Group) -> Group:
         """Begins what one call of a block keeps."""
         with self._lock:
-            in_forward = any((g := ref()) is not None and not g.is_sealed for ref in self._groups)
-            if not self.num_alive and not in_forward:
+            if not self.num_alive and all((g := ref()) is None or g.is_sealed for ref in self._groups):
                 self._groups.clear()
                 self._order.begin_step()
                 for place in self._opened_places():
