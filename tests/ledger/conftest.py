@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
 
 def _allocator_bytes(run) -> int:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as prof:
-        kept = run()
+    gc.collect()
+    gc.disable()  # tensors of an earlier test, freed by a collection in between, would be subtracted
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as prof:
+            kept = run()
+    finally:
+        gc.enable()
     taken = sum(e.nbytes() for e in prof.profiler.kineto_results.events() if e.name() == "[memory]")
     del kept
     return taken
