@@ -1,0 +1,141 @@
+"""What a callback's keys mean on a model: which blocks, and which fields each. Knows no trainer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, final
+
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from graphckpt.blocks import BlockConfig, Handle, apply
+from graphckpt.errors import ConfigError, GraphError
+from graphckpt.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from graphckpt.blocks.select import Selector
+    from graphckpt.ledger.record import Explanation
+    from graphckpt.rules import Rule
+
+    Value = Mapping[str, Any] | Rule | bool | str | None
+
+_FLAG = "activation_checkpointing"
+
+
+@final
+class Policies:
+    """The keys of a callback, checked where they are given, and put on a model when training starts.
+
+    Args:
+        owner: The callback's name, for messages.
+        rule: What every unit keeps: a value of ``activation_checkpointing``; ``None`` for no rule.
+        unit: Class names, name patterns or classes of the units; ``None`` is the layers that Transformers marks.
+        blocks: On top of that, by selector, as :func:`graphckpt.apply` takes them.
+        fields: Further fields of a :class:`~graphckpt.BlockConfig` for every unit, such as ``offload``.
+
+    Raises:
+        ConfigError: A field does not exist, or a value means nothing for it.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        rule: Value = True,
+        unit: Selector | Sequence[Selector] | None = None,
+        blocks: Mapping[Selector, Value] | None = None,
+        fields: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._owner = owner
+        self._unit = unit
+        self._fields = {_FLAG: rule, **(fields or {})}
+        self._blocks = dict(blocks or {})
+        BlockConfig(owner).update(self._fields)
+        for selector, value in self._blocks.items():
+            BlockConfig(f"{owner}.blocks[{selector!r}]").update(_as_fields(value))
+
+    def put_on(self, model: nn.Module) -> Handle:
+        """Sets the policies on ``model``.
+
+        Raises:
+            ConfigError: No unit can be found, a selector matches nothing, or a block has a policy already.
+        """
+        rules: dict[Selector, Any] = {}
+        if any(value is not None for value in self._fields.values()):
+            rules = dict.fromkeys(self._units(model), self._fields)
+        for selector, value in self._blocks.items():
+            rules[selector] = {**rules.pop(selector, {}), **_as_fields(value)}  # last, so that it comes on top
+        return apply(model, rules)
+
+    def _units(self, model: nn.Module) -> list[Selector]:
+        if self._unit is not None:
+            given = [self._unit] if isinstance(self._unit, (str, type, re.Pattern)) else self._unit
+            return [found for selector in given for found in _of_class(model, selector)]
+        found = marked_layers(model)
+        if not found and not self._blocks:
+            fix = f"name its class or its blocks: {self._owner}(unit='Block'), or {self._owner}(unit='layers.*')"
+            raise ConfigError(f"{self._owner}: {type(model).__name__} marks no layer as a unit · fix: {fix}")
+        return list(found)
+
+
+def marked_layers(model: nn.Module) -> list[str]:
+    """Returns the names of the layers that Transformers marks for recompute, none of them within another one.
+
+    Of nested ones the outer is left out if the others hold most of it: it is a container then.
+    """
+    marked = {name: m for name, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)}
+    found: list[str] = []
+    for name, layer in marked.items():
+        if any(name.startswith(f"{outer}.") for outer in found):
+            continue
+        inner = [m for m in layer.modules() if isinstance(m, GradientCheckpointingLayer) and m is not layer]
+        if 2 * sum(map(_size, inner)) <= _size(layer):
+            found.append(name)
+    return found
+
+
+def saved_line(seen: Explanation) -> str:
+    """Returns what the policies saved, in one line."""
+    parts = [f"{format_bytes(seen.bytes_before)} -> {format_bytes(seen.bytes_after)}"]
+    parts += [
+        f"{format_bytes(num_bytes)} {where}"
+        for num_bytes, where in ((seen.bytes_host, "in host memory"), (seen.bytes_disk, "on disk"))
+        if num_bytes
+    ]
+    blocks = sum(1 for row in seen.rows if row.reruns or row.place != "device")
+    return f"graphckpt: policies act on {blocks} blocks; kept for backward: {', '.join(parts)}"
+
+
+def saved_metrics(seen: Explanation) -> dict[str, float]:
+    """Returns what the policies saved, as metrics for loggers."""
+    metrics = {
+        "graphckpt/kept_bytes_plain": float(seen.bytes_before),
+        "graphckpt/kept_bytes": float(seen.bytes_after),
+        "graphckpt/host_bytes": float(seen.bytes_host),
+        "graphckpt/disk_bytes": float(seen.bytes_disk),
+    }
+    return metrics if seen.peak_bytes is None else {**metrics, "graphckpt/peak_bytes": float(seen.peak_bytes)}
+
+
+def seen_by(handle: Handle) -> Explanation | None:
+    """Returns what the first step showed; ``None`` if the model has not run."""
+    try:
+        return handle.explain(show=False)
+    except GraphError:
+        return None
+
+
+def _as_fields(value: Value) -> dict[str, Any]:
+    return dict(value) if isinstance(value, Mapping) and "rule" not in value else {_FLAG: value}
+
+
+def _of_class(model: nn.Module, selector: Selector) -> list[Selector]:
+    """Returns the class of this name in ``model``, or else the selector as it is."""
+    classes: list[Selector] = list(dict.fromkeys(type(m) for m in model.modules() if type(m).__name__ == selector))
+    return classes or [selector]
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,165 @@
+"""One line in Transformers' ``Trainer``: ``Trainer(..., callbacks=[GraphckptCallback(rule="full")])``."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, final
+
+from tqdm import tqdm
+from transformers import TrainerCallback
+
+from graphckpt.errors import ConfigError
+from graphckpt.integrations.missing import missing
+from graphckpt.integrations.policies import Policies, saved_line, saved_metrics, seen_by
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import nn
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+    from graphckpt.blocks import Handle
+    from graphckpt.blocks.select import Selector
+    from graphckpt.integrations.policies import Value
+    from graphckpt.ledger.record import Explanation
+
+_OWNER = "GraphckptCallback"
+
+if find_spec("accelerate") is None:  # which Transformers imports when a Trainer is made, and not before
+    raise missing("accelerate", "transformers-trainer")
+
+
+@final
+class GraphckptCallback(TrainerCallback):
+    """Puts policies on the model when ``Trainer.train`` starts, says what they save, and takes them off at its end.
+
+    PEFT, accelerate and ``torchrun`` need nothing more; ``enable_input_require_grads`` is not needed.
+
+    Args:
+        rule: What every unit keeps: ``True`` or ``"full"``, ``"selective"``, a rule object; ``None`` for no rule.
+        unit: Class names, name patterns or classes of the units; ``None`` is the layers that Transformers marks.
+        blocks: On top of that, by selector, as :func:`graphckpt.apply` takes them.
+        report: ``False`` says nothing after the first step.
+        **fields: Further fields for every unit: ``offload``, ``contiguous``, ``partition``, ``min_elements``.
+
+    Raises:
+        ConfigError: A field does not exist, or a value means nothing for it.
+
+    >>> callback = GraphckptCallback(rule="selective", blocks={"*.h.0": False}, offload="cpu")
+    >>> GraphckptCallback(cpu_checkpointing=True)
+    Traceback (most recent call last):
+      ...
+    graphckpt.errors.ConfigError: GraphckptCallback.cpu_checkpointing: there is no such field · fix: write offload, \
+which means the same
+    """
+
+    def __init__(
+        self,
+        rule: Value = True,
+        *,
+        unit: Selector | Sequence[Selector] | None = None,
+        blocks: Mapping[Selector, Value] | None = None,
+        report: bool = True,
+        **fields: Any,
+    ) -> None:
+        self._policies = Policies(_OWNER, rule, unit, blocks, fields)
+        self._report = report
+        self.handle: Handle | None = None
+        """What is in force; ``None`` unless a training is under way."""
+        self.explanation: Explanation | None = None
+        """What the first step of the last training kept; ``None`` before it."""
+
+    @classmethod
+    def from_arguments(cls, arguments: GraphckptArguments) -> GraphckptCallback:
+        """Makes a callback of what ``HfArgumentParser`` read from the command line or a file."""
+        return cls(**arguments.keys())
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Puts the policies on."""
+        del args, state, control, kwargs
+        self._take_off()  # what a training that ended in an error has left
+        assert model is not None
+        self.explanation = None
+        self.handle = self._policies.put_on(model)
+        if any(module.__dict__.get("gradient_checkpointing") for module in model.modules()):
+            text = "graphckpt acts on the blocks that have a policy, Transformers on the others"
+            fix = "leave activation_checkpointing out of TrainingArguments"
+            warnings.warn(f"{_OWNER}: the model's own checkpointing is on as well: {text} · fix: {fix}", stacklevel=2)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Looks, after the first step, at what was kept."""
+        del args, control, kwargs
+        if self.handle is None or self.explanation is not None:
+            return
+        self.explanation = seen = seen_by(self.handle)
+        if seen is None or not self._report:
+            return
+        state.log_history.append({**saved_metrics(seen), "epoch": state.epoch, "step": state.global_step})
+        if state.is_local_process_zero:
+            tqdm.write(saved_line(seen))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Takes the policies off."""
+        del args, state, control, kwargs
+        self._take_off()
+
+    def _take_off(self) -> None:
+        if self.handle is not None:
+            self.handle.remove()
+            self.handle = None
+
+
+@final
+@dataclass(kw_only=True)
+class GraphckptArguments:
+    """The keys of :class:`GraphckptCallback` for ``HfArgumentParser((TrainingArguments, GraphckptArguments))``."""
+
+    graphckpt_rule: str | None = field(
+        default="full", metadata={"help": "what every unit keeps: full, selective, keep, or none for no rule"}
+    )
+    graphckpt_unit: str | None = field(
+        default=None, metadata={"help": "class name or name pattern of the units; the layers that Transformers marks"}
+    )
+    graphckpt_blocks: str | None = field(
+        default=None, metadata={"help": """on top of that, as JSON: '{"*.h.0": false, "*.h.1": "selective"}'"""}
+    )
+    graphckpt_offload: str | None = field(default=None, metadata={"help": "cpu, disk, or disk:/a/folder"})
+    graphckpt_contiguous: bool | None = field(default=None, metadata={"help": "whether it lies in one slab"})
+
+    def keys(self) -> dict[str, Any]:
+        """Returns what :class:`GraphckptCallback` takes.
+
+        Raises:
+            ConfigError: ``graphckpt_blocks`` is no JSON object.
+
+        >>> GraphckptArguments(graphckpt_blocks='{"*.h.0": false}', graphckpt_offload="disk").keys()
+        {'rule': 'full', 'unit': None, 'blocks': {'*.h.0': False}, 'offload': 'disk'}
+        """
+        rule = None if self.graphckpt_rule == "none" else self.graphckpt_rule
+        fields = {"offload": self.graphckpt_offload, "contiguous": self.graphckpt_contiguous}
+        set_fields = {name: value for name, value in fields.items() if value is not None}
+        return {"rule": rule, "unit": self.graphckpt_unit, "blocks": self._blocks(), **set_fields}
+
+    def _blocks(self) -> dict[str, Any] | None:
+        if self.graphckpt_blocks is None:
+            return None
+        fix = """fix: write it as '{"*.h.0": false}'"""
+        try:
+            blocks = json.loads(self.graphckpt_blocks)
+        except ValueError as error:
+            raise ConfigError(f"graphckpt_blocks: is no JSON: {error} · {fix}") from None
+        if not isinstance(blocks, dict):
+            raise ConfigError(f"graphckpt_blocks: {blocks!r} is no object · {fix}")
+        return blocks

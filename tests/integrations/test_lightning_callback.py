@@ -1,0 +1,146 @@
+"""One callback in Lightning's Trainer: same bits, bytes that fall, with one device and under DDP, off at the end."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from graphckpt import ConfigError
+from graphckpt.integrations.lightning import GraphckptCallback
+
+pytestmark = [
+    pytest.mark.filterwarnings(
+        "ignore:.*isinstance.treespec, LeafSpec.. is deprecated:FutureWarning"
+    ),  # Lightning's call
+    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers:UserWarning"),
+]
+LAYERS = 4
+RUNS: dict[nn.Module, list[int]] = {}  # of each layer's first linear; a block would take a list of its own back
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.body(x)
+
+
+class Regression(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(8, 16), *(Layer(16) for _ in range(LAYERS)), nn.Linear(16, 1))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.mse_loss(self.net(x), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(24, 8, generator=generator)
+        return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
+
+
+def fit(folder: Path, *callbacks: GraphckptCallback, strategy: Any = "auto", **more: Any) -> Regression:
+    module = Regression()
+    RUNS[module] = [0] * LAYERS
+    for number in range(LAYERS):
+
+        def count(*_: object, number: int = number) -> None:
+            RUNS[module][number] += 1
+
+        module.net[number + 1].body[0].register_forward_pre_hook(count)
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    torch.manual_seed(3)
+    Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        strategy=strategy,
+        callbacks=list(callbacks),
+        default_root_dir=folder,
+        log_every_n_steps=1,
+        **{"logger": False, **quiet, **more},
+    ).fit(module)
+    return module
+
+
+def differences(ours: nn.Module, plain: nn.Module) -> list[str]:
+    wanted = plain.state_dict()
+    return [name for name, value in ours.state_dict().items() if not torch.equal(value, wanted[name])]
+
+
+@pytest.fixture
+def ddp() -> Any:
+    """DDP over the one process of this test; each fit takes one."""
+    yield lambda: DDPStrategy(process_group_backend="gloo")
+    dist.destroy_process_group()
+
+
+def test_one_line_in_lightning_saves_bytes_and_changes_no_bit(tmp_path: Path, capsys: Any) -> None:
+    plain = fit(tmp_path)
+    callback = GraphckptCallback(unit="Layer")
+    ours = fit(tmp_path, callback, logger=CSVLogger(tmp_path))
+    assert differences(ours, plain) == []
+    assert (RUNS[plain], RUNS[ours]) == ([3] * LAYERS, [6] * LAYERS)
+    seen = callback.explanation
+    assert seen is not None
+    assert seen.bytes_after < seen.bytes_before / 3
+    assert seen.peak_bytes is not None
+    assert [row.reruns for row in seen.rows if row.rule == "full"] == [1] * LAYERS
+    assert f"policies act on {LAYERS} blocks" in capsys.readouterr().out
+    written = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text()
+    assert "graphckpt/kept_bytes" in written
+    assert str(float(seen.bytes_after)) in written
+    assert not any("forward" in vars(m) for m in ours.modules())
+
+
+def test_the_same_line_under_ddp(tmp_path: Path, ddp: Any) -> None:
+    plain = fit(tmp_path, strategy=ddp())
+    callback = GraphckptCallback(blocks={"net.1": True, "re:net\\.[23]": "selective"})
+    ours = fit(tmp_path, callback, strategy=ddp())
+    assert differences(ours, plain) == []
+    assert RUNS[ours] == [6, 6, 6, 3]
+    assert callback.explanation is not None
+    assert callback.explanation.bytes_saved > 0
+
+
+def test_an_error_takes_the_policies_off(tmp_path: Path) -> None:
+    class Failing(GraphckptCallback.__mro__[1]):  # type: ignore[misc]
+        def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+            self.module = pl_module
+            raise ZeroDivisionError
+
+    failing, callback = Failing(), GraphckptCallback(unit="Layer")
+    with pytest.raises(ZeroDivisionError):
+        fit(tmp_path, callback, failing)
+    assert not any("forward" in vars(m) for m in failing.module.modules())
+    assert callback.handle is None
+
+
+def test_a_selector_that_matches_nothing_fails_before_the_first_batch(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"did you mean 'net\.\*\.body'"):
+        fit(tmp_path, GraphckptCallback(unit="net.*.boddy"))
+
+
+def test_without_lightning_it_is_one_line(monkeypatch: Any) -> None:
+    monkeypatch.delitem(sys.modules, "graphckpt.integrations.lightning")
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
+    fix = r"lightning\.pytorch is not installed · fix: pip install 'graphckpt\[lightning\]'$"
+    with pytest.raises(ModuleNotFoundError, match=fix):
+        __import__("graphckpt.integrations.lightning")

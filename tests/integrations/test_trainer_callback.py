@@ -1,0 +1,276 @@
+"""One callback in Transformers' Trainer: same bits, bytes that fall, off again at the end; PEFT; the command line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    HfArgumentParser,
+    Trainer,
+    TrainingArguments,
+)
+
+from graphckpt import ConfigError
+from graphckpt.integrations.policies import marked_layers
+from graphckpt.integrations.transformers import GraphckptArguments, GraphckptCallback
+from graphckpt.ledger.live import LiveBytes
+
+LAYERS = 4
+PEFT_ASKS = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)  # asked by PEFT
+
+
+class RandomTokens(Dataset[dict[str, Tensor]]):
+    def __init__(self, *, classify: bool) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.tokens = torch.randint(0, 64, (16, 48), generator=generator)
+        self.labels = torch.randint(0, 2, (16,), generator=generator) if classify else self.tokens
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.tokens[index], "labels": self.labels[index]}
+
+
+def bert() -> BertForSequenceClassification:
+    torch.manual_seed(0)
+    sizes = {"num_hidden_layers": LAYERS, "hidden_size": 32, "intermediate_size": 128, "num_attention_heads": 2}
+    return BertForSequenceClassification(BertConfig(vocab_size=64, max_position_embeddings=64, **sizes))
+
+
+def gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    sizes = {"n_layer": LAYERS, "n_embd": 32, "n_head": 2, "n_positions": 64, "vocab_size": 64}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM"))
+
+
+def arguments(folder: Path, **more: Any) -> TrainingArguments:
+    fixed = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
+    sizes = {"per_device_train_batch_size": 4, "max_steps": 3, "learning_rate": 1e-2, "seed": 1}
+    return TrainingArguments(output_dir=str(folder), dataloader_pin_memory=False, **{**fixed, **sizes, **more})
+
+
+def train(model: nn.Module, folder: Path, *callbacks: GraphckptCallback, **more: Any) -> tuple[Trainer, dict[str, int]]:
+    """Trains with dropout, and counts the runs of each layer's first linear."""
+    runs: dict[str, int] = {}
+    hooks = []
+    for name in marked_layers(model):
+        linear = next(m for m in model.get_submodule(name).modules() if hasattr(m, "weight") and m.weight.dim() == 2)
+
+        def count(*_: object, name: str = name) -> None:
+            runs[name] = runs.get(name, 0) + 1
+
+        hooks.append(linear.register_forward_pre_hook(count))
+    classify = isinstance(model, BertForSequenceClassification)
+    data = RandomTokens(classify=classify)
+    trainer = Trainer(model=model, args=arguments(folder, **more), train_dataset=data, callbacks=list(callbacks))
+    trainer.train()
+    for hook in hooks:
+        hook.remove()
+    return trainer, runs
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def assert_equal(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
+    assert ours.keys() == plain.keys()
+    assert [name for name in plain if not torch.equal(ours[name], plain[name])] == []
+
+
+def has_policies(model: nn.Module) -> bool:
+    return any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("build", [bert, gpt2])
+def test_one_line_in_trainer_saves_bytes_and_changes_no_bit(build: Any, tmp_path: Path, capsys: Any) -> None:
+    plain_model = build()
+    _, plain_runs = train(plain_model, tmp_path)
+    model = build()
+    callback = GraphckptCallback(rule="full")
+    trainer, runs = train(model, tmp_path, callback)
+    assert_equal(weights(model), weights(plain_model))
+    assert set(plain_runs.values()) == {3}
+    assert set(runs.values()) == {6}
+    seen = callback.explanation
+    assert seen is not None
+    assert seen.bytes_after < seen.bytes_before / 3
+    assert [row.rule for row in seen.rows].count("full") == LAYERS
+    (entry,) = [e for e in trainer.state.log_history if "graphckpt/kept_bytes" in e]
+    assert (entry["graphckpt/kept_bytes"], entry["step"]) == (seen.bytes_after, 1)
+    assert entry["graphckpt/kept_bytes_plain"] == seen.bytes_before
+    assert f"policies act on {LAYERS} blocks; kept for backward: " in capsys.readouterr().out
+    assert not has_policies(model)
+    assert callback.handle is None
+
+
+def test_keys_name_units_blocks_and_places(tmp_path: Path) -> None:
+    model = gpt2()
+    callback = GraphckptCallback(
+        rule="selective",
+        unit="GPT2Block",
+        blocks={"transformer.h.0": False, "*.h.1": {"offload": "disk"}},
+        report=False,
+    )
+    train(model, tmp_path, callback)
+    assert callback.explanation is not None
+    rows = {row.block: (row.rule, row.place) for row in callback.explanation.rows}
+    assert rows["transformer.h.0"] == ("keep", "device")
+    assert rows["transformer.h.1"] == ("selective(matmul+attention)", "disk")
+    assert rows["transformer.h.2"] == ("selective(matmul+attention)", "device")
+
+
+def test_transformers_own_checkpointing_is_noticed_and_set_aside(tmp_path: Path) -> None:
+    model, plain_model = gpt2(), gpt2()
+    train(plain_model, tmp_path)
+    callback = GraphckptCallback(blocks={"transformer.h.3": False})
+    with pytest.warns(UserWarning, match="fix: leave activation_checkpointing out of TrainingArguments"):
+        _, runs = train(model, tmp_path, callback, activation_checkpointing=True)
+    assert_equal(weights(model), weights(plain_model))
+    assert set(runs.values()) == {6}  # the last one by Transformers' own, and none of them twice again
+    assert callback.explanation is not None
+    assert [row.reruns for row in callback.explanation.rows if ".h." in row.block] == [1, 1, 1, 0]
+
+
+def test_a_training_that_ended_in_an_error_can_be_started_again(tmp_path: Path) -> None:
+    model = gpt2()
+    callback = GraphckptCallback()
+    trainer = Trainer(model=model, args=arguments(tmp_path), train_dataset=RandomTokens(classify=False))
+    trainer.add_callback(callback)
+    hook = model.lm_head.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    hook.remove()
+    trainer.train()
+    assert not has_policies(model)
+
+
+def test_evaluation_in_between_and_accumulation_change_no_bit(tmp_path: Path) -> None:
+    more = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
+    seen = []
+    for callbacks in ([], [GraphckptCallback()]):
+        model = gpt2()
+        data = RandomTokens(classify=False)
+        Trainer(
+            model=model,
+            args=arguments(tmp_path, **more),
+            train_dataset=data,
+            eval_dataset=data,
+            callbacks=list(callbacks),
+        ).train()
+        seen.append(weights(model))
+    assert_equal(seen[1], seen[0])
+
+
+def lora(model: nn.Module) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, target_modules=["c_attn"], lora_dropout=0.1, fan_in_fan_out=True)
+    adapted: nn.Module = peft.get_peft_model(model, config)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)  # zeros at first: no gradient would reach lora_A
+    return adapted
+
+
+@PEFT_ASKS
+def test_lora_on_a_frozen_base_has_the_right_gradients_and_less_memory() -> None:
+    tokens = RandomTokens(classify=False).tokens[:4]
+    seen: dict[str, Any] = {}
+    for name in ("plain", "full"):
+        model = lora(gpt2()).train()
+        handle = GraphckptCallback(report=False)
+        if name == "full":
+            handle.on_train_begin(None, None, None, model=model)  # type: ignore[arg-type]
+        torch.manual_seed(2)
+        with LiveBytes() as live:
+            live.track(model.parameters())
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            after_forward = live.live_bytes
+            loss.backward()
+        grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        frozen = [n for n, p in model.named_parameters() if not p.requires_grad]
+        assert all("lora_" in n for n in grads)
+        assert len(grads) == 2 * LAYERS
+        assert len(frozen) > len(grads)
+        assert all(grad.abs().sum() > 0 for grad in grads.values())
+        seen[name] = (grads, after_forward, live.peak_bytes)
+    assert_equal(seen["full"][0], seen["plain"][0])
+    assert seen["full"][1] < seen["plain"][1] / 2
+    assert seen["full"][2] < seen["plain"][2]
+
+
+@PEFT_ASKS
+def test_lora_in_trainer_needs_no_gradient_of_the_inputs(tmp_path: Path) -> None:
+    plain_model, model = lora(gpt2()), lora(gpt2())
+    train(plain_model, tmp_path)
+    callback = GraphckptCallback()
+    _, runs = train(model, tmp_path, callback)
+    assert_equal(weights(model), weights(plain_model))
+    assert set(runs.values()) == {6}
+    assert callback.explanation is not None
+    assert callback.explanation.bytes_after < callback.explanation.bytes_before / 2
+
+
+def test_keys_on_the_command_line(monkeypatch: Any) -> None:
+    line = [
+        "x",
+        "--graphckpt_rule",
+        "selective",
+        "--graphckpt_blocks",
+        '{"*.h.0": false}',
+        "--graphckpt_offload",
+        "cpu",
+    ]
+    monkeypatch.setattr(sys, "argv", line)
+    (keys,) = HfArgumentParser(GraphckptArguments).parse_args_into_dataclasses()
+    assert keys.keys() == {"rule": "selective", "unit": None, "blocks": {"*.h.0": False}, "offload": "cpu"}
+    assert isinstance(GraphckptCallback.from_arguments(keys), GraphckptCallback)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [('{"a": ', "is no JSON: "), ("[1]", r"\[1\] is no object · fix: write it as ")],
+)
+def test_blocks_that_are_no_mapping_are_one_error(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^graphckpt_blocks: {message}"):
+        GraphckptArguments(graphckpt_blocks=text).keys()
+
+
+def test_wrong_keys_fail_before_training() -> None:
+    with pytest.raises(ConfigError, match=r"^GraphckptCallback\.offload: no place is called 'gpu' · .*fix: "):
+        GraphckptCallback(offload="gpu")
+    with pytest.raises(ConfigError, match=r"^GraphckptCallback\.blocks\['h'\]\.tiles: "):
+        GraphckptCallback(blocks={"h": {"tiles": 0}})
+    with pytest.raises(ConfigError, match=r"^GraphckptCallback\.cpu_checkpointing: .* · fix: write offload, "):
+        GraphckptCallback(cpu_checkpointing=True)
+
+
+def test_a_model_that_marks_no_layer_says_what_to_name(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    callback = GraphckptCallback()
+    with pytest.raises(ConfigError, match=r"^GraphckptCallback: Sequential marks no layer as a unit · fix: name its"):
+        callback.on_train_begin(None, None, None, model=model)  # type: ignore[arg-type]
+
+
+def test_trainer_without_accelerate_is_one_line(monkeypatch: Any) -> None:
+    monkeypatch.delitem(sys.modules, "graphckpt.integrations.transformers")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        ModuleNotFoundError,
+        match=r"^accelerate is not installed · fix: pip install 'graphckpt\[transformers-trainer\]'$",
+    ):
+        __import__("graphckpt.integrations.transformers")
