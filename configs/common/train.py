@@ -47,10 +47,11 @@ train = {
         "eval_mode": None,  # "min" or "max"
     },
     "dist": {
-        "data_parallel_size": 1,
-        "tensor_parallel_size": 1,  # processes that share each matrix, as many as torchrun starts
+        "data_parallel_size": 1,  # groups of processes that each learn from a part of every batch
+        "tensor_parallel_size": 1,  # processes that share each matrix; torchrun starts the product of both
         "pipeline_parallel_size": 1,
+        "find_unused_parameters": False,  # whether a step may leave parameters without a gradient, without ZeRO
         "timeout_seconds": 600,  # how long a process waits for another
     },
-    "zero_optimization": {"enabled": False, "stage": 1},
+    "zero_optimization": {"enabled": False, "stage": 1},  # 1: optimizer states, 2: gradients too, 3: weights too
 }

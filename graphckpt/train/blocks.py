@@ -49,6 +49,15 @@ def checkpointed_blocks(model: nn.Module, config: ActivationCheckpointConfig) ->
     return settings
 
 
+def layers_of(model: nn.Module, config: ActivationCheckpointConfig) -> list[str]:
+    """Returns the names of the units of a model, also where none is checkpointed; none, if it marks none.
+
+    Raises:
+        ConfigError: ``unit`` names no block.
+    """
+    return _marked(model) if config.unit is None else _units(model, config)
+
+
 def _senseless(settings: dict[str, dict[str, Any]]) -> Iterator[str]:
     seen: set[str] = set()
     for name, fields in settings.items():

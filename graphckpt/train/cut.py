@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+_DATA, _TENSOR = "dp", "tp"
 
 
 def is_cut(tensor: Any) -> bool:
@@ -30,7 +33,7 @@ def whole(state: Any, *, keep: bool = True) -> Any:
         keep: ``False`` takes part, and returns an empty tensor in place of each.
     """
     if is_cut(state):
-        full = state.detach().full_tensor()
+        full = _joined(state.detach())
         return full.cpu() if keep else full.new_empty(0)
     if isinstance(state, Mapping):
         return {key: whole(value, keep=keep) for key, value in state.items()}
@@ -39,14 +42,43 @@ def whole(state: Any, *, keep: bool = True) -> Any:
     return state
 
 
+def _joined(tensor: Any) -> Tensor:
+    """Returns all of a tensor that is cut; first over the processes that share batches, then over the others.
+
+    FSDP2 cuts what tensor parallelism has left to it, along dim 0. DTensor cannot undo both in one go if the second is
+    a cut of several blocks, as ``packed_shard`` makes it.
+    """
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if mesh.ndim == 1:
+        full: Tensor = tensor.full_tensor()
+        return full
+    from torch.distributed.tensor import DTensor, Shard  # noqa: PLC0415 - a second, for those who need it
+
+    shape = list(tensor.shape)
+    if not placements[1].is_replicate():
+        shape[placements[1].dim] //= mesh.size(1)
+    stride = torch.empty(shape, device="meta").stride()
+    mine = DTensor.from_local(
+        tensor.to_local(), mesh[_DATA], [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride
+    ).full_tensor()
+    joined: Tensor = DTensor.from_local(mine, mesh[_TENSOR], placements[1:], run_check=False).full_tensor()
+    return joined
+
+
 def shared_as(like: Tensor, value: Tensor) -> Tensor:
     """Returns this process's share of a whole tensor, cut as ``like`` is; or ``value`` itself, if that is whole."""
     if not is_cut(like) or is_cut(value):
         return value
-    from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415 - a second, for those who need it
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor  # noqa: PLC0415 - a second, for those who need it
 
     cut: Any = like
-    return distribute_tensor(value.to(cut.device), cut.device_mesh, cut.placements, src_data_rank=None)
+    mesh, placements = cut.device_mesh, cut.placements
+    value = value.to(cut.device)
+    if mesh.ndim == 1:
+        return distribute_tensor(value, mesh, placements, src_data_rank=None)
+    mine = distribute_tensor(value, mesh[_TENSOR], placements[1:], src_data_rank=None).to_local()
+    share = distribute_tensor(mine, mesh[_DATA], [Shard(0)], src_data_rank=None).to_local()
+    return DTensor.from_local(share, mesh, placements, run_check=False, shape=cut.shape, stride=cut.stride())
 
 
 def cut_like(optimizer: Optimizer, graph: dict[str, Any]) -> None:

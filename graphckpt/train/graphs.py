@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +11,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from graphckpt import Graph
-from graphckpt.train.blocks import checkpointed_blocks
-from graphckpt.train.settings import ActivationCheckpointConfig, AmpConfig
+from graphckpt.train.settings import AmpConfig
 from graphckpt.train.tasks.base import Task
+
+if TYPE_CHECKING:
+    from graphckpt.train.replicas import Replicas
 
 
 @final
@@ -26,16 +29,18 @@ class TrainGraph(Graph):
         optimizer: Optimizer,
         scheduler: LRScheduler,
         *,
-        activation_checkpoint: ActivationCheckpointConfig,
+        blocks: Mapping[str, dict[str, Any]],
         amp: AmpConfig,
         capture: str = "auto",
         num_accumulation_steps: int = 1,
+        replicas: Replicas | None = None,
     ) -> None:
         super().__init__()
         self.config.capture = capture
         self.model = model
         self.task = task
-        for name, fields in checkpointed_blocks(model, activation_checkpoint).items():
+        self.turn = _Turn(num_accumulation_steps, replicas)
+        for name, fields in blocks.items():
             block = self._block_of(model.get_submodule(name))
             block.config.update(fields)
         self.add_optimizer(optimizer, lr_sch=scheduler)
@@ -51,10 +56,35 @@ class TrainGraph(Graph):
 
     def build(self, **batch: Tensor) -> dict[str, Tensor]:
         """Returns the losses of a batch, with ``total_loss``, their sum, of which ``backward`` was called."""
-        losses = self.task.losses(self.model, batch)
-        total = sum_of_losses(losses)
-        total.backward()
+        replicas = self.turn.replicas
+        if replicas is None:
+            losses = self.task.losses(self.model, batch)
+            total = sum_of_losses(losses)
+            total.backward()
+        else:
+            with self.turn as is_last, replicas.micro_batch(is_last=is_last):
+                losses = replicas.losses(batch)
+                total = sum_of_losses(losses)
+                total.backward()
         return {"total_loss": total, **losses}
+
+
+@final
+class _Turn:
+    """Counts the micro-batches of an update, of which the last one sends the gradients."""
+
+    def __init__(self, count: int, replicas: Replicas | None) -> None:
+        self.replicas = replicas
+        self._count = count
+        self._done = 0
+
+    def __enter__(self) -> bool:
+        self._done += 1
+        return self._done == self._count
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None or self._done == self._count:
+            self._done = 0
 
 
 @final

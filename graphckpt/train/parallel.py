@@ -1,19 +1,21 @@
-"""The processes of a run that share each matrix: they find each other, agree, and end together."""
+"""The processes of a run: they find each other, agree, and end together."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, final
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from numpy.typing import NDArray
+from torch import Tensor
 
-from graphckpt.errors import ConfigError, GraphckptError
-from graphckpt.train.reserved import DistConfig
+from graphckpt.errors import GraphckptError
+from graphckpt.train.spread import DistConfig
+from graphckpt.train.started import check_started
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -40,15 +42,15 @@ class Ranks:
     """
 
     def __init__(self, config: DistConfig, device: torch.device) -> None:
-        self.size = config.tensor_parallel_size
+        self.size = config.num_processes
         self.rank = 0
         self.mesh: DeviceMesh | None = None
-        """The processes that share each matrix; ``None`` if there is one."""
-        self._config = config
+        """All processes, of dimensions ``"dp"`` and ``"tp"``; ``None`` if there is one."""
+        self.config = config
         self._control: Any = None
         self._patient: Any = None
         self._is_owner = False
-        _check_started(config.tensor_parallel_size)
+        check_started(config)
         if self.size > 1:
             self._join(device)
 
@@ -57,33 +59,49 @@ class Ranks:
         """Whether this process is the one that writes files and prints."""
         return self.rank == 0
 
+    @property
+    def data_rank(self) -> int:
+        """Which part of each batch is this process's."""
+        return self.rank // self.config.tensor_parallel_size
+
+    @property
+    def tensor_mesh(self) -> DeviceMesh | None:
+        """The processes that share each matrix with this one; ``None`` if there are no others."""
+        return self.mesh["tp"] if self.mesh is not None and self.config.tensor_parallel_size > 1 else None
+
+    @property
+    def data_mesh(self) -> DeviceMesh | None:
+        """The processes that have the same share of each matrix as this one; ``None`` if there are no others."""
+        return self.mesh["dp"] if self.mesh is not None and self.config.data_parallel_size > 1 else None
+
+    @property
+    def control(self) -> Any:
+        """A group of all processes that talks on the CPU."""
+        return self._control
+
     def described(self, device: torch.device) -> str:
         """Returns where the run trains, as text."""
-        return str(device) if self.size == 1 else f"{self.size} processes on {device.type}"
+        if self.size == 1:
+            return str(device)
+        is_mixed = 1 < self.config.data_parallel_size < self.size
+        sizes = f" ({self.config.described()})" if is_mixed else ""
+        return f"{self.size} processes on {device.type}{sizes}"
 
     def _join(self, device: torch.device) -> None:
-        from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415 - takes a second
+        from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - takes a second
 
-        timeout = timedelta(seconds=self._config.timeout_seconds)
+        timeout = timedelta(seconds=self.config.timeout_seconds)
         if not dist.is_initialized():
             self._is_owner = True
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timeout)
         self.rank = dist.get_rank()
-        self.mesh = init_device_mesh(device.type, (self.size,), mesh_dim_names=("tp",))
+        sizes = self.config.data_parallel_size, self.config.tensor_parallel_size
+        ranks = torch.arange(self.size).view(sizes)
+        lines = ranks.T.tolist(), ranks.tolist()  # a mesh that makes its own groups gives them another timeout
+        groups = [dist.new_subgroups_by_enumeration(line, timeout=timeout)[0] for line in lines]
+        self.mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("dp", "tp"))
         self._control = dist.new_group(backend="gloo", timeout=timeout)
         self._patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
-
-    def shard(self, model: nn.Module) -> nn.Module:
-        """Cuts a model over the processes, if there are several.
-
-        Raises:
-            ConfigError: nobody knows how to cut it, or a size does not divide.
-        """
-        if self.mesh is None:
-            return model
-        from graphckpt.train.plans import shard_model  # noqa: PLC0415 - loads what one process does not need
-
-        return shard_model(model, self.mesh)
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
@@ -140,6 +158,38 @@ class Ranks:
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._control)
         return bool(flags.item())
 
+    def gathered(self, value: Any) -> list[Any]:
+        """Returns the plain values that the processes called this with, by rank."""
+        if self.size == 1:
+            return [value]
+        box: list[Any] = [None] * self.size
+        with self.together():
+            dist.all_gather_object(box, value, group=self._control)
+        return box
+
+    def own_part(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns this process's samples of a batch: as many for each, in the order of one process."""
+        size = len(indices) // self.config.data_parallel_size
+        return indices[self.data_rank * size : (self.data_rank + 1) * size]
+
+    def means(self, losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns scalars as means over the processes that share batches; the same on all of them."""
+        mesh = self.data_mesh
+        if mesh is None:
+            return dict(losses)
+        stacked = torch.stack([loss.detach().float() for loss in losses.values()])
+        with self.together():
+            dist.all_reduce(stacked, group=mesh.get_group())
+        return dict(zip(losses, (stacked / mesh.size()).unbind(), strict=True))
+
+    def sums(self, totals: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns tensors on the CPU, summed over the processes that share batches; the same on all of them."""
+        if self.data_mesh is None:
+            return totals
+        rows = self.gathered({name: total.tolist() for name, total in totals.items()})
+        own = [rows[rank] for rank in range(0, self.size, self.config.tensor_parallel_size)]
+        return {name: torch.tensor([row[name] for row in own], dtype=t.dtype).sum(0) for name, t in totals.items()}
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """Says in the library's words that another process is gone or does not answer.
@@ -154,7 +204,7 @@ class Ranks:
             is_lost = isinstance(error, dist.DistError) or any(word in first_line.lower() for word in _LOST)
             if self.size == 1 or isinstance(error, GraphckptError) or not is_lost:
                 raise
-            seconds = self._config.timeout_seconds
+            seconds = self.config.timeout_seconds
             what = f"another process is gone, or has not answered for {seconds} s ({first_line})"
             fix = (
                 "see what the other processes say, and go on with --resume; if one is slow: train.dist.timeout_seconds"
@@ -167,52 +217,3 @@ class Ranks:
             return
         dist.barrier(group=self._control)
         dist.destroy_process_group()
-
-
-def device_of(name: str | None, config: DistConfig) -> torch.device:
-    """Returns where this process trains: what ``train.device`` names, or CUDA where there is one.
-
-    Raises:
-        ConfigError: it cannot be used, or there are fewer devices than processes on this machine.
-    """
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if config.tensor_parallel_size > 1 and name.startswith("cuda"):
-        local, local_size = (int(os.environ.get(key, default)) for key, default in _LOCAL)
-        if name != "cuda":
-            fix = "train.device=cuda, and each process takes one of its own"
-            raise ConfigError(f"train.device: {name!r} is one device for all processes · fix: {fix}")
-        if (count := torch.cuda.device_count()) < local_size:
-            fix = "start fewer, or set train.device=cpu"
-            raise ConfigError(f"train.device: {local_size} processes and {count} CUDA devices here · fix: {fix}")
-        torch.cuda.set_device(local)
-        name = f"cuda:{local}"
-    try:
-        torch.empty(0, device=name)
-        return torch.device(name)
-    except (RuntimeError, AssertionError) as error:  # a build without CUDA asserts
-        first_line = str(error).split("\n", 1)[0]
-        fix = "leave train.device out, and the device is picked"
-        raise ConfigError(f"train.device: {name!r} cannot be used ({first_line}) · fix: {fix}") from error
-
-
-_LOCAL = (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
-
-
-def _check_started(wanted: int) -> None:
-    started = dist.get_world_size() if dist.is_available() and dist.is_initialized() else _world_size()
-    if wanted > 1 and not dist.is_available():
-        fix = "train.dist.tensor_parallel_size=1, or another build"
-        raise ConfigError(f"train.dist.tensor_parallel_size: this PyTorch has no torch.distributed · fix: {fix}")
-    if started == wanted:
-        return
-    if started == 1:
-        what = f"train.dist.tensor_parallel_size: {wanted}, and 1 process was started"
-        raise ConfigError(f"{what} · fix: torchrun --nproc-per-node {wanted} -m graphckpt train ...")
-    fix = f"train.dist.tensor_parallel_size={started}, or torchrun --nproc-per-node {wanted}"
-    raise ConfigError(f"train.dist.tensor_parallel_size: {wanted}, and {started} processes were started · fix: {fix}")
-
-
-def _world_size() -> int:
-    value = os.environ.get("WORLD_SIZE", "1")
-    return int(value) if value.isdigit() else 1

@@ -3,53 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, final
+from dataclasses import fields
+from typing import Any
 
 _FIX = "leave the key out"
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class DistConfig:
-    """Over how many processes a run spreads: ``train.dist``. They share matrices, and nothing else."""
-
-    data_parallel_size: int = 1
-    """Processes that share a batch."""
-    tensor_parallel_size: int = 1
-    """Processes that share each matrix, as many as ``torchrun`` starts."""
-    pipeline_parallel_size: int = 1
-    """Processes that share the layers."""
-    pipeline_num_layers: int | None = None
-    """Layers that the pipeline cuts."""
-    custom_pipeline_stage_id: list[int] | None = None
-    """The stage of each layer."""
-    timeout_seconds: int = 600
-    """How long a process waits for another before the run ends with an error."""
-
-    def faults(self) -> Iterator[str]:
-        """Yields what is not supported."""
-        others = ("data_parallel_size", "pipeline_parallel_size", "pipeline_num_layers", "custom_pipeline_stage_id")
-        yield from not_neutral(self, "processes share matrices alone", *others)
-        for name in ("tensor_parallel_size", "timeout_seconds"):
-            if getattr(self, name) < 1:
-                yield f"{name}: {getattr(self, name)} · fix: use 1 or more"
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class ZeroConfig:
-    """Optimizer state over processes: ``train.zero_optimization``. This version keeps it in one."""
-
-    enabled: bool = False
-    """Whether it is cut."""
-    stage: int = 1
-    """What is cut."""
-
-    def faults(self) -> Iterator[str]:
-        """Yields what is not supported."""
-        if self.enabled:
-            yield f"enabled: True is not supported, one process trains · fix: {_FIX}"
 
 
 def not_neutral(config: Any, why: str, *names: str) -> Iterator[str]:

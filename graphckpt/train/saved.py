@@ -118,7 +118,7 @@ class SavedRun:
             report.line(
                 f"the data changed since: {then} then, {data} now; the run sees other text from here on", "yellow"
             )
-        now = _machine(self._ranks.size)
+        now = _machine(self._ranks)
         if (machine := self._info.get("machine")) != now:
             text = f"the machine changed since: {machine} then, {now} now"
             report.line(f"{text}; sums may round otherwise, so the bits may differ", "yellow")
@@ -151,7 +151,7 @@ class SavedRun:
                 "consumed_samples": self.consumed_samples(loop.done),
                 "data": data,
                 "metrics": {key: value for key, value in loop.metrics.items() if math.isfinite(value)},
-                "machine": _machine(self._ranks.size),
+                "machine": _machine(self._ranks),
             }
             write = partial(snapshot.write, self.folder / name, weights=weights, states=states, info=info)
             self._ranks.main_does(partial(write, companions=add_files), SnapshotWriteError)
@@ -159,10 +159,11 @@ class SavedRun:
         return save
 
 
-def _machine(num_ranks: int) -> dict[str, Any]:
+def _machine(ranks: Ranks) -> dict[str, Any]:
     """Returns what changes how sums are rounded: a sum over two threads is not that over one, to the last bit."""
+    sizes = {name: getattr(ranks.config, name) for name in ("data_parallel_size", "tensor_parallel_size")}
     machine = {"torch": torch.__version__, "threads": torch.get_num_threads()}
-    return machine if num_ranks == 1 else {**machine, "tensor_parallel_size": num_ranks}
+    return machine | {name: size for name, size in sizes.items() if size > 1}
 
 
 def unwritable(folder: Path, error: OSError) -> ConfigError:

@@ -16,11 +16,10 @@ from graphckpt.train.reserved import (
     CHECKPOINT_WITHOUT_MEANING,
     EVALUATION_WITHOUT_MEANING,
     WITHOUT_MEANING,
-    DistConfig,
-    ZeroConfig,
     not_neutral,
 )
 from graphckpt.train.sizes import BatchSizes, batch_sizes
+from graphckpt.train.spread import DistConfig, ZeroConfig
 
 _SEEDS = 2**63  # what a generator of PyTorch takes, on every device
 
@@ -202,12 +201,27 @@ class TrainConfig:
             yield f"warmup_ratio: {self.warmup_ratio} · fix: use a share from 0 to below 1"
         if not 0 <= self.seed < _SEEDS:
             yield f"seed: {self.seed} · fix: use 0 or more, and less than 2**63"
+        yield from self._spread_faults()
         if self.dist.tensor_parallel_size > 1 and self.amp.enabled and self.amp.dtype == "float16":
             yield "amp.dtype: 'float16' scales its loss in one process alone · fix: use 'bfloat16'"
         if self.device and self.device.startswith("meta"):
             yield f"device: {self.device!r} holds no values · fix: leave the key out, and the device is picked"
         if not self.output_dir:
             yield "output_dir: is empty · fix: name a folder"
+
+    def _spread_faults(self) -> Iterator[str]:
+        """Yields what does not go with several processes."""
+        dist, checkpoint = self.dist, self.activation_checkpoint
+        if dist.data_parallel_size < 2:
+            if self.zero_optimization.enabled:
+                what = "zero_optimization.enabled: True, and dist.data_parallel_size is 1"
+                yield f"{what}: one process would hold all of it · fix: raise the size, or leave the key out"
+            return
+        if self.capture == "cuda_graph":
+            yield "capture: 'cuda_graph' does not go with dist.data_parallel_size above 1 · fix: use 'eager'"
+        if checkpoint.enabled and checkpoint.partition and dist.tensor_parallel_size == 1:
+            what = "activation_checkpoint.partition: processes that share batches keep different tensors"
+            yield f"{what} · fix: raise dist.tensor_parallel_size, or leave the key out"
 
 
 def _below_one(config: object, *names: str) -> Iterator[str]:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from graphckpt import Graph
 from graphckpt.rng import random_devices, set_random_state, take_random_state
 from graphckpt.train.cut import cut_like, is_cut, local, shared_as, whole
+from graphckpt.train.parallel import Ranks
 from graphckpt.train.snapshot import SnapshotError
 
 
@@ -21,6 +22,19 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 - what a user's data code may draw from
     random.seed(seed)
+
+
+def seed_apart(seed: int, data_rank: int, done: int = 0) -> None:
+    """Has processes that see different samples draw different masks; the first one draws what one process does.
+
+    Args:
+        seed: of the run.
+        data_rank: which part of each batch is this process's.
+        done: iterations before this one, of a run that goes on with more processes.
+    """
+    if data_rank:
+        entropy = np.random.SeedSequence((seed, data_rank, done))
+        seed_all(int(entropy.generate_state(1, np.uint64)[0]) >> 1)
 
 
 @final
@@ -32,13 +46,16 @@ class RunState:
         graph: trains it, under the attribute ``model``.
         optimizer: of the graph.
         device: where it is trained.
-        keep: whether this process writes snapshots; others only take part in putting together what is cut.
+        ranks: the processes of the run; the main one writes, others only take part in putting together what is cut.
+        seed: of the run.
     """
 
     def __init__(
-        self, model: nn.Module, graph: Graph, optimizer: Optimizer, device: torch.device, *, keep: bool = True
+        self, model: nn.Module, graph: Graph, optimizer: Optimizer, device: torch.device, *, ranks: Ranks, seed: int
     ) -> None:
-        self._keep = keep
+        self._keep = ranks.is_main
+        self._ranks = ranks
+        self._seed = seed
         self._model = model
         self._graph = graph
         self._optimizer = optimizer
@@ -57,7 +74,11 @@ class RunState:
         graph = self._graph.state_dict()
         own = graph.pop("model")
         extra = {name: value for name, value in own.items() if not isinstance(value, Tensor)}
-        trainer = {"random": self._take_random(), "buffers": self._unsaved_buffers(), "extra": extra}
+        everywhere = self._ranks.gathered(self._take_random())
+        each = everywhere[:: self._ranks.config.tensor_parallel_size]  # those that share matrices draw alike
+        trainer = {"random": everywhere[0], "buffers": self._unsaved_buffers(), "extra": extra}
+        if len(each) > 1:
+            trainer["random_of_each"] = each
         return {"graph": whole(dict(graph), keep=self._keep), "trainer": trainer}
 
     def load_weights(self, weights: dict[str, Tensor], where: str) -> None:
@@ -87,11 +108,20 @@ class RunState:
             for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
                 if isinstance(rate, Tensor):  # the same tensor on its device, for a captured step reads it there
                     group["lr"] = rate.copy_(torch.as_tensor(group["lr"]))
-            self._set_random(trainer["random"])
+            self._go_on_drawing(trainer, done=int(graph["System-Train-TrainStep"]))
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
             first_line = str(error).split("\n", 1)[0]
             fix = "resume with the config that it was written with, or start from its weights: train.load_weight=..."
             raise SnapshotError(f"{where}: its optimizer or schedule is another ({first_line}) · fix: {fix}") from error
+
+    def _go_on_drawing(self, trainer: dict[str, Any], done: int) -> None:
+        """Sets the random generators as they were; over another number of processes, all but the first begin anew."""
+        each = trainer.get("random_of_each", [trainer["random"]])
+        if len(each) == self._ranks.config.data_parallel_size:
+            self._set_random(each[self._ranks.data_rank])
+            return
+        self._set_random(trainer["random"])
+        seed_apart(self._seed, self._ranks.data_rank, done=done)
 
     def _take_random(self) -> dict[str, Any]:
         cpu, devices = take_random_state(self._devices())

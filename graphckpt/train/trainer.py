@@ -7,15 +7,15 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from graphckpt.errors import ConfigError, bullets
-from graphckpt.train.blocks import checkpointed_blocks
+from graphckpt.train.assemble import assembled, blocks_of, gradients_of
 from graphckpt.train.data import Data
 from graphckpt.train.export import export
 from graphckpt.train.graphs import EvalGraph, TrainGraph
+from graphckpt.train.heldout import heldout_batches
 from graphckpt.train.hooks import (
     BestHook,
     EvalHook,
@@ -30,13 +30,14 @@ from graphckpt.train.hooks.snapshot import Save
 from graphckpt.train.loop import HookBase, Loop
 from graphckpt.train.order import ShuffledOrder
 from graphckpt.train.outcome import PICTURE, Outcome, written
-from graphckpt.train.parallel import Ranks, device_of
+from graphckpt.train.parallel import Ranks
 from graphckpt.train.report import Report
 from graphckpt.train.room import said_if_there_is_none
 from graphckpt.train.saved import LOG, METRICS, SavedRun, unwritable, weights_folder
 from graphckpt.train.settings import TrainConfig
 from graphckpt.train.sizes import epoch_period, iterations
-from graphckpt.train.state import RunState, load_weights, seed_all
+from graphckpt.train.started import device_of
+from graphckpt.train.state import RunState, load_weights
 from graphckpt.train.tasks.base import Opened, Samples, Task, TextTask
 from graphckpt.train.weights import read_weights
 
@@ -79,6 +80,7 @@ class Trainer:
         self._data = data
         self._task = task
         self._more_hooks = hooks
+        self._architecture = ""
         self.folder = Path(settings.output_dir).expanduser()
         self.device = device_of(settings.device, settings.dist)
         self.ranks = Ranks(settings.dist, self.device)
@@ -114,7 +116,7 @@ class Trainer:
         if settings.load_weight and not self.saved.source:
             load_weights(model, read_weights(Path(settings.load_weight).expanduser()), "train.load_weight")
         optimizer = self._make_optimizer(model)
-        checkpointed_blocks(model, settings.activation_checkpoint)  # a fault shows before a long wait for the data
+        blocks = blocks_of(model, settings, self.ranks)  # a fault shows before a long wait for the data
         opened = self._open(model)
         train_iter = iterations(
             train_iter=settings.train_iter,
@@ -129,14 +131,15 @@ class Trainer:
             self._task,
             optimizer,
             settings.scheduler(optimizer=optimizer, max_iter=train_iter, warmup_iter=warmup_iter),
-            activation_checkpoint=settings.activation_checkpoint,
+            blocks=blocks,
             amp=settings.amp,
-            capture=settings.capture,
+            capture=self._capture,
             num_accumulation_steps=settings.sizes.accumulation,
+            replicas=gradients_of(model, self._task, settings, self.ranks),
         )
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.report.line(
-            f"model: {type(model).__name__}, {num_parameters:,} parameters on {self.ranks.described(self.device)};"
+            f"model: {self._architecture}, {num_parameters:,} parameters on {self.ranks.described(self.device)};"
             f" {train_iter} iterations of {self.batch_size} samples"
             + (f" x {opened.tokens_each} tokens" if opened.text else "")
         )
@@ -145,18 +148,21 @@ class Trainer:
         def step(iteration: int) -> dict[str, Tensor]:
             started = time.perf_counter()
             start = settings.consumed_train_samples + self.saved.consumed_samples(iteration)
-            batch = self._on_device(opened.train.batch(order.take(start=start, count=self.batch_size)))
+            samples = self.ranks.own_part(order.take(start=start, count=self.batch_size))
+            batch = self._on_device(opened.train.batch(samples))
             loop.data_seconds = time.perf_counter() - started
             losses: dict[str, Tensor] = graph(**batch)
-            return {name: loss.mean() for name, loss in losses.items()}
+            return self.ranks.means({name: loss.mean() for name, loss in losses.items()})
 
-        state = RunState(model, graph, optimizer, self.device, keep=self.ranks.is_main)
+        state = RunState(model, graph, optimizer, self.device, ranks=self.ranks, seed=settings.seed)
         tokens = opened.tokenizer_file.parent.name if opened.tokenizer_file else None  # named by all they depend on
         data = {"num_samples": len(opened.train), "tokens_each": opened.tokens_each, "tokens": tokens}
         save = self.saved.saver(
             state,
             data=data,
-            companions=lambda folder: export(model, opened.tokenizer_file, folder, seq_length=opened.tokens_each),
+            companions=lambda folder: export(
+                model, self._architecture, opened.tokenizer_file, folder, seq_length=opened.tokens_each
+            ),
         )
         hooks = list(self._hooks(model, optimizer, graph, opened, save))
         start_iter, agree = self.saved.start_iter, self.ranks.any
@@ -191,8 +197,17 @@ class Trainer:
         return metrics
 
     def _model(self) -> nn.Module:
-        seed_all(self.settings.seed)
-        return self.ranks.shard(self._make_model().to(self.device).train())
+        def make_model() -> nn.Module:
+            model = self._make_model()
+            self._architecture = type(model).__name__  # what is cut gets another class
+            return model
+
+        return assembled(make_model, self.settings, self.ranks, self.device)
+
+    @property
+    def _capture(self) -> str:
+        """Whether steps are captured; not where processes share batches: each would have to record the same calls."""
+        return "eager" if self.ranks.data_mesh is not None else self.settings.capture
 
     def _open(self, model: nn.Module) -> Opened:
         """Opens the data.
@@ -246,13 +261,14 @@ class Trainer:
         if heldout is None:
             return None
         evaluation = self.settings.evaluation
-        eval_graph = EvalGraph(model, self._task, amp=self.settings.amp, capture=self.settings.capture)
+        eval_graph = EvalGraph(model, self._task, amp=self.settings.amp, capture=self._capture)
         return EvalHook(
             lambda batch: eval_graph(**batch),
             lambda: self._heldout_batches(heldout),
             self._task.metrics,
             model=model,
             eval_period=self._period(opened, evaluation.eval_after_n_epoch, evaluation.eval_period),
+            over_ranks=self.ranks.sums,
         )
 
     def _period(self, opened: Opened, epochs: int | None, iterations: int) -> int:
@@ -260,12 +276,12 @@ class Trainer:
             return iterations
         return epoch_period(epochs, num_samples=len(opened.train), global_batch=self.batch_size)
 
-    def _heldout_batches(self, heldout: Samples) -> Iterator[dict[str, Tensor]]:
-        size, limit = self.settings.test_micro_batch_size, self.settings.evaluation.eval_iter
-        count = len(heldout) if limit is None else min(len(heldout), size * limit)
-        chosen = np.arange(count) * len(heldout) // max(1, count)  # spread over all documents
-        for first in range(0, count, size):
-            yield self._on_device(heldout.batch(chosen[first : first + size]))
+    def _heldout_batches(self, heldout: Samples) -> Iterator[tuple[dict[str, Tensor], bool]]:
+        settings, ranks = self.settings, self.ranks
+        size, limit = settings.test_micro_batch_size, settings.evaluation.eval_iter
+        parts = settings.dist.data_parallel_size
+        for batch, counts in heldout_batches(heldout, size=size, limit=limit, part=ranks.data_rank, parts=parts):
+            yield self._on_device(batch), counts
 
     def _on_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.to(self.device) for name, tensor in batch.items()}

@@ -85,7 +85,7 @@ def test_all_faults_of_a_file_come_at_once():
     words = [
         "train.activation_checkpoint.enable=true",
         "train.train_micro_batch_size=big",
-        "train.dist.data_parallel_size=2",
+        "train.dist.pipeline_parallel_size=2",
         "train.rdma_enabled=true",
         "task.mask_fraction=2",
         "data.seq_lenght=8",

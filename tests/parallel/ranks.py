@@ -16,8 +16,10 @@ import torch.distributed as dist
 NUM_RANKS = 2
 
 
-def run_on_ranks(work: Callable[..., None], folder: Path, *args: Any, joins: bool = True) -> None:
-    """Calls ``work(rank, folder, *args)`` on each of two ranks; what one raises is raised here.
+def run_on_ranks(
+    work: Callable[..., None], folder: Path, *args: Any, joins: bool = True, num_ranks: int = NUM_RANKS
+) -> None:
+    """Calls ``work(rank, folder, *args)`` on each of several ranks; what one raises is raised here.
 
     They have a process group by then, or with ``joins=False`` what torchrun gives to make one.
 
@@ -27,15 +29,18 @@ def run_on_ranks(work: Callable[..., None], folder: Path, *args: Any, joins: boo
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(_rank, (port, work, str(folder), args, joins), nprocs=NUM_RANKS)
+    for kind in ("is done", "fault of"):  # of an earlier launch in this folder
+        for path in folder.glob(f"*{kind}*"):
+            path.unlink()
+    torch.multiprocessing.spawn(_rank, (port, num_ranks, work, str(folder), args, joins), nprocs=num_ranks)
     faults = [path.read_text() for path in sorted(folder.glob("fault of *"))]
     assert not faults, "\n".join(faults)
-    assert sorted(path.name for path in folder.glob("* is done")) == [f"{rank} is done" for rank in range(NUM_RANKS)]
+    assert sorted(path.name for path in folder.glob("* is done")) == [f"{rank} is done" for rank in range(num_ranks)]
 
 
-def _rank(rank: int, port: int, work: Callable[..., None], folder: str, args: Any, joins: bool) -> None:
+def _rank(rank: int, port: int, num_ranks: int, work: Callable[..., None], folder: str, args: Any, joins: bool) -> None:
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS), "LOCAL_RANK": str(rank)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if joins:
         dist.init_process_group("gloo")
@@ -47,7 +52,7 @@ def _rank(rank: int, port: int, work: Callable[..., None], folder: str, args: An
     Path(folder, f"{rank} is done").touch()
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        if all(_has_ended(Path(folder), other) for other in range(NUM_RANKS)):
+        if all(_has_ended(Path(folder), other) for other in range(num_ranks)):
             break
         time.sleep(0.05)
     os._exit(0)

@@ -160,7 +160,9 @@ def test_another_number_of_processes_is_an_error(
     )
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert train("out", TWO) == 2
-    assert "2, and 4 processes were started · fix: train.dist.tensor_parallel_size=4, or" in capsys.readouterr().err
+    fix = "fix: train.dist.data_parallel_size=2, or torchrun --nproc-per-node 2"
+    what = "train.dist: data_parallel_size 1 x tensor_parallel_size 2 is 2, and 4 processes were started"
+    assert f"{what} · {fix}" in capsys.readouterr().err
     assert train("out", TWO, "train.amp.enabled=True", "train.amp.dtype=float16") == 2
     assert "train.amp.dtype: 'float16' scales its loss in one process alone" in capsys.readouterr().err
     assert not (place / "out").exists()

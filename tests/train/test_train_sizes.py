@@ -74,11 +74,27 @@ def test_length_of_a_run():
 @pytest.mark.parametrize(
     ("train", "fault"),
     [
-        ({"dist": {"data_parallel_size": 2}}, "dist.data_parallel_size: 2 is not supported, processes share matrices"),
+        (
+            {"dist": {"pipeline_parallel_size": 2}},
+            "dist.pipeline_parallel_size: 2 is not supported, the trainer has no",
+        ),
         ({"dist": {"pipeline_num_layers": 24}}, "dist.pipeline_num_layers: 24 is not supported"),
         ({"dist": {"tensor_parallel_size": 0}}, "dist.tensor_parallel_size: 0 · fix: use 1 or more"),
         ({"dist": {"timeout_seconds": 0}}, "dist.timeout_seconds: 0 · fix: use 1 or more"),
-        ({"zero_optimization": {"enabled": True}}, "zero_optimization.enabled: True is not supported"),
+        ({"dist": {"data_parallel_size": 0}}, "dist.data_parallel_size: 0 · fix: use 1 or more"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: 4 · fix: use one of 1, 2, 3"),
+        (
+            {"zero_optimization": {"enabled": True}},
+            "zero_optimization.enabled: True, and dist.data_parallel_size is 1: one process would hold all of it · fix",
+        ),
+        (
+            {"dist": {"data_parallel_size": 2}, "capture": "cuda_graph"},
+            "capture: 'cuda_graph' does not go with dist.data_parallel_size above 1 · fix: use 'eager'",
+        ),
+        (
+            {"dist": {"data_parallel_size": 2}, "activation_checkpoint": {"enabled": True, "partition": True}},
+            "activation_checkpoint.partition: processes that share batches keep different tensors · fix: raise dist",
+        ),
         (
             {"activation_checkpoint": {"offload": "gpu"}},
             "activation_checkpoint.offload: no place is called 'gpu' · did you mean 'cpu'? · fix: use one of",
@@ -106,7 +122,7 @@ def test_keys_without_effect_say_so(train, fault):
 
 def test_neutral_values_are_good():
     neutral = {
-        "dist": {"data_parallel_size": 1, "tensor_parallel_size": 2, "custom_pipeline_stage_id": None},
+        "dist": {"data_parallel_size": 4, "tensor_parallel_size": 2, "custom_pipeline_stage_id": None},
         "zero_optimization": {"enabled": False, "stage": 2},
         "activation_checkpoint": {"offload": False, "partition": None, "contiguous": True},
     }

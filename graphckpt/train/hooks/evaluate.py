@@ -17,26 +17,29 @@ class EvalHook(HookBase):
 
     Args:
         tally: returns sums over a batch, each of shape [2]: the sum, and how many it is over.
-        batches: the held-out batches.
+        batches: the held-out batches, each with whether it counts.
         metrics: turns the means of the sums into what is reported.
         model: is set to evaluation meanwhile.
         eval_period: iterations between two evaluations.
+        over_ranks: returns the sums over all processes that evaluate batches of their own.
     """
 
     def __init__(
         self,
         tally: Callable[[dict[str, Tensor]], Mapping[str, Tensor]],
-        batches: Callable[[], Iterable[dict[str, Tensor]]],
+        batches: Callable[[], Iterable[tuple[dict[str, Tensor], bool]]],
         metrics: Callable[[Mapping[str, float]], Mapping[str, float]],
         *,
         model: nn.Module,
         eval_period: int,
+        over_ranks: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
     ) -> None:
         self._tally = tally
         self._batches = batches
         self._metrics = metrics
         self._model = model
         self._eval_period = eval_period
+        self._over_ranks = over_ranks
 
     def after_step(self, loop: Loop) -> None:
         """Puts the metrics, such as ``eval_loss``, among those of the iteration."""
@@ -53,12 +56,14 @@ class EvalHook(HookBase):
         self._model.eval()
         try:
             with torch.no_grad():
-                for batch in self._batches():
+                for batch, counts in self._batches():
                     for name, sums in self._tally(batch).items():
                         total = sums.detach().to("cpu", torch.float64)
+                        total = total if counts else torch.zeros_like(total)
                         totals[name] = totals[name] + total if name in totals else total
         finally:
             self._model.train(was_training)
+        totals = self._over_ranks(totals)
         means = {name: float(total) / float(count) for name, (total, count) in totals.items()}
         return dict(self._metrics(means))
 

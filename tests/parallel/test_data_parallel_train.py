@@ -1,0 +1,122 @@
+"""Runs over four ranks that share batches, and matrices too: the numbers of one process, whatever is cut."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_on_ranks
+from safetensors.torch import load_file
+from small_run import place, rows_of, same_weights  # noqa: F401
+
+from graphckpt.cli import main
+from graphckpt.config.run import trainer_from
+from graphckpt.train.heldout import heldout_batches
+from graphckpt.train.loop import HookBase, Loop
+
+pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+
+STILL = [f"model.config.{name}=0" for name in ("attn_pdrop", "resid_pdrop", "embd_pdrop")]
+BRIEF = [
+    "train.train_iter=4",
+    "train.checkpointer.period=100",
+    "train.evaluation.eval_period=100",
+    "train.log_period=2",
+]
+FOUR = ["train.dist.data_parallel_size=4", "train.train_micro_batch_size=1", "train.num_accumulation_steps=1"]
+SQUARE = [
+    "train.dist.data_parallel_size=2",
+    "train.dist.tensor_parallel_size=2",
+    "train.train_micro_batch_size=1",
+    "train.num_accumulation_steps=2",
+]
+RECOMPUTED = "train.activation_checkpoint.enabled=True"
+PART = "train.activation_checkpoint.partition=True"
+
+
+def zero(stage: int) -> list[str]:
+    return ["train.zero_optimization.enabled=True", f"train.zero_optimization.stage={stage}"]
+
+
+PRODUCTS = {
+    "ddp": FOUR,
+    "zero 1": [*FOUR, *zero(1)],
+    "dp x tp": SQUARE,
+    "zero 1 x tp": [*SQUARE, *zero(1)],
+    "zero 2 x tp": [*SQUARE, *zero(2)],
+    "zero 3 x tp": [*SQUARE, *zero(3)],
+}
+
+
+class Held(HookBase):
+    """Notes what a rank holds after the last step, and the bits it saw."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.losses: list[float] = []
+
+    def after_step(self, loop: Loop) -> None:
+        self.losses.append(float(loop.losses["total_loss"]))
+
+
+def run(folder: str, *words: str) -> list[float]:
+    trainer = trainer_from("tiny.py", [f"train.output_dir={folder}", *BRIEF, *words])
+    held = Held(trainer)
+    trainer._more_hooks = (held,)
+    trainer.train()
+    return held.losses
+
+
+def products(rank: int, folder: Path) -> None:
+    found = {}
+    for name, words in PRODUCTS.items():
+        found[name] = run(name, *STILL, *words)
+        more = [PART] if words[: len(SQUARE)] == SQUARE else []
+        if name in {"ddp", "zero 3 x tp"}:  # with dropout: each rank draws its own masks, and the same ones again
+            assert run(f"{name}, drawn", *words) == run(f"{name}, recomputed", *words, RECOMPUTED, *more)
+    (folder / f"losses of {rank}").write_text(json.dumps(found))
+
+
+def near(one: Path, other: Path) -> bool:
+    first, second = (load_file(folder / "model_final" / "model.safetensors") for folder in (one, other))
+    return first.keys() == second.keys() and all(
+        torch.allclose(first[name], second[name], rtol=1e-3, atol=1e-4) for name in first
+    )
+
+
+def test_losses_and_weights_are_those_of_one_process(place: Path) -> None:  # noqa: F811
+    alone = run("alone", *STILL, "train.train_micro_batch_size=1", "train.num_accumulation_steps=4")
+    run_on_ranks(products, place, num_ranks=4)
+    seen = [json.loads((place / f"losses of {rank}").read_text()) for rank in range(4)]
+    assert seen[0] == seen[1] == seen[2] == seen[3]  # the means over all, on each
+    for name in PRODUCTS:
+        assert seen[0][name] == pytest.approx(alone, rel=1e-4), name
+        assert near(place / "alone", place / name), name
+        pairs = zip(rows_of(place / "alone"), rows_of(place / name), strict=True)
+        assert all(b == pytest.approx(a, rel=1e-4) for a, b in pairs), name
+    for name in ("ddp", "zero 3 x tp"):
+        assert same_weights(place / f"{name}, drawn", place / f"{name}, recomputed")
+        assert not near(place / name, place / f"{name}, drawn")
+        assert "full" in (place / f"{name}, recomputed" / "log.txt").read_text()
+
+
+class _Numbers:
+    def __len__(self) -> int:
+        return 10
+
+    def batch(self, indices: Any) -> dict[str, torch.Tensor]:
+        return {"n": torch.tensor(indices)}
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 7])
+def test_held_out_batches_are_dealt_out_once_each(parts: int) -> None:
+    def of(part: int) -> list[tuple[dict[str, torch.Tensor], bool]]:
+        return list(heldout_batches(_Numbers(), size=2, limit=None, part=part, parts=parts))
+
+    dealt = [of(part) for part in range(parts)]
+    assert len({len(batches) for batches in dealt}) == 1
+    counted = [n for batches in dealt for batch, counts in batches if counts for n in batch["n"].tolist()]
+    assert sorted(counted) == list(range(10))
