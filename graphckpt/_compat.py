@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C import DispatchKey, _len_torch_dispatch_stack, _len_torch_function_stack, _SetExcludeDispatchKeyGuard
 from torch._C._autograd import _top_saved_tensors_default_hooks, _unsafe_set_version_counter
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -18,12 +19,14 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 __all__ = [
+    "FakeTensorMode",
     "abandon_capture",
     "all_gather_bytes",
     "assert_on_device",
     "at_end_of_backward",
     "forget_half_a_step",
     "has_function_modes",
+    "is_fake",
     "override_stale_capture_stream",
     "packed_shard",
     "pytree",
@@ -46,6 +49,14 @@ def saved_tensor_hooks_in_force() -> tuple[Callable[[torch.Tensor], Any], Callab
     """
     hooks: tuple[Any, Any] | None = _top_saved_tensors_default_hooks(False)
     return hooks
+
+
+def is_fake(value: Any) -> bool:
+    """Whether ``value`` is a tensor of ``FakeTensorMode``: shape, dtype and history without memory or values.
+
+    No public name exists for the mode or for its tensors; both come with ``import torch`` itself.
+    """
+    return isinstance(value, FakeTensor)
 
 
 def version_sharing_detach(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import copy
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphckpt._compat import is_fake
 from graphckpt.undo import ABSENT, CONTAINERS, Undo, differs, replace_item
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
 _OWN = frozenset(nn.Module().__dict__) | {"forward"}  # what torch itself keeps on every module
 
@@ -133,7 +135,7 @@ class ModuleState:
                         tensor.detach().requires_grad_(tensor.requires_grad),
                     )
                 )
-            elif not _same_bits(tensor, before):
+            elif watch.was_written(tensor) if is_fake(tensor) else not _same_bits(tensor, before):
                 moved.append((Moving(owner, key, in_place=True), before))
         for owner, attributes in watch.attributes:
             moved.extend((Moving(owner, key, in_place=False), value) for key, value in _changed(owner, attributes))
@@ -178,12 +180,68 @@ class ModuleState:
 
 
 @final
+class Writes(TorchDispatchMode):
+    """Notes which storages ops write to: a fake tensor has no bits to compare."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, torch.UntypedStorage] = {}  # held, so that no id stands for two
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in chain(edited_by(func, args, kwargs), _running_statistics(func, args, kwargs)):
+            storage = tensor.untyped_storage()
+            self.storages[id(storage)] = storage
+        return func(*args, **kwargs)
+
+
+@final
 @dataclass(frozen=True, slots=True)
 class Watch:
     """Copies of all that could move, held during a first call only."""
 
     tensors: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]]
     attributes: list[tuple[dict[str, Any], dict[str, Any]]]
+    writes: Writes = field(default_factory=Writes)
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns what to call for ``function``, so that edits of tensors without values are seen too."""
+        if not any(is_fake(tensor) for _, _, tensor, _ in self.tensors):
+            return function
+
+        def seen(*args: Any, **kwargs: Any) -> Any:
+            with self.writes:
+                return function(*args, **kwargs)
+
+        return seen
+
+    def was_written(self, tensor: torch.Tensor) -> bool:
+        """Whether an op has written to the memory of ``tensor``."""
+        return id(tensor.untyped_storage()) in self.writes.storages
+
+
+def edited_by(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """Yields the arguments that an op says it edits in place."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(tensor, torch.Tensor):
+                yield tensor
+
+
+def _running_statistics(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """Yields what the kernels of BatchNorm edit without saying so, unless they are told not to train."""
+    schema = getattr(func, "_schema", None)
+    given = {} if schema is None else {**dict(zip([a.name for a in schema.arguments], args, strict=False)), **kwargs}
+    if given.get("training", given.get("train", True)):
+        for name in ("running_mean", "running_var"):
+            if isinstance(given.get(name), torch.Tensor):
+                yield given[name]
 
 
 def _is_sharding(now: Any, then: Any) -> bool:

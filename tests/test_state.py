@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from graphckpt._compat import FakeTensorMode
 from graphckpt.objects import rewind_objects, settle_objects, take_objects
 from graphckpt.state import ModuleState
 from graphckpt.undo import Undo, put_back
@@ -188,3 +189,32 @@ def test_objects_that_the_first_run_leaves_alone_hold_no_tensors() -> None:
 @pytest.mark.parametrize("value", [nn.Linear(1, 1), Argument, print, lambda: None, 3, "text", None, torch.ones(1)])
 def test_modules_functions_and_atoms_are_not_taken(value: Any) -> None:
     assert take_objects([value]) == []
+
+
+class TestFakeTensors:
+    """They hold no bits to compare: what an op writes to is taken to move."""
+
+    @staticmethod
+    def _moving(module: nn.Module, call: Callable[[], object]) -> list[str]:
+        state = ModuleState(module.modules())
+        snapshot, watch = state.take(), state.watch()
+        watch.around(call)()
+        return [place.key for place, _ in state.learn(watch, snapshot).moving]
+
+    def test_the_running_statistics_of_batch_norm_move_in_training_alone(self) -> None:
+        with FakeTensorMode():
+            norm, image = nn.BatchNorm2d(3), torch.randn(2, 3, 4, 4)
+            assert self._moving(norm, lambda: norm(image)) == ["running_mean", "running_var", "num_batches_tracked"]
+            norm.eval()
+            assert self._moving(norm, lambda: norm(image)) == []
+
+    def test_a_buffer_that_is_edited_through_a_view_without_its_version_moves(self) -> None:
+        with FakeTensorMode():
+            module = nn.Module()
+            module.register_buffer("seen", torch.zeros(4))
+            module.register_buffer("left_alone", torch.zeros(4))
+            assert self._moving(module, lambda: module.seen.data[1:].add_(1)) == ["seen"]
+
+    def test_the_same_places_move_with_values(self) -> None:
+        norm, image = nn.BatchNorm2d(3), torch.randn(2, 3, 4, 4)
+        assert self._moving(norm, lambda: norm(image)) == ["running_mean", "running_var", "num_batches_tracked"]

@@ -93,6 +93,7 @@ class Frame:
         learning = site.learns and not state.has_learnt(self._snapshot)
         self._early_stop &= not learning  # the first call's second run goes on to its end, and must save no more
         watch = state.watch() if learning else None
+        function = self._function if watch is None else watch.around(self._function)
         tensors = self._keep(leaves, learning=learning)
 
         token = running.set(Run(self, running.get(), again=False))
@@ -100,10 +101,10 @@ class Frame:
         try:
             with saved_tensors_hooks(pack, self.unpack):
                 if self.contexts is None:
-                    output = self._function(*args, **kwargs)
+                    output = function(*args, **kwargs)
                 else:
                     with self.contexts.first_run(self):
-                        output = self._function(*args, **kwargs)
+                        output = function(*args, **kwargs)
         finally:
             running.reset(token)
             if recorder is not None:

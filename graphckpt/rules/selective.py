@@ -17,6 +17,7 @@ from graphckpt.rng import set_random_state, take_random_state
 from graphckpt.rules.base import Rule
 from graphckpt.rules.frame import Frame
 from graphckpt.rules.kept import Kept
+from graphckpt.state import edited_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -93,7 +94,7 @@ class OpMemory:
     def __init__(self, policy: Callable[..., bool]) -> None:
         self.policy = policy
         self.results: dict[Op, dict[int, _Result]] = defaultdict(dict)
-        self.storages: dict[int, tuple[Op, int]] = {}  # address of a kept result: which one it is
+        self.storages: dict[int, tuple[Op, int]] = {}  # id of a kept result's storage: which one it is
         self._modes: list[_Counting] = []
 
     def first_run(self, frame: Frame) -> AbstractContextManager[None]:
@@ -118,16 +119,11 @@ class OpMemory:
 
         GRU edits what ``unsafe_chunk`` returns, which is such a view.
         """
-        for position, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            for tensor in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(tensor, torch.Tensor):
-                    func_and_number = self.storages.get(tensor.untyped_storage().data_ptr())
-                    if func_and_number is not None:
-                        kept, number = func_and_number
-                        self.results[kept].pop(number, None)
+        for tensor in edited_by(func, args, kwargs):
+            func_and_number = self.storages.get(id(tensor.untyped_storage()))
+            if func_and_number is not None:
+                kept, number = func_and_number
+                self.results[kept].pop(number, None)
 
     def settle(self, frame: Frame) -> None:
         """Forgets the results that the block edited in place after they were kept: those ops run again."""
@@ -198,8 +194,7 @@ class _Counting(TorchDispatchMode):
 class _Keep(_Counting):
     def _call(self, func: Op, number: int, args: Any, kwargs: dict[str, Any]) -> Any:
         output = func(*args, **kwargs)
-        if getattr(func, "_schema", None) is not None and func._schema.is_mutable:
-            self._memory.forget_edited(func, args, kwargs)
+        self._memory.forget_edited(func, args, kwargs)
         if _makes_new_tensors(func) and self._memory.policy(output, func, args, kwargs):
             frame = self._frame
             leaves, spec = pytree.tree_flatten(output)
@@ -208,7 +203,7 @@ class _Keep(_Counting):
             kept = [Kept(x, frame, frame.outer) if isinstance(x, torch.Tensor) else x for x in aliases]
             random = take_random_state(frame.devices) if torch.Tag.nondeterministic_seeded in func.tags else None
             for tensor, _ in versions:
-                self._memory.storages[tensor.untyped_storage().data_ptr()] = (func, number)
+                self._memory.storages[id(tensor.untyped_storage())] = (func, number)
             self._memory.results[func][number] = _Result(kept, spec, versions, random)
         return output
 
