@@ -16,7 +16,9 @@ ARGUMENTS = {
     "01_blocks.py": ["--steps", "60"],
     "02_huggingface.py": ["--steps", "3", "--layers", "3", "--width", "32"],
     "03_deep_chain.py": ["--layers", "100", "--width", "32", "--batch", "64"],
+    "06_hf_trainer.py": ["--layers=4", "--width=64", "--heads=2", "--vocab=200", "--samples=4", "--length=128"],
     "07_places.py": ["--layers", "3", "--width", "64"],
+    "08_torchtitan_style.py": ["--every", "2", "--offload", "disk"],
 }
 
 
@@ -64,3 +66,18 @@ def test_places_moves_what_is_kept() -> None:
     assert re.search(r"transformer\.h\.0-2 \(3x\) +full +disk +\S+ MiB +0 B +\S+ KiB +3 +3 ", inputs_on_disk)
     assert re.search(r"transformer\.h\.0-2 \(3x\) +selective\(matmul\+attention\) +slab ", in_slab)
     assert "the gradients are equal in every bit" in output
+
+
+@pytest.mark.slow
+def test_hf_trainer_peaks_lower_with_a_policy() -> None:
+    output = run("06_hf_trainer.py")
+    peaks = {name.strip(): float(peak) for name, peak in re.findall(r"^(.{22}) +([\d.]+) MiB", output, re.M)}
+    assert peaks["full"] < peaks["selective"] < peaks["keep all"]
+    assert peaks["full"] <= peaks["Transformers' own"]
+    assert "the losses are equal in every bit" in output
+
+
+def test_torchtitan_style_recomputes_every_second_layer() -> None:
+    output = run("08_torchtitan_style.py")
+    assert re.search(r"^layers\.0,2,\.\.,4 \(3x\) +full +disk ", output, re.M)
+    assert re.search(r"^layers\.1,3,\.\.,5 \(3x\) +keep +device ", output, re.M)
