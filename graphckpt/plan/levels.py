@@ -1,0 +1,122 @@
+"""The memory levels of a step, for a given plan. Integers only: no torch, no models, and nothing is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from math import fsum
+from typing import Literal, NamedTuple, Protocol, final
+
+from graphckpt.errors import ConfigError
+
+Plan = tuple[int, ...]
+"""The option of each block."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Move:
+    """What an option of one block does to the memory level, in bytes."""
+
+    forward_peak: int
+    """Highest level in the block's forward and in what follows it before the next block, above the level before it."""
+    kept: int
+    """How much higher the level is after the block's forward; 0 or less in odd cases."""
+    backward_peak: int
+    """Highest level in the block's backward, above the level after its forward."""
+    held: Hashable
+    """What the next block finds: which tensors that are shared with later blocks are held by a block so far."""
+
+
+class Chain(Protocol):
+    """A step as a chain of blocks, of which each has options."""
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks."""
+
+    @property
+    def start(self) -> Hashable:
+        """What the first block finds."""
+
+    @property
+    def base(self) -> int:
+        """The level before the first block, in bytes."""
+
+    @property
+    def fixed_peak(self) -> int:
+        """The peak of the intervals that no choice changes, such as the optimizer, in bytes."""
+
+    def options(self, block: int) -> Sequence[float]:
+        """The seconds of each option of a block, forward and backward."""
+
+    def move(self, block: int, option: int, held: Hashable) -> Move | None:
+        """What the option does; ``None``: it is not allowed here."""
+
+    def head_peak(self, held: Hashable) -> int:
+        """Highest level between the last forward and the first backward, above the level then, in bytes."""
+
+
+@final
+class Interval(NamedTuple):
+    """A part of the step.
+
+    >>> str(Interval("backward", 3)), str(Interval("head"))
+    ('backward of block 3', 'head')
+    """
+
+    kind: Literal["forward", "head", "backward", "fixed"]
+    block: int | None = None
+
+    def __str__(self) -> str:
+        """For messages."""
+        return self.kind if self.block is None else f"{self.kind} of block {self.block}"
+
+
+def levels(chain: Chain, plan: Sequence[int], in_flight: Sequence[int] | None = None) -> list[tuple[Interval, int]]:
+    """Returns the highest level of each interval in bytes, in the order of time; what no choice changes comes last.
+
+    ::
+
+        level |     F1 __        head     __ B1       F_i: level before block i + forward_peak
+              |  F0 __|  |_____--____----|  |__ B0    B_i: level after block i + backward_peak
+              |  __|  |__|               |__|  |__    so both follow from the options of blocks 0..i
+              +----------------------------------> time
+
+    Args:
+        chain: The step.
+        plan: An option for each block.
+        in_flight: Bytes on top, of the forwards in their order, of the head, and of the backwards in theirs.
+
+    Raises:
+        ConfigError: The chain does not allow an option.
+    """
+    level, held = chain.base, chain.start
+    forward: list[tuple[Interval, int]] = []
+    backward: list[tuple[Interval, int]] = []
+    for block, option in enumerate(plan):
+        move = chain.move(block, option, held)
+        if move is None:
+            raise ConfigError(f"block {block}: option {option} is not allowed after {held!r} · fix: choose another one")
+        forward.append((Interval("forward", block), level + move.forward_peak))
+        level, held = level + move.kept, move.held
+        backward.append((Interval("backward", block), level + move.backward_peak))
+    rows = [*forward, (Interval("head"), level + chain.head_peak(held)), *reversed(backward)]
+    if in_flight is not None:
+        rows = [(interval, high + more) for (interval, high), more in zip(rows, in_flight, strict=True)]
+    return [*rows, (Interval("fixed"), chain.fixed_peak)]
+
+
+def binding(chain: Chain, plan: Sequence[int], in_flight: Sequence[int] | None = None) -> tuple[Interval, int]:
+    """Returns the first interval that reaches the peak, and the peak in bytes."""
+    return max(levels(chain, plan, in_flight), key=lambda row: row[1])
+
+
+def peak(chain: Chain, plan: Sequence[int], in_flight: Sequence[int] | None = None) -> int:
+    """Returns the peak of a plan in bytes; the arguments are those of :func:`levels`."""
+    return binding(chain, plan, in_flight)[1]
+
+
+def seconds(chain: Chain, plan: Sequence[int]) -> float:
+    """Returns the sum of the options' seconds; nothing waits."""
+    return fsum(chain.options(block)[option] for block, option in enumerate(plan))

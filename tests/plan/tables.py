@@ -1,0 +1,83 @@
+"""Chains as tables, drawn at random, for the tests of the solvers."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+import numpy as np
+
+from graphckpt.plan.solve import Move
+
+
+@dataclass
+class Table:
+    """A chain whose moves stand in a table."""
+
+    seconds: list[list[float]]
+    moves: dict[tuple[int, int, Hashable], Move]
+    heads: dict[Hashable, int]
+    base: int = 0
+    fixed_peak: int = 0
+    start: Hashable = 0
+    asked: list[tuple[int, int, Hashable]] = field(default_factory=list)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.seconds)
+
+    def options(self, block: int) -> Sequence[float]:
+        return self.seconds[block]
+
+    def move(self, block: int, option: int, held: Hashable) -> Move | None:
+        self.asked.append((block, option, held))
+        return self.moves.get((block, option, held))
+
+    def head_peak(self, held: Hashable) -> int:
+        return self.heads[held]
+
+
+def random_table(
+    seed: int, num_blocks: int, num_options: int, states: int = 2, *, coarse: bool = True, gaps: bool = True
+) -> Table:
+    """Draws a chain. ``coarse`` numbers are small, so that ties are common; ``gaps`` forbid some options."""
+    rng = np.random.default_rng(seed)
+    most = 8 if coarse else 10**9
+    tick = 2.0**-3 if coarse else 2.0**-32  # sums of these are exact
+    moves: dict[tuple[int, int, Hashable], Move] = {}
+    for block, option, held in product(range(num_blocks), range(num_options), range(states)):
+        if gaps and option and rng.random() < 0.1:
+            continue
+        forward, kept, backward = (int(number) for number in rng.integers(0, most, 3))
+        if rng.random() < 0.1:
+            kept = -kept // 2
+        moves[block, option, held] = Move(forward, kept, backward, int(rng.integers(0, states)))
+    return Table(
+        [[int(t) * tick for t in rng.integers(0, most, num_options)] for _ in range(num_blocks)],
+        moves,
+        {held: int(rng.integers(0, 2 * most)) for held in range(states)},
+        base=int(rng.integers(0, most)),
+        fixed_peak=int(rng.integers(0, 2 * most)),
+    )
+
+
+def all_outcomes(chain: Table) -> list[tuple[float, int, tuple[int, ...]]]:
+    """Returns seconds, peak and plan of every plan that is allowed; their least is the best."""
+    begun: list[tuple[float, int, tuple[int, ...], int, Hashable]] = [
+        (0.0, chain.fixed_peak, (), chain.base, chain.start)
+    ]
+    for block, seconds in enumerate(chain.seconds):
+        begun = [
+            (
+                spent + seconds[option],
+                max(highest, level + move.forward_peak, level + move.kept + move.backward_peak),
+                (*plan, option),
+                level + move.kept,
+                move.held,
+            )
+            for spent, highest, plan, level, held in begun
+            for option in range(len(seconds))
+            if (move := chain.moves.get((block, option, held))) is not None
+        ]
+    return [(spent, max(highest, level + chain.heads[held]), plan) for spent, highest, plan, level, held in begun]

@@ -1,0 +1,196 @@
+"""The dynamic programme, held against all plans of small chains."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from tables import Table, all_outcomes, random_table
+
+from graphckpt.errors import ConfigError
+from graphckpt.plan.solve import Front, Interval, Move, binding, cheapest, least_peak, levels, pareto, peak, seconds
+
+
+def keep_or_recompute(num_blocks: int) -> Table:
+    """Keeps 10 bytes a block in 2 seconds, or 1 byte in 3 seconds and 10 in backward; the head takes 5."""
+    moves = {}
+    for block in range(num_blocks):
+        moves[block, 0, 0] = Move(forward_peak=12, kept=10, backward_peak=2, held=0)
+        moves[block, 1, 0] = Move(forward_peak=12, kept=1, backward_peak=12, held=0)
+    return Table([[2.0, 3.0]] * num_blocks, moves, {0: 5}, base=100, fixed_peak=110)
+
+
+def test_an_example_to_read_first() -> None:
+    chain = keep_or_recompute(3)
+    assert levels(chain, (1, 0, 0)) == [
+        (Interval("forward", 0), 112),
+        (Interval("forward", 1), 113),
+        (Interval("forward", 2), 123),
+        (Interval("head"), 126),
+        (Interval("backward", 2), 123),
+        (Interval("backward", 1), 113),
+        (Interval("backward", 0), 113),
+        (Interval("fixed"), 110),
+    ]
+    assert seconds(chain, (1, 0, 0)) == 7
+    assert cheapest(chain, 135) == (0, 0, 0)
+    assert cheapest(chain, 134) == (0, 1, 0)  # (1, 0, 0) has the same peak, 126, and comes later in order
+    assert cheapest(chain, 125) == (1, 1, 0)
+    assert least_peak(chain) == ((1, 1, 1), 115, Interval("backward", 2))
+    assert cheapest(chain, 114) is None
+    assert pareto(chain) == [
+        (115, 9.0, (1, 1, 1)),
+        (117, 8.0, (1, 1, 0)),
+        (126, 7.0, (0, 1, 0)),
+        (135, 6.0, (0, 0, 0)),
+    ]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_result_is_that_of_trying_all_plans(seed: int) -> None:
+    sizes = np.random.default_rng(seed)
+    chain = random_table(seed, int(sizes.integers(1, 6)), int(sizes.integers(1, 6)), coarse=seed % 2 == 0)
+    outcomes = all_outcomes(chain)
+    peaks = sorted({highest for _, highest, _ in outcomes})
+    front = Front(chain)
+    for budget in [peaks[0] - 1, *peaks[:: max(1, len(peaks) // 20)], peaks[-1] + 1]:
+        fits = [row for row in outcomes if row[1] <= budget]
+        assert front.cheapest(budget) == (min(fits)[2] if fits else None)
+    assert cheapest(chain, peaks[-1]) == min(outcomes)[2]
+    first = min(row for row in outcomes if row[1] == peaks[0])[2]
+    assert least_peak(chain) == (first, peaks[0], binding(chain, first)[0])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_six_blocks_of_six_options(seed: int) -> None:
+    chain = random_table(seed, 6, 6, coarse=seed % 2 == 0)
+    outcomes = all_outcomes(chain)
+    floor, most = min(row[1] for row in outcomes), max(row[1] for row in outcomes)
+    for budget in np.linspace(floor, most, 7).astype(int):
+        assert cheapest(chain, int(budget)) == min(row for row in outcomes if row[1] <= budget)[2]
+    assert least_peak(chain)[:2] == (min(row for row in outcomes if row[1] == floor)[2], floor)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_peak_and_seconds_are_those_of_a_walk_by_hand(seed: int) -> None:
+    chain = random_table(seed, 4, 3)
+    for spent, highest, plan in all_outcomes(chain):
+        assert (seconds(chain, plan), peak(chain, plan)) == (spent, highest)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_front_holds_all_plans_that_none_beats(seed: int) -> None:
+    chain = random_table(seed, 4, 4)
+    pairs = {(highest, spent) for spent, highest, _ in all_outcomes(chain)}
+    unbeaten = sorted(one for one in pairs if not any(o != one and o[0] <= one[0] and o[1] <= one[1] for o in pairs))
+    assert [(highest, time) for highest, time, _ in pareto(chain, most=10**6)] == unbeaten
+
+
+@pytest.mark.parametrize("most_labels", [64, 16])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_large_chain_keeps_its_budget_and_is_never_slower_with_more(seed: int, most_labels: int) -> None:
+    chain = random_table(seed, 30, 6, states=3, coarse=False, gaps=False)
+    front = Front(chain, most_labels)
+    assert not front.is_exact
+    floor = front.least_peak()[1]
+    assert floor == Front(chain).least_peak()[1]  # thinning leaves it
+    ceiling = max(peak(chain, (option,) * 30) for option in range(6))
+    times = []
+    for budget in np.linspace(floor, ceiling, 40).astype(int):
+        plan = front.cheapest(int(budget))
+        assert plan is not None
+        assert peak(chain, plan) <= budget
+        times.append(seconds(chain, plan))
+    assert all(later <= earlier for earlier, later in pairwise(times))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_uniform_plan_that_fits_is_faster(seed: int) -> None:
+    chain = random_table(seed, 40, 6, states=2, coarse=False, gaps=False)
+    front = Front(chain)
+    for option in range(6):
+        uniform = (option,) * 40
+        budget = peak(chain, uniform)
+        plan = front.cheapest(budget)
+        assert plan is not None
+        assert peak(chain, plan) <= budget
+        assert seconds(chain, plan) <= seconds(chain, uniform)
+
+
+def test_equal_blocks_are_exact_however_many() -> None:
+    chain = keep_or_recompute(100)
+    front = Front(chain)
+    assert front.is_exact
+    for budget in (300, 500, 900):
+        plan = front.cheapest(budget)
+        assert plan is not None
+        recomputed = sum(plan)
+        assert peak(chain, plan) <= budget
+        assert peak(chain, (1,) * (recomputed - 1) + (0,) * (101 - recomputed)) > budget
+
+
+def test_the_same_input_gives_the_same_plan() -> None:
+    chains = [random_table(5, 50, 8, states=4, coarse=False, gaps=False) for _ in range(2)]
+    budget = (least_peak(chains[0])[1] + peak(chains[0], (0,) * 50)) // 2
+    assert cheapest(chains[0], budget) == cheapest(chains[1], budget)
+    assert pareto(chains[0]) == pareto(chains[1])
+
+
+def test_ties_do_not_depend_on_the_order_of_a_sum() -> None:
+    chain = keep_or_recompute(3)
+    chain.seconds = [[0.1, 0.1 + 1e-3], [0.2, 0.2 + 1e-3], [0.3, 0.3 + 1e-3]]
+    assert cheapest(chain, 134) == (0, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "interval"),
+    [
+        ({"heads": {0: 1000}}, Interval("head")),
+        ({"fixed_peak": 5000}, Interval("fixed")),
+        ({"block": (1, Move(900, 1, 12, 0))}, Interval("forward", 1)),
+        ({"block": (2, Move(12, 1, 900, 0))}, Interval("backward", 2)),
+    ],
+)
+def test_the_floor_names_the_interval_that_sets_it(change: dict[str, object], interval: Interval) -> None:
+    chain = keep_or_recompute(4)
+    if "block" in change:
+        block, move = change["block"]
+        chain.moves[block, 0, 0] = chain.moves[block, 1, 0] = move
+    else:
+        vars(chain).update(change)
+    plan, floor, found = least_peak(chain)
+    assert found == interval
+    assert cheapest(chain, floor - 1) is None
+    assert peak(chain, plan) == floor
+
+
+def test_a_fixed_peak_above_all_others_leaves_the_fastest_plan() -> None:
+    chain = keep_or_recompute(4)
+    chain.fixed_peak = 5000
+    assert least_peak(chain)[0] == (0, 0, 0, 0)
+    assert pareto(chain) == [(5000, 8.0, (0, 0, 0, 0))]
+
+
+def test_a_state_without_a_way_on_is_avoided() -> None:
+    chain = keep_or_recompute(2)
+    chain.moves[0, 0, 0] = Move(12, 10, 2, held=1)  # the next block allows nothing in this state
+    chain.heads[1] = 5
+    assert cheapest(chain, 10**6) == (1, 0)
+
+
+def test_a_chain_that_allows_nothing_says_so() -> None:
+    chain = keep_or_recompute(2)
+    del chain.moves[1, 0, 0], chain.moves[1, 1, 0]
+    with pytest.raises(ConfigError, match=r"no plan of the chain is allowed · fix"):
+        cheapest(chain, 10**6)
+    with pytest.raises(ConfigError, match=r"block 1: option 0 is not allowed after 0 · fix"):
+        peak(chain, (0, 0))
+
+
+def test_each_move_is_asked_for_once() -> None:
+    chain = random_table(0, 10, 4, gaps=False)
+    front = Front(chain)
+    assert len(chain.asked) == len(set(chain.asked))
+    front.cheapest(10**9)
+    assert len(chain.asked) == len(set(chain.asked))
