@@ -1,0 +1,41 @@
+"""The Python of the pages runs as it stands there, and prints what they show."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphckpt.stores import offload_kinds
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pages
+
+DOCS = Path(__file__).parent.parent.parent / "docs"
+RUN = [DOCS / "tutorial.md", *sorted((DOCS / "howto").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
+def test_a_page_prints_what_it_shows(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(DOCS.parent))
+    threads = torch.get_num_threads()
+    try:
+        for step, printed in pages.run(page):
+            shown = step.shown or ""
+            assert pages.same(shown, printed), f"{page.name}:{step.line} prints\n{printed}\nand shows\n{shown}"
+    finally:
+        torch.set_num_threads(threads)
+        gc.collect()  # classes that a page defines end with it
+    assert "zip" not in offload_kinds()
+
+
+def test_numbers_may_differ_a_little_and_words_not_at_all() -> None:
+    assert pages.same("loss 4.801  in 3.2 ms\n---- --\n", "loss 4.8014 in 9 us\n---\n")
+    assert not pages.same("loss 4.80", "loss 4.90")
+    assert not pages.same("full 1", "keep 1")
+    assert not pages.same("a\nb", "a b")
