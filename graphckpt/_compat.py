@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C import DispatchKey, _len_torch_dispatch_stack, _len_torch_function_stack, _SetExcludeDispatchKeyGuard
 from torch._C._autograd import _top_saved_tensors_default_hooks, _unsafe_set_version_counter
+from torch._subclasses.fake_tensor import DataDependentOutputException as NoValueError
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
@@ -20,10 +21,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FakeTensorMode",
+    "NoValueError",
     "abandon_capture",
     "all_gather_bytes",
     "assert_on_device",
     "at_end_of_backward",
+    "backward_within",
+    "forget_fake",
     "forget_half_a_step",
     "has_function_modes",
     "is_fake",
@@ -57,6 +61,32 @@ def is_fake(value: Any) -> bool:
     No public name exists for the mode or for its tensors; both come with ``import torch`` itself.
     """
     return isinstance(value, FakeTensor)
+
+
+def forget_fake(mode: FakeTensorMode, *tensors: torch.Tensor) -> None:
+    """Drops the weak references by which ``mode`` finds tensors again that it has made.
+
+    ``module.to(...)`` exchanges fake parameters by ``torch.utils.swap_tensors``, which refuses any that have one.
+    """
+    known = mode.fake_tensor_converter.meta_converter.tensor_memo
+    for key in [key for key, tensor in known.items() if any(tensor is gone for gone in tensors)]:
+        del known[key]
+
+
+@contextmanager
+def backward_within(mode: AbstractContextManager[Any]) -> Iterator[None]:
+    """Runs the nodes of every backward within a torch function mode, which backward itself sets aside."""
+    run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def run_within(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return run(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = run_within  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
 
 
 def version_sharing_detach(tensor: torch.Tensor) -> torch.Tensor:
