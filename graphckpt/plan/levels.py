@@ -26,6 +26,8 @@ class Move:
     """Highest level in the block's backward, above the level after its forward."""
     held: Hashable
     """What the next block finds: which tensors that are shared with later blocks are held by a block so far."""
+    waits: float = 0.0
+    """Seconds on top of the option's own, because of what came before."""
 
 
 class Chain(Protocol):
@@ -95,9 +97,7 @@ def levels(chain: Chain, plan: Sequence[int], in_flight: Sequence[int] | None = 
     forward: list[tuple[Interval, int]] = []
     backward: list[tuple[Interval, int]] = []
     for block, option in enumerate(plan):
-        move = chain.move(block, option, held)
-        if move is None:
-            raise ConfigError(f"block {block}: option {option} is not allowed after {held!r} · fix: choose another one")
+        move = _allowed(chain, block, option, held)
         forward.append((Interval("forward", block), level + move.forward_peak))
         level, held = level + move.kept, move.held
         backward.append((Interval("backward", block), level + move.backward_peak))
@@ -118,5 +118,17 @@ def peak(chain: Chain, plan: Sequence[int], in_flight: Sequence[int] | None = No
 
 
 def seconds(chain: Chain, plan: Sequence[int]) -> float:
-    """Returns the sum of the options' seconds; nothing waits."""
-    return fsum(chain.options(block)[option] for block, option in enumerate(plan))
+    """Returns the sum of the options' seconds, with those that their moves wait."""
+    held, spent = chain.start, []
+    for block, option in enumerate(plan):
+        move = _allowed(chain, block, option, held)
+        spent += [chain.options(block)[option], move.waits]
+        held = move.held
+    return fsum(spent)
+
+
+def _allowed(chain: Chain, block: int, option: int, held: Hashable) -> Move:
+    move = chain.move(block, option, held)
+    if move is None:
+        raise ConfigError(f"block {block}: option {option} is not allowed after {held!r} · fix: choose another one")
+    return move

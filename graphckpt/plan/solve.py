@@ -160,25 +160,36 @@ _Moves = list[dict[Hashable, list[tuple[int, int, Move]]]]
 
 def _reach(chain: Chain) -> tuple[_Moves, list[dict[Hashable, int]]]:
     """Returns option, ticks and move by block and state, and the highest level above the base that each state has."""
-    all_moves: _Moves = []
+    all_moves: list[dict[Hashable, list[tuple[int, float, Move]]]] = []
     highest: list[dict[Hashable, int]] = [{chain.start: 0}]
-    tick = max(_TICK, fsum(max(chain.options(block)) for block in range(chain.num_blocks)) / _MOST_TICKS)
+    slowest = []
     for block in range(chain.num_blocks):
-        all_ticks = [round(duration / tick) for duration in chain.options(block)]
-        moves_of: dict[Hashable, list[tuple[int, int, Move]]] = {}
+        options = chain.options(block)
+        moves_of: dict[Hashable, list[tuple[int, float, Move]]] = {}
         after: dict[Hashable, int] = {}
         for held, level in highest[-1].items():
-            allowed = [
-                (option, ticks, move)
-                for option, ticks in enumerate(all_ticks)
+            moves_of[held] = [
+                (option, duration + move.waits, move)
+                for option, duration in enumerate(options)
                 if (move := chain.move(block, option, held)) is not None
             ]
-            moves_of[held] = [row for row in allowed if not any(_dominates(other, row) for other in allowed)]
             for _, _, move in moves_of[held]:
                 after[move.held] = max(level + move.kept, after.get(move.held, level + move.kept))
+        slowest.append(max((spent for moves in moves_of.values() for _, spent, _ in moves), default=0.0))
         all_moves.append(moves_of)
         highest.append(after)
-    return all_moves, highest
+    tick = max(_TICK, fsum(slowest) / _MOST_TICKS)
+    return [
+        {
+            held: _worth([(option, round(spent / tick), move) for option, spent, move in moves])
+            for held, moves in moves_of.items()
+        }
+        for moves_of in all_moves
+    ], highest
+
+
+def _worth(moves: list[tuple[int, int, Move]]) -> list[tuple[int, int, Move]]:
+    return [row for row in moves if not any(_dominates(other, row) for other in moves)]
 
 
 def _dominates(one: tuple[int, int, Move], other: tuple[int, int, Move]) -> bool:

@@ -1,0 +1,327 @@
+"""Times with copies, held against a clock that ticks; searches, held against all plans."""
+
+from __future__ import annotations
+
+import sys
+from itertools import product
+
+import numpy as np
+import pytest
+from tables import Table
+
+from graphckpt.errors import ConfigError
+from graphckpt.plan.offload_milp import GAP, solve_milp
+from graphckpt.plan.offload_time import Timing, improve, schedule
+from graphckpt.plan.offload_window import Windowed
+from graphckpt.plan.solve import Move, cheapest, peak, seconds
+
+
+def a_timing(moved: list[list[int]], **settings: float) -> Timing:
+    """Blocks of 2 seconds forward and 3 backward, and of 5 backward with option 1; a byte is copied in a second."""
+    forward, backward = [[2.0] * 3 for _ in moved], [[3.0, 5.0, 3.0] for _ in moved]
+    settings = {"out_rate": 1.0, "back_rate": 1.0, "head_seconds": 1.0} | settings
+    return Timing(forward_seconds=forward, backward_seconds=backward, moved_bytes=moved, **settings)
+
+
+def test_an_example_to_read_first() -> None:
+    times = schedule(a_timing([[0, 0, 3]] * 4), (2, 2, 2, 0))
+    # block   0    1     2     3
+    # runs   0-2  2-4   5-7  8-10    1 waits at its end for 0 to be out (5), 2 for 1 (8)
+    # out    2-5  5-8   8-11         the last that moves is on the device still when backward wants it
+    assert times.forward_ends == (2, 4, 7, 10)
+    assert times.out_ends == {0: 5, 1: 8, 2: 11}
+    # head ends at 11, B3 runs 11-14, B2 14-17, and as it begins block 1 is sent for: 14-17; block 0 then: 17-20
+    assert times.back_ends == {1: 17, 0: 20}
+    assert times.backward_ends == (23, 20, 17, 14)
+    assert times.in_flight == (0, 3, 3, 3, 3, 3, 3, 3, 0)
+    assert (times.seconds, times.stall_seconds) == (23, 2)
+
+
+class Clock:
+    """Computes and copies in ticks of a second, as a host store would order it, with a queue for each engine."""
+
+    def __init__(self, timing: Timing, plan: tuple[int, ...]) -> None:
+        self.sizes = [timing.moved_bytes[block][option] for block, option in enumerate(plan)]
+        self.on_device: set[int] = set()
+        self.out: list[list[int]] = []
+        self.back: list[list[int]] = []
+        self.is_out: dict[int, int] = {}
+        self.is_back: dict[int, int] = {}
+        self.ends: dict[tuple[str, int], int] = {}
+        self.in_flight: list[int] = []
+        self.now = 0
+        going: list[int] = []
+        for block, option in enumerate(plan):
+            self.run("forward", block, int(timing.forward_seconds[block][option]))
+            if self.sizes[block]:
+                self.out.append([block, self.sizes[block]])
+                going.append(block)
+                self.on_device.add(block)
+                while len(going) >= timing.slots:
+                    first = going.pop(0)
+                    while first not in self.is_out:
+                        self.tick()
+                    self.on_device.remove(first)
+        self.run("head", -1, int(timing.head_seconds))
+        to_come = [block for block in range(len(plan)) if self.sizes[block]]
+        for block in reversed(range(len(plan))):
+            if self.sizes[block]:
+                to_come.pop()
+                for other in [block, *reversed(to_come[max(0, len(to_come) - timing.ahead) :])]:
+                    if other not in self.on_device:
+                        self.on_device.add(other)
+                        self.back.append([other, self.sizes[other]])
+                        self.is_back[other] = -1
+                while self.is_back.get(block) == -1:
+                    self.tick()
+            self.run("backward", block, int(timing.backward_seconds[block][plan[block]]))
+            self.on_device.discard(block)
+
+    def run(self, kind: str, block: int, ticks: int) -> None:
+        self.in_flight.append(sum(self.sizes[other] for other in self.on_device - {block}))
+        for _ in range(ticks):
+            self.tick()
+        self.ends[kind, block] = self.now
+
+    def tick(self) -> None:
+        self.now += 1
+        for queue, ended in ((self.out, self.is_out), (self.back, self.is_back)):
+            if queue:
+                queue[0][1] -= 1
+                if not queue[0][1]:
+                    ended[queue.pop(0)[0]] = self.now
+
+
+def random_timing(rng: np.random.Generator, num_blocks: int, num_options: int, **settings: float) -> Timing:
+    def table(least: int, most: int) -> list[list[int]]:
+        return [[int(x) for x in rng.integers(least, most, num_options)] for _ in range(num_blocks)]
+
+    moved = [[size if number >= 2 else 0 for number, size in enumerate(row)] for row in table(1, 9)]
+    settings = {"out_rate": 1.0, "back_rate": 1.0} | settings
+    return Timing(forward_seconds=table(1, 6), backward_seconds=table(1, 9), moved_bytes=moved, **settings)
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_times_are_those_of_a_clock_that_ticks(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    num_blocks = int(rng.integers(1, 9))
+    windows = {"slots": int(rng.integers(1, 5)), "ahead": int(rng.integers(0, 4)), "head_seconds": int(rng.integers(4))}
+    timing = random_timing(rng, num_blocks, 4, **windows)
+    plan = tuple(int(option) for option in rng.integers(0, 4, num_blocks))
+    times, clock = schedule(timing, plan), Clock(timing, plan)
+    assert times.forward_ends == tuple(clock.ends["forward", block] for block in range(num_blocks))
+    assert times.backward_ends == tuple(clock.ends["backward", block] for block in range(num_blocks))
+    assert times.in_flight == tuple(clock.in_flight)
+    assert times.seconds == clock.now
+    assert times.back_ends == clock.is_back
+    assert clock.is_out.items() <= times.out_ends.items()  # the clock stops with the computation
+
+
+@pytest.mark.parametrize("windows", [(1, 1), (2, 1), (2, 2), (3, 1), (3, 2)])
+def test_where_all_blocks_move_the_times_are_the_formulas(windows: tuple[int, int]) -> None:
+    slots, ahead = windows
+    rng = np.random.default_rng(slots)
+    timing = random_timing(rng, 8, 3, slots=slots, ahead=ahead, out_rate=2.0, back_rate=0.5)
+    times, last = schedule(timing, (2,) * 8), 7
+    forward, out, back, backward = {-1: 0.0}, {-1: 0.0}, {8: 0.0}, {}
+    for i in range(8):
+        forward[i] = max(forward[i - 1], out.get(i - slots, 0.0)) + timing.forward_seconds[i][2]
+        out[i] = max(forward[i], out[i - 1]) + timing.moved_bytes[i][2] / 2.0
+    backward[8] = max(forward[7], out[8 - slots])
+    for i in reversed(range(8)):
+        begun = backward[min(i + ahead + 1, 8)]
+        stays = i > last - slots + 1
+        back[i] = back[i + 1] if stays else max(begun, back[i + 1]) + timing.moved_bytes[i][2] / 0.5
+        backward[i] = max(backward[i + 1], back[i]) + timing.backward_seconds[i][2]
+    assert times.forward_ends == pytest.approx([forward[i] for i in range(8)])
+    assert times.backward_ends == pytest.approx([backward[i] for i in range(8)])
+
+
+def test_nothing_that_moves_is_the_sum() -> None:
+    times = schedule(a_timing([[0, 0, 3]] * 3), (0, 1, 0))
+    assert (times.seconds, times.stall_seconds) == (3 * 2 + 1 + 3 + 5 + 3, 0)
+    assert times.in_flight == (0,) * 7
+
+
+def test_blocks_between_that_move_nothing_leave_bytes_in_flight() -> None:
+    """See Note [The window counts blocks that move]."""
+    times = schedule(a_timing([[0, 0, 3]] * 4), (2, 0, 0, 0))
+    assert times.in_flight == (0, 3, 3, 3, 3, 3, 3, 3, 0)
+    assert not times.back_ends
+
+
+def a_chain(rng: np.random.Generator, num_blocks: int, **windows: int) -> tuple[Table, Timing]:
+    """Keeps, recomputes, or moves; times and sizes near each other, so that copies are sometimes waited for."""
+    moves, times, forward, backward, moved = {}, [], [], [], []
+    for block in range(num_blocks):
+        size, small = int(rng.integers(8, 14)), int(rng.integers(0, 3))
+        f, b = int(rng.integers(4, 9)), int(rng.integers(6, 13))
+        forward.append([f, f, f])
+        backward.append([b, b + f, b])
+        times.append([f + b, f + b + f, f + b])
+        moved.append([0, 0, size])
+        for held in (0, 1):
+            shared = 0 if held else 2
+            moves[block, 0, held] = Move(size + 3, size, 4, 0)
+            moves[block, 1, held] = Move(size + 3, small + shared, size + 4, 1)
+            moves[block, 2, held] = Move(size + 3, 0, size + 4, 0)
+    rate = float(rng.choice([0.8, 1.5, 3.0]))
+    timing = Timing(
+        forward_seconds=forward,
+        backward_seconds=backward,
+        moved_bytes=moved,
+        out_rate=rate,
+        back_rate=rate,
+        head_seconds=2.0,
+        **windows,
+    )
+    return Table(times, moves, {0: 5, 1: 5}, base=10, fixed_peak=12), timing
+
+
+def best_of_all(chain: Table, timing: Timing, budget: int) -> float:
+    found = float("inf")
+    for plan in product(range(3), repeat=chain.num_blocks):
+        times = schedule(timing, plan)
+        if times.seconds < found and peak(chain, plan, times.in_flight) <= budget:
+            found = times.seconds
+    return found
+
+
+def a_budget(chain: Table, rng: np.random.Generator) -> int:
+    most, least = peak(chain, (0,) * chain.num_blocks), peak(chain, (1,) * chain.num_blocks)
+    return int(least + rng.uniform(-0.1, 0.9) * (most - least))
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_the_programme_is_within_its_gap_of_trying_all_plans(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    chain, timing = a_chain(rng, int(rng.integers(2, 6)))
+    budget = a_budget(chain, rng)
+    least = best_of_all(chain, timing, budget)
+    plan, notes = solve_milp(chain, timing, budget, None, limit_seconds=2.0)
+    assert not notes
+    if plan is None:
+        assert least == float("inf")
+        return
+    times = schedule(timing, plan)
+    assert peak(chain, plan, times.in_flight) <= budget
+    assert least <= times.seconds <= least * (1 + GAP) + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_what_is_improved_fits_and_is_near_the_best(seed: int) -> None:
+    rng = np.random.default_rng(100 + seed)
+    windows = {} if seed % 2 else {"slots": int(rng.integers(1, 4)), "ahead": int(rng.integers(0, 3))}
+    chain, timing = a_chain(rng, int(rng.integers(2, 6)), **windows)
+    budget = a_budget(chain, rng)
+    least = best_of_all(chain, timing, budget)
+    given = cheapest(chain, budget)
+    found = improve(chain, timing, budget, given)
+    assert found == improve(chain, timing, budget, given)
+    if found.plan is None:
+        assert least == float("inf")
+        assert found.notes == ("no plan was found that fits with its bytes in flight",)
+        return
+    times = schedule(timing, found.plan)
+    assert found.seconds == times.seconds
+    assert found.peak == peak(chain, found.plan, times.in_flight) <= budget
+    assert found.seconds >= least
+    if not windows:
+        assert found.seconds <= least * (1 + GAP) + 1e-9
+    times = schedule(timing, given)
+    if peak(chain, given, times.in_flight) <= budget:
+        assert found.seconds <= times.seconds
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_dynamic_programme_alone_is_the_best_of_all_plans(seed: int) -> None:
+    rng = np.random.default_rng(400 + seed)
+    chain, timing = a_chain(rng, int(rng.integers(2, 7)))
+    budget = a_budget(chain, rng)
+    plan = cheapest(Windowed(chain, timing), budget)
+    found = float("inf") if plan is None else schedule(timing, plan).seconds
+    assert found == pytest.approx(best_of_all(chain, timing, budget))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_waits_adds_up_along_the_windowed_chain(seed: int) -> None:
+    rng = np.random.default_rng(500 + seed)
+    timing = random_timing(rng, 9, 4, out_rate=0.7, back_rate=1.3)
+    moves = {(block, option, 0): Move(0, 0, 0, 0) for block in range(9) for option in range(4)}
+    chain = Table([[0.0] * 4] * 9, moves, {0: 0})
+    for _ in range(10):
+        plan = tuple(int(option) for option in rng.integers(0, 4, 9))
+        assert seconds(Windowed(chain, timing), plan) == pytest.approx(schedule(timing, plan).seconds)
+
+
+def test_a_plan_of_many_blocks_is_near_what_waits_allow() -> None:
+    rng = np.random.default_rng(0)
+    chain, timing = a_chain(rng, 40)
+    none_moves = cheapest(Windowed(chain, timing, moves=False), 150)
+    found = improve(chain, timing, 150, none_moves)
+    assert none_moves is not None
+    assert found.plan is not None
+    assert found.seconds < schedule(timing, none_moves).seconds
+    assert found.notes == ()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_plan_that_was_given_is_faster(seed: int) -> None:
+    rng = np.random.default_rng(200 + seed)
+    chain, timing = a_chain(rng, 14)
+    plan = tuple(int(option) for option in rng.integers(0, 3, 14))
+    times = schedule(timing, plan)
+    budget = peak(chain, plan, times.in_flight)
+    for limit_seconds in (0.0, 0.05):
+        found = improve(chain, timing, budget, plan, limit_seconds)
+        assert found.plan is not None
+        assert found.peak <= budget
+        assert found.seconds <= times.seconds
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_windowed_chain_never_says_too_little(seed: int) -> None:
+    rng = np.random.default_rng(300 + seed)
+    chain, timing = a_chain(rng, 9, slots=int(rng.integers(1, 4)), ahead=int(rng.integers(0, 3)))
+    windowed = Windowed(chain, timing)
+    for _ in range(20):
+        plan = tuple(int(option) for option in rng.integers(0, 3, 9))
+        assert peak(windowed, plan) >= peak(chain, plan, schedule(timing, plan).in_flight)
+
+
+def test_the_windowed_chain_is_exact_for_equal_blocks() -> None:
+    chain, timing = a_chain(np.random.default_rng(0), 1)
+    moves = {(block, option, held): move for (_, option, held), move in chain.moves.items() for block in range(5)}
+    equal = Table(chain.seconds * 5, moves, chain.heads)
+    tables = (timing.forward_seconds, timing.backward_seconds, timing.moved_bytes)
+    forward, backward, moved = (list(table) * 5 for table in tables)
+    times = Timing(forward_seconds=forward, backward_seconds=backward, moved_bytes=moved, out_rate=1.0, back_rate=1.0)
+    windowed = Windowed(equal, times)
+    for plan in product(range(3), repeat=5):
+        assert peak(windowed, plan) == peak(equal, plan, schedule(times, plan).in_flight)
+
+
+def test_without_scipy_it_searches_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    rng = np.random.default_rng(1)
+    chain, timing = a_chain(rng, 5)
+    given = (1,) * 5
+    budget = peak(chain, given)
+    found = improve(chain, timing, budget, given)
+    assert found.plan is not None
+    assert found.seconds <= schedule(timing, given).seconds
+    assert found.notes == ("without scipy, waits for copies are only searched near by · pip install 'graphckpt[plan]'",)
+
+
+def test_a_budget_below_all_plans_gives_none() -> None:
+    chain, timing = a_chain(np.random.default_rng(1), 4)
+    found = improve(chain, timing, 11, (0,) * 4)
+    assert (found.plan, found.seconds) == (None, float("inf"))
+    assert found.notes[-1] == "no plan was found that fits with its bytes in flight"
+
+
+def test_settings_that_have_no_meaning() -> None:
+    with pytest.raises(ConfigError, match=r"rates 0\.0, 1\.0: not above 0 · fix"):
+        a_timing([[0, 0, 1]], out_rate=0.0)
+    with pytest.raises(ConfigError, match=r"slots 0, ahead 1: out of range · fix"):
+        a_timing([[0, 0, 1]], slots=0)
