@@ -22,6 +22,7 @@ train = {
         "period": 5000,  # and once at the end
         "max_to_keep": 100,
         "save_model_after_n_epoch": None,  # or by passes over the data
+        "async_save": False,  # write a copy while training goes on
     },
     "log_period": 20,
     "tensorboard": False,

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from graphckpt.blocks.config import BlockConfig
+from graphckpt.blocks.layers import marked_layers
 from graphckpt.blocks.select import select
 from graphckpt.errors import ConfigError, bullets, did_you_mean
 from graphckpt.train.settings import ActivationCheckpointConfig
@@ -55,7 +54,7 @@ def layers_of(model: nn.Module, config: ActivationCheckpointConfig) -> list[str]
     Raises:
         ConfigError: ``unit`` names no block.
     """
-    return _marked(model) if config.unit is None else _units(model, config)
+    return marked_layers(model) if config.unit is None else _units(model, config)
 
 
 def _senseless(settings: dict[str, dict[str, Any]]) -> Iterator[str]:
@@ -73,50 +72,13 @@ def _senseless(settings: dict[str, dict[str, Any]]) -> Iterator[str]:
 def _units(model: nn.Module, config: ActivationCheckpointConfig) -> list[str]:
     """Returns the names of the units that ``unit`` means, or of those that the model itself marks."""
     if config.unit is None:
-        found = _marked(model)
+        found = marked_layers(model)
         if found or config.blocks is not None:
             return found
         fix = f"name its class or its blocks: {_WHERE}.unit=Block, or {_WHERE}.unit='layers.*'"
         raise ConfigError(f"{_WHERE}: {type(model).__name__} marks no layer as a unit · fix: {fix}")
     named = [config.unit] if isinstance(config.unit, str) else config.unit
     return list(dict.fromkeys(name for unit in named for name in _named(model, unit)))
-
-
-def _marked(model: nn.Module) -> list[str]:
-    """Returns the layers that Transformers recomputes, in the ways in which its models have marked them over time."""
-    named = list(model.named_modules())
-    if layers := [name for name, module in named if isinstance(module, GradientCheckpointingLayer)]:
-        return _without_nested(model, layers)
-    for owner, module in named:  # before 2025: a flag on the module that loops over a list of layers
-        if hasattr(module, "gradient_checkpointing"):
-            for child, layers_list in module.named_children():
-                if isinstance(layers_list, nn.ModuleList):
-                    layers += [".".join(filter(None, (owner, child, str(n)))) for n in range(len(layers_list))]
-    if layers:
-        return layers
-    whole = set(getattr(model, "_no_split_modules", None) or ())
-    if layers := [name for name, module in named if name and type(module).__name__ in whole]:
-        return _without_nested(model, layers)
-    lists = [name for name, module in named if isinstance(module, nn.ModuleList) and _size(module)]
-    if not isinstance(model, PreTrainedModel) or not lists:
-        return []
-    largest = max(lists, key=lambda name: _size(model.get_submodule(name)))  # of equal ones the outermost
-    return [f"{largest}.{number}" for number, _ in model.get_submodule(largest).named_children()]
-
-
-def _without_nested(model: nn.Module, layers: list[str]) -> list[str]:
-    """Drops a layer that is little but a container of others, and of any other those that are in it."""
-    dropped: set[str] = set()
-    for name in layers:
-        inner = [other for other in layers if other.startswith(f"{name}.")]
-        held = sum(_size(model.get_submodule(other)) for other in inner)
-        if inner and name not in dropped:
-            dropped |= {name} if 2 * held > _size(model.get_submodule(name)) else set(inner)
-    return [name for name in layers if name not in dropped]
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _named(model: nn.Module, unit: str) -> list[str]:

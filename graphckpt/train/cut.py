@@ -10,11 +10,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 _DATA, _TENSOR = "dp", "tp"
+_TAKEN = "is among the shares"
 
 
 def is_cut(tensor: Any) -> bool:
     """Whether a tensor is a DTensor, of which this process has a share."""
     return hasattr(tensor, "device_mesh")
+
+
+def is_packed(tensor: Any) -> bool:
+    """Whether this process's share is several boxes of the whole, as ``packed_shard`` makes it."""
+    return is_cut(tensor) and hasattr(tensor.placements[-1], "split_factor")
 
 
 def local(tensor: Any) -> Tensor:
@@ -79,6 +85,46 @@ def shared_as(like: Tensor, value: Tensor) -> Tensor:
     mine = distribute_tensor(value, mesh[_TENSOR], placements[1:], src_data_rank=None).to_local()
     share = distribute_tensor(mine, mesh[_DATA], [Shard(0)], src_data_rank=None).to_local()
     return DTensor.from_local(share, mesh, placements, run_check=False, shape=cut.shape, stride=cut.stride())
+
+
+def taken_out(state: Any, name: str, into: dict[str, Tensor]) -> Any:
+    """Returns nested plain containers without the tensors that are cut, which are put by name into ``into``.
+
+    Args:
+        state: what to take apart; it stays as it is.
+        name: of it, and the beginning of the names in it.
+        into: where to put tensors.
+    """
+    if is_cut(state):
+        into[name] = state
+        return {_TAKEN: name, "shape": list(state.shape)}
+    if isinstance(state, Mapping):
+        return {key: taken_out(value, f"{name}.{key}", into) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)([taken_out(value, f"{name}.{number}", into) for number, value in enumerate(state)])
+    return state
+
+
+def names_of(state: Any) -> dict[str, list[int]]:
+    """Returns the names of what ``taken_out`` took out, with the shapes."""
+    if isinstance(state, Mapping):
+        if _TAKEN in state:
+            return {state[_TAKEN]: state["shape"]}
+        return {name: shape for value in state.values() for name, shape in names_of(value).items()}
+    if isinstance(state, list | tuple):
+        return {name: shape for value in state for name, shape in names_of(value).items()}
+    return {}
+
+
+def put_back(state: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Undoes ``taken_out``, with tensors by the names that it gave them."""
+    if isinstance(state, Mapping):
+        if _TAKEN in state:
+            return tensors[state[_TAKEN]]
+        return {key: put_back(value, tensors) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)([put_back(value, tensors) for value in state])
+    return state
 
 
 def cut_like(optimizer: Optimizer, graph: dict[str, Any]) -> None:

@@ -49,6 +49,7 @@ class Ranks:
         self.config = config
         self._control: Any = None
         self._patient: Any = None
+        self._background: Any = None
         self._is_owner = False
         check_started(config)
         if self.size > 1:
@@ -78,6 +79,14 @@ class Ranks:
     def control(self) -> Any:
         """A group of all processes that talks on the CPU."""
         return self._control
+
+    @property
+    def background(self) -> Any:
+        """As ``control``, for what goes on beside training; all processes have to ask for it first at one moment."""
+        if self._background is None and self.size > 1:
+            timeout = timedelta(seconds=self.config.timeout_seconds)
+            self._background = dist.new_group(backend="gloo", timeout=timeout)
+        return self._background
 
     def described(self, device: torch.device) -> str:
         """Returns where the run trains, as text."""

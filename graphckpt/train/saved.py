@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import secrets
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -15,12 +12,13 @@ import torch
 
 from graphckpt.errors import ConfigError
 from graphckpt.train import snapshot
+from graphckpt.train.cut import put_back
 from graphckpt.train.history import cut_log, cut_metrics
 from graphckpt.train.lock import FolderLock
 from graphckpt.train.loop import Loop
 from graphckpt.train.parallel import Ranks
 from graphckpt.train.report import Report
-from graphckpt.train.snapshot import SnapshotError, SnapshotWriteError
+from graphckpt.train.snapshot import SnapshotError
 from graphckpt.train.snapshots import Snapshots
 from graphckpt.train.state import RunState
 from graphckpt.train.weights import read_weights
@@ -49,7 +47,7 @@ class SavedRun:
         self.folder = folder
         self.snapshots = Snapshots(folder, is_writer=ranks.is_main)
         self._lock = FolderLock(folder)
-        self._ranks = ranks
+        self.ranks = ranks
         if not eval_only and ranks.is_main:  # to look at what another process writes is no harm
             self._lock.acquire()
             snapshot.recover(folder)
@@ -77,7 +75,7 @@ class SavedRun:
             ConfigError: another process does, or the folder cannot be written.
         """
         try:
-            if self._ranks.is_main:
+            if self.ranks.is_main:
                 self._lock.acquire()
         except OSError as error:
             raise unwritable(self.folder, error) from error
@@ -104,11 +102,12 @@ class SavedRun:
                 report.line(f"snapshots of an earlier run stay in {self.folder}: {', '.join(self.snapshots.names())}")
             return
         trainer = snapshot.read_state(self.source, "trainer")
-        state.load_weights(read_weights(self.source), str(self.source))
-        state.load_states(snapshot.read_state(self.source, "graph"), trainer, str(self.source))
+        weights = read_weights(self.source, like=state.tensors(), group=self.ranks.control)
+        state.load_weights(weights, str(self.source))
+        state.load_states(self._graph_state(self.source, state), trainer, str(self.source))
         loop.load_hook_states(trainer["hooks"])
         try:
-            if self._ranks.is_main:
+            if self.ranks.is_main:
                 cut_log(self.folder / LOG, loop.iteration)
                 cut_metrics(self.folder / METRICS, loop.iteration)
         except OSError as error:
@@ -118,48 +117,25 @@ class SavedRun:
             report.line(
                 f"the data changed since: {then} then, {data} now; the run sees other text from here on", "yellow"
             )
-        now = _machine(self._ranks)
-        if (machine := self._info.get("machine")) != now:
-            text = f"the machine changed since: {machine} then, {now} now"
+        now = machine(self.ranks)
+        if (then := self._info.get("machine")) != now:
+            text = f"the machine changed since: {then} then, {now} now"
             report.line(f"{text}; sums may round otherwise, so the bits may differ", "yellow")
         if loop.is_last:
             report.line("nothing is left to do · fix: raise train.train_iter to train on", "yellow")
 
-    def saver(
-        self, state: RunState, *, data: dict[str, Any], companions: Callable[[Path], None]
-    ) -> Callable[[str, Loop], None]:
-        """Returns what writes a snapshot of this name.
+    def _graph_state(self, source: Path, state: RunState) -> dict[str, Any]:
+        graph: dict[str, Any] = snapshot.read_state(source, "graph")
+        if not (source / snapshot.SHARES).is_dir():
+            return graph
+        from graphckpt.train import shares  # noqa: PLC0415 - takes a second, for those who need it
 
-        Args:
-            state: what to write.
-            data: as in ``begin``.
-            companions: writes more files into the folder that it is called with.
-        """
-
-        def add_files(folder: Path) -> None:
-            companions(folder)
-            if (self.folder / CONFIG).exists():
-                shutil.copyfile(self.folder / CONFIG, folder / "run.yaml")
-
-        def save(name: str, loop: Loop) -> None:
-            states, weights = state.states(), state.weights()  # all processes take part where these are cut
-            states["trainer"]["hooks"] = loop.hook_states()
-            info = {
-                "run": self.run,
-                "iteration": loop.iteration,
-                "done": loop.done,
-                "consumed_samples": self.consumed_samples(loop.done),
-                "data": data,
-                "metrics": {key: value for key, value in loop.metrics.items() if math.isfinite(value)},
-                "machine": _machine(self._ranks),
-            }
-            write = partial(snapshot.write, self.folder / name, weights=weights, states=states, info=info)
-            self._ranks.main_does(partial(write, companions=add_files), SnapshotWriteError)
-
-        return save
+        found = shares.read(source / snapshot.SHARES, state.likes(graph), self.ranks.control)
+        whole: dict[str, Any] = put_back(graph, found)
+        return whole
 
 
-def _machine(ranks: Ranks) -> dict[str, Any]:
+def machine(ranks: Ranks) -> dict[str, Any]:
     """Returns what changes how sums are rounded: a sum over two threads is not that over one, to the last bit."""
     sizes = {name: getattr(ranks.config, name) for name in ("data_parallel_size", "tensor_parallel_size")}
     machine = {"torch": torch.__version__, "threads": torch.get_num_threads()}

@@ -112,6 +112,8 @@ class CheckpointerConfig:
     """Older ones than so many are removed; ``model_best`` and ``model_final`` do not count."""
     save_model_after_n_epoch: int | None = None
     """If set, the period is so many passes over the data."""
+    async_save: bool = False
+    """Whether a copy is written while training goes on; it takes the memory of one, on the CPU."""
 
     def faults(self) -> Iterator[str]:
         """Yields what is wrong with the fields."""

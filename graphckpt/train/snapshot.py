@@ -22,6 +22,8 @@ from graphckpt.errors import GraphckptError
 
 WEIGHTS = "model.safetensors"
 """File of the weights, which Transformers finds by this name too."""
+SHARES = "shares"
+"""Folder of the tensors that are cut over processes, each of which wrote its own; see ``shares.py``."""
 _STATE = "{}.pt"
 _MANIFEST = "snapshot.json"  # written last, and holds size and checksum of every other file
 _FORMAT = 1  # of the folder; a change of what is written needs a new number
@@ -39,13 +41,34 @@ class SnapshotWriteError(GraphckptError, OSError):
     """A snapshot could not be written; nothing of it is left, and what was there before still is."""
 
 
+def begin(folder: Path) -> Path:
+    """Returns the folder in which the shares of a snapshot are to be written, before ``write`` does the rest.
+
+    Raises:
+        SnapshotWriteError: it cannot be made.
+    """
+    fresh = _hidden(folder, "tmp")
+    try:
+        _remove(fresh)
+        (fresh / SHARES).mkdir(parents=True)
+    except OSError as error:
+        raise SnapshotWriteError(f"{folder}: {_reason(error)}") from error
+    return fresh / SHARES
+
+
+def shares_of(folder: Path) -> Path:
+    """Returns the folder that ``begin`` returned, on whichever process."""
+    return _hidden(folder, "tmp") / SHARES
+
+
 def write(
     folder: Path,
     *,
-    weights: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor] | None,
     states: Mapping[str, Any],
     info: Mapping[str, Any],
     companions: Callable[[Path], None] = lambda folder: None,
+    has_shares: bool = False,
 ) -> None:
     """Writes a snapshot beside ``folder``, waits until the disk has it, and only then gives it its name.
 
@@ -54,28 +77,32 @@ def write(
 
     Args:
         folder: the snapshot; one that is there is replaced.
-        weights: of the model, none of which shares memory with another.
+        weights: of the model, none of which shares memory with another; ``None`` if the shares alone hold them.
         states: tensors and plain values by the name of their file; what ``weights_only`` loads.
         info: what to tell about the snapshot, as JSON.
         companions: writes more files into the folder that it is called with.
+        has_shares: ``begin`` was called, and the shares are there.
 
     Raises:
         SnapshotWriteError: the disk is full, the folder cannot be written, or a state cannot be saved.
     """
     fresh = _hidden(folder, "tmp")
     try:
-        _remove(fresh)
-        fresh.mkdir(parents=True)
-        save_file(dict(weights), fresh / WEIGHTS, metadata={"format": "pt"})  # Transformers asks for the format
+        if not has_shares:
+            _remove(fresh)
+            fresh.mkdir(parents=True)
+        if weights is not None:
+            save_file(dict(weights), fresh / WEIGHTS, metadata={"format": "pt"})  # Transformers asks for the format
         for name, state in states.items():
             with (fresh / _STATE.format(name)).open("wb") as file:
                 torch.save(state, file)
         companions(fresh)
-        files = {path.name: {"bytes": path.stat().st_size, "crc32": _crc32(path)} for path in sorted(fresh.iterdir())}
+        files = {path.relative_to(fresh).as_posix(): _described(path) for path in _files(fresh)}
         manifest = json.dumps({"format": _FORMAT, **info, "files": files}, indent=2)
         (fresh / _MANIFEST).write_text(manifest + "\n", encoding="utf-8")
-        (fresh / WEIGHTS).chmod((fresh / _MANIFEST).stat().st_mode)  # safetensors makes it the owner's alone
-        for path in (*fresh.iterdir(), fresh):
+        if weights is not None:
+            (fresh / WEIGHTS).chmod((fresh / _MANIFEST).stat().st_mode)  # safetensors makes it the owner's alone
+        for path in (*fresh.rglob("*"), fresh):
             sync(path)
         _put_in_place(fresh, folder)
     except (OSError, RuntimeError, SafetensorError, pickle.PicklingError) as error:
@@ -151,12 +178,12 @@ def check(folder: Path) -> dict[str, Any]:
     """
     info = read_info(folder)
     for name, written in info["files"].items():
-        path = folder / Path(name).name
+        path = folder / (Path(SHARES) if name.startswith(f"{SHARES}/") else "") / Path(name).name
         try:
             num_bytes = path.stat().st_size
             if num_bytes != written["bytes"]:
                 raise SnapshotError(f"{path}: is broken, {num_bytes:,} bytes of {written['bytes']:,}")
-            if _crc32(path) != written["crc32"]:
+            if "crc32" in written and _crc32(path) != written["crc32"]:
                 raise SnapshotError(f"{path}: is broken, its checksum is not the one that was written")
         except OSError as error:
             raise SnapshotError(f"{path}: {error.strerror}") from error
@@ -223,6 +250,16 @@ def _crc32(path: Path) -> int:
         while piece := file.read(_CHUNK_BYTES):
             checksum = zlib.crc32(piece, checksum)
     return checksum
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _described(path: Path) -> dict[str, int]:
+    """Returns what is told of a file; shares have checksums within, for one process would read those of all."""
+    num_bytes = path.stat().st_size
+    return {"bytes": num_bytes} if path.suffix == ".distcp" else {"bytes": num_bytes, "crc32": _crc32(path)}
 
 
 def _reason(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from graphckpt import Graph
 from graphckpt.rng import random_devices, set_random_state, take_random_state
-from graphckpt.train.cut import cut_like, is_cut, local, shared_as, whole
+from graphckpt.train.cut import cut_like, is_cut, local, names_of, shared_as, taken_out, whole
 from graphckpt.train.parallel import Ranks
 from graphckpt.train.snapshot import SnapshotError
 
@@ -66,20 +66,38 @@ class RunState:
 
         What is cut over processes is put together; all of them have to call this.
         """
-        kept = distinct(_tensors(self._model))
+        kept = distinct(tensors_of(self._model))
         return {name: whole(tensor, keep=self._keep) for name, tensor in kept.items()}
 
-    def states(self) -> dict[str, Any]:
-        """Returns the rest, by the name of the file to put it in: tensors and plain values alone, put together too."""
+    @property
+    def is_cut(self) -> bool:
+        """Whether weights are cut over processes."""
+        return any(is_cut(parameter) for group in self._optimizer.param_groups for parameter in group["params"])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns this process's shares of the weights, and what of them is not cut."""
+        return tensors_of(self._model)
+
+    def states(self, shares: dict[str, Tensor] | None = None) -> dict[str, Any]:
+        """Returns the rest, by the name of the file to put it in: tensors and plain values alone.
+
+        All processes have to call this.
+
+        Args:
+            shares: where to put the weights, and what of the rest is cut; ``None`` puts the rest together.
+        """
         graph = self._graph.state_dict()
         own = graph.pop("model")
         extra = {name: value for name, value in own.items() if not isinstance(value, Tensor)}
+        if shares is not None:
+            shares |= {f"model.{name}": tensor for name, tensor in distinct(self.tensors()).items()}
         everywhere = self._ranks.gathered(self._take_random())
         each = everywhere[:: self._ranks.config.tensor_parallel_size]  # those that share matrices draw alike
         trainer = {"random": everywhere[0], "buffers": self._unsaved_buffers(), "extra": extra}
         if len(each) > 1:
             trainer["random_of_each"] = each
-        return {"graph": whole(dict(graph), keep=self._keep), "trainer": trainer}
+        rest = whole(dict(graph), keep=self._keep) if shares is None else taken_out(dict(graph), "graph", shares)
+        return {"graph": rest, "trainer": trainer}
 
     def load_weights(self, weights: dict[str, Tensor], where: str) -> None:
         """Sets the model's weights.
@@ -88,6 +106,17 @@ class RunState:
             SnapshotError: they are those of another model; nothing has been set then.
         """
         load_weights(self._model, weights, where)
+
+    def likes(self, graph: dict[str, Any]) -> dict[str, Tensor | None]:
+        """Returns what each tensor that is missing in ``graph`` is like, by the name that it has among the shares."""
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        found: dict[str, Tensor | None] = dict.fromkeys(names_of(graph))
+        for key in [key for key in graph if "Optimizer" in key]:
+            for number, state in graph[key]["state"].items():
+                for name, shape in names_of(state).items():
+                    like = parameters[int(number)] if int(number) < len(parameters) else None
+                    found[name] = like if like is not None and list(like.shape) == shape else None
+        return found
 
     def load_states(self, graph: dict[str, Any], trainer: dict[str, Any], where: str) -> None:
         """Sets what ``states`` returned; call it last, for it sets the random generators too.
@@ -160,7 +189,7 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> No
     Raises:
         SnapshotError: they are those of another model; nothing has been set then.
     """
-    own = _tensors(model)
+    own = tensors_of(model)
     named = dict(weights)
     places = {_place(own[name]): value for name, value in weights.items() if name in own}
     for name, tensor in own.items():
@@ -205,7 +234,8 @@ def distinct(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return kept
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the tensors of a model's state, by name."""
     return {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
 
 

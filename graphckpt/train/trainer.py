@@ -26,7 +26,6 @@ from graphckpt.train.hooks import (
     TensorBoardHook,
 )
 from graphckpt.train.hooks.evaluate import described
-from graphckpt.train.hooks.snapshot import Save
 from graphckpt.train.loop import HookBase, Loop
 from graphckpt.train.order import ShuffledOrder
 from graphckpt.train.outcome import PICTURE, Outcome, written
@@ -34,10 +33,11 @@ from graphckpt.train.parallel import Ranks
 from graphckpt.train.report import Report
 from graphckpt.train.room import said_if_there_is_none
 from graphckpt.train.saved import LOG, METRICS, SavedRun, unwritable, weights_folder
+from graphckpt.train.saver import Saver
 from graphckpt.train.settings import TrainConfig
 from graphckpt.train.sizes import epoch_period, iterations
 from graphckpt.train.started import device_of
-from graphckpt.train.state import RunState, load_weights
+from graphckpt.train.state import RunState, load_weights, tensors_of
 from graphckpt.train.tasks.base import Opened, Samples, Task, TextTask
 from graphckpt.train.weights import read_weights
 
@@ -114,7 +114,7 @@ class Trainer:
         settings = self.settings
         model = self._model()
         if settings.load_weight and not self.saved.source:
-            load_weights(model, read_weights(Path(settings.load_weight).expanduser()), "train.load_weight")
+            self._load(model, Path(settings.load_weight).expanduser(), "train.load_weight")
         optimizer = self._make_optimizer(model)
         blocks = blocks_of(model, settings, self.ranks)  # a fault shows before a long wait for the data
         opened = self._open(model)
@@ -157,14 +157,16 @@ class Trainer:
         state = RunState(model, graph, optimizer, self.device, ranks=self.ranks, seed=settings.seed)
         tokens = opened.tokenizer_file.parent.name if opened.tokenizer_file else None  # named by all they depend on
         data = {"num_samples": len(opened.train), "tokens_each": opened.tokens_each, "tokens": tokens}
-        save = self.saved.saver(
+        saver = Saver(
+            self.saved,
             state,
             data=data,
             companions=lambda folder: export(
                 model, self._architecture, opened.tokenizer_file, folder, seq_length=opened.tokens_each
             ),
+            is_async=settings.checkpointer.async_save,
         )
-        hooks = list(self._hooks(model, optimizer, graph, opened, save))
+        hooks = list(self._hooks(model, optimizer, graph, opened, saver))
         start_iter, agree = self.saved.start_iter, self.ranks.any
         loop = Loop(step, train_iter=train_iter, report=self.report, hooks=hooks, start_iter=start_iter, agree=agree)
         checkpointed, micro_batch = settings.activation_checkpoint.enabled, settings.sizes.micro_batch
@@ -187,7 +189,7 @@ class Trainer:
         """
         folder = weights_folder(self.settings.load_weight, self.folder)
         model = self._model()
-        load_weights(model, read_weights(folder), str(folder))
+        self._load(model, folder, str(folder))
         hook = self._eval_hook(model, self._open(model))
         if hook is None:
             raise ConfigError("data: nothing is held out to evaluate · fix: hold some of it out")
@@ -209,6 +211,9 @@ class Trainer:
         """Whether steps are captured; not where processes share batches: each would have to record the same calls."""
         return "eager" if self.ranks.data_mesh is not None else self.settings.capture
 
+    def _load(self, model: nn.Module, folder: Path, where: str) -> None:
+        load_weights(model, read_weights(folder, like=tensors_of(model), group=self.ranks.control), where)
+
     def _open(self, model: nn.Module) -> Opened:
         """Opens the data.
 
@@ -224,7 +229,7 @@ class Trainer:
         return opened
 
     def _hooks(
-        self, model: nn.Module, optimizer: Optimizer, graph: TrainGraph, opened: Opened, save: Save
+        self, model: nn.Module, optimizer: Optimizer, graph: TrainGraph, opened: Opened, saver: Saver
     ) -> Iterator[HookBase]:
         settings = self.settings
         yield LogHook(
@@ -245,9 +250,10 @@ class Trainer:
         yield from self._more_hooks
         if eval_hook:
             metric, mode = settings.evaluation.eval_metric, settings.evaluation.eval_mode
-            yield BestHook(save, metric=metric or self._task.metric, mode=mode or self._task.metric_mode)
+            yield BestHook(saver.save, metric=metric or self._task.metric, mode=mode or self._task.metric_mode)
         yield SnapshotHook(
-            save,
+            saver.save,
+            saver,
             self.saved.snapshots,
             period=self._period(opened, settings.checkpointer.save_model_after_n_epoch, settings.checkpointer.period),
             max_to_keep=settings.checkpointer.max_to_keep,

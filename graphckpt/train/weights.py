@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +12,41 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from graphckpt.errors import bullets
-from graphckpt.train.snapshot import WEIGHTS, SnapshotError, first_line
+from graphckpt.train.snapshot import SHARES, WEIGHTS, SnapshotError, first_line
 
 INDEX = f"{WEIGHTS}.index.json"
 """Which shard holds which tensor, as Transformers names and writes it."""
+_MODEL = "model."  # begins the names of weights among the shares
 _OTHER = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5")  # weights of other formats, which are mostly pickles
 
 
-def read_weights(folder: Path) -> dict[str, Tensor]:
+def read_weights(
+    folder: Path, *, like: Mapping[str, Tensor | None] | None = None, group: Any = None
+) -> dict[str, Tensor]:
     """Returns the weights in a folder, on the CPU; of one file and shards, those of the one file.
+
+    Args:
+        folder: of a snapshot, or what Transformers saved.
+        like: what the weights are for; of what is cut over processes, a snapshot's own shares are read.
+        group: of the processes that all call this.
 
     Raises:
         SnapshotError: there are none, a shard is missing, or a file is broken.
     """
+    if (folder / SHARES).is_dir():
+        return _read_shares(folder / SHARES, like or {}, group)
     if (folder / WEIGHTS).is_file():
         return _read_file(folder / WEIGHTS)
     if (folder / INDEX).is_file():
         return _read_shards(folder)
     raise SnapshotError(_absent(folder))
+
+
+def _read_shares(folder: Path, like: Mapping[str, Tensor | None], group: Any) -> dict[str, Tensor]:
+    from graphckpt.train import shares  # noqa: PLC0415 - takes a second, for those who need it
+
+    wanted = {name: like.get(name.removeprefix(_MODEL)) for name in shares.names(folder) if name.startswith(_MODEL)}
+    return {name.removeprefix(_MODEL): tensor for name, tensor in shares.read(folder, wanted, group).items()}
 
 
 def _absent(folder: Path) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import start
 
 
 def launch(check: Callable[..., None], num_ranks: int, folder: Path, *args: Any) -> None:
@@ -20,7 +21,7 @@ def launch(check: Callable[..., None], num_ranks: int, folder: Path, *args: Any)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(_rank, (check, num_ranks, port, str(folder), args), nprocs=num_ranks)
+    start(_rank, (check, num_ranks, port, str(folder), args), num_ranks)
     assert sorted(path.name for path in folder.iterdir()) == [f"{rank} is done" for rank in range(num_ranks)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 import time
@@ -14,6 +15,14 @@ import torch
 import torch.distributed as dist
 
 NUM_RANKS = 2
+_PRELOADED = (
+    "torch.distributed.checkpoint.state_dict_saver",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.pipelining",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+)
 
 
 def run_on_ranks(
@@ -32,10 +41,19 @@ def run_on_ranks(
     for kind in ("is done", "fault of"):  # of an earlier launch in this folder
         for path in folder.glob(f"*{kind}*"):
             path.unlink()
-    torch.multiprocessing.spawn(_rank, (port, num_ranks, work, str(folder), args, joins), nprocs=num_ranks)
+    start(_rank, (port, num_ranks, work, str(folder), args, joins), num_ranks)
     faults = [path.read_text() for path in sorted(folder.glob("fault of *"))]
     assert not faults, "\n".join(faults)
     assert sorted(path.name for path in folder.glob("* is done")) == [f"{rank} is done" for rank in range(num_ranks)]
+
+
+def start(rank: Callable[..., None], args: tuple[Any, ...], num_ranks: int) -> None:
+    """Calls ``rank(number, *args)`` in new processes and waits for them.
+
+    They are forked from one that has imported what all of them need, which takes each of them seconds otherwise.
+    """
+    multiprocessing.set_forkserver_preload(["graphckpt.config.run", "graphckpt.cli", *_PRELOADED])
+    torch.multiprocessing.start_processes(rank, args, nprocs=num_ranks, start_method="forkserver")
 
 
 def _rank(rank: int, port: int, num_ranks: int, work: Callable[..., None], folder: str, args: Any, joins: bool) -> None:

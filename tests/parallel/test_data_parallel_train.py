@@ -12,7 +12,6 @@ from ranks import run_on_ranks
 from safetensors.torch import load_file
 from small_run import place, rows_of, same_weights  # noqa: F401
 
-from graphckpt.cli import main
 from graphckpt.config.run import trainer_from
 from graphckpt.train.heldout import heldout_batches
 from graphckpt.train.loop import HookBase, Loop
@@ -20,12 +19,7 @@ from graphckpt.train.loop import HookBase, Loop
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
 STILL = [f"model.config.{name}=0" for name in ("attn_pdrop", "resid_pdrop", "embd_pdrop")]
-BRIEF = [
-    "train.train_iter=4",
-    "train.checkpointer.period=100",
-    "train.evaluation.eval_period=100",
-    "train.log_period=2",
-]
+BRIEF = ["train.train_iter=4", "train.log_period=2", "train.checkpointer.period=9", "train.evaluation.eval_period=9"]
 FOUR = ["train.dist.data_parallel_size=4", "train.train_micro_batch_size=1", "train.num_accumulation_steps=1"]
 SQUARE = [
     "train.dist.data_parallel_size=2",

@@ -76,7 +76,7 @@ def test_length_of_a_run():
     [
         (
             {"dist": {"pipeline_parallel_size": 2}},
-            "dist.pipeline_parallel_size: 2 is not supported, the trainer has no",
+            "dist.pipeline_parallel_size: 2 is not supported, the trainer has",
         ),
         ({"dist": {"pipeline_num_layers": 24}}, "dist.pipeline_num_layers: 24 is not supported"),
         ({"dist": {"tensor_parallel_size": 0}}, "dist.tensor_parallel_size: 0 · fix: use 1 or more"),

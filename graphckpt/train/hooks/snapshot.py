@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Literal, final
+from functools import partial
+from typing import Any, Literal, Protocol, final
 
 from graphckpt.train.loop import HookBase, Loop
 from graphckpt.train.snapshot import SnapshotWriteError
 from graphckpt.train.snapshots import BEST, FINAL, Snapshots, periodic_name
 from graphckpt.units import format_seconds
 
-Save = Callable[[str, Loop], None]
-"""Writes the snapshot of this name; raises ``SnapshotWriteError``."""
+
+class Save(Protocol):
+    """Writes snapshots, at once or while training goes on."""
+
+    def __call__(self, name: str, loop: Loop, done: Callable[[], None], /) -> None:
+        """Writes the snapshot of this name, and calls ``done`` when it is there; raises ``SnapshotWriteError``."""
+
+
+class Later(Protocol):
+    """What is being written while training goes on."""
+
+    def poll(self) -> None:
+        """Calls ``done`` of what is there by now."""
+
+    def join(self) -> None:
+        """Waits for it; raises ``SnapshotWriteError``."""
 
 
 @final
@@ -23,8 +38,11 @@ class SnapshotHook(HookBase):
     logged all that the snapshot counts as done.
     """
 
-    def __init__(self, save: Save, snapshots: Snapshots, *, period: int, max_to_keep: int, run: str) -> None:
+    def __init__(
+        self, save: Save, later: Later, snapshots: Snapshots, *, period: int, max_to_keep: int, run: str
+    ) -> None:
         self._save = save
+        self._later = later
         self._snapshots = snapshots
         self._period = period
         self._max_to_keep = max_to_keep
@@ -33,6 +51,7 @@ class SnapshotHook(HookBase):
 
     def after_step(self, loop: Loop) -> None:
         """Saves ``model_<iteration>`` and removes the oldest beyond ``max_to_keep``."""
+        self._later.poll()
         if loop.done % self._period == 0 and loop.done < loop.train_iter:
             self._take(periodic_name(loop.iteration), loop)
 
@@ -42,9 +61,15 @@ class SnapshotHook(HookBase):
         Raises:
             SnapshotWriteError: nothing could be saved, and there is no later occasion.
         """
-        if loop.done in {loop.start_iter, self._saved_at}:
+        if loop.done not in {loop.start_iter, self._saved_at}:
+            self._take(FINAL if loop.done >= loop.train_iter else periodic_name(loop.iteration), loop)
+        try:
+            self._later.join()
+        except SnapshotWriteError as error:
+            _complain(loop, str(error))
+            self._saved_at = -1
+        if loop.done == loop.start_iter:
             return
-        self._take(FINAL if loop.done >= loop.train_iter else periodic_name(loop.iteration), loop)
         if self._saved_at != loop.done:
             fix = "make room or name another train.output_dir, and run again with --resume if there is a snapshot"
             raise SnapshotWriteError(f"{self._snapshots.folder}: what was trained could not be saved · fix: {fix}")
@@ -53,9 +78,10 @@ class SnapshotHook(HookBase):
         if loop.loss is not None and not bool(loop.loss.isfinite()):
             _complain(loop, f"the loss is {float(loop.loss)}")
             return
-        if not _saves(self._save, name, loop):
-            return
-        self._saved_at = loop.done
+        if _saves(self._save, name, loop, partial(self._mark, name, loop)):
+            self._saved_at = loop.done
+
+    def _mark(self, name: str, loop: Loop) -> None:
         try:
             self._snapshots.mark_last(name)
             if name != FINAL:
@@ -109,15 +135,20 @@ class BestHook(HookBase):
             loop.report.line(f"{where}, so there will be no {BEST} · fix: {fix}", "yellow")
 
 
-def _saves(save: Save, name: str, loop: Loop) -> bool:
+def _saves(save: Save, name: str, loop: Loop, then: Callable[[], None] = lambda: None) -> bool:
     started = time.perf_counter()
+    where = f"iteration: {loop.iteration}/{loop.train_iter}"
+
+    def done() -> None:
+        seconds = format_seconds(time.perf_counter() - started)
+        loop.report.line(f"{where}  saved {name} in {seconds}")
+        then()
+
     try:
-        save(name, loop)
+        save(name, loop, done)
     except SnapshotWriteError as error:
         _complain(loop, str(error))
         return False
-    seconds = format_seconds(time.perf_counter() - started)
-    loop.report.line(f"iteration: {loop.iteration}/{loop.train_iter}  saved {name} in {seconds}")
     return True
 
 

@@ -1,0 +1,182 @@
+"""Writes the snapshots of a run: at once, or while training goes on; whole, or each process its own share.
+
+What is cut over processes is written share by share. ``model_best`` and ``model_final`` hold the whole weights as
+well, in the one file that Transformers knows; to put them together for each of the others would be a gather too many.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+from torch import Tensor
+
+from graphckpt.train import snapshot
+from graphckpt.train.loop import Loop
+from graphckpt.train.saved import CONFIG, SavedRun, machine
+from graphckpt.train.snapshot import SnapshotWriteError
+from graphckpt.train.snapshots import BEST, FINAL
+from graphckpt.train.state import RunState
+
+Done = Callable[[], None]
+"""What to do once a snapshot bears its name."""
+
+
+@final
+class Saver:
+    """Writes snapshots of a state. All processes call its methods at the same moments, but for ``poll``.
+
+    Args:
+        saved: the run's folder.
+        state: what to write.
+        data: plain values that differ if the data does.
+        companions: writes more files into the folder that it is called with.
+        is_async: write a copy while training goes on.
+    """
+
+    def __init__(
+        self,
+        saved: SavedRun,
+        state: RunState,
+        *,
+        data: dict[str, Any],
+        companions: Callable[[Path], None],
+        is_async: bool = False,
+    ) -> None:
+        self._saved = saved
+        self._ranks = saved.ranks
+        self._state = state
+        self._data = data
+        self._companions = companions
+        self._thread = ThreadPoolExecutor(1, "snapshot") if is_async else None
+        self._pending: tuple[Future[None], Done] | None = None
+
+    def save(self, name: str, loop: Loop, done: Done) -> None:
+        """Writes the snapshot of this name, and then calls ``done``, on each process; later, if it is to be so.
+
+        Raises:
+            SnapshotWriteError: it could not be written.
+        """
+        try:
+            self.join()
+        except SnapshotWriteError as error:  # of the one before this, and no reason to leave this one out
+            loop.report.line(f"{error} · the snapshot before this one is missing", "red")
+        folder = self._saved.folder / name
+        shares: dict[str, Tensor] | None = {} if self._state.is_cut else None
+        states = self._state.states(shares)
+        states["trainer"]["hooks"] = loop.hook_states()
+        needs_whole = shares is None or name in {BEST, FINAL}
+        weights = self._state.weights() if needs_whole else None
+        write = partial(
+            snapshot.write,
+            folder,
+            info=self._info(loop),
+            companions=self._add_files,
+            has_shares=shares is not None,
+        )
+        if self._thread is None:
+            if shares is not None:
+                self._write_shares(folder, shares)
+            self._ranks.main_does(partial(write, weights=weights, states=states), SnapshotWriteError)
+            done()
+            return
+        begun = None if shares is None else self._begin_shares(folder, shares)
+        if self._ranks.is_main:
+            write = partial(write, weights=_copied(weights), states=_copied(states))
+        else:
+            write = partial(_nothing)
+        self._pending = self._thread.submit(_after, begun, snapshot.shares_of(folder), write), done
+
+    def poll(self) -> None:
+        """Calls what is to be done for a snapshot that has been written meanwhile."""
+        if self._pending is None or not self._pending[0].done() or self._pending[0].exception() is not None:
+            return
+        (future, done), nothing = self._pending, partial(_nothing)
+        self._pending = future, nothing
+        done()
+
+    def join(self) -> None:
+        """Waits for a snapshot that is being written.
+
+        Raises:
+            SnapshotWriteError: it could not be written; on all processes.
+        """
+        if self._pending is None:
+            return
+        (future, done), self._pending = self._pending, None
+        fault: str | None = None
+        try:
+            future.result()
+        except SnapshotWriteError as error:
+            fault = str(error)
+        if (fault := self._ranks.told(fault)) is not None:
+            raise SnapshotWriteError(fault)
+        done()
+
+    def close(self) -> None:
+        """Ends the thread, if there is one."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)
+
+    def _write_shares(self, folder: Path, tensors: dict[str, Tensor]) -> None:
+        from graphckpt.train import shares  # noqa: PLC0415 - takes a second, for those who need it
+
+        parts = shares.portable(tensors)
+        self._ranks.main_does(lambda: _begin(folder), SnapshotWriteError)
+        shares.write(snapshot.shares_of(folder), parts, self._ranks.control)
+
+    def _begin_shares(self, folder: Path, tensors: dict[str, Tensor]) -> Future[Any]:
+        from graphckpt.train import shares  # noqa: PLC0415 - takes a second, for those who need it
+
+        parts = shares.portable(tensors)
+        self._ranks.main_does(lambda: _begin(folder), SnapshotWriteError)
+        return shares.write_later(snapshot.shares_of(folder), parts, self._ranks.background)
+
+    def _add_files(self, folder: Path) -> None:
+        self._companions(folder)
+        if (self._saved.folder / CONFIG).exists():
+            shutil.copyfile(self._saved.folder / CONFIG, folder / "run.yaml")
+
+    def _info(self, loop: Loop) -> dict[str, Any]:
+        return {
+            "run": self._saved.run,
+            "iteration": loop.iteration,
+            "done": loop.done,
+            "consumed_samples": self._saved.consumed_samples(loop.done),
+            "data": self._data,
+            "metrics": {key: value for key, value in loop.metrics.items() if math.isfinite(value)},
+            "machine": machine(self._ranks),
+        }
+
+
+def _begin(folder: Path) -> None:
+    snapshot.begin(folder)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _after(begun: Future[Any] | None, folder: Path, write: Callable[[], None]) -> None:
+    """Waits for the shares of all processes, and writes the rest."""
+    if begun is not None:
+        from graphckpt.train import shares  # noqa: PLC0415 - takes a second, for those who need it
+
+        shares.finished(begun, folder)
+    write()
+
+
+def _copied(state: Any) -> Any:
+    """Returns plain containers with copies of their tensors on the CPU, which training does not change."""
+    if isinstance(state, Tensor):
+        return state.detach().clone().cpu() if state.device.type == "cpu" else state.detach().cpu()
+    if isinstance(state, dict):
+        return {key: _copied(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)([_copied(value) for value in state])
+    return state
