@@ -1,0 +1,60 @@
+"""Makes the benchmark pages of the site from `benchmarks/results`, and links what lies outside of `docs`."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import plots
+
+ROOT = Path(__file__).parent.parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+GROUPS = {
+    "overhead": "Overhead",
+    "memory": "Memory",
+    "stores": "Stores",
+    "partition": "Partition",
+    "compile": "Compiled",
+}
+OUTSIDE = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds the pages that are made."""
+
+    def add(name: str, content: str) -> None:
+        old = files.get_file_from_path(name)
+        if old is not None:
+            files.remove(old)
+        files.append(File.generated(config, name, content=content))
+
+    for source, name in OUTSIDE.items():
+        add(name, (ROOT / source).read_text(encoding="utf-8").replace("](docs/", "]("))
+    readme = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    for group, title in GROUPS.items():
+        page = [f"# {title}", ""]
+        for result in sorted(RESULTS.glob(f"{group}*.json")):
+            head, _, table = result.with_suffix(".md").read_text(encoding="utf-8").partition("\n")
+            page += [f"## {head.strip('# ')}", ""]
+            if drawing := plots.draw(result):
+                add(f"benchmarks/{result.stem}.svg", drawing)
+                page += [f"![{result.stem}]({result.stem}.svg)", ""]
+            page += [re.sub(r"^## ", "### ", table, flags=re.MULTILINE), ""]
+        add(f"benchmarks/{group}.md", "\n".join(page))
+        for result in RESULTS.glob(f"{group}*.md"):
+            readme = readme.replace(f"`results/{result.name}`", f"[{title}]({group}.md)")
+        readme = readme.replace(f"`results/{group}*.md`", f"[{title}]({group}.md)")
+    add("benchmarks/index.md", readme)
+    return files
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Turns what docstrings say in reStructuredText, as ``:meth:`measure` ``, into plain code."""
+    del page, config, files
+    return re.sub(r":(?:meth|class|func|mod|attr):<code>~?(?:graphckpt\.)?", "<code>", html)

@@ -1,0 +1,81 @@
+"""What SECURITY.md says: nothing read here makes a stranger's objects, YAML runs nothing until a training starts."""
+
+from __future__ import annotations
+
+import ast
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graphckpt import ConfigError, GraphckptError
+from graphckpt.config import LazyConfig, instantiate
+from graphckpt.train.snapshot import read_state
+
+SOURCES = sorted((Path(__file__).parent.parent / "graphckpt").rglob("*.py"))
+LOADERS = {("pickle", "load"), ("pickle", "loads"), ("marshal", "loads"), ("shelve", "open"), ("yaml", "load")}
+RUNNERS = {"eval", "exec"}
+
+
+def calls(path: Path) -> list[ast.Call]:
+    return [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+
+
+def name_of(call: ast.Call) -> tuple[str, str]:
+    function = call.func
+    if isinstance(function, ast.Attribute):
+        return getattr(function.value, "id", "?"), function.attr
+    return "", getattr(function, "id", "")
+
+
+def test_no_source_unpickles() -> None:
+    found = [(path.name, name_of(call)) for path in SOURCES for call in calls(path)]
+    assert [where for where in found if where[1] in LOADERS] == []
+    assert [where for where in found if where[1][1] in RUNNERS and not where[1][0]] == [("load.py", ("", "exec"))]
+
+
+def test_every_torch_load_is_weights_only() -> None:
+    loads = [(path.name, call) for path in SOURCES for call in calls(path) if name_of(call) == ("torch", "load")]
+    assert loads
+    for name, call in loads:
+        (value,) = [keyword.value for keyword in call.keywords if keyword.arg == "weights_only"]
+        assert getattr(value, "value", None) is True, name
+
+
+class Stranger:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_a_strangers_object_in_a_snapshot_is_an_error_and_is_not_made(tmp_path: Path) -> None:
+    sign = tmp_path / "it ran"
+    pickle.loads(pickle.dumps(Stranger(sign)))
+    assert sign.exists()
+    sign.unlink()
+    torch.save({"step": Stranger(sign)}, tmp_path / "graph.pt")
+    with pytest.raises(GraphckptError, match=r"graph\.pt: cannot be read"):
+        read_state(tmp_path, "graph")
+    assert not sign.exists()
+
+
+@pytest.mark.parametrize("tag", ["!!python/object/apply:os.mkdir", "!!python/object/new:os.mkdir"])
+def test_a_yaml_tag_that_would_call_is_an_error(tag: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"train: {tag} [{tmp_path / 'made'}]\n")
+    with pytest.raises(ConfigError, match="could not determine a constructor"):
+        LazyConfig.load(path)
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_yaml_target_runs_when_it_is_made_and_not_before(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"model: {{_target_: os.mkdir, path: {tmp_path / 'made'}}}\n")
+    config = LazyConfig.load(path)
+    assert not (tmp_path / "made").exists()
+    instantiate(config.model)
+    assert (tmp_path / "made").is_dir()
