@@ -47,7 +47,7 @@ def _memory(rows: list[dict[str, Any]]) -> dict[str, Bars]:
 def _overhead(rows: list[dict[str, Any]]) -> dict[str, Bars]:
     panels: dict[str, Bars] = {}
     for row in rows:
-        title = f"{row['subject']}: time as a ratio to {row['against']}"
+        title = f"{row['subject']}\ntime as a ratio to {row['against']}"
         panels.setdefault(title, []).append((row["variant"], _median(row["ratio"])))
     return panels
 
@@ -79,7 +79,7 @@ PANELS: dict[str, Callable[[list[dict[str, Any]]], dict[str, Bars]]] = {
 
 def _bars(panels: dict[str, Bars]) -> str:
     filled = {title: bars for title, bars in panels.items() if bars}
-    heights = [0.24 * len(bars) + 0.55 for bars in filled.values()]
+    heights = [0.24 * len(bars) + 0.7 for bars in filled.values()]
     figure, axes = plt.subplots(
         len(filled), 1, figsize=(8, sum(heights)), squeeze=False, gridspec_kw={"height_ratios": heights}
     )

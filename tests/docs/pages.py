@@ -18,7 +18,7 @@ from typing import Any
 PEERS = ("FairScale", "DeepSpeed", "OSLO", "OneFlow", "libai", "Megatron", "outline")
 _BLOCK = re.compile(
     r"^(?P<indent> *)```python(?P<options>[^\n]*)\n(?P<code>.*?)^ *```\n"
-    r"(?:\s*^ *```text\n(?P<output>.*?)^ *```\n)?|^<!-- run\n(?P<hidden>.*?)^-->\n",
+    r"(?:\s*(?:</div>\s*)?^ *```text\n(?P<output>.*?)^ *```\n)?|^<!-- run\n(?P<hidden>.*?)^-->\n",
     re.DOTALL | re.MULTILINE,
 )
 _TIME = re.compile(r"\b\d+(\.\d+)? (ns|us|ms|s)\b|\b\d+ %$")
