@@ -112,7 +112,7 @@ class Front:
         """See :func:`cheapest`."""
         needs, _ = self._labels[0][self._chain.start]
         label = int(np.searchsorted(needs, budget - self._chain.base, "right")) - 1
-        if label < 0 or self._chain.fixed_peak > budget:
+        if label < 0:  # the fixed peak is in every need
             return None
         return self._plan(label)
 

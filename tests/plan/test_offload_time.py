@@ -13,7 +13,7 @@ from graphckpt.errors import ConfigError
 from graphckpt.plan.offload_milp import GAP, solve_milp
 from graphckpt.plan.offload_time import Timing, improve, schedule
 from graphckpt.plan.offload_window import Windowed
-from graphckpt.plan.solve import Move, cheapest, peak, seconds
+from graphckpt.plan.solve import Move, cheapest, levels, peak, seconds
 
 
 def a_timing(moved: list[list[int]], **settings: float) -> Timing:
@@ -101,7 +101,7 @@ def random_timing(rng: np.random.Generator, num_blocks: int, num_options: int, *
     return Timing(forward_seconds=table(1, 6), backward_seconds=table(1, 9), moved_bytes=moved, **settings)
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", range(80))
 def test_times_are_those_of_a_clock_that_ticks(seed: int) -> None:
     rng = np.random.default_rng(seed)
     num_blocks = int(rng.integers(1, 9))
@@ -192,13 +192,13 @@ def a_budget(chain: Table, rng: np.random.Generator) -> int:
     return int(least + rng.uniform(-0.1, 0.9) * (most - least))
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(14))
 def test_the_programme_is_within_its_gap_of_trying_all_plans(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    chain, timing = a_chain(rng, int(rng.integers(2, 6)))
+    chain, timing = a_chain(rng, int(rng.integers(2, 5)))
     budget = a_budget(chain, rng)
     least = best_of_all(chain, timing, budget)
-    plan, notes = solve_milp(chain, timing, budget, None, limit_seconds=2.0)
+    plan, notes = solve_milp(chain, timing, budget, None, limit_seconds=20.0)
     assert not notes
     if plan is None:
         assert least == float("inf")
@@ -208,11 +208,33 @@ def test_the_programme_is_within_its_gap_of_trying_all_plans(seed: int) -> None:
     assert least <= times.seconds <= least * (1 + GAP) + 1e-9
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(12))
+def test_the_programme_knows_how_long_a_plan_takes(seed: int) -> None:
+    timing = random_timing(np.random.default_rng(600 + seed), 7, 4, out_rate=0.7, back_rate=0.5, head_seconds=2.0)
+    plan = tuple(int(option) for option in np.random.default_rng(seed).integers(0, 4, 7))
+    moves = {(block, option, 0): Move(0, 0, 0, 0) for block, option in enumerate(plan)}
+    only = Table([[0.0] * 4] * 7, moves, {0: 0})
+    least = schedule(timing, plan).seconds
+    assert solve_milp(only, timing, 100, least * 1.0001, limit_seconds=20.0) == (plan, [])
+    assert solve_milp(only, timing, 100, least * 0.9999, limit_seconds=20.0) == (None, [])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_programme_keeps_its_budget_with_other_windows(seed: int) -> None:
+    rng = np.random.default_rng(700 + seed)
+    chain, timing = a_chain(rng, 4, slots=int(rng.integers(1, 5)), ahead=int(rng.integers(0, 4)))
+    for share in (0.3, 0.6):
+        budget = int(peak(chain, (0,) * 4) * share)
+        plan, _ = solve_milp(chain, timing, budget, None, limit_seconds=20.0)
+        if plan is not None:
+            assert peak(chain, plan, schedule(timing, plan).in_flight) <= budget
+
+
+@pytest.mark.parametrize("seed", range(16))
 def test_what_is_improved_fits_and_is_near_the_best(seed: int) -> None:
     rng = np.random.default_rng(100 + seed)
     windows = {} if seed % 2 else {"slots": int(rng.integers(1, 4)), "ahead": int(rng.integers(0, 3))}
-    chain, timing = a_chain(rng, int(rng.integers(2, 6)), **windows)
+    chain, timing = a_chain(rng, int(rng.integers(2, 5)), **windows)
     budget = a_budget(chain, rng)
     least = best_of_all(chain, timing, budget)
     given = cheapest(chain, budget)
@@ -233,7 +255,7 @@ def test_what_is_improved_fits_and_is_near_the_best(seed: int) -> None:
         assert found.seconds <= times.seconds
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(24))
 def test_the_dynamic_programme_alone_is_the_best_of_all_plans(seed: int) -> None:
     rng = np.random.default_rng(400 + seed)
     chain, timing = a_chain(rng, int(rng.integers(2, 7)))
@@ -243,7 +265,7 @@ def test_the_dynamic_programme_alone_is_the_best_of_all_plans(seed: int) -> None
     assert found == pytest.approx(best_of_all(chain, timing, budget))
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(20))
 def test_what_waits_adds_up_along_the_windowed_chain(seed: int) -> None:
     rng = np.random.default_rng(500 + seed)
     timing = random_timing(rng, 9, 4, out_rate=0.7, back_rate=1.3)
@@ -268,8 +290,8 @@ def test_a_plan_of_many_blocks_is_near_what_waits_allow() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_no_plan_that_was_given_is_faster(seed: int) -> None:
     rng = np.random.default_rng(200 + seed)
-    chain, timing = a_chain(rng, 14)
-    plan = tuple(int(option) for option in rng.integers(0, 3, 14))
+    chain, timing = a_chain(rng, 12)
+    plan = tuple(int(option) for option in rng.integers(0, 3, 12))
     times = schedule(timing, plan)
     budget = peak(chain, plan, times.in_flight)
     for limit_seconds in (0.0, 0.05):
@@ -298,7 +320,7 @@ def test_the_windowed_chain_is_exact_for_equal_blocks() -> None:
     times = Timing(forward_seconds=forward, backward_seconds=backward, moved_bytes=moved, out_rate=1.0, back_rate=1.0)
     windowed = Windowed(equal, times)
     for plan in product(range(3), repeat=5):
-        assert peak(windowed, plan) == peak(equal, plan, schedule(times, plan).in_flight)
+        assert levels(windowed, plan) == levels(equal, plan, schedule(times, plan).in_flight)
 
 
 def test_without_scipy_it_searches_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

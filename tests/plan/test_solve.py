@@ -47,7 +47,7 @@ def test_an_example_to_read_first() -> None:
     ]
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 def test_the_result_is_that_of_trying_all_plans(seed: int) -> None:
     sizes = np.random.default_rng(seed)
     chain = random_table(seed, int(sizes.integers(1, 6)), int(sizes.integers(1, 6)), coarse=seed % 2 == 0)
@@ -62,7 +62,7 @@ def test_the_result_is_that_of_trying_all_plans(seed: int) -> None:
     assert least_peak(chain) == (first, peaks[0], binding(chain, first)[0])
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_six_blocks_of_six_options(seed: int) -> None:
     chain = random_table(seed, 6, 6, coarse=seed % 2 == 0)
     outcomes = all_outcomes(chain)
@@ -72,7 +72,7 @@ def test_six_blocks_of_six_options(seed: int) -> None:
     assert least_peak(chain)[:2] == (min(row for row in outcomes if row[1] == floor)[2], floor)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_peak_and_seconds_are_those_of_a_walk_by_hand(seed: int) -> None:
     chain = random_table(seed, 4, 3)
     for spent, highest, plan in all_outcomes(chain):
@@ -131,8 +131,8 @@ def test_equal_blocks_are_exact_however_many() -> None:
 
 
 def test_the_same_input_gives_the_same_plan() -> None:
-    chains = [random_table(5, 50, 8, states=4, coarse=False, gaps=False) for _ in range(2)]
-    budget = (least_peak(chains[0])[1] + peak(chains[0], (0,) * 50)) // 2
+    chains = [random_table(5, 24, 6, states=4, coarse=False, gaps=False) for _ in range(2)]
+    budget = (least_peak(chains[0])[1] + peak(chains[0], (0,) * 24)) // 2
     assert cheapest(chains[0], budget) == cheapest(chains[1], budget)
     assert pareto(chains[0]) == pareto(chains[1])
 
