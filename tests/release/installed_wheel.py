@@ -1,0 +1,77 @@
+"""Installs the wheel into an environment of its own and uses it from elsewhere.
+
+python tests/release/installed_wheel.py build/dist
+
+The environment borrows what graphckpt needs from the one that runs this; graphckpt itself it has from the wheel.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+import venv
+import zipfile
+from pathlib import Path
+
+IN_WHEEL = ("graphckpt/py.typed", "graphckpt/configs/quickstart.py", "graphckpt/configs/common/train.py")
+IN_SDIST = (
+    "configs/quickstart.py",
+    "tests/conftest.py",
+    "docs/tutorial.md",
+    "mkdocs.yml",
+    "CHANGELOG.md",
+    "SECURITY.md",
+)
+USE = """
+import graphckpt
+from graphckpt.config.packaged import find
+import graphckpt.integrations.transformers, graphckpt.integrations.lightning
+assert "/work" in graphckpt.__file__, graphckpt.__file__
+print(find("quickstart.py"))
+"""
+
+
+def main(folder: Path) -> None:
+    (wheel,) = folder.glob("*.whl")
+    (sdist,) = folder.glob("*.tar.gz")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert [name for name in IN_WHEEL if name not in names] == []
+    assert [
+        name
+        for name in names
+        if name.split("/")[0] not in {"graphckpt", wheel.name.removesuffix("-py3-none-any.whl") + ".dist-info"}
+    ] == []
+    with tarfile.open(sdist) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    assert [name for name in IN_SDIST if name not in inside] == []
+    with tempfile.TemporaryDirectory() as elsewhere:
+        place = Path(elsewhere) / "work"
+        venv.create(place, with_pip=False)
+        packages = next(place.glob("lib/python*/site-packages"))
+        borrowed = sysconfig.get_path("purelib")
+        # searched last; the editable install there, a .pth file itself, has no force
+        (packages / "borrowed.pth").write_text(borrowed + "\n")
+        pip = [sys.executable, "-m", "pip", "--python", str(place), "--disable-pip-version-check", "install", "--quiet"]
+        run([*pip, "--no-deps", "--no-index", "--force-reinstall", str(wheel.resolve())], place)
+        config = run([str(place / "bin" / "python"), "-c", USE], place).strip()
+        graphckpt = str(place / "bin" / "graphckpt")
+        assert "--config-file" in run([graphckpt, "train", "--config-file", config, "--help"], place)
+        output = run([graphckpt, "train", "--config-file", config, "--fast-dev-run"], place)
+        assert "iteration: 2/3" in output, output
+    print(f"{wheel.name}: installed, and trained with the config that it carries")
+
+
+def run(command: list[str], folder: Path) -> str:
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
