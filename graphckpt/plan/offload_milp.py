@@ -211,7 +211,9 @@ class _Model:
         begun = self._column(high=late)
         self._at_least(begun, {now: 1.0}, over=timing.head_seconds * per_second)
         now, above, came = begun, self._column(high=0.0), self._column(high=0.0)
-        signals: dict[int, int] = {}  # when the last block from here up that moves was begun
+        signals: dict[
+            int, int
+        ] = {}  # when backward came to a block that moves; `came` carries it past those that do not
         for block in reversed(range(num_blocks)):
             reload = self._of_option(block, timing.moved_bytes, back)
             back_end = self._column(high=late)
@@ -222,8 +224,6 @@ class _Model:
                 self._at_least(back_end, {moment: 1.0, above: late}, reload, over=-late)
             signal = self._column(high=late)
             self._at_least(signal, {now: 1.0}, self._moved(block, late), over=-late)
-            if block + 1 in signals:
-                self._at_least(signal, {signals[block + 1]: 1.0})
             signals[block] = signal
             computed = self._of_option(block, timing.backward_seconds, per_second)
             after = self._column(high=late)
