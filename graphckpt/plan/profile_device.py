@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _MIB = 2**20
+_SECONDS_OF_A_COPY = 0.1
 
 
 def profile(
@@ -42,7 +43,7 @@ def profile(
         ConfigError: There is no such device here, or none that can be measured.
     """
     place = _device(device)
-    bench = CudaBench(place, seconds) if place.type == "cuda" else Bench(place, seconds)
+    bench = _bench(place, seconds)
     flops = {}
     for dtype in bench.dtypes:
         flops[dtype] = bench.matmul(dtype)
@@ -87,6 +88,21 @@ def write_profile(path: str | Path, device: str | torch.device | None = None, **
     measured = profile(device, **options)
     measured.save(path, comment=f"Measured by `graphckpt profile-device`, torch {torch.__version__}.")
     return measured
+
+
+def copy_rates(device: str | torch.device, place: str) -> tuple[float, float]:
+    """Measures how fast a device copies to a place and back, in bytes per second.
+
+    Args:
+        device: The device.
+        place: ``"host"`` or ``"disk"``.
+    """
+    bench = _bench(_device(device), _SECONDS_OF_A_COPY)
+    return bench.host_copies() if place == "host" else _disk(Path(tempfile.gettempdir()), bench.disk_bytes)
+
+
+def _bench(device: torch.device, seconds: float) -> Bench:
+    return CudaBench(device, seconds) if device.type == "cuda" else Bench(device, seconds)
 
 
 def _device(device: str | torch.device | None) -> torch.device:

@@ -1,0 +1,310 @@
+"""A step without memory: as many bytes as the real one on the CPU, and the kernels of a device that is not there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ResNetConfig,
+    ResNetForImageClassification,
+)
+
+import graphckpt
+from graphckpt._compat import is_fake
+from graphckpt.errors import ConfigError
+from graphckpt.ledger.live import LiveBytes
+from graphckpt.plan.fake import FakeDevice
+from graphckpt.plan.machine import machine
+
+aten = torch.ops.aten
+
+
+def gpt2() -> nn.Module:
+    config = GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=128, n_positions=32, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel(config)
+
+
+def llama() -> nn.Module:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            num_hidden_layers=2, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
+            vocab_size=128,
+        )
+    )  # fmt: skip
+
+
+def resnet() -> nn.Module:
+    return ResNetForImageClassification(
+        ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 1], layer_type="basic")
+    )
+
+
+BLOCKS = {gpt2: "transformer.h.*", llama: "model.layers.*", resnet: "resnet.encoder.stages.*.layers.*"}
+
+
+def loss_of(model: nn.Module, **more: Any) -> torch.Tensor:
+    if isinstance(model, ResNetForImageClassification):
+        return model(pixel_values=torch.randn(2, 3, 32, 32), labels=torch.zeros(2, dtype=torch.long)).loss
+    tokens = torch.zeros(2, 32, dtype=torch.long)
+    return model(input_ids=tokens, labels=tokens, **more).loss
+
+
+class Ops(TorchDispatchMode):
+    """Sees which ops run, and what they return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: dict[str, list[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.results.setdefault(func.overloadpacket.__name__, []).append(result)
+        return result
+
+
+def levels(build: Callable[[], nn.Module], rule: Any, device: contextlib.AbstractContextManager[Any]) -> list[Any]:
+    """Returns live bytes after forward, backward and step, and the peak, of a first and of a second step."""
+    found = []
+    with device:
+        is_mocked = is_fake(torch.zeros(1))
+        model = build().train()
+        graphckpt.apply(model, {BLOCKS[build]: rule})
+        optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+        for _ in range(2):
+            live = LiveBytes("meta" if is_mocked else "cpu", counts_fake=is_mocked, record_timeline=False)
+            live.track([*model.parameters(), *model.buffers()])
+            with live:
+                loss = loss_of(model)
+                forward = live.live_bytes
+                loss.backward()
+                backward = live.live_bytes
+                optimizer.step()
+                optimizer.zero_grad()
+                del loss
+            found.append((forward, backward, live.live_bytes, live.peak_bytes))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("build", "rule"),
+    [(build, rule) for build in (gpt2, llama) for rule in (False, True, "selective")] + [(resnet, True)],
+)
+def test_a_step_on_fake_tensors_has_the_bytes_of_the_real_one(build: Callable[[], nn.Module], rule: Any) -> None:
+    real = levels(build, rule, contextlib.nullcontext())
+    assert levels(build, rule, FakeDevice(machine("cpu"))) == real
+
+
+def test_an_edit_leaves_the_other_kept_results_of_a_fake_step_alone() -> None:
+    """Fake storages have no addresses that tell them apart."""
+
+    class Edits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.other(torch.sin(self.one(x)).mul_(2)).sin()
+
+    def products(device: contextlib.AbstractContextManager[Any]) -> int:
+        with device:
+            model = nn.Sequential(Edits())
+            graphckpt.apply(model, {"0": {"activation_checkpointing": {"rule": "selective", "save": "matmul"}}})
+            for _ in range(2):
+                with Ops() as ops:
+                    model(torch.ones(4, 8, requires_grad=True)).sum().backward()
+        return len(ops.results["addmm"])
+
+    assert products(FakeDevice(machine("cpu"))) == products(contextlib.nullcontext()) == 2
+
+
+class TestCudaKernels:
+    """What stands in place of the CPU's kernels."""
+
+    device = FakeDevice(machine("h200"))
+
+    @classmethod
+    def _ops(cls, run: Callable[[], torch.Tensor]) -> dict[str, list[Any]]:
+        with cls.device, Ops() as ops:
+            run().sum().backward()
+        return ops.results
+
+    @classmethod
+    def _saved_bytes(cls, make: Callable[[], torch.Tensor], run: Callable[[torch.Tensor], torch.Tensor]) -> int:
+        with cls.device:
+            given = make()
+            live = LiveBytes("meta", counts_fake=True)
+            live.track([given])
+            with live:
+                out = run(given)
+                bytes_alive = live.live_bytes
+            assert out.requires_grad
+        return bytes_alive
+
+    def test_flash_saves_query_key_value_result_and_row_sums(self) -> None:
+        def attend(query: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(query, query.clone(), query.clone(), is_causal=True)
+
+        def query() -> torch.Tensor:
+            return torch.zeros(2, 4, 64, 32, dtype=torch.bfloat16, requires_grad=True)
+
+        each = 2 * 4 * 64 * 32 * 2
+        saved = self._saved_bytes(query, attend)
+        assert 0 <= saved - (4 * each + 2 * 4 * 64 * 4) <= 64  # and the place in the random stream
+
+    @pytest.mark.parametrize(
+        ("dtype", "width", "has_mask", "kernel"),
+        [
+            (torch.bfloat16, 64, False, "_scaled_dot_product_flash_attention"),
+            (torch.float16, 256, False, "_scaled_dot_product_flash_attention"),
+            (torch.bfloat16, 20, False, "_scaled_dot_product_flash_attention"),
+            (torch.bfloat16, 64, True, "_scaled_dot_product_efficient_attention"),
+            (torch.float32, 64, False, "_scaled_dot_product_efficient_attention"),
+            (torch.bfloat16, 512, False, "_scaled_dot_product_efficient_attention"),
+            (torch.float64, 64, False, "_safe_softmax"),
+        ],
+    )
+    def test_the_kernel_is_the_first_one_that_can(
+        self, dtype: torch.dtype, width: int, has_mask: bool, kernel: str
+    ) -> None:
+        def run() -> torch.Tensor:
+            x = torch.zeros(2, 4, 30, width, dtype=dtype, requires_grad=True)
+            out = F.scaled_dot_product_attention(x, x, x, torch.ones(30, 30, dtype=torch.bool) if has_mask else None)
+            assert out.shape == x.shape
+            return out
+
+        ops = self._ops(run)
+        assert kernel in ops
+        assert not any(name.endswith("for_cpu") for name in ops)
+
+    def test_a_kernel_that_is_turned_off_is_not_taken(self) -> None:
+        def run() -> torch.Tensor:
+            x = torch.zeros(2, 4, 32, 64, dtype=torch.bfloat16, requires_grad=True)
+            with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION):
+                return F.scaled_dot_product_attention(x, x, x)
+
+        assert "_scaled_dot_product_efficient_attention" in self._ops(run)
+
+    def test_grouped_heads_stay_grouped(self) -> None:
+        def run() -> torch.Tensor:
+            x = torch.zeros(2, 4, 32, 64, dtype=torch.bfloat16, requires_grad=True)
+            return F.scaled_dot_product_attention(x, x[:, :2], x[:, :2], enable_gqa=True)
+
+        ops = self._ops(run)
+        assert "_scaled_dot_product_flash_attention" in ops
+        assert "repeat_interleave" not in ops
+
+    @pytest.mark.parametrize("drop", [F.dropout, torch.dropout], ids=["functional", "torch"])
+    def test_dropout_saves_a_mask_of_bytes(self, drop: Callable[..., torch.Tensor]) -> None:
+        ops = self._ops(lambda: drop(torch.zeros(64, 64, requires_grad=True), 0.1, True))
+        assert ops["native_dropout"][0][1].dtype is torch.bool
+
+    def test_dropout_that_drops_nothing_runs_nothing(self) -> None:
+        ops = self._ops(lambda: F.dropout(torch.zeros(4, requires_grad=True), 0.1, training=False))
+        assert "native_dropout" not in ops
+
+    def test_multihead_attention_meets_the_kernels_inside(self) -> None:
+        def run() -> torch.Tensor:
+            layer = nn.MultiheadAttention(64, 4, dropout=0.1, batch_first=True, dtype=torch.bfloat16)
+            x = torch.zeros(2, 32, 64, dtype=torch.bfloat16)
+            return layer(x, x, x, need_weights=False)[0]
+
+        assert "_scaled_dot_product_flash_attention" in self._ops(run)
+
+    def test_the_cpu_keeps_its_own(self) -> None:
+        with FakeDevice(machine("cpu")), Ops() as ops:
+            x = torch.zeros(2, 4, 32, 64, requires_grad=True)
+            F.scaled_dot_product_attention(x, x, x)
+        assert "_scaled_dot_product_flash_attention_for_cpu" in ops.results
+
+    def test_nothing_is_left_behind(self) -> None:
+        before = F.dropout, torch.autocast.__init__, torch.utils.swap_tensors, torch.autograd._engine_run_backward
+        with pytest.raises(ZeroDivisionError), self.device:
+            raise ZeroDivisionError
+        after = F.dropout, torch.autocast.__init__, torch.utils.swap_tensors, torch.autograd._engine_run_backward
+        assert after == before
+        assert not is_fake(torch.zeros(1))
+
+
+class TestSteps:
+    @pytest.mark.parametrize("rule", [False, True, "selective"])
+    @pytest.mark.parametrize("autocast", [False, True])
+    def test_a_second_run_meets_the_same_kernels(self, rule: Any, autocast: bool) -> None:
+        device = FakeDevice(machine("h200"))
+        with device:
+            model = gpt2().to("cuda")
+            if not autocast:
+                model.to(torch.bfloat16)
+            graphckpt.apply(model, {BLOCKS[gpt2]: rule})
+        with device, Ops() as ops:
+            with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+                loss = loss_of(model)
+            loss.backward()
+        again = 2 if rule is True else 1
+        assert len(ops.results["_scaled_dot_product_flash_attention"]) == 2 * again
+        assert not any(name.endswith("for_cpu") for name in ops.results)
+        normed = ops.results["native_layer_norm"][0][0]
+        assert normed.dtype is (torch.float32 if autocast else torch.bfloat16)
+
+    def test_transformers_makes_no_mask_where_a_real_step_makes_none(self) -> None:
+        ones = {"attention_mask": torch.ones(2, 32, dtype=torch.long)}
+        for more, is_padded, kernel in (
+            ({}, True, "flash"),
+            (ones, False, "flash"),
+            (ones, True, "efficient"),
+        ):
+            with FakeDevice(machine("h200"), is_padded=is_padded) as device:
+                model = llama().to(torch.bfloat16)
+            with device, Ops() as ops:
+                given = {key: torch.ones_like(value) for key, value in more.items()}
+                loss_of(model, **given).backward()
+            assert f"_scaled_dot_product_{kernel}_attention" in ops.results
+
+    def test_an_optimizer_that_may_choose_takes_many_tensors_at_once_as_on_cuda(self) -> None:
+        for options, op in (({}, "_foreach_sqrt"), ({"foreach": False}, "sqrt"), ({"fused": True}, "_fused_adamw_")):
+            with FakeDevice(machine("h200")):
+                layer = nn.Linear(4, 4)
+                optimizer = torch.optim.AdamW(layer.parameters(), **options)
+                layer(torch.zeros(1, 4)).sum().backward()
+                with Ops() as ops:
+                    optimizer.step()
+            assert op in ops.results
+            assert optimizer.param_groups[0]["foreach"] is options.get("foreach")
+
+    def test_a_loss_may_be_printed(self) -> None:
+        with FakeDevice(machine("h200")):
+            loss = nn.Linear(4, 4)(torch.zeros(1, 4)).sum()
+            assert (loss.item(), float(loss)) == (1.0, 1.0)
+
+    def test_a_shape_that_depends_on_values_is_one_clear_error(self) -> None:
+        with FakeDevice(machine("h200")), pytest.raises(ConfigError, match="asks for the value of a tensor"):
+            torch.zeros(4, dtype=torch.long).max().item()
+        with FakeDevice(machine("h200")), pytest.raises(ConfigError, match="plan on the device"):
+            bool(torch.zeros(1) > 0)
+
+    def test_a_llama_of_seven_billion_parameters_needs_no_memory(self) -> None:
+        device = FakeDevice(machine("h200"))
+        with device:
+            config = LlamaConfig(
+                num_hidden_layers=32, hidden_size=4096, intermediate_size=11008, num_attention_heads=32
+            )
+            model = LlamaForCausalLM(config).to(torch.bfloat16)
+            live = LiveBytes("meta", counts_fake=True, record_timeline=False)
+            live.track(model.parameters())
+            assert live.live_bytes == 2 * sum(p.numel() for p in model.parameters()) > 12 * 2**30
+            layers = model.model.layers
+            model.model.layers = layers[:3]  # the others take as long again
+            with live:
+                tokens = torch.zeros(2, 2048, dtype=torch.long)
+                model(tokens, labels=tokens).loss.backward()
+        assert live.peak_bytes > 16 * 2**30

@@ -1,0 +1,211 @@
+"""Profiles of devices: what they hold, what ops cost on them, and that a measured one can be read again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphckpt.errors import ConfigError
+from graphckpt.plan import bench
+from graphckpt.plan.machine import Machine, machine, names
+from graphckpt.plan.profile_device import copy_rates, profile, write_profile
+
+aten = torch.ops.aten
+
+
+def seconds_of(device: Machine, func: object, *args: object) -> float:
+    return device.op_seconds(func, args, {}, func(*args))  # type: ignore[operator]
+
+
+class TestProfiles:
+    def test_every_packaged_profile_is_whole(self) -> None:
+        assert names() == ["a100-80g", "cpu", "h100", "h200", "rtx3090", "rtx4090"]
+        for name in names():
+            device = machine(name)
+            assert device.name == name
+            assert {"float32", "float64", "bfloat16", "float16"} <= set(device.flops)
+            assert all(0 < share <= 1 for share in device.efficiency.values())
+            assert device.copy_out > 0
+            assert device.copy_in > 0
+            if device.kind == "cuda":
+                assert device.rounding == 512
+                assert device.capability is not None
+                assert device.workspace_bytes == (33_554_432 if device.capability >= (9, 0) else 8_519_680)
+
+    def test_an_unknown_device_is_one_clear_error(self) -> None:
+        with pytest.raises(ConfigError) as error:
+            machine("h20")
+        assert str(error.value) == (
+            "no device is called 'h20' · did you mean 'h200'? · fix: use one of a100-80g, cpu, h100, h200, rtx3090, "
+            "rtx4090, or a profile file that `graphckpt profile-device` wrote"
+        )
+
+    def test_all_faults_of_a_file_are_told_at_once(self, tmp_path: Path) -> None:
+        path = tmp_path / "mine.yaml"
+        path.write_text("name: mine\nkind: cuda\nmemory_bytes: 1\nflop: {}\n")
+        with pytest.raises(ConfigError, match="did you mean 'flops'") as error:
+            machine(path)
+        assert "flops: is missing" in str(error.value)
+        assert "memory_bandwidth: is missing" in str(error.value)
+
+        path.write_text("name: mine\nkind: tpu\nmemory_bytes: 0\nflops: {float32: 1.0}\nmemory_bandwidth: fast\n")
+        with pytest.raises(ConfigError) as error:
+            machine(path)
+        for fault in ("kind: 'tpu'", "memory_bytes: 0 is no number above 0", "memory_bandwidth: 'fast'"):
+            assert fault in str(error.value)
+
+    def test_a_file_that_is_missing_or_no_profile_says_so(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="there is no device profile"):
+            machine(tmp_path / "none.yaml")
+        (tmp_path / "list.yaml").write_text("- 1\n")
+        with pytest.raises(ConfigError, match="holds no fields"):
+            machine(tmp_path / "list.yaml")
+        (tmp_path / "broken.yaml").write_text("a: [\n")
+        with pytest.raises(ConfigError, match="is no YAML file"):
+            machine(tmp_path / "broken.yaml")
+
+    def test_what_is_saved_is_what_is_read(self, tmp_path: Path) -> None:
+        machine("h200").save(tmp_path / "copy.yaml", comment="one line\nand another")
+        assert machine(tmp_path / "copy.yaml") == machine("h200")
+
+    def test_bytes_are_rounded_up_to_what_the_allocator_hands_out(self) -> None:
+        h200 = machine("h200")
+        assert [h200.rounded(n) for n in (0, 1, 512, 513)] == [0, 512, 512, 1024]
+        assert machine("cpu").rounded(7) == 7
+
+    def test_copies_take_their_bytes_over_the_rate_that_is_reached(self) -> None:
+        h200 = machine("h200")
+        assert h200.copy_out_seconds(63 * 10**9) == pytest.approx(1 / 0.8)
+        unknown = Machine(name="x", kind="cuda", memory_bytes=1, flops={"float32": 1.0}, memory_bandwidth=1.0)
+        assert unknown.copy_in_seconds(0) == 0
+        assert unknown.copy_in_seconds(1) == float("inf")
+
+
+class TestOpSeconds:
+    device = machine("a100-80g")
+
+    def test_more_work_takes_longer(self) -> None:
+        products, sums = [], []
+        for size in (64, 512, 1024):
+            x = torch.zeros(size, size, dtype=torch.bfloat16, device="meta")
+            products.append(seconds_of(self.device, aten.mm.default, x, x))
+            sums.append(seconds_of(self.device, aten.add.Tensor, x, x))
+        assert products == sorted(set(products))
+        assert sums == sorted(set(sums))
+
+    def test_a_large_product_takes_its_arithmetic_and_a_sum_its_bytes(self) -> None:
+        x = torch.zeros(8192, 8192, dtype=torch.bfloat16, device="meta")
+        launch = self.device.launch_seconds
+        assert seconds_of(self.device, aten.mm.default, x, x) == pytest.approx(2 * 8192**3 / (0.7 * 312e12) + launch)
+        assert seconds_of(self.device, aten.add.Tensor, x, x) == pytest.approx(6 * 8192**2 / (0.8 * 2039e9) + launch)
+
+    def test_views_and_empty_tensors_take_no_time(self) -> None:
+        x = torch.zeros(8, 8, device="meta")
+        assert seconds_of(self.device, aten.view.default, x, [64]) == 0
+        assert seconds_of(self.device, aten.t.default, x) == 0
+        assert seconds_of(self.device, aten._unsafe_view.default, x, [64]) == 0
+        assert seconds_of(self.device, aten.detach.default, x) == 0
+        assert seconds_of(self.device, aten.empty.memory_format, [8, 8]) == 0
+
+    def test_what_is_spread_without_copies_is_read_once(self) -> None:
+        row = torch.zeros(1, 4096, device="meta")
+        whole = torch.zeros(4096, 4096, device="meta")
+        assert seconds_of(self.device, aten.add.Tensor, whole, row.expand(4096, 4096)) < seconds_of(
+            self.device, aten.add.Tensor, whole, whole
+        )
+
+    def test_attention_counts_its_pairs_and_a_causal_one_half_of_them(self) -> None:
+        query = torch.zeros(1, 16, 4096, 128, dtype=torch.bfloat16, device="meta")
+        op = aten._scaled_dot_product_flash_attention.default
+        full, causal = (seconds_of(self.device, op, query, query, query, 0.0, flag) for flag in (False, True))
+        launch = self.device.launch_seconds
+        assert full == pytest.approx(4 * 16 * 4096**2 * 128 / (0.5 * 312e12) + launch)
+        assert causal - launch == pytest.approx((full - launch) / 2)
+
+    def test_backward_of_attention_takes_five_products_where_forward_takes_two(self) -> None:
+        ops: dict[str, float] = {}
+
+        class Seconds(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                result = func(*args, **(kwargs or {}))
+                ops[str(func)] = TestOpSeconds.device.op_seconds(func, args, kwargs or {}, result)
+                return result
+
+        query = torch.zeros(1, 8, 4096, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        with Seconds():
+            aten._scaled_dot_product_flash_attention(query, query, query)[0].sum().backward()
+        launch = self.device.launch_seconds
+        forward = ops["aten._scaled_dot_product_flash_attention.default"] - launch
+        backward = ops["aten._scaled_dot_product_flash_attention_backward.default"] - launch
+        assert backward == pytest.approx(2.5 * forward)
+
+    def test_products_in_float32_are_faster_where_tf32_is_allowed(self) -> None:
+        x = torch.zeros(8192, 8192, device="meta")
+        plain = seconds_of(self.device, aten.mm.default, x, x)
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high")
+        try:
+            assert seconds_of(self.device, aten.mm.default, x, x) < plain / 4
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+
+class TestExtraBytes:
+    query = torch.zeros(2, 8, 100, 64, dtype=torch.bfloat16, device="meta")
+    op = aten._scaled_dot_product_flash_attention_backward.default
+
+    def test_flash_backward_sums_in_float32(self) -> None:
+        args = (self.query, self.query, self.query, self.query)
+        assert machine("h200").op_extra_bytes(self.op, args) == 4 * 2 * 8 * 128 * (64 + 1)
+        assert machine("cpu").op_extra_bytes(self.op, args) == 0
+
+    def test_grouped_heads_are_spread_for_their_gradients(self) -> None:
+        key = self.query[:, :2]
+        plain = machine("h200").op_extra_bytes(self.op, (self.query, self.query, self.query, self.query))
+        grouped = machine("h200").op_extra_bytes(self.op, (self.query, self.query, key, key))
+        assert grouped - plain == 2 * 2 * 8 * 100 * 64 * 2
+
+    def test_an_op_of_which_nothing_is_known_takes_nothing(self) -> None:
+        assert machine("h200").op_extra_bytes(aten.mm.default, (self.query, self.query)) == 0
+
+
+class TestProfileDevice:
+    @pytest.fixture(autouse=True)
+    def _small(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(bench.Bench, "sizes", (32, 64))
+        monkeypatch.setattr(bench.Bench, "block_bytes", 2**20)
+        monkeypatch.setattr(bench.Bench, "disk_bytes", 2**20)
+
+    def test_the_cpu_is_measured_and_its_file_can_be_read(self, tmp_path: Path) -> None:
+        lines: list[str] = []
+        measured = write_profile(
+            tmp_path / "here.yaml", "cpu", name="here", seconds=0.001, folder=tmp_path, tell=lines.append
+        )
+        assert machine(tmp_path / "here.yaml") == measured
+        assert measured.name == "here"
+        assert all(rate > 0 for rate in measured.flops.values())
+        assert measured.launch_seconds > 0
+        assert measured.disk_read > 0
+        assert len(lines) == len(measured.flops) + 6
+        assert [path.name for path in tmp_path.iterdir()] == ["here.yaml"]
+
+    @pytest.mark.parametrize("place", ["host", "disk"])
+    def test_copies_alone_are_measured(self, place: str) -> None:
+        assert all(rate > 0 for rate in copy_rates("cpu", place))
+
+    def test_a_folder_that_is_missing_is_told_before_anything_is_measured(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="there is no folder"):
+            write_profile(tmp_path / "none" / "here.yaml", "cpu")
+
+    def test_a_device_that_is_not_there_is_told(self) -> None:
+        if torch.cuda.is_available():
+            pytest.skip("there is one")
+        with pytest.raises(ConfigError, match="there is no CUDA device here"):
+            profile("cuda")
+
+    def test_a_device_without_a_way_to_measure_it_is_told(self) -> None:
+        with pytest.raises(ConfigError, match="no rates can be measured on meta"):
+            profile("meta")
