@@ -40,6 +40,7 @@ class LiveBytes(TorchDispatchMode):
     Args:
         device: count only storages on this kind of device, such as ``"cuda"``; ``None`` counts all of them.
         record_timeline: ``False`` keeps the sum and the peak only, without an entry per change.
+        counts_fake: count meta storages, which are those of fake tensors, as if they held memory.
 
     >>> with LiveBytes() as live:
     ...     x = torch.zeros(256)
@@ -60,13 +61,16 @@ class LiveBytes(TorchDispatchMode):
     peak_bytes: int
     """The largest value of :attr:`live_bytes` so far."""
 
-    def __init__(self, device: str | torch.device | None = None, *, record_timeline: bool = True) -> None:
+    def __init__(
+        self, device: str | torch.device | None = None, *, record_timeline: bool = True, counts_fake: bool = False
+    ) -> None:
         super().__init__()
         self.block = ""
         self.phase = "forward"
         self.live_bytes = 0
         self.peak_bytes = 0
         self._device = None if device is None else torch.device(device).type
+        self._counts_fake = counts_fake
         self._changes: list[tuple[int, str, str]] | None = [] if record_timeline else None
         self._alive: dict[int, _Alive] = {}
         self._depth = 0
@@ -168,14 +172,18 @@ class LiveBytes(TorchDispatchMode):
             if known.num_bytes != num_bytes:
                 self._resize(known, num_bytes)
             return
-        kind = storage.device.type
-        if kind == "meta" or (self._device is not None and kind != self._device):
+        if not self._is_counted(storage.device.type):
             return
         alive = _Alive(storage, self._free)
         alive.key = id(storage)
         alive.num_bytes = num_bytes
         self._alive[alive.key] = alive
-        self._change(num_bytes)
+        self._change(num_bytes, alive.key)
+
+    def _is_counted(self, kind: str) -> bool:
+        if kind == "meta":
+            return self._counts_fake
+        return self._device is None or kind == self._device
 
     def _see_sparse(self, tensor: torch.Tensor) -> None:
         """Counts the parts of a tensor that has no storage; an opaque one (mkldnn) counts nothing."""
@@ -189,15 +197,16 @@ class LiveBytes(TorchDispatchMode):
         """Takes a freed storage off the sum. Runs wherever the last holder lets go, in any thread."""
         assert isinstance(alive, _Alive)
         del self._alive[alive.key]
-        self._change(-alive.num_bytes)
+        self._change(-alive.num_bytes, alive.key)
 
     def _resize(self, alive: _Alive, num_bytes: int) -> None:
         grown = num_bytes - alive.num_bytes
         alive.num_bytes = num_bytes
-        self._change(grown)
+        self._change(grown, alive.key)
 
-    def _change(self, num_bytes: int) -> None:
+    def _change(self, num_bytes: int, key: int) -> None:
         """Adds to the sum. No lock: CPython switches threads and collects at calls, not within ``+=``."""
+        del key  # of the storage: for subclasses
         if num_bytes == 0:
             return
         self.live_bytes += num_bytes

@@ -43,12 +43,9 @@ def rate_name(func: Any, args: tuple[Any, ...]) -> str:
     """Returns under which name the peak rate of an op stands: its dtype, or ``"tf32"`` where the user allows that."""
     dtype = next((t.dtype for t in _tensors(args) if t.dtype.is_floating_point), torch.float32)
     if dtype is torch.float32:
-        allowed = (
-            torch.backends.cudnn.allow_tf32
-            if func.overloadpacket in _CONVOLUTION
-            else torch.get_float32_matmul_precision() != "highest"
-        )
-        return "tf32" if allowed else "float32"
+        backends: Any = torch.backends
+        backend = backends.cudnn.conv if func.overloadpacket in _CONVOLUTION else backends.cuda.matmul
+        return "tf32" if backend.fp32_precision == "tf32" else "float32"
     return str(dtype).removeprefix("torch.")
 
 

@@ -12,11 +12,11 @@ from graphckpt.plan.offload_milp import solve_milp
 from graphckpt.plan.offload_window import Known, Windowed
 from graphckpt.plan.solve import Front
 
-_BLOCKS_PER_SECOND = 50_000  # that are judged, of all plans together, for each second that `improve` is given
+_BLOCKS_PER_SECOND = 20_000  # that are judged, of all plans together, for each second that `improve` is given
 _LEVELS_OF_BYTES = (
     6  # sizes of pieces that the dynamic programme tells apart; rounded up, so that it stays within bounds
 )
-_LABELS = 512
+_LABELS = 256  # fewer than usual, as there are many states
 
 
 @final

@@ -1,0 +1,71 @@
+"""What a memory budget means in bytes."""
+
+from __future__ import annotations
+
+import os
+from typing import TypeAlias
+
+import torch
+
+from graphckpt.errors import ConfigError
+from graphckpt.units import parse_bytes
+
+Budget: TypeAlias = int | float | str
+"""Bytes, ``"12GiB"``, ``"max"``, ``"min"``, or a share of the plain step's activations from above 0 to 1."""
+
+
+def check(budget: Budget) -> Budget:
+    """Returns ``budget`` if it can be read.
+
+    Raises:
+        ConfigError: it is no size, no share and no word that means something.
+
+    >>> check("12GiB"), check(0.5)
+    ('12GiB', 0.5)
+    >>> check(1.5)
+    Traceback (most recent call last):
+    graphckpt.errors.ConfigError: memory_budget: 1.5 is no share · fix: use one above 0 and up to 1, or bytes as '12GiB'
+    """
+    if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
+        raise ConfigError(f"memory_budget: {budget!r} is no size · fix: use bytes, '12GiB', 'max', 'min' or a share")
+    if isinstance(budget, float):
+        if not 0 < budget <= 1:
+            raise ConfigError(
+                f"memory_budget: {budget!r} is no share · fix: use one above 0 and up to 1, or bytes as '12GiB'"
+            )
+    elif budget not in ("max", "min"):
+        try:
+            parse_bytes(budget)
+        except ValueError as error:
+            raise ConfigError(f"memory_budget: {error}; 'max' and 'min' mean something too") from None
+    return budget
+
+
+def in_bytes(budget: Budget, *, floor: int, static: int, plain_peak: int, available: int) -> int:
+    """Returns the bytes that the step may have at its peak.
+
+    Args:
+        budget: as the user wrote it.
+        floor: the least peak of any plan.
+        static: what is alive before the first block runs.
+        plain_peak: the peak when everything is kept.
+        available: what the device has for this step.
+    """
+    check(budget)
+    if budget == "min":
+        return floor
+    if budget == "max":
+        return available
+    if isinstance(budget, float):
+        return static + int(budget * (plain_peak - static))
+    return parse_bytes(budget)
+
+
+def available_bytes(device: torch.device, alive: int) -> int:
+    """Returns what a step may take on ``device``: what is free, and the ``alive`` bytes that the step has already."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free + unused + alive
+    pages = os.sysconf("SC_AVPHYS_PAGES") if hasattr(os, "sysconf") else 0
+    return pages * os.sysconf("SC_PAGE_SIZE") + alive

@@ -1,0 +1,170 @@
+"""The step as the solver sees it: what a choice for one block does, given what the blocks before it hold."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+from graphckpt.plan.levels import Move
+from graphckpt.plan.predict import Change, State
+from graphckpt.plan.trace import Interval, Kind, Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+    from graphckpt.plan.measure import Measured
+
+Held = frozenset[int]
+
+
+@final
+class StepChain:
+    """The last forward and backward of a step as a chain of blocks: backward goes through them in reverse order.
+
+    The level before the forward of a block is what is constant there, whatever the plan, and what the blocks before it
+    hold; the level before its backward is the same sum. So a choice can be judged by the choices before it.
+
+    Args:
+        measured: what is known of the step.
+        fixed: the option of some blocks, by number, about which there is nothing to decide.
+        banned: blocks and options that are not allowed.
+    """
+
+    def __init__(
+        self,
+        measured: Measured,
+        fixed: Mapping[int, int] | None = None,
+        banned: Collection[tuple[int, int]] = (),
+    ) -> None:
+        self._model = model = measured.model
+        self._seconds = [
+            [one + other for one, other in zip(*pair, strict=True)]
+            for pair in zip(measured.forward_seconds, measured.backward_seconds, strict=True)
+        ]
+        self._fixed = dict(fixed or {})
+        self._banned = frozenset(banned)
+        self._calls = last_pass(model.block_of_call)
+        self.blocks = [model.block_of_call[call] for call in self._calls]
+        self.num_blocks = len(self._calls)
+        self.start: Held = frozenset()
+        self.base = 0
+        self._constants, self._others = self._walk_constants()
+        self._order = {interval: number for number, interval in enumerate(model.intervals)}
+        self._last_use = self._last_uses(len(measured.options))
+        first = self._order[Interval(Phase.FORWARD, self._calls[0])]
+        last = Interval(Phase.BACKWARD, self._calls[0])
+        after = self._order[last] if last in self._order else len(model.intervals) - 1
+        around = [*model.intervals[:first], *model.intervals[after + 2 :]]
+        self.fixed_peak = max((self._constant_peak(interval) for interval in around), default=0)
+
+    def options(self, block: int) -> Sequence[float]:
+        """Returns the seconds of each option of a block; a module that is called several times counts once."""
+        number = self.blocks[block]
+        if number in self.blocks[:block]:
+            return [0.0] * len(self._seconds[number])
+        return self._seconds[number]
+
+    def plan(self, choices: Sequence[int]) -> tuple[int, ...]:
+        """Returns the option of each block of the model, in its order."""
+        plan = [0] * len(self._seconds)
+        for block, choice in zip(self.blocks, choices, strict=True):
+            plan[block] = choice
+        return tuple(plan)
+
+    def move(self, block: int, option: int, held: Held) -> Move | None:
+        """Returns what an option does where earlier blocks hold ``held``."""
+        number, call = self.blocks[block], self._calls[block]
+        if self._fixed.get(number, option) != option or (number, option) in self._banned:
+            return None
+        own = self._model.holds(call, option)
+        forward = Interval(Phase.FORWARD, call)
+        state = State(self._constants[forward], self._others[forward], held)
+        for interval in self._until_next(forward):
+            state.walk(self._model.steps(interval, option))
+        after = self._next_start(forward)
+        now_held = held | own
+        kept = state.level - self._constants[after]
+        backward = Interval(Phase.BACKWARD, call)
+        peak = 0
+        if backward in self._order:
+            level = self._constants[backward] + self._unseen(now_held, backward) - self._unseen(now_held, after)
+            state_back = State(level, self._others[backward], held)
+            state_back.holders.update(own)
+            for interval in self._until_next(backward):
+                state_back.walk(self._model.steps(interval, option))
+            peak = state_back.peak
+        return Move(state.peak, kept, peak, self._still_of_use(now_held, block, after))
+
+    def head_peak(self, held: Held) -> int:
+        """Returns 0: what lies between the last forward and the first backward counts for the last block."""
+        del held
+        return 0
+
+    def _until_next(self, interval: Interval) -> Iterable[Interval]:
+        """Yields an interval of a block and those after it, up to the next one of a block."""
+        intervals, number = self._model.intervals, self._order[interval]
+        yield interval
+        for later in intervals[number + 1 :]:
+            if later.is_of_block or later.phase in (Phase.OPTIMIZER, Phase.BEFORE):
+                return
+            yield later
+
+    def _next_start(self, interval: Interval) -> Interval:
+        *_, last = self._until_next(interval)
+        number = self._order[last] + 1
+        return self._model.intervals[number] if number < len(self._model.intervals) else last
+
+    def _unseen(self, held: Iterable[int], at: Interval) -> int:
+        """Returns the bytes of what is held and of which nobody else has hold when an interval begins."""
+        others = self._others[at]
+        return sum(self._model.base.sizes.get(storage, 0) for storage in held if storage not in others)
+
+    def _still_of_use(self, held: Held, block: int, after: Interval) -> Held:
+        """Drops what later blocks do not see, and nobody else holds: it counts as the blocks' own from here on."""
+        others = self._others[after]
+        return frozenset(s for s in held if self._last_use.get(s, -1) > block or s in others)
+
+    def _last_uses(self, num_options: int) -> dict[int, int]:
+        uses: dict[int, int] = {}
+        for block, call in enumerate(self._calls):
+            for option in range(num_options):
+                for storage in self._model.holds(call, option):
+                    uses[storage] = block
+        return uses
+
+    def _walk_constants(self) -> tuple[dict[Interval, int], dict[Interval, frozenset[int]]]:
+        """Returns, for the start of each interval, the bytes that are alive whatever the blocks hold, and whose."""
+        constants: dict[Interval, int] = {}
+        others: dict[Interval, frozenset[int]] = {}
+        sizes = self._model.base.sizes
+        alive: set[int] = set()
+        outside = 0
+        for interval in self._model.intervals:
+            constants[interval] = outside + sum(sizes.get(storage, 0) for storage in alive)
+            others[interval] = frozenset(alive)
+            for step in self._model.steps(interval, 0):
+                if isinstance(step, Change):
+                    if step.kind is Kind.BORN:
+                        alive.add(step.storage)
+                    elif step.kind is Kind.GONE:
+                        alive.discard(step.storage)
+                elif not interval.is_of_block:
+                    outside += step.change
+        return constants, others
+
+    def _constant_peak(self, interval: Interval) -> int:
+        state = State(self._constants[interval], self._others[interval])
+        state.walk(self._model.steps(interval, 0))
+        return state.peak
+
+
+def last_pass(block_of_call: Sequence[int]) -> list[int]:
+    """Returns the calls after the last time that a block came anew: with accumulation, those of the last batch.
+
+    >>> last_pass([0, 1, 2, 0, 1, 2]), last_pass([0, 0, 0])
+    ([3, 4, 5], [0, 1, 2])
+    """
+    if len(set(block_of_call)) == 1 or len(set(block_of_call)) == len(block_of_call):
+        return list(range(len(block_of_call)))
+    first = block_of_call[0]
+    starts = [n for n, block in enumerate(block_of_call) if block == first]
+    return list(range(starts[-1], len(block_of_call)))

@@ -1,0 +1,200 @@
+"""Chooses the options of a measured step for a budget in bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+from graphckpt.plan.chain import StepChain
+from graphckpt.plan.offload_time import Timing, improve, schedule
+from graphckpt.plan.solve import Front
+from graphckpt.plan.trace import Interval, Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from graphckpt.plan.measure import Measured
+
+_ATTEMPTS = 6  # a step whose backward takes another order than its forward needs more than one
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """How fast bytes leave a device and come back, in bytes per second."""
+
+    out: float
+    back: float
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One option for each block, and what it comes to."""
+
+    plan: tuple[int, ...]
+    peak: int
+    interval: Interval
+    seconds: float
+    """Of all blocks, with what the step waits for copies."""
+    notes: tuple[str, ...] = ()
+
+
+@final
+class Chooser:
+    """Answers for any budget what a measured step should do.
+
+    Args:
+        measured: the step.
+        rates: of the copies, where options move bytes.
+        host_budget: the most bytes that may be away from the device at once.
+    """
+
+    def __init__(self, measured: Measured, rates: Rates | None = None, host_budget: int | None = None) -> None:
+        self.measured = measured
+        self._rates = rates
+        self._host_budget = host_budget
+        self._near = frozenset(
+            (block, number)
+            for number, option in enumerate(measured.options)
+            for block in range(len(measured.names))
+            if option.is_far
+        )
+        """What moves bytes: banned where only what stays is asked for."""
+        self._fronts: list[tuple[StepChain, Front]] | None = None
+
+    @property
+    def fronts(self) -> list[tuple[StepChain, Front]]:
+        """For each option of the blocks that run several times, which must agree: all plans worth having."""
+        if self._fronts is None:
+            banned = self._near if self._rates is not None else frozenset()
+            self._fronts = [(chain, Front(chain)) for chain in self._chains(banned)]
+        return self._fronts
+
+    def floor(self) -> Choice:
+        """Returns the choice with the lowest peak, without copies."""
+        return min(
+            (self.judged(chain.plan(front.least_peak()[0])) for chain, front in self.fronts),
+            key=lambda choice: (choice.peak, choice.seconds, choice.plan),
+        )
+
+    def cheapest(self, budget: int) -> Choice | None:
+        """Returns the fastest choice whose peak is at most ``budget``, or ``None`` if there is none."""
+        found = [choice for chain, front in self.fronts if (choice := self._fitting(chain, front, budget)) is not None]
+        best = min(found, key=_better, default=None)
+        if self._rates is None:
+            return best
+        moved = self._moving(budget, best)
+        return min((c for c in (best, moved) if c is not None), key=_better, default=None)
+
+    def pareto(self, most: int = 24) -> list[Choice]:
+        """Returns the choices of which none is better in peak and time, from the lowest peak up."""
+        candidates = [self.judged(chain.plan(plan)) for chain, f in self.fronts for _, _, plan in f.pareto(most)]
+        if self._rates is not None and candidates:
+            low, high = min(c.peak for c in candidates), max(c.peak for c in candidates)
+            steps = [low - (high - low) // 4 + (high - low) * 5 * n // (4 * most) for n in range(most + 1)]
+            candidates += [choice for budget in steps if (choice := self.cheapest(budget)) is not None]
+        front: list[Choice] = []
+        for choice in sorted(candidates, key=lambda c: (c.peak, c.seconds, c.plan)):
+            if not front or choice.seconds < front[-1].seconds:
+                front.append(choice)
+        return front
+
+    def uniform(self) -> Iterator[tuple[int, Choice]]:
+        """Yields what it comes to when all blocks have the same option."""
+        for option in range(len(self.measured.options)):
+            yield option, self.judged((option,) * len(self.measured.names))
+
+    def judged(self, plan: Sequence[int]) -> Choice:
+        """Returns what options come to, which need not be worth having."""
+        plan = tuple(plan)
+        seconds, flight = self._seconds(plan)
+        levels = list(self.measured.model.levels(plan))
+        highest = max(levels, key=lambda level: level.peak)
+        return Choice(plan, highest.peak + flight, highest.interval, seconds)
+
+    def _fitting(self, chain: StepChain, front: Front, budget: int) -> Choice | None:
+        """The chain assumes that backward takes the blocks in reverse order; the judge knows the real one."""
+        limit = budget
+        for _ in range(_ATTEMPTS):
+            plan = front.cheapest(limit)
+            if plan is None:
+                return None
+            choice = self.judged(chain.plan(plan))
+            if choice.peak <= budget:
+                return choice
+            limit -= max(1, choice.peak - budget)
+        return None
+
+    def _moving(self, budget: int, best: Choice | None) -> Choice | None:
+        """Returns the fastest choice with copies that fits on both sides."""
+        banned: set[tuple[int, int]] = set()
+        for _ in range(len(self.measured.names) + 1):
+            found = None
+            for chain in self._chains(frozenset(banned)):
+                timing = self._timing(chain)
+                start = None if best is None else [best.plan[block] for block in chain.blocks]
+                improved = improve(chain, timing, budget, start)
+                if improved.plan is not None and (found is None or improved.seconds < found.seconds):
+                    plan = chain.plan(improved.plan)
+                    highest = self.measured.model.highest(plan)
+                    peak = max(improved.peak, highest.peak)
+                    if peak <= budget:
+                        found = Choice(plan, peak, highest.interval, improved.seconds, improved.notes)
+            if found is None or self._host_budget is None:
+                return found
+            moved = [self.measured.far_bytes[block][option] for block, option in enumerate(found.plan)]
+            if sum(moved) <= self._host_budget:
+                return found
+            largest = max(range(len(moved)), key=lambda block: (moved[block], block))
+            banned |= {(b, o) for b, o in self._near if b == largest}
+        return None
+
+    def _chains(self, banned: frozenset[tuple[int, int]]) -> list[StepChain]:
+        chain = StepChain(self.measured, banned=banned)
+        again = [block for block, count in Counter(chain.blocks).items() if count > 1]
+        if not again:
+            return [chain]
+        allowed = [o for o in range(len(self.measured.options)) if (again[0], o) not in banned]
+        return [StepChain(self.measured, dict.fromkeys(again, option), banned) for option in allowed]
+
+    def _timing(self, chain: StepChain) -> Timing:
+        assert self._rates is not None
+        known = self.measured
+        return Timing(
+            forward_seconds=[known.forward_seconds[block] for block in chain.blocks],
+            backward_seconds=[known.backward_seconds[block] for block in chain.blocks],
+            moved_bytes=[known.far_bytes[block] for block in chain.blocks],
+            out_rate=self._rates.out,
+            back_rate=self._rates.back,
+        )
+
+    def _seconds(self, plan: Sequence[int]) -> tuple[float, int]:
+        """Returns the seconds of all blocks, and the most bytes that copies have in flight."""
+        known = self.measured
+        if self._rates is not None and any(known.far_bytes[b][o] for b, o in enumerate(plan)):
+            chain = StepChain(known)
+            times = schedule(self._timing(chain), [plan[block] for block in chain.blocks])
+            return times.seconds, max(times.in_flight, default=0)
+        return sum(known.forward_seconds[b][o] + known.backward_seconds[b][o] for b, o in enumerate(plan)), 0
+
+
+def described(interval: Interval, names: Sequence[str], block_of_call: Sequence[int]) -> str:
+    """Returns an interval in words.
+
+    >>> described(Interval(Phase.BACKWARD, 1), ["h.0", "h.1", "h.2"], [0, 1, 2])
+    'backward of h.1'
+    >>> described(Interval(Phase.AFTER_FORWARD, 2), ["h.0", "h.1", "h.2"], [0, 1, 2])
+    'the head and the loss, after h.2'
+    """
+    if interval.call < 0:
+        return interval.phase.value
+    name = names[block_of_call[interval.call]]
+    if interval.phase is Phase.AFTER_FORWARD and interval.call == len(block_of_call) - 1:
+        return f"the head and the loss, after {name}"
+    return f"{interval.phase.value} {name}"
+
+
+def _better(choice: Choice) -> tuple[float, int, tuple[int, ...]]:
+    return choice.seconds, choice.peak, choice.plan

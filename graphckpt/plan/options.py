@@ -1,0 +1,53 @@
+"""The policies that a planner considers for each block."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from graphckpt.errors import ConfigError
+from graphckpt.plan.run import KEEP, Option
+from graphckpt.rules import Full, Selective, parse_rule
+from graphckpt.stores import parse_offload
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_FLAG = "activation_checkpointing"
+
+NEAR: tuple[Option, ...] = (
+    KEEP,
+    *(
+        Option(f"selective({level})", {_FLAG: {"rule": "selective", "save": level}}, Selective(level))
+        for level in ("matmul+attention", "matmul", "attention")
+    ),
+    Option("full", {_FLAG: True}, Full()),
+)
+"""What a block keeps on its device: everything, three levels of its ops' results, or its inputs alone."""
+
+
+def options(offload: bool | str = False, only: Iterable[Any] | None = None) -> tuple[Option, ...]:
+    """Returns the options, ``keep`` first.
+
+    Args:
+        offload: where kept tensors may go: ``True`` or ``"cpu"``, ``"disk"``, ``"disk:/a/folder"``.
+        only: rules to consider beside ``keep``, as ``activation_checkpointing`` takes them; ``None`` is all.
+
+    Raises:
+        ConfigError: there is no such place or rule.
+    """
+    near = NEAR if only is None else (KEEP, *(_option(value) for value in only))
+    if parse_offload(offload) is None:
+        return near
+    place = "cpu" if offload is True else offload
+    name = "disk" if str(place).startswith("disk") else "host"
+    return near + tuple(
+        Option(f"{option.name} + {name}", {**option.fields, "offload": place}, option.rule, is_far=True)
+        for option in near
+    )
+
+
+def _option(value: Any) -> Option:
+    rule = parse_rule(value)
+    if rule is None:
+        raise ConfigError(f"rules: {value!r} is no rule · fix: leave it out; keep is always considered")
+    return Option(rule.describe(), {_FLAG: value}, rule)

@@ -1,0 +1,229 @@
+"""Runs a user's step on the real device to measure it, and puts back what the step has changed."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from graphckpt.plan.measure import Sample
+from graphckpt.plan.trace import Interval, Phase, Trace
+from graphckpt.plan.traced_store import TracedStore
+from graphckpt.rng import random_devices, set_random_state, take_random_state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from graphckpt.plan.run import Blocks, Option
+
+_TIMED_RUNS = 3  # of which the fastest counts: what else the machine does only ever adds
+
+
+@final
+class RealStep:
+    """A step function of the user over a model, on the device that the model is on.
+
+    Args:
+        model: its parameters, buffers and gradients are put back afterwards.
+        step_fn: runs forward and backward once, and the optimizer if it is to count.
+        min_elements: what is offloaded is not smaller.
+    """
+
+    def __init__(self, model: nn.Module, step_fn: Callable[[], object], *, min_elements: int = 1024) -> None:
+        self._model = model
+        self._step_fn = step_fn
+        self._min_elements = min_elements
+        tensors = list(self._model_tensors())
+        self.device = next((t.device for t in tensors), torch.device("cpu"))
+        self._optimizers: dict[int, Optimizer] = {}
+
+    def sample(self, blocks: Blocks, options: Sequence[Option]) -> Sample:
+        """Runs the step with one option on each block: once to warm up, once logged, and some times by the clock."""
+        stores = {far: TracedStore(is_far=far, min_elements=self._min_elements) for far in (False, True)}
+        with register_hook(self._meet), blocks.under(options, lambda option: stores[option.is_far]):
+            self._step_fn()
+            trace = self._trace()
+            for store in stores.values():
+                store.trace = trace
+                store.far_bytes.clear()
+            with blocks.marked(trace), trace:
+                self._step_fn()
+            far_bytes = dict(stores[True].far_bytes)
+            for store in stores.values():
+                store.trace = None
+            clocks = [self._timed(blocks) for _ in range(_TIMED_RUNS)]
+        seconds = {i: min(c.seconds.get(i, 0.0) for c in clocks) for i in clocks[0].seconds}
+        return Sample(trace, far_bytes, seconds, min(clock.total for clock in clocks))
+
+    def peak(self) -> int:
+        """Returns the most bytes that are alive at once during a step as it is, by the same count."""
+        with register_hook(self._meet):
+            self._step_fn()
+            trace = self._trace()
+            with trace:
+                self._step_fn()
+        return trace.peak_bytes
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Puts back, in the end, parameters, buffers, gradients, optimizers and random state."""
+        tensors = [(t, t.detach().clone()) for t in self._model_tensors()]
+        gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in self._model.parameters()]
+        random = take_random_state(random_devices(t for t, _ in tensors))
+        before: dict[Optimizer, Any] = {}
+
+        def remember(optimizer: Optimizer) -> None:
+            if optimizer not in before:
+                before[optimizer] = _state(optimizer)
+
+        try:
+            with register_hook(remember):
+                yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in tensors:
+                    tensor.copy_(value)
+                for parameter, grad, value in gradients:
+                    parameter.grad = grad
+                    if grad is not None and value is not None:
+                        grad.copy_(value)
+            for optimizer, state in before.items():
+                _put_back(optimizer, state)
+            set_random_state(random)
+
+    def _meet(self, optimizer: Optimizer) -> None:
+        self._optimizers[id(optimizer)] = optimizer
+
+    def _trace(self) -> Trace:
+        trace = Trace(self.device.type)
+        state = [
+            v
+            for o in self._optimizers.values()
+            for s in o.state.values()
+            for v in s.values()
+            if isinstance(v, torch.Tensor)
+        ]
+        gradients = [p.grad for p in self._model.parameters()]
+        trace.track([*self._model_tensors(), *gradients, *state])
+        return trace
+
+    def _timed(self, blocks: Blocks) -> _Clock:
+        clock = _Clock(self.device)
+        with blocks.marked(clock):
+            self._step_fn()
+        clock.stop()
+        return clock
+
+    def _model_tensors(self) -> Iterable[torch.Tensor]:
+        yield from self._model.parameters()
+        yield from self._model.buffers()
+
+
+@final
+class _Clock:
+    """Times the intervals of a step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._calls = 0
+        self._running: list[int] = []
+        self._begun: set[int] = set()
+        self._interval = Interval(Phase.BEFORE)
+        self._since = self._start = self._now()
+        self.seconds: dict[Interval, float] = {}
+        self.total = 0.0
+
+    @property
+    def is_in_block(self) -> bool:
+        """Whether the forward of a block runs now."""
+        return bool(self._running)
+
+    def begin_call(self, block: int, tensors: Iterable[torch.Tensor]) -> int:
+        """A block is called."""
+        del block, tensors
+        call = self._calls
+        self._calls += 1
+        self._running.append(call)
+        self._mark(Interval(Phase.FORWARD, call))
+        return call
+
+    def end_call(self, tensors: Iterable[torch.Tensor]) -> int:
+        """The block that was called last returns."""
+        del tensors
+        call = self._running.pop()
+        self._mark(Interval(Phase.AFTER_FORWARD, call))
+        return call
+
+    def gradient_of(self, call: int, output: int, gradient: torch.Tensor) -> None:
+        """The backward of a call begins."""
+        del output, gradient
+        if call not in self._begun:
+            self._begun.add(call)
+            self._mark(Interval(Phase.BACKWARD, call))
+
+    def backward_ends(self, call: int) -> None:
+        """The backward of a call is over."""
+        if self._interval == (Phase.BACKWARD, call):
+            self._mark(Interval(Phase.AFTER_BACKWARD, call))
+
+    def optimizer_begins(self) -> None:
+        """An optimizer begins to step."""
+        self._mark(Interval(Phase.OPTIMIZER))
+
+    def stop(self) -> None:
+        """The step is over."""
+        self._mark(self._interval)
+        self.total = self._since - self._start
+
+    def _mark(self, interval: Interval) -> None:
+        now = self._now()
+        self.seconds[self._interval] = self.seconds.get(self._interval, 0.0) + now - self._since
+        self._interval, self._since = interval, now
+
+    def _now(self) -> float:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+        return perf_counter()
+
+
+@contextmanager
+def register_hook(see: Callable[[Optimizer], None]) -> Iterator[None]:
+    """Calls ``see`` with each optimizer that begins to step."""
+    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: see(optimizer))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _state(optimizer: Optimizer) -> Any:
+    states = {p: {k: _copy(v) for k, v in state.items()} for p, state in optimizer.state.items()}
+    groups = [{k: _copy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    return states, groups
+
+
+def _put_back(optimizer: Optimizer, saved: Any) -> None:
+    states, groups = saved
+    optimizer.state.clear()
+    for parameter, state in states.items():
+        optimizer.state[parameter] = {key: _original(value) for key, value in state.items()}
+    for group, settings in zip(optimizer.param_groups, groups, strict=True):
+        group.update({key: _original(value) for key, value in settings.items()})
+
+
+def _copy(value: Any) -> Any:
+    return (value, value.detach().clone()) if isinstance(value, torch.Tensor) else value
+
+
+def _original(value: Any) -> Any:
+    if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], torch.Tensor)):
+        return value
+    with torch.no_grad():
+        value[0].copy_(value[1])
+    return value[0]

@@ -1,0 +1,161 @@
+"""Runs a step once with a policy on each block, logged: the hooks that cut it into intervals go on and come off."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, final
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from graphckpt.blocks.forward import BlockForward
+from graphckpt.plan.traced_store import TracedStore
+from graphckpt.rules import Keep, Rule
+from graphckpt.tree import flatten_call, flatten_value
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from torch import nn
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One policy that a block may get."""
+
+    name: str
+    """As tables show it: ``"full"``, ``"selective(matmul)"``, ``"full + host"``."""
+    fields: Mapping[str, Any]
+    """What :func:`graphckpt.apply` is given for the block."""
+    rule: Rule
+    is_far: bool = False
+    """What is kept leaves the device."""
+
+
+KEEP = Option("keep", {"activation_checkpointing": False}, Keep())
+
+
+class Listener(Protocol):
+    """Is told how a step goes through the blocks."""
+
+    @property
+    def is_in_block(self) -> bool:
+        """Whether the forward of a block runs now."""
+
+    def begin_call(self, block: int, tensors: Iterable[torch.Tensor]) -> int:
+        """A block is called with ``tensors``; returns the number of the call."""
+
+    def end_call(self, tensors: Iterable[torch.Tensor]) -> int:
+        """The block that was called last returns ``tensors``; returns the number of the call."""
+
+    def gradient_of(self, call: int, output: int, gradient: torch.Tensor) -> None:
+        """Backward has the whole gradient of an output of a call."""
+
+    def backward_ends(self, call: int) -> None:
+        """Backward has the whole gradient of an argument of a call."""
+
+    def optimizer_begins(self) -> None:
+        """An optimizer begins to step."""
+
+
+@final
+class Blocks:
+    """The blocks that a plan decides about.
+
+    Args:
+        named: Names and modules, none of them inside of another.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, nn.Module]]) -> None:
+        self.names = [name for name, _ in named]
+        self.modules = [module for _, module in named]
+
+    @contextmanager
+    def under(self, options: Sequence[Option], store: Callable[[Option], TracedStore | None]) -> Iterator[None]:
+        """Puts an option on each block."""
+        wrappers = []
+        try:
+            for name, module, option in zip(self.names, self.modules, options, strict=True):
+                wrapper = BlockForward(module, name, option.rule, _Stored(store(option)))  # type: ignore[arg-type]
+                wrapper.put_on()
+                wrappers.append(wrapper)
+            yield
+        finally:
+            for wrapper in reversed(wrappers):
+                wrapper.take_off()
+
+    @contextmanager
+    def marked(self, listener: Listener) -> Iterator[None]:
+        """Has ``listener`` told where the calls of the blocks begin and end, forward and backward."""
+        with ExitStack() as stack:
+            for number, module in enumerate(self.modules):
+                marks = _Marks(listener, number)
+                stack.callback(module.register_forward_pre_hook(marks.begin, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(marks.end, always_call=True).remove)
+            stack.callback(register_optimizer_step_pre_hook(lambda *_: listener.optimizer_begins()).remove)
+            yield
+
+
+@final
+class _Stored:
+    """Stands as the placement of a block whose store is given."""
+
+    def __init__(self, store: TracedStore | None) -> None:
+        self.store = store
+
+
+@final
+class _Marks:
+    """The hooks of one block."""
+
+    def __init__(self, listener: Listener, block: int) -> None:
+        self._listener = listener
+        self._block = block
+
+    def begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled() and not self._listener.is_in_block:
+            tensors = _tensors(flatten_call(args, kwargs)[0])
+            call = self._listener.begin_call(self._block, tensors)
+            for tensor in tensors:
+                if tensor.requires_grad and not tensor.is_leaf:
+                    tensor.register_hook(_AfterBackward(self._listener, call))
+
+    def end(self, module: nn.Module, args: Any, output: Any) -> None:
+        del module, args
+        if torch.is_grad_enabled() and self._listener.is_in_block:
+            tensors = _tensors(flatten_value(output)[0])
+            call = self._listener.end_call(tensors)
+            for number, tensor in enumerate(tensors):
+                if tensor.requires_grad:
+                    tensor.register_hook(_Gradient(self._listener, call, number))
+
+
+@final
+class _Gradient:
+    """Sees the gradient of an output."""
+
+    def __init__(self, listener: Listener, call: int, output: int) -> None:
+        self._at = call, output
+        self._listener = listener
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        self._listener.gradient_of(*self._at, gradient)
+
+
+@final
+class _AfterBackward:
+    """Sees the gradient of an argument: the backward of the block is over."""
+
+    def __init__(self, listener: Listener, call: int) -> None:
+        self._listener = listener
+        self._call = call
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        del gradient
+        self._listener.backward_ends(self._call)
+
+
+def _tensors(leaves: Iterable[Any]) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
