@@ -33,7 +33,7 @@ class GraphckptCallback(Callback):
 
     Args:
         rule: What every unit keeps: ``True`` or ``"full"``, ``"selective"``, a rule object; ``None`` for no rule.
-        unit: Class names, name patterns or classes of the units; ``None`` is the layers that Transformers marks.
+        unit: Class names, name patterns or classes of the units; ``None`` is all layers.
         blocks: On top of that, by selector, as :func:`graphckpt.apply` takes them; names are the ``LightningModule``'s.
         report: ``False`` neither measures the first batch nor says what it kept.
         **fields: Further fields for every unit: ``offload``, ``contiguous``, ``partition``, ``min_elements``.

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, final
 
 from torch import nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from graphckpt.blocks import BlockConfig, Handle, apply
+from graphckpt.blocks.layers import layers
 from graphckpt.errors import ConfigError, GraphError
 from graphckpt.units import format_bytes
 
@@ -32,7 +32,7 @@ class Policies:
     Args:
         owner: The callback's name, for messages.
         rule: What every unit keeps: a value of ``activation_checkpointing``; ``None`` for no rule.
-        unit: Class names, name patterns or classes of the units; ``None`` is the layers that Transformers marks.
+        unit: Class names, name patterns or classes of the units; ``None`` is the items of its stacks of layers.
         blocks: On top of that, by selector, as :func:`graphckpt.apply` takes them.
         fields: Further fields of a :class:`~graphckpt.BlockConfig` for every unit, such as ``offload``.
 
@@ -73,27 +73,11 @@ class Policies:
         if self._unit is not None:
             given = [self._unit] if isinstance(self._unit, (str, type, re.Pattern)) else self._unit
             return [found for selector in given for found in _of_class(model, selector)]
-        found = marked_layers(model)
+        found = layers(model)
         if not found and not self._blocks:
             fix = f"name its class or its blocks: {self._owner}(unit='Block'), or {self._owner}(unit='layers.*')"
-            raise ConfigError(f"{self._owner}: {type(model).__name__} marks no layer as a unit · fix: {fix}")
+            raise ConfigError(f"{self._owner}: {type(model).__name__} has no stack of layers · fix: {fix}")
         return list(found)
-
-
-def marked_layers(model: nn.Module) -> list[str]:
-    """Returns the names of the layers that Transformers marks for recompute, none of them within another one.
-
-    Of nested ones the outer is left out if the others hold most of it: it is a container then.
-    """
-    marked = {name: m for name, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)}
-    found: list[str] = []
-    for name, layer in marked.items():
-        if any(name.startswith(f"{outer}.") for outer in found):
-            continue
-        inner = [m for m in layer.modules() if isinstance(m, GradientCheckpointingLayer) and m is not layer]
-        if 2 * sum(map(_size, inner)) <= _size(layer):
-            found.append(name)
-    return found
 
 
 def saved_line(seen: Explanation) -> str:
@@ -135,7 +119,3 @@ def _of_class(model: nn.Module, selector: Selector) -> list[Selector]:
     """Returns the class of this name in ``model``, or else the selector as it is."""
     classes: list[Selector] = list(dict.fromkeys(type(m) for m in model.modules() if type(m).__name__ == selector))
     return classes or [selector]
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())

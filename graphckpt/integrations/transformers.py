@@ -40,7 +40,7 @@ class GraphckptCallback(TrainerCallback):
 
     Args:
         rule: What every unit keeps: ``True`` or ``"full"``, ``"selective"``, a rule object; ``None`` for no rule.
-        unit: Class names, name patterns or classes of the units; ``None`` is the layers that Transformers marks.
+        unit: Class names, name patterns or classes of the units; ``None`` is all layers.
         blocks: On top of that, by selector, as :func:`graphckpt.apply` takes them.
         report: ``False`` says nothing after the first step.
         **fields: Further fields for every unit: ``offload``, ``contiguous``, ``partition``, ``min_elements``.
@@ -130,7 +130,7 @@ class GraphckptArguments:
         default="full", metadata={"help": "what every unit keeps: full, selective, keep, or none for no rule"}
     )
     graphckpt_unit: str | None = field(
-        default=None, metadata={"help": "class name or name pattern of the units; the layers that Transformers marks"}
+        default=None, metadata={"help": "class name or name pattern of the units; all layers if left out"}
     )
     graphckpt_blocks: str | None = field(
         default=None, metadata={"help": """on top of that, as JSON: '{"*.h.0": false, "*.h.1": "selective"}'"""}

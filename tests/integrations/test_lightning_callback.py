@@ -94,7 +94,7 @@ def ddp() -> Any:
 
 def test_one_line_in_lightning_saves_bytes_and_changes_no_bit(tmp_path: Path, capsys: Any) -> None:
     plain = fit(tmp_path)
-    callback = GraphckptCallback(unit="Layer")
+    callback = GraphckptCallback(unit=Layer)
     ours = fit(tmp_path, callback, logger=CSVLogger(tmp_path))
     assert differences(ours, plain) == []
     assert (RUNS[plain], RUNS[ours]) == ([3] * LAYERS, [6] * LAYERS)
@@ -112,7 +112,7 @@ def test_one_line_in_lightning_saves_bytes_and_changes_no_bit(tmp_path: Path, ca
 
 def test_the_same_line_under_ddp(tmp_path: Path, ddp: Any) -> None:
     plain = fit(tmp_path, strategy=ddp())
-    callback = GraphckptCallback(blocks={"net.1": True, "re:net\\.[23]": "selective"})
+    callback = GraphckptCallback(rule=None, blocks={"net.1": True, "re:net\\.[23]": "selective"})
     ours = fit(tmp_path, callback, strategy=ddp())
     assert differences(ours, plain) == []
     assert RUNS[ours] == [6, 6, 6, 3]

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from graphckpt import ConfigError
-from graphckpt.integrations.policies import marked_layers
+from graphckpt.blocks.layers import layers
 from graphckpt.integrations.transformers import GraphckptArguments, GraphckptCallback
 from graphckpt.ledger.live import LiveBytes
 
@@ -66,7 +66,7 @@ def train(model: nn.Module, folder: Path, *callbacks: GraphckptCallback, **more:
     """Trains with dropout, and counts the runs of each layer's first linear."""
     runs: dict[str, int] = {}
     hooks = []
-    for name in marked_layers(model):
+    for name in layers(model):
         linear = next(m for m in model.get_submodule(name).modules() if hasattr(m, "weight") and m.weight.dim() == 2)
 
         def count(*_: object, name: str = name) -> None:
@@ -259,10 +259,10 @@ def test_wrong_keys_fail_before_training() -> None:
         GraphckptCallback(cpu_checkpointing=True)
 
 
-def test_a_model_that_marks_no_layer_says_what_to_name(tmp_path: Path) -> None:
+def test_a_model_without_a_stack_of_layers_says_what_to_name(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     callback = GraphckptCallback()
-    with pytest.raises(ConfigError, match=r"^GraphckptCallback: Sequential marks no layer as a unit · fix: name its"):
+    with pytest.raises(ConfigError, match=r"^GraphckptCallback: Sequential has no stack of layers · fix: name its"):
         callback.on_train_begin(None, None, None, model=model)  # type: ignore[arg-type]
 
 
