@@ -16,7 +16,7 @@ _BLOCKS_PER_SECOND = 20_000  # that are judged, of all plans together, for each 
 _LEVELS_OF_BYTES = (
     6  # sizes of pieces that the dynamic programme tells apart; rounded up, so that it stays within bounds
 )
-_LABELS = 256  # fewer than usual, as there are many states
+_LABELS = 512  # fewer than usual, as there are many states
 
 
 @final
