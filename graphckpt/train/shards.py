@@ -124,10 +124,27 @@ class SummedGradients(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
-        for parameter in module.parameters():
-            if parameter.requires_grad:
-                parameter.register_hook(lambda grad: _sum(grad, group))
+        for part in module.modules():
+            if any(parameter is not None and parameter.requires_grad for parameter in part._parameters.values()):
+                _with_forward(part, _summing(type(part).forward, group))
         return module
+
+
+def _summing(forward: Callable[..., Any], group: ProcessGroup) -> Callable[..., Any]:
+    """Returns a forward whose weights sum their gradients; a hook would stay on tensors that FSDP2 puts others for."""
+
+    def summing(module: Any, *args: Any, **kwargs: Any) -> Any:
+        own = module._parameters
+        module._parameters = {
+            name: _GradSummed.apply(weight, group) if weight is not None and weight.requires_grad else weight
+            for name, weight in own.items()
+        }
+        try:
+            return forward(module, *args, **kwargs)
+        finally:
+            module._parameters = own
+
+    return summing
 
 
 Style = Columns | Rows | Vocabulary | SummedGradients
