@@ -213,9 +213,12 @@ class _Found:
         base = self._base
         order = {interval: number for number, interval in enumerate(base.intervals)}
         found: dict[int, dict[End, None]] = {}
+        of_backward = base.of_backward()
         for log, _ in self._runs:
             for storage, number in self._in_base(log).items():
                 end = log.ends.get(storage)
+                if number in of_backward and log is not base:
+                    continue  # no block holds a gradient from forward on: one run tells all
                 if end is not None and end.interval in order:
                     found.setdefault(number, {})[end] = None
         ends: dict[int, End] = {}

@@ -23,7 +23,7 @@ class Role(NamedTuple):
     """What a shared storage is to a call of a block: its second argument, the third that its backward leaves behind."""
 
     kind: str
-    """``"argument"``, ``"output"``, ``"gradient"``, ``"made"`` in forward, ``"left"`` by backward."""
+    """``"argument"``, ``"output"``, ``"gradient"``, ``"made"`` in forward, ``"left"`` by backward, ``"passing"``."""
     number: int
 
 
@@ -113,6 +113,10 @@ class Log:
         """Names the shared storages; ``leaving`` says for each call which of those that it makes others may see."""
         self._roles = [self._roles_of(call, leaving[call]) for call in range(len(self.calls))]
         self.shared = frozenset(storage for roles in self._roles for storage in roles)
+        for call, roles in enumerate(self._roles):  # what comes from one block and ends in another
+            ending = [e.storage for e in self._of(call) if e.kind is Kind.GONE and e.storage in self.shared]
+            passing = [storage for storage in ending if storage not in roles]
+            roles.update({storage: Role("passing", number) for number, storage in enumerate(passing)})
         self.ends = dict(self._ends())
 
     def entries(self, interval: Interval) -> Sequence[Entry]:
@@ -122,6 +126,16 @@ class Log:
     def roles(self, call: int) -> Mapping[int, Role]:
         """Returns the role of each storage that is shared at the border of a call."""
         return self._roles[call]
+
+    def of_backward(self) -> frozenset[int]:
+        """Returns the storages that came in backward, or later."""
+        forward = (Phase.BEFORE, Phase.FORWARD)
+        return frozenset(
+            storage
+            for roles in self._roles
+            for storage, role in roles.items()
+            if role.kind in ("gradient", "left") and self._where_born[storage].phase not in forward
+        )
 
     def is_gone(self, storage: int) -> bool:
         """Whether a storage is gone when the step is over."""
@@ -144,6 +158,10 @@ class Log:
         )
         left = sorted((role, self.sizes[storage]) for storage, role in roles.items() if role.kind == "left")
         return BlockProgram(forward, backward, tuple(num_bytes for _, num_bytes in left))
+
+    def _of(self, call: int) -> Iterator[Entry]:
+        yield from self.entries(Interval(Phase.FORWARD, call))
+        yield from self.entries(Interval(Phase.BACKWARD, call))
 
     def _is_masked(self, entry: Entry) -> bool:
         return entry.kind is Kind.GONE and entry.storage in self._masked and entry.storage in self.shared
