@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import sys
 from pathlib import Path
 
@@ -39,3 +40,12 @@ def test_numbers_may_differ_a_little_and_words_not_at_all() -> None:
     assert not pages.same("loss 4.80", "loss 4.90")
     assert not pages.same("full 1", "keep 1")
     assert not pages.same("a\nb", "a b")
+
+
+@pytest.mark.parametrize(
+    "name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/README.md"]
+)
+def test_links_beside_the_site_lead_somewhere(name: str) -> None:
+    page = DOCS.parent / name
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if not (page.parent / link).exists()] == []
