@@ -7,6 +7,7 @@ from graphckpt.blocks.graph_module import GraphModule
 from graphckpt.blocks.proxy import Block
 from graphckpt.errors import ConfigError, GraphckptError, GraphError, RecomputeError, StoreError
 from graphckpt.graph import Graph, GraphConfig
+from graphckpt.plan import Plan, PlanError, plan
 from graphckpt.rules import Full, Keep, Rule, Segments, Selective, Tiles
 from graphckpt.stores import Disk, Host, Partition
 
@@ -27,6 +28,8 @@ __all__ = [
     "Host",
     "Keep",
     "Partition",
+    "Plan",
+    "PlanError",
     "RecomputeError",
     "Rule",
     "Segments",
@@ -39,4 +42,5 @@ __all__ = [
     "checkpoint_wrapper",
     "disable_checkpointing",
     "is_recomputing",
+    "plan",
 ]

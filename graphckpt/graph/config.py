@@ -8,6 +8,7 @@ import torch
 
 from graphckpt.capture.runner import CHOICES, Runner
 from graphckpt.errors import ConfigError, did_you_mean
+from graphckpt.plan.budget import check
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,6 +52,11 @@ class GraphConfig:
         warning, if it cannot be recorded; ``"cuda_graph"`` makes that an error; ``"eager"`` never records."""
         self.max_captures = 8
         """Recordings that are kept, one for each kind of input; the one unused for longest goes first."""
+        self.memory_budget: Any = None
+        """Bytes, ``"12GiB"``, ``"max"``, ``"min"`` or a share: policies are planned for it at the first call, and for
+        each new shape of inputs. See :meth:`graphckpt.Graph.plan`."""
+        self.plan_options: dict[str, Any] = {}
+        """What such plans may use beside: ``offload``, ``host_budget``, ``rules``."""
         for name, value in settings.items():
             setattr(self, name, value)
         object.__setattr__(self, "_changed", changed)
@@ -74,6 +80,13 @@ class GraphConfig:
             )
         if name == "max_captures" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ConfigError(f"Graph.config.max_captures: {value!r} is no number of recordings · fix: a positive int")
+        if name == "memory_budget" and value is not None:
+            check(value)
+        if name == "plan_options" and (unknown := [key for key in value if key not in _PLAN_OPTIONS]):
+            raise ConfigError(
+                f"Graph.config.plan_options: there is no {unknown[0]!r}{did_you_mean(unknown[0], _PLAN_OPTIONS)} · "
+                f"fix: use {', '.join(_PLAN_OPTIONS)}"
+            )
         object.__setattr__(self, name, value)
         if self._changed is not None:
             self._changed()
@@ -136,7 +149,10 @@ class GraphConfig:
 
 _FIELDS = (
     "training", "amp_dtype", "num_micro_batches", "has_scaler", "strict_static", "measure", "capture", "max_captures",
+    "memory_budget", "plan_options",
 )  # fmt: skip
+
+_PLAN_OPTIONS = ("offload", "host_budget", "rules")
 
 
 def _accept(*args: object, **kwargs: object) -> None:

@@ -13,23 +13,22 @@ from torch import nn
 from graphckpt.blocks.proxy import BlockTree, unwrap
 from graphckpt.errors import GraphError
 from graphckpt.graph.config import GraphConfig
+from graphckpt.graph.inspected import Inspected
+from graphckpt.graph.planned import Planned
 from graphckpt.graph.saved import load_state, saved_state
 from graphckpt.graph.step import Readiness, Step, running_graph
 from graphckpt.graph.text import DebugLog, graph_text
 from graphckpt.graph.update import Update
-from graphckpt.graph.verify import Verification, verify
 
 if TYPE_CHECKING:
     from collections import OrderedDict
     from collections.abc import Callable, Iterator
 
-    from graphckpt.ledger.record import Explanation
+
+_OWN = frozenset({"_debug", "_name", "_planned", "_roots", "_step", "_tree", "_update", "config"})
 
 
-_OWN = frozenset({"_debug", "_name", "_roots", "_step", "_tree", "_update", "config"})
-
-
-class Graph:
+class Graph(Inspected):
     """One training step over modules, as OneFlow's ``nn.Graph``, with a policy on each block.
 
     Subclass it; in ``__init__`` call ``super().__init__()`` first, then assign modules (they become blocks), set
@@ -82,6 +81,7 @@ class Graph:
         fields["_update"] = Update(name)
         fields["_debug"] = DebugLog()
         fields["_step"] = Step(name, roots, self._tree, self._update, self.config, self._debug, readiness)
+        fields["_planned"] = self._step.planned = Planned(self._step, self._tree)
 
     # What a subclass defines ------------------------------------------------------------------------------------------
 
@@ -205,53 +205,17 @@ class Graph:
     @property
     def name(self) -> str:
         """The class name and a number, counted per class."""
-        return self._name  # type: ignore[no-any-return]
+        return self._name
 
     @property
     def training(self) -> bool:
         """Whether an optimizer was added."""
-        return self.config.training  # type: ignore[no-any-return]
+        return self.config.training
 
     @property
     def is_compiled(self) -> bool:
         """Whether the graph has been called."""
-        return self._step.num_calls > 0  # type: ignore[no-any-return]
-
-    def explain(self, plot: str | None = None, *, show: bool = True) -> Explanation:
-        """Prints what each block keeps, where, and what it costs, as seen in the first calls; returns the rows.
-
-        Args:
-            plot: File for a picture of the live bytes over the step, ``.png`` or ``.svg``.
-            show: ``False`` returns the rows and prints nothing.
-
-        Raises:
-            GraphError: The graph has no optimizer, was never called, or ``config.measure`` is off.
-        """
-        if not self.training:
-            raise GraphError(
-                f"{self._name}.explain: an evaluation graph keeps nothing · fix: explain the training graph"
-            )
-        watcher = self._step.watcher
-        if watcher is None:
-            raise GraphError(
-                f"{self._name}.explain: no step was watched · fix: call the graph, with config.measure = True"
-            )
-        return watcher.explain(plot, show=show, capture=self._step.capture_text)  # type: ignore[no-any-return]
-
-    def measure(self) -> None:
-        """Has the next three calls watched again for :meth:`explain`, as the first three were."""
-        self._step.watch_again()
-
-    def verify(self, *args: Any, steps: int = 3, **kwargs: Any) -> Verification:
-        """Compares ``steps`` steps on these inputs with plain ones, without policies and capture, in every bit.
-
-        Parameters, optimizers, schedules and random state are put back to what they were. Where the step is captured,
-        the calls before the recording come first, so that replays are what is compared.
-
-        Raises:
-            GraphError: Something differs; the message names the step, the block and the tensor.
-        """
-        return verify(self._step, lambda: self._step.call(self.__dict__, self.build, args, kwargs), steps)
+        return self._step.num_calls > 0
 
     def state_dict(self, destination: Any = None) -> OrderedDict[str, Any]:
         """Returns each module's state under its attribute name, and that of optimizers, schedulers and scaler."""

@@ -16,7 +16,7 @@ from graphckpt.errors import GraphError
 from graphckpt.graph.batches import fresh_outputs, is_new, micro_batches, pack_outputs
 from graphckpt.graph.inputs import InputCheck
 from graphckpt.graph.recorded import RecordedStep
-from graphckpt.graph.update import ScaledBackward
+from graphckpt.graph.update import ScaledBackward, leaving_grads
 from graphckpt.ledger.live import inner_tensors
 from graphckpt.tree import flatten_call
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from graphckpt.blocks.forward import BlockForward
     from graphckpt.blocks.proxy import BlockTree
     from graphckpt.graph.config import GraphConfig
+    from graphckpt.graph.planned import Planned
     from graphckpt.graph.text import DebugLog
     from graphckpt.graph.update import Update
 
@@ -74,11 +75,12 @@ class Step:
         self.roots = roots
         self._tree = tree
         self.update = update
-        self._config = config
+        self.config = config
         self._debug = debug
         self.readiness = readiness
         self._bystanders: list[torch.Tensor] = []
         self.recorded: RecordedStep | None = None
+        self.planned: Planned | None = None
         self._is_watched = False
         self._is_plain = False
         self._num_groups = 0
@@ -96,11 +98,13 @@ class Step:
         self, fields: dict[str, Any], build: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         """A call with something to do beside the step; later ones pass it by, unless they are watched too."""
-        config = self._config
+        config = self.config
         if (outer := running_graph.get()) is not None:
             raise GraphError(
                 f"{self.name} is called inside of {outer}.build() · fix: a Graph cannot be nested; call its modules"
             )
+        if config.memory_budget is not None and config.training and self.planned is not None:
+            self.planned.see_to_it(fields, build, args, kwargs)
         self.prepare()
         inputs = self.inputs or InputCheck(build, args, kwargs)
         if config.strict_static and (difference := inputs.difference(build, args, kwargs)):
@@ -120,7 +124,8 @@ class Step:
         self.num_calls += 1
         self._num_watched += is_watched
         readiness = self.readiness
-        readiness.is_settled = not (is_watched or config.strict_static or self._debug.level >= 0 or readiness.is_stale)
+        has_more = is_watched or config.strict_static or config.memory_budget is not None or self._debug.level >= 0
+        readiness.is_settled = not (has_more or readiness.is_stale)
         return output
 
     def call(self, fields: dict[str, Any], build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -159,14 +164,20 @@ class Step:
         return self.recorded.describe() if self.recorded is not None else ""
 
     @contextmanager
-    def plainly(self) -> Iterator[None]:
-        """Runs the calls in the ``with`` block without policies and without recordings."""
-        recorded, self.recorded = self.recorded, None
+    def bare(self) -> Iterator[None]:
+        """Runs the calls in the ``with`` block without the Graph's own policies and without recordings."""
+        recorded, wrappers = self.recorded, self._wrappers
+        self.recorded, self._wrappers = None, []
         try:
-            with disable_checkpointing():
-                yield
+            yield
         finally:
-            self.recorded = recorded
+            self.recorded, self._wrappers = recorded, wrappers
+
+    @contextmanager
+    def plainly(self) -> Iterator[None]:
+        """Runs the calls in the ``with`` block without any policies and without recordings."""
+        with self.bare(), disable_checkpointing():
+            yield
 
     def prepare(self) -> None:
         """Puts in force what was set since the last call."""
@@ -191,7 +202,7 @@ class Step:
             self.recorded.release()
         run, work = (self._train, self._forward_backward) if self._trains else (self._evaluate_only,) * 2
         update = self.update if self._trains else None
-        self.recorded = RecordedStep.make(self.name, list(self.roots.items()), self._config, update, run, work)
+        self.recorded = RecordedStep.make(self.name, list(self.roots.items()), self.config, update, run, work)
         self.readiness.is_stale = False
 
     def _sort_parameters(self) -> None:
@@ -200,7 +211,7 @@ class Step:
         self._bystanders = [p for p in held if p.requires_grad and id(p) not in own]
         self._num_groups = self.update.num_groups()
         self._trains = bool(own)
-        self._is_plain = self._config.is_plain and not (self._trains and self._bystanders)
+        self._is_plain = self.config.is_plain and not (self._trains and self._bystanders)
 
     def _watch(self, args: Any, kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
         if self.watcher is None:
@@ -225,7 +236,7 @@ class Step:
         return output
 
     def _forward_backward(self, build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        num_parts = self._config.num_micro_batches
+        num_parts = self.config.num_micro_batches
         if num_parts == 1:
             output = self._build(build, args, kwargs)
         else:
@@ -237,7 +248,7 @@ class Step:
     def _build(self, build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         scaler = self.update.scaler
         with ExitStack() as stack:
-            stack.enter_context(_leaving_grads(self._others()))
+            stack.enter_context(leaving_grads(self._others()))
             if not self.readiness.is_settled:
                 stack.enter_context(self.update.forbidding_steps())
             scaled = stack.enter_context(ScaledBackward(scaler)) if scaler is not None else None
@@ -251,7 +262,7 @@ class Step:
             return build(*args, **kwargs) if self._is_plain else self._evaluate(build, args, kwargs)
 
     def _evaluate(self, build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        dtype = self._config.amp_dtype
+        dtype = self.config.amp_dtype
         if dtype is None:
             return build(*args, **kwargs)
         with torch.autocast(self._device_type(), dtype):
@@ -281,16 +292,3 @@ class Step:
 
 def _tensors(args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
     return [leaf for leaf in flatten_call(args, kwargs)[0] if isinstance(leaf, torch.Tensor)]
-
-
-@contextmanager
-def _leaving_grads(parameters: list[torch.Tensor]) -> Iterator[None]:
-    """Leaves the gradients of parameters that no optimizer here owns as they are: they are another step's."""
-    grads = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None  # backward would add to what is there, in place
-    try:
-        yield
-    finally:
-        for parameter, grad in zip(parameters, grads, strict=True):
-            parameter.grad = grad

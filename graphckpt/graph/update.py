@@ -258,3 +258,16 @@ def _scheduler_fault(scheduler: Any, optimizer: torch.optim.Optimizer) -> str | 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+@contextmanager
+def leaving_grads(parameters: list[torch.Tensor]) -> Iterator[None]:
+    """Leaves the gradients of parameters that no optimizer here owns as they are: they are another step's."""
+    grads = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None  # backward would add to what is there, in place
+    try:
+        yield
+    finally:
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -68,6 +69,16 @@ def verify(graph_step: Step, call: Callable[[], Any], steps: int) -> Verificatio
     finally:
         if start.put_back() and captures is not None:
             captures.release()  # they go on with optimizer states that are there no more
+
+
+@contextmanager
+def unchanged(graph_step: Step) -> Iterator[None]:
+    """Puts back, in the end, all that steps in the ``with`` block have changed."""
+    start = _State(graph_step.roots, graph_step.update)
+    try:
+        yield
+    finally:
+        start.put_back()
 
 
 @final

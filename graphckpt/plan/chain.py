@@ -9,7 +9,7 @@ from graphckpt.plan.predict import Change, State
 from graphckpt.plan.trace import Interval, Kind, Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
     from graphckpt.plan.measure import Measured
 
@@ -70,8 +70,9 @@ class StepChain:
             plan[block] = choice
         return tuple(plan)
 
-    def move(self, block: int, option: int, held: Held) -> Move | None:
+    def move(self, block: int, option: int, held: Hashable) -> Move | None:
         """Returns what an option does where earlier blocks hold ``held``."""
+        assert isinstance(held, frozenset)
         number, call = self.blocks[block], self._calls[block]
         if self._fixed.get(number, option) != option or (number, option) in self._banned:
             return None
@@ -94,7 +95,7 @@ class StepChain:
             peak = state_back.peak
         return Move(state.peak, kept, peak, self._still_of_use(now_held, block, after))
 
-    def head_peak(self, held: Held) -> int:
+    def head_peak(self, held: Hashable) -> int:
         """Returns 0: what lies between the last forward and the first backward counts for the last block."""
         del held
         return 0

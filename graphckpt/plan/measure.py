@@ -180,19 +180,29 @@ class _Found:
             names=tuple(blocks.names),
             options=tuple(options),
             model=Model(base, program_of, ends),
-            forward_seconds=self._by_block(Phase.FORWARD, len(options)),
-            backward_seconds=self._by_block(Phase.BACKWARD, len(options)),
+            forward_seconds=self._by_block(Phase.FORWARD, len(options), programs),
+            backward_seconds=self._by_block(Phase.BACKWARD, len(options), programs),
             far_bytes=tuple(tuple(self._far[kind, o] for o in every) for kind in self._classes),
             step_seconds=step_seconds,
             num_runs=num_runs,
             notes=tuple(self.notes),
         )
 
-    def _by_block(self, phase: Phase, num_options: int) -> tuple[tuple[float, ...], ...]:
-        """Returns the median of all blocks of a class that had an option; the fastest runs count already."""
-        return tuple(
-            tuple(median(self._seconds[kind, option, phase]) for option in range(num_options)) for kind in self._classes
-        )
+    def _by_block(
+        self, phase: Phase, num_options: int, programs: dict[tuple[int, int], list[BlockProgram]]
+    ) -> tuple[tuple[float, ...], ...]:
+        """Returns the median of all blocks of a class that had an option, or one that does the same to the byte."""
+        by_class: dict[int, tuple[float, ...]] = {}
+        for kind in set(self._classes):
+            pools: dict[Any, list[float]] = {}
+            for option in range(num_options):
+                pools.setdefault(self._doing(kind, option, programs), []).extend(self._seconds[kind, option, phase])
+            by_class[kind] = tuple(median(pools[self._doing(kind, o, programs)]) for o in range(num_options))
+        return tuple(by_class[kind] for kind in self._classes)
+
+    def _doing(self, kind: int, option: int, programs: dict[tuple[int, int], list[BlockProgram]]) -> Any:
+        """Returns what tells an option from others: its programs, and what it sends away; keeping all is no other."""
+        return option == 0, tuple(programs[kind, option]), self._far[kind, option]
 
     def _name_roles(self) -> None:
         """What any run shows to leave a block is shared in all of them."""

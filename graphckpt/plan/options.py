@@ -16,13 +16,14 @@ _FLAG = "activation_checkpointing"
 
 NEAR: tuple[Option, ...] = (
     KEEP,
+    Option("full", {_FLAG: True}, Full()),
     *(
         Option(f"selective({level})", {_FLAG: {"rule": "selective", "save": level}}, Selective(level))
-        for level in ("matmul+attention", "matmul", "attention")
+        for level in ("attention", "matmul", "matmul+attention")
     ),
-    Option("full", {_FLAG: True}, Full()),
 )
-"""What a block keeps on its device: everything, three levels of its ops' results, or its inputs alone."""
+"""What a block keeps on its device: everything, its inputs alone, or the results of some of its ops beside them. Of
+options that do the same, such as the second and the third in a block without attention, the first is taken."""
 
 
 def options(offload: bool | str = False, only: Iterable[Any] | None = None) -> tuple[Option, ...]:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from graphckpt.blocks.apply import Handle
+    from graphckpt.blocks.select import Selector
+    from graphckpt.rules import Rule
 
 KEEP_ALL: Mapping[str, Any] = {"activation_checkpointing": False}
 
@@ -73,8 +75,8 @@ class Plan:
     model: nn.Module | None = field(default=None, repr=False, compare=False)
 
     @property
-    def blocks(self) -> dict[str, dict[str, Any]]:
-        """The policies by name pattern, as :func:`graphckpt.apply` and ``train.activation_checkpoint.blocks`` take them.
+    def blocks(self) -> dict[str, Mapping[str, Any]]:
+        """The policies by name, as :func:`graphckpt.apply` and ``train.activation_checkpoint.blocks`` take them.
 
         Blocks that keep everything are left out: that is what a block does by itself.
         """
@@ -92,7 +94,8 @@ class Plan:
         model = model if model is not None else self.model
         if model is None:
             raise ConfigError("Plan.apply: a plan from a file knows no model · fix: plan.apply(model)")
-        return apply(model, self.blocks)
+        rules: dict[Selector, Mapping[str, Any] | Rule | bool | str] = dict(self.blocks.items())
+        return apply(model, rules)
 
     def explain(self, *, show: bool = True) -> tuple[PlanRow, ...]:
         """Prints the policies and what they cost; returns the rows."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, final
 
 from graphckpt.blocks.layers import layers
@@ -70,28 +71,58 @@ def plan(
     >>> found.predicted_peak_bytes <= found.budget_bytes < found.plain_peak_bytes
     True
     """
+    step = RealStep(model, step_fn)
+    return plan_step(
+        step,
+        model,
+        found_blocks(model, blocks),
+        step.undone(),
+        memory_budget=memory_budget,
+        offload=offload,
+        host_budget=host_budget,
+        rules=rules,
+        check=check,
+        progress=progress,
+    )
+
+
+def plan_step(
+    step: RealStep,
+    model: nn.Module,
+    blocks: Sequence[tuple[str, nn.Module]],
+    undone: AbstractContextManager[None],
+    *,
+    memory_budget: budgets.Budget,
+    offload: bool | str = False,
+    host_budget: int | str | None = None,
+    rules: Iterable[Any] | None = None,
+    check: bool = True,
+    progress: Progress | None = None,
+) -> Plan:
+    """Plans a step that can be run; ``undone`` puts back what runs change. See :func:`plan`."""
     budgets.check(memory_budget)
     host_bytes = None if host_budget is None else parse_bytes(host_budget)
-    chosen = Blocks(found_blocks(model, blocks))
-    step = RealStep(model, step_fn)
     rates = None
     considered = options(offload, rules)
+    notes = []
     if any(option.is_far for option in considered):
         rates = _rates_of(step, offload)
         if rates is None:
             considered = options(False, rules)
-    with step.undone():
-        measured = measure(step, chosen, considered, progress)
-        planner = Planner(measured, model=model, device=str(step.device), rates=rates, host_budget=host_bytes)
-        alive = measured.model.static_bytes
-        limit = planner.bytes_of(memory_budget, available=budgets.available_bytes(step.device, alive))
+            notes.append("offload='cpu' does nothing here: the tensors are in host memory already")
+    with undone:
+        measured = measure(step, Blocks(blocks), considered, progress)
+        planner = Planner(
+            measured, model=model, device=str(step.device), rates=rates, host_budget=host_bytes, notes=notes
+        )
+        available = budgets.available_bytes(step.device, measured.model.static_bytes)
+        limit = planner.bytes_of(memory_budget, available)
         found = planner.plan(limit)
-        if not check:
-            return found
-        with found.apply():
-            off = step.peak() - found.predicted_peak_bytes
-        if abs(off) > _TOLERANCE * found.predicted_peak_bytes:
-            found = planner.plan(limit, correction=off)
+        if check:
+            with found.apply():
+                off = step.peak() - found.predicted_peak_bytes
+            if abs(off) > _TOLERANCE * found.predicted_peak_bytes:
+                found = planner.plan(limit if memory_budget != "min" else limit + max(0, off), correction=off)
     return found
 
 
@@ -190,7 +221,7 @@ class Planner:
         static = self.measured.model.static_bytes
         fix = "a smaller batch, or a larger budget"
         if "head" in where:
-            fix = "compute the loss in slices (a block of head and loss with `tiles`), a smaller batch, or a larger budget"
+            fix = f"compute the loss in slices (a block of head and loss with `tiles`), {fix}"
         return (
             f"memory_budget {format_bytes(budget)}: no plan fits · the least possible is "
             f"{format_bytes(self.floor.peak + correction)}, set by {where}; {format_bytes(static)} of it are weights, "

@@ -89,10 +89,10 @@ class RealStep:
             with torch.no_grad():
                 for tensor, value in tensors:
                     tensor.copy_(value)
-                for parameter, grad, value in gradients:
+                for parameter, grad, old in gradients:
                     parameter.grad = grad
-                    if grad is not None and value is not None:
-                        grad.copy_(value)
+                    if grad is not None and old is not None:
+                        grad.copy_(old)
             for optimizer, state in before.items():
                 _put_back(optimizer, state)
             set_random_state(random)

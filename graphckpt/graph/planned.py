@@ -1,0 +1,99 @@
+"""The plans of one Graph: made for inputs of a shape, set on its blocks, and changed with the shape."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import nn
+
+from graphckpt.blocks.layers import layers
+from graphckpt.errors import ConfigError, GraphError
+from graphckpt.graph.verify import unchanged
+from graphckpt.plan.planner import plan_step
+from graphckpt.plan.real import RealStep
+from graphckpt.tree import flatten_call
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Mapping
+
+    from graphckpt.blocks.proxy import BlockTree
+    from graphckpt.graph.step import Step
+    from graphckpt.plan import Plan
+
+_NOTHING = dict.fromkeys(("activation_checkpointing", "segments", "tiles", "offload"))
+
+
+@final
+class Planned:
+    """Knows which plan is in force, and those of other shapes."""
+
+    def __init__(self, step: Step, tree: BlockTree) -> None:
+        self._step = step
+        self._tree = tree
+        self._plans: dict[Hashable, Plan] = {}
+        self._in_force: Hashable = None
+
+    def plan(
+        self,
+        fields: dict[str, Any],
+        build: Callable[..., Any],
+        args: Any,
+        kwargs: dict[str, Any],
+        wanted: Mapping[str, Any],
+    ) -> Plan:
+        """Plans for inputs like these, and sets the policies."""
+        step = self._step
+        if not step.update.optimizers:
+            raise GraphError(f"{step.name}.plan: an evaluation graph keeps nothing · fix: plan the training graph")
+        step.prepare()
+        model = _Roots(step.roots)
+        names = [".".join(filter(None, (root, name))) for root, m in step.roots.items() for name in layers(m)]
+        if not names:
+            raise ConfigError(
+                f"{step.name}.plan: no module has a list of layers · fix: graphckpt.plan(..., blocks=...)"
+            )
+        real = RealStep(model, lambda: step.call(fields, build, args, kwargs))
+        with step.bare():
+            plan = plan_step(
+                real, model, [(name, model.get_submodule(name)) for name in names], unchanged(step), **wanted
+            )
+        self._set(model, plan)
+        return plan
+
+    def see_to_it(self, fields: dict[str, Any], build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
+        """Has the plan in force that ``config.memory_budget`` asks for with inputs like these."""
+        config = self._step.config
+        shapes = tuple(
+            (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else None
+            for leaf in flatten_call(args, kwargs)[0]
+        )
+        key = shapes, str(config.memory_budget), tuple(sorted((k, str(v)) for k, v in config.plan_options.items()))
+        if key == self._in_force:
+            return
+        if key in self._plans:
+            self._set(_Roots(self._step.roots), self._plans[key])
+        else:
+            wanted = {"memory_budget": config.memory_budget, **config.plan_options}
+            self._plans[key] = self.plan(fields, build, args, kwargs, wanted)
+        self._in_force = key
+
+    def _set(self, model: nn.Module, plan: Plan) -> None:
+        self._in_force = None
+        for row in plan.rows:
+            for name, module in model.get_submodule(row.block).named_modules(prefix=row.block):
+                config = self._tree.config(module, name)
+                if any(config.fields().get(field) is not None for field in _NOTHING):
+                    config.update(dict(_NOTHING))
+            if row.fields.get("activation_checkpointing") is not False or len(row.fields) > 1:
+                fields = {**_NOTHING, **row.fields}
+                self._tree.config(model.get_submodule(row.block), row.block).update(fields)
+
+
+class _Roots(nn.Module):
+    """The modules of a Graph as one, by their names."""
+
+    def __init__(self, roots: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for name, module in roots.items():
+            self.add_module(name, module)
