@@ -17,7 +17,12 @@ import venv
 import zipfile
 from pathlib import Path
 
-IN_WHEEL = ("graphckpt/py.typed", "graphckpt/configs/quickstart.py", "graphckpt/configs/common/train.py")
+IN_WHEEL = (
+    "graphckpt/py.typed",
+    "graphckpt/configs/quickstart.py",
+    "graphckpt/configs/common/train.py",
+    "graphckpt/integrations/transformers.py",
+)
 IN_SDIST = (
     "configs/quickstart.py",
     "tests/conftest.py",
@@ -28,10 +33,12 @@ IN_SDIST = (
 )
 USE = """
 import graphckpt
+from graphckpt.cli import main
 from graphckpt.config.packaged import find
-import graphckpt.integrations.transformers, graphckpt.integrations.lightning
 assert "/work" in graphckpt.__file__, graphckpt.__file__
-print(find("quickstart.py"))
+config = str(find("quickstart.py"))
+print(config)
+main(["train", "--config-file", config, "--help"])
 """
 
 
@@ -58,10 +65,9 @@ def main(folder: Path) -> None:
         (packages / "borrowed.pth").write_text(borrowed + "\n")
         pip = [sys.executable, "-m", "pip", "--python", str(place), "--disable-pip-version-check", "install", "--quiet"]
         run([*pip, "--no-deps", "--no-index", "--force-reinstall", str(wheel.resolve())], place)
-        config = run([str(place / "bin" / "python"), "-c", USE], place).strip()
-        graphckpt = str(place / "bin" / "graphckpt")
-        assert "--config-file" in run([graphckpt, "train", "--config-file", config, "--help"], place)
-        output = run([graphckpt, "train", "--config-file", config, "--fast-dev-run"], place)
+        config, _, usage = run([str(place / "bin" / "python"), "-c", USE], place).partition("\n")
+        assert "--config-file" in usage
+        output = run([str(place / "bin" / "graphckpt"), "train", "--config-file", config, "--fast-dev-run"], place)
         assert "iteration: 2/3" in output, output
     print(f"{wheel.name}: installed, and trained with the config that it carries")
 
