@@ -114,7 +114,7 @@ def factors(policies: Mapping[str, Any]) -> tuple[list[float], float]:
             seen.append((of_three - of_two) / (B * T))
     found, *_ = np.linalg.lstsq(np.array(terms), np.array(seen), rcond=None)
     errors = np.abs(np.array(terms) @ found - seen) / np.array(seen)
-    return [round(float(value), 6) for value in found], float(errors.max())
+    return [abs(round(float(value), 6)) for value in found], float(errors.max())
 
 
 def layer_bytes(found: list[float], sizes: Mapping[str, int], tensor_parallel: int, *, num_tokens: int) -> float:
@@ -245,6 +245,9 @@ def show(rows: list[dict[str, Any]], paper: Mapping[str, Any], fits: Mapping[str
         "`tp` cuts matrices, all ranks have the same samples. Step: forward and backward, all ranks on two cores.",
         "",
         table(head, lines),
+        "",
+        "What the layers keep beyond the prediction is the table of rotary positions, and with `fsdp2` and no policy also the",
+        "gathered weights of all layers: autograd holds them, and FSDP2 frees their memory after each layer's forward.",
         "",
         "## Bytes that one layer keeps for each token, per element of",
         "",

@@ -39,7 +39,6 @@ PRODUCTS = {
     "ddp": FOUR,
     "zero 1": [*FOUR, *zero(1)],
     "dp x tp": SQUARE,
-    "zero 1 x tp": [*SQUARE, *zero(1)],
     "zero 2 x tp": [*SQUARE, *zero(2)],
     "zero 3 x tp": [*SQUARE, *zero(3)],
 }

@@ -94,8 +94,8 @@ def tensor_parallel(model: nn.Sequential, mesh: DeviceMesh | None = None) -> nn.
     return model
 
 
-def sequence_parallel(model: nn.Sequential, mesh: DeviceMesh | None = None) -> nn.Sequential:
-    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+def sequence_parallel(model: nn.Sequential) -> nn.Sequential:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     plan: dict[str, Any] = {
         "norm": SequenceParallel(),
         "mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Shard(1)),
@@ -111,9 +111,9 @@ def square() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
-def both(model: nn.Sequential, cut: Callable[..., nn.Sequential]) -> nn.Module:
+def fsdp_and_tensor_parallel(model: nn.Sequential) -> nn.Module:
     mesh = square()
-    return sharded(cut(model, mesh["tp"]), mesh["dp"], reshard_after_forward=True)
+    return sharded(tensor_parallel(model, mesh["tp"]), mesh["dp"], reshard_after_forward=True)
 
 
 def resharding(*, after_forward: bool) -> Callable[[nn.Sequential], nn.Module]:
@@ -132,8 +132,7 @@ ON_TWO: dict[str, Callable[[nn.Sequential], nn.Module]] = {
 }
 ON_FOUR: dict[str, Callable[[nn.Sequential], nn.Module]] = {
     "ddp, unused parameters": ddp_with_unused,
-    "fsdp2 x tp": lambda model: both(model, tensor_parallel),
-    "fsdp2 x tp + sp": lambda model: both(model, sequence_parallel),
+    "fsdp2 x tp": fsdp_and_tensor_parallel,
 }
 AFTER = {"fsdp2, not resharded", "tp + sp", "fsdp2 x tp"}  # policies are put on after wrapping; before it elsewhere
 SAME_AS_BEFORE = {"fsdp2, not resharded", "fsdp2, on the host"}  # how weights are held changes no bit either
