@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from rich.console import Console
 
+from graphckpt.cli_plan import add_plan, add_profile_device
 from graphckpt.errors import GraphckptError
 
 _FAULT = 2  # exit code for what the user can mend; argparse's own
@@ -35,6 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns 0, 2 for what the user can mend, or 130 after Ctrl-C."""
     parser = _parser()
     parsed, rest = parser.parse_known_args(arguments)
+    if not hasattr(parsed, "overrides") and rest:
+        parser.error(f"unknown word {rest[0]!r} · see 'graphckpt {parsed.command} --help'")
+    parsed.overrides = getattr(parsed, "overrides", [])
     parsed.overrides += [word for word in rest if not word.startswith("-")]  # flags may stand between overrides
     if unknown := [word for word in rest if word.startswith("-")]:
         parser.error(f"unknown option {', '.join(unknown)} · see 'graphckpt {parsed.command} --help'")
@@ -59,6 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"graphckpt {_version()}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     _add_train(commands)
+    add_plan(commands)
+    add_profile_device(commands)
     return parser
 
 

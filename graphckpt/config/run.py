@@ -43,7 +43,7 @@ def trainer_from(
         ConfigError: with every fault.
         SnapshotError: there is nothing to resume, or it is broken.
     """
-    path = _existing(Path(config_file))
+    path = existing(Path(config_file))
     config = load(path)
     overrides = list(overrides)
     faults = _overrides.apply(config, overrides)
@@ -64,7 +64,7 @@ def trainer_from(
     return trainer
 
 
-def _existing(path: Path) -> Path:
+def existing(path: Path) -> Path:
     """Returns ``path``, or the packaged config of this name where there is no checkout around."""
     if path.exists() or path.is_absolute():
         return path
@@ -74,14 +74,16 @@ def _existing(path: Path) -> Path:
         raise ConfigError(f"{path}: no such config file; {error}") from error
 
 
-def _trainer(run: RunConfig, *, resume: bool, eval_only: bool) -> Trainer:
-    def make_optimizer(model: nn.Module) -> Optimizer:
-        assert isinstance(run.optim, Call)
-        described = run.optim.arguments.get("params")
-        params = Call.read(described, "optim.params")(model=model) if is_call(described) else model.parameters()
-        optimizer: Optimizer = run.optim(params=params)
-        return optimizer
+def optimizer_of(run: RunConfig, model: nn.Module) -> Optimizer:
+    """Returns the optimizer that a config describes, for ``model``."""
+    assert isinstance(run.optim, Call)
+    described = run.optim.arguments.get("params")
+    params = Call.read(described, "optim.params")(model=model) if is_call(described) else model.parameters()
+    optimizer: Optimizer = run.optim(params=params)
+    return optimizer
 
+
+def _trainer(run: RunConfig, *, resume: bool, eval_only: bool) -> Trainer:
     def make_model() -> nn.Module:
         model: object = run.model()
         if not isinstance(model, nn.Module):
@@ -94,7 +96,7 @@ def _trainer(run: RunConfig, *, resume: bool, eval_only: bool) -> Trainer:
     return Trainer(
         run.train,
         make_model=make_model,
-        make_optimizer=make_optimizer,
+        make_optimizer=lambda model: optimizer_of(run, model),
         data=data,
         task=task,
         resume=resume,

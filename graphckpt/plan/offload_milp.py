@@ -54,7 +54,9 @@ def solve_milp(
         from scipy.sparse import csr_array  # noqa: PLC0415
     except ImportError:
         return None, ["without scipy, waits for copies are only searched near by · pip install 'graphckpt[plan]'"]
-    data, rows, columns, low, high = [], [], [], [], []
+    data: list[float] = []
+    columns: list[int] = []
+    rows, low, high = [], [], []
     for number, (row, least, most) in enumerate(model.rows):
         data += row.values()
         columns += row.keys()

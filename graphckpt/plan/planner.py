@@ -173,6 +173,16 @@ class Planner:
             raise PlanError(self._infeasible(budget, correction))
         return self.described(choice, budget, correction)
 
+    def front(self) -> list[tuple[int, float, Plan]]:
+        """Returns peaks in bytes, seconds of a step and plans, of which none is better in both, lowest peak first."""
+        plans = [self.described(choice, choice.peak) for choice in self.chooser.pareto()]
+        return [(p.predicted_peak_bytes, p.predicted_step_seconds, p) for p in plans]
+
+    def uniform(self) -> list[tuple[str, int, float]]:
+        """Returns name, peak in bytes and seconds of a step in which all blocks have the same policy."""
+        found = ((o, self.described(choice, choice.peak)) for o, choice in self.chooser.uniform())
+        return [(self.measured.options[o].name, p.predicted_peak_bytes, p.predicted_step_seconds) for o, p in found]
+
     def described(self, choice: Choice, budget: int, correction: int = 0) -> Plan:
         """Returns a choice as a plan."""
         known, names = self.measured, self.measured.names

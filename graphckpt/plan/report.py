@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, TextIO
 
@@ -53,6 +53,20 @@ def print_plan(plan: Plan, file: TextIO | None = None) -> None:
     console.print(table)
     for line in (*summary(plan), *(f"note: {note}" for note in plan.notes)):
         console.print(line, markup=False)
+
+
+def print_sweep(front: Sequence[tuple[int, float, Plan]], uniform: Sequence[tuple[str, int, float]]) -> None:
+    """Prints the plans of which none is better in peak and time, and the policies that are the same for all blocks."""
+    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("peak", justify="right")
+    table.add_column("step", justify="right")
+    table.add_column("policies", no_wrap=True)
+    rows = [(peak, seconds, ", ".join(f"{name_of(r)} {r[0].option}" for r in runs(p))) for peak, seconds, p in front]
+    rows += [(peak, seconds, f"all {name}") for name, peak, seconds in uniform]
+    for peak, seconds, text in sorted(rows, key=lambda row: row[0]):
+        table.add_row(format_bytes(peak), format_seconds(seconds), text)
+    console.print(table)
 
 
 def runs(plan: Plan) -> Iterator[list[PlanRow]]:

@@ -73,12 +73,15 @@ class Blocks:
         self.modules = [module for _, module in named]
 
     @contextmanager
-    def under(self, options: Sequence[Option], store: Callable[[Option], TracedStore | None]) -> Iterator[None]:
-        """Puts an option on each block."""
+    def under(
+        self, options: Sequence[Option], store: Callable[[Option], TracedStore | None], *, learns: bool = True
+    ) -> Iterator[None]:
+        """Puts an option on each block; with ``learns=False`` a first call is like all others, and sees no edits."""
         wrappers = []
         try:
             for name, module, option in zip(self.names, self.modules, options, strict=True):
                 wrapper = BlockForward(module, name, option.rule, _Stored(store(option)))  # type: ignore[arg-type]
+                wrapper.site.learns = learns
                 wrapper.put_on()
                 wrappers.append(wrapper)
             yield

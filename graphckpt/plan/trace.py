@@ -90,6 +90,7 @@ class Trace(LiveBytes):
         is_fake: the step runs on fake tensors.
         rounded: bytes that the device's allocator takes for so many bytes.
         seconds: what an op takes on the device; without it no time is kept.
+        extra_bytes: what an op takes on the device, beside its results, while it runs.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Trace(LiveBytes):
         is_fake: bool = False,
         rounded: Callable[[int], int] | None = None,
         seconds: Seconds | None = None,
+        extra_bytes: Callable[[Any, tuple[Any, ...]], int] | None = None,
     ) -> None:
         super().__init__(device, record_timeline=False, counts_fake=is_fake)
         self.stretches: list[Stretch] = [Stretch(Interval(Phase.BEFORE))]
@@ -106,6 +108,7 @@ class Trace(LiveBytes):
         self.seconds: dict[Interval, float] = {}
         self._rounded = rounded or int
         self._op_seconds = seconds
+        self._extra_bytes = extra_bytes
         self._names: dict[int, int] = {}
         self._sizes: list[int] = []
         self._num_ops = 0
@@ -125,6 +128,8 @@ class Trace(LiveBytes):
             interval = self.stretches[-1].interval
             took = self._op_seconds(func, args, kwargs or {}, result)
             self.seconds[interval] = self.seconds.get(interval, 0.0) + took
+        if self._extra_bytes is not None and (num_bytes := self._extra_bytes(func, args)):
+            self._pass_through(num_bytes)
         return result
 
     @property
@@ -199,6 +204,15 @@ class Trace(LiveBytes):
             self._log(Kind.BORN, name)
         else:
             self._end(name, key)
+
+    def _pass_through(self, num_bytes: int) -> None:
+        """Counts memory that an op has taken and given back."""
+        name = len(self._sizes)
+        self._sizes.append(num_bytes)
+        super()._change(self._rounded(num_bytes), name)
+        self._log(Kind.BORN, name)
+        super()._change(-self._rounded(num_bytes), name)
+        self._log(Kind.GONE, name)
 
     def _end(self, name: int, key: int) -> None:
         del self._names[key]

@@ -32,7 +32,7 @@ def checkpointed_blocks(model: nn.Module, config: ActivationCheckpointConfig) ->
     try:
         fields: dict[str, Any] = {_FLAG: config.rule} if config.rule is not None else {}
         fields |= config.placement
-        settings = {name: dict(fields) for name in _units(model, config)} if fields else {}
+        settings = {name: dict(fields) for name in units(model, config)} if fields else {}
     except ConfigError as error:
         faults.append(str(error))
     for pattern, value in (config.blocks or {}).items():
@@ -54,7 +54,7 @@ def layers_of(model: nn.Module, config: ActivationCheckpointConfig) -> list[str]
     Raises:
         ConfigError: ``unit`` names no block.
     """
-    return marked_layers(model) if config.unit is None else _units(model, config)
+    return marked_layers(model) if config.unit is None else units(model, config)
 
 
 def _senseless(settings: dict[str, dict[str, Any]]) -> Iterator[str]:
@@ -69,7 +69,7 @@ def _senseless(settings: dict[str, dict[str, Any]]) -> Iterator[str]:
                 yield f"{_WHERE}: {error}"
 
 
-def _units(model: nn.Module, config: ActivationCheckpointConfig) -> list[str]:
+def units(model: nn.Module, config: ActivationCheckpointConfig) -> list[str]:
     """Returns the names of the units that ``unit`` means, or of those that the model itself marks."""
     if config.unit is None:
         found = marked_layers(model)

@@ -1,0 +1,146 @@
+"""The commands ``graphckpt plan`` and ``graphckpt profile-device``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+if TYPE_CHECKING:
+    from graphckpt.plan.planner import Planner
+
+_PLAN_EXAMPLES = """\
+examples:
+  graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --memory-budget 24GiB
+  graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --memory-budget 24GiB \\
+      train.train_micro_batch_size=64
+  graphckpt plan --config-file configs/llama_pretrain.py --device rtx4090 --memory-budget max --offload cpu
+  graphckpt plan --config-file configs/gpt2_pretrain.py --device a100-80g --memory-budget 0.5 --save plan.yaml
+  graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --sweep front.png
+
+The device need not be there: no tensor has memory here. The file of --save holds a section `blocks` for
+train.activation_checkpoint.
+"""
+
+
+def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds ``graphckpt plan``."""
+    parser = commands.add_parser(
+        "plan",
+        help="choose the policy of each block for a memory budget",
+        description="Chooses the policy of each block, so that the step is as fast as it can be within a budget.",
+        epilog=_PLAN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config-file", required=True, metavar="FILE", help="config to plan for: .py or .yaml")
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        metavar="NAME",
+        help="device profile: a packaged name (a100-80g, h100, h200, rtx3090, rtx4090, cpu), or a file of "
+        "'graphckpt profile-device'",
+    )
+    parser.add_argument(
+        "--memory-budget",
+        default="max",
+        metavar="SIZE",
+        help="the whole peak of a step: bytes, 24GiB, max (the device's memory), min, or a share such as 0.5 of "
+        "what the plain step keeps",
+    )
+    parser.add_argument("--offload", default=None, metavar="PLACE", help="where kept tensors may go: cpu or disk")
+    parser.add_argument("--host-budget", default=None, metavar="SIZE", help="the most bytes that may be there")
+    parser.add_argument("--save", default=None, metavar="FILE", help="write the plan as YAML")
+    parser.add_argument("--plot", default=None, metavar="FILE", help="draw the step's memory: .png or .svg")
+    parser.add_argument("--sweep", default=None, metavar="FILE", help="draw peak against step time for all budgets")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")
+    parser.set_defaults(run=_plan)
+
+
+def add_profile_device(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds ``graphckpt profile-device``."""
+    parser = commands.add_parser(
+        "profile-device",
+        help="measure this machine's device for the planner",
+        description="Measures rates and allocator of the device at hand, and writes a profile for 'graphckpt plan'.",
+    )
+    parser.add_argument("file", metavar="FILE", help="where to write the profile: a .yaml")
+    parser.add_argument("--device", default=None, metavar="NAME", help="such as cuda:0; the accelerator by default")
+    parser.add_argument("--name", default=None, help="what the profile calls the device")
+    parser.add_argument("--seconds", type=float, default=0.5, help="how long each rate is measured, at least")
+    parser.add_argument("--folder", default=None, help="a folder on the disk whose rates are wanted")
+    parser.set_defaults(run=_profile)
+
+
+def _plan(parsed: argparse.Namespace) -> int:
+    from graphckpt.config.planning import planner_from  # noqa: PLC0415 - seconds of imports that --help can do without
+
+    budget = _budget(parsed.memory_budget)
+    with _bar("runs without memory") as progress:
+        planner, target = planner_from(
+            parsed.config_file,
+            parsed.overrides,
+            device=parsed.device,
+            offload=parsed.offload or False,
+            host_budget=parsed.host_budget,
+            progress=progress,
+        )
+    if parsed.sweep:
+        _sweep(planner, parsed.sweep)
+    plan = planner.plan(planner.bytes_of(budget, target.memory_bytes))
+    plan.explain()
+    if parsed.save:
+        plan.save(parsed.save)
+        print(f"written: {parsed.save}")
+    if parsed.plot:
+        plan.plot(parsed.plot)
+        print(f"drawn: {parsed.plot}")
+    return 0
+
+
+def _sweep(planner: Planner, path: str) -> None:
+    from graphckpt.plan.picture import draw_sweep  # noqa: PLC0415 - loads matplotlib
+    from graphckpt.plan.report import print_sweep  # noqa: PLC0415
+
+    front = planner.front()
+    uniform = planner.uniform()
+    print_sweep(front, uniform)
+    draw_sweep([(peak, seconds) for peak, seconds, _ in front], uniform, path)
+    print(f"drawn: {path}")
+
+
+def _profile(parsed: argparse.Namespace) -> int:
+    from graphckpt.plan.profile_device import write_profile  # noqa: PLC0415 - loads torch
+
+    write_profile(
+        parsed.file,
+        parsed.device,
+        name=parsed.name,
+        seconds=parsed.seconds,
+        folder=parsed.folder,
+        tell=lambda line: print(line, flush=True),
+    )
+    print(f"written: {parsed.file} · use it: graphckpt plan --device {parsed.file} ...")
+    return 0
+
+
+def _budget(text: str) -> int | float | str:
+    """Reads a share as a number: on a command line all is text."""
+    try:
+        share = float(text)
+    except ValueError:
+        return text
+    return share if "." in text else int(share)
+
+
+@contextmanager
+def _bar(text: str) -> Iterator[Callable[[int, int], None]]:
+    columns = (TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(file=sys.stderr)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(text, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
