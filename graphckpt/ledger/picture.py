@@ -14,20 +14,13 @@ from typing import Any
 
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.legend import legend_names, shades
+from graphckpt.ledger.paper import INK, figure_of, file_of, legend, unit_of
 from graphckpt.ledger.record import Event, Explanation
-from graphckpt.units import format_bytes, parse_bytes
+from graphckpt.units import format_bytes
 
-_SUFFIXES = (".png", ".svg")
 _MAX_STEPS = 3000  # points on the curve; the picture is 1650 pixels wide
 _UNKNOWN_PHASE = "#98a1ae"
 _PHASES = {"forward": "#7fa7d6", "recompute": "#f2a65a", "backward": "#86bf86", "optimizer": "#b49ad0"}
-_INK = "#2b2f36"
-_SETTINGS: dict[str, Any] = {
-    "font.size": 9,
-    "text.color": _INK,
-    "text.parse_math": False,  # a name with dollars in it is a name
-    "svg.hashsalt": "graphckpt",  # otherwise each file has other ids
-}
 
 _Steps = list[tuple[int, Event]]  # Legend: where on the x axis the level begins, and the level
 
@@ -48,31 +41,20 @@ def draw(explanation: Explanation, path: str | Path) -> Path:
     Raises:
         ConfigError: the suffix is another one, the folder does not exist, or the record has no timeline.
     """
-    target = Path(path)
-    suffix = target.suffix.lower()
-    if suffix not in _SUFFIXES:
-        raise ConfigError(f"{target}: no picture ends in {suffix!r} · fix: end it in '.png' or '.svg'")
-    if not target.parent.is_dir():
-        raise ConfigError(f"{target}: there is no folder {str(target.parent)!r} · fix: create it first")
+    target = file_of(path)
     if not explanation.timeline:
         record = f"the record of {explanation.title!r}"
         raise ConfigError(f"{target}: {record} has no timeline to draw · fix: record the step with one")
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
     steps = thin(explanation.timeline, _MAX_STEPS)
     end = len(explanation.timeline)
-    with mpl.rc_context(_SETTINGS):
-        figure = Figure(figsize=(11, 4.8), dpi=150, layout="constrained", facecolor="white")
+    with figure_of(target) as figure:
         strip, axes = figure.subplots(2, 1, sharex=True, height_ratios=(1, 20))
         _draw_phases(strip, steps, end)
         _draw_levels(axes, steps, end)
         _mark_peak(axes, steps, end)
-        axes.set_xlabel(f"tensors coming and going, in order ({end:,} events)", color=_INK)
+        axes.set_xlabel(f"tensors coming and going, in order ({end:,} events)", color=INK)
         strip.set_title(explanation.title, loc="left", fontsize=11.5, fontweight="bold", pad=8)
         strip.set_title(_kept(explanation), loc="right", fontsize=9, pad=8)
-        no_date: dict[str, Any] = {"Date": None} if suffix == ".svg" else {"Software": None}
-        figure.savefig(target, metadata=no_date)
     return target
 
 
@@ -108,7 +90,7 @@ def _draw_phases(strip: Any, steps: _Steps, end: int) -> None:
         strip.axvspan(run[0][0], stop, color=seen[phase], linewidth=0)
     strip.set_axis_off()
     handles = [Patch(color=colour, label=phase) for phase, colour in seen.items()]
-    _legend(strip, handles, "phase", anchor=1.0, is_in_layout=False)  # lies over the free corner below
+    legend(strip, handles, "phase", anchor=1.0, is_in_layout=False)  # lies over the free corner below
 
 
 def _draw_levels(axes: Any, steps: _Steps, end: int) -> None:
@@ -120,7 +102,7 @@ def _draw_levels(axes: Any, steps: _Steps, end: int) -> None:
     colours = shades(names)
     areas: dict[str, list[list[tuple[float, float]]]] = {block: [] for block in names}
     peak_bytes = max(event.live_bytes for _, event in steps)
-    scale, unit = _unit(peak_bytes)
+    scale, unit = unit_of(peak_bytes)
     for block, stop, run in _runs(steps, end, "block"):
         starts = [at for at, _ in run]
         top = [
@@ -133,38 +115,22 @@ def _draw_levels(axes: Any, steps: _Steps, end: int) -> None:
         axes.add_collection(PolyCollection(polygons, facecolor=colours[block], edgecolor="face", linewidth=0.4))
     axes.set_xlim(0, end)
     axes.set_ylim(0, 1.14 * max(peak_bytes, 1) / scale)
-    axes.set_ylabel(f"live bytes of all tensors ({unit})", color=_INK)
+    axes.set_ylabel(f"live bytes of all tensors ({unit})", color=INK)
     axes.yaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 2.5, 5, 10]))
     axes.grid(axis="y", color="white", linewidth=0.6, alpha=0.5)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=_INK)
+    axes.tick_params(colors=INK)
     middle = {name: [block for block in names if names[block] == name] for name in dict.fromkeys(names.values())}
     handles = [Patch(color=colours[blocks[len(blocks) // 2]], label=name) for name, blocks in middle.items()]
-    _legend(axes, handles, "running block", anchor=0.8, is_in_layout=True)
-
-
-def _legend(axes: Any, handles: Sequence[Any], title: str, anchor: float, is_in_layout: bool) -> None:
-    """Puts a legend to the right of ``axes``, its top at ``anchor`` of their height."""
-    legend = axes.legend(
-        handles=handles,
-        title=title,
-        loc="upper left",
-        bbox_to_anchor=(1.01, anchor),
-        borderaxespad=0,
-        frameon=False,
-        fontsize=8.5,
-        alignment="left",
-        handlelength=1.2,
-    )
-    legend.set_in_layout(is_in_layout)
+    legend(axes, handles, "running block", anchor=0.8, is_in_layout=True)
 
 
 def _mark_peak(axes: Any, steps: _Steps, end: int) -> None:
     at, peak = max(steps, key=lambda step: step[1].live_bytes)
-    scale, _ = _unit(peak.live_bytes)
+    scale, _ = unit_of(peak.live_bytes)
     where = " · ".join(word for word in (peak.block, peak.phase) if word)
     is_right = at > 0.5 * end
-    axes.plot([at], [peak.live_bytes / scale], marker="o", markersize=4, color=_INK, clip_on=False)
+    axes.plot([at], [peak.live_bytes / scale], marker="o", markersize=4, color=INK, clip_on=False)
     axes.annotate(
         f"peak {format_bytes(peak.live_bytes)}  ({where})",
         xy=(at, peak.live_bytes / scale),
@@ -173,16 +139,6 @@ def _mark_peak(axes: Any, steps: _Steps, end: int) -> None:
         ha="right" if is_right else "left",
         fontweight="bold",
     )
-
-
-def _unit(num_bytes: int) -> tuple[int, str]:
-    """Returns the bytes of the unit in which ``num_bytes`` is printed, and its name.
-
-    >>> _unit(3 * 2**20)
-    (1048576, 'MiB')
-    """
-    unit = format_bytes(num_bytes).split()[1]
-    return parse_bytes(f"1 {unit}"), unit
 
 
 def _kept(explanation: Explanation) -> str:

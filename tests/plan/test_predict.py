@@ -15,6 +15,7 @@ from torch import nn
 
 import graphckpt
 from graphckpt.ledger.live import LiveBytes
+from graphckpt.plan import real
 from graphckpt.plan.chain import StepChain
 from graphckpt.plan.levels import peak
 from graphckpt.plan.measure import measure
@@ -70,7 +71,7 @@ def plans(num_blocks, num_options, count, seed=0):
 
 @pytest.mark.parametrize("architecture", CASES, ids=lambda a: a.name)
 def test_predicted_is_tracked(architecture, monkeypatch):
-    monkeypatch.setattr("graphckpt.plan.real._TIMED_RUNS", 1)
+    monkeypatch.setattr(real, "_TIMED_RUNS", 1)
     model = architecture.build()
     for part in (model.config, *(getattr(model.config, name, None) for name in ("decoder", "text_config"))):
         if hasattr(part, "use_cache"):
@@ -116,20 +117,20 @@ class Odd(nn.Module):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_odd_chains_are_predicted_near_and_far(seed, monkeypatch):
-    monkeypatch.setattr("graphckpt.plan.real._TIMED_RUNS", 1)
+    monkeypatch.setattr(real, "_TIMED_RUNS", 1)
     torch.manual_seed(seed)
     model = Odd(seed)
     x = torch.randn(160, 8)
     step, tracked = trained(model, {"x": x}, lambda y: y.square().mean())
     blocks = Blocks([(f"layers.{number}", layer) for number, layer in enumerate(model.layers)])
     considered = options("disk")
-    real = RealStep(model, step, min_elements=1)
-    known = measure(real, blocks, considered)
+    whole = RealStep(model, step, min_elements=1)
+    known = measure(whole, blocks, considered)
     assert not known.notes
     chain = StepChain(known)
     for plan in plans(len(blocks.names), len(considered), 12, seed):
         predicted = known.model.highest(plan).peak
-        assert predicted == real.sample(blocks, [considered[option] for option in plan]).trace.peak_bytes, plan
+        assert predicted == whole.sample(blocks, [considered[option] for option in plan]).trace.peak_bytes, plan
         assert predicted == peak(chain, plan), "the solver sees the same level"
         if not any(considered[option].is_far for option in plan):
             fields = {name: considered[option].fields for name, option in zip(blocks.names, plan, strict=True)}
