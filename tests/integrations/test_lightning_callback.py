@@ -56,7 +56,9 @@ class Regression(LightningModule):
         return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
 
 
-def fit(folder: Path, *callbacks: GraphckptCallback, strategy: Any = "auto", **more: Any) -> Regression:
+def fit(
+    folder: Path, *callbacks: GraphckptCallback, strategy: Any = "auto", devices: int = 1, **more: Any
+) -> Regression:
     module = Regression()
     RUNS[module] = [0] * LAYERS
     for number in range(LAYERS):
@@ -69,7 +71,7 @@ def fit(folder: Path, *callbacks: GraphckptCallback, strategy: Any = "auto", **m
     torch.manual_seed(3)
     Trainer(
         accelerator="cpu",
-        devices=1,
+        devices=devices,
         max_epochs=1,
         strategy=strategy,
         callbacks=list(callbacks),
