@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 
 from graphckpt import ConfigError, GraphckptError
 from graphckpt.config import LazyConfig, instantiate
+from graphckpt.train import shares
 from graphckpt.train.snapshot import read_state
 
 SOURCES = sorted((Path(__file__).parent.parent / "graphckpt").rglob("*.py"))
@@ -79,3 +81,15 @@ def test_a_yaml_target_runs_when_it_is_made_and_not_before(tmp_path: Path) -> No
     assert not (tmp_path / "made").exists()
     instantiate(config.model)
     assert (tmp_path / "made").is_dir()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_strangers_object_among_shares_of_several_processes_is_not_made(tmp_path: Path) -> None:
+    sign, folder = tmp_path / "it ran", tmp_path / "shares"
+    torch.distributed.checkpoint.save({"weight": Stranger(sign)}, checkpoint_id=folder, no_dist=True)
+    with pytest.raises(GraphckptError, match="has no weight"):
+        shares.read(folder, {"weight": torch.ones(2)}, None)
+    (folder / ".metadata").write_bytes(pickle.dumps(Stranger(sign)))
+    with pytest.raises(GraphckptError, match=r"which is no part of a list of tensors"):
+        shares.names(folder)
+    assert not sign.exists()
