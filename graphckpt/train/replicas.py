@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from graphckpt.train.cut import is_cut, local
+from graphckpt.train.loop import TrainError
 from graphckpt.train.parallel import Ranks
 from graphckpt.train.zero import set_turn
 
+_UNFINISHED = "Expected to have finished reduction"  # how DDP begins to say so, in the step after
 _BUCKET_BYTES = 25 << 20  # sent at once: DistributedDataParallel's own
 
 Losses = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
@@ -55,8 +57,19 @@ class Ddp:
             yield
 
     def losses(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the losses of a micro-batch."""
-        found: dict[str, Tensor] = self._wrapped(batch)
+        """Returns the losses of a micro-batch.
+
+        Raises:
+            TrainError: the step before left parameters without a gradient, and nothing said that it may.
+        """
+        try:
+            found: dict[str, Tensor] = self._wrapped(batch)
+        except RuntimeError as error:
+            if _UNFINISHED not in str(error):
+                raise
+            what = "a step left parameters without a gradient, so the averages of the others did not come"
+            fix = "train.dist.find_unused_parameters=True, or freeze them"
+            raise TrainError(f"train.dist.data_parallel_size: {what} · fix: {fix}") from error
         return found
 
 
