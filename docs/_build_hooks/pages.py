@@ -21,8 +21,27 @@ GROUPS = {
     "stores": "Stores",
     "partition": "Partition",
     "compile": "Compiled",
+    "scale": "Scale",
+    "planner": "Planner",
+    "solve": "Solvers",
 }
 OUTSIDE = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
+
+
+def on_config(config: Any) -> Any:
+    """Leaves pages out of the menu that have nothing to show yet."""
+    there = {f"benchmarks/{group}.md" for group in GROUPS if any(RESULTS.glob(f"{group}*.md"))}
+    there |= {"benchmarks/index.md", *OUTSIDE.values()}
+
+    def kept(node: Any) -> Any:
+        if isinstance(node, list):
+            return [item for item in map(kept, node) if item]
+        if isinstance(node, dict):
+            return {title: value for title, value in ((title, kept(value)) for title, value in node.items()) if value}
+        return node if node in there or (ROOT / "docs" / node).exists() else None
+
+    config.nav = kept(config.nav)
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -39,14 +58,15 @@ def on_files(files: Files, config: Any) -> Files:
     readme = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
     for group, title in GROUPS.items():
         page = [f"# {title}", ""]
-        for result in sorted(RESULTS.glob(f"{group}*.json")):
-            head, _, table = result.with_suffix(".md").read_text(encoding="utf-8").partition("\n")
+        for result in sorted(RESULTS.glob(f"{group}*.md")):
+            head, _, table = result.read_text(encoding="utf-8").partition("\n")
             page += [f"## {head.strip('# ')}", ""]
-            if drawing := plots.draw(result):
+            if drawing := plots.draw(result.with_suffix(".json")):
                 add(f"benchmarks/{result.stem}.svg", drawing)
                 page += [f"![{result.stem}]({result.stem}.svg)", ""]
             page += [re.sub(r"^## ", "### ", table, flags=re.MULTILINE), ""]
-        add(f"benchmarks/{group}.md", "\n".join(page))
+        if page[2:]:
+            add(f"benchmarks/{group}.md", "\n".join(page))
         for result in RESULTS.glob(f"{group}*.md"):
             readme = readme.replace(f"`results/{result.name}`", f"[{title}]({group}.md)")
         readme = readme.replace(f"`results/{group}*.md`", f"[{title}]({group}.md)")

@@ -20,6 +20,8 @@ MIB = 2**20
 
 def draw(result: Path) -> str | None:
     """Returns an SVG of the result, or `None` if nobody has said how to draw it."""
+    if not result.exists():
+        return None
     data = json.loads(result.read_text(encoding="utf-8"))
     for prefix, panels_of in PANELS.items():
         if result.stem.startswith(prefix):
