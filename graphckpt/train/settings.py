@@ -205,7 +205,7 @@ class TrainConfig:
             yield f"seed: {self.seed} · fix: use 0 or more, and less than 2**63"
         yield from self._spread_faults()
         if self.dist.tensor_parallel_size > 1 and self.amp.enabled and self.amp.dtype == "float16":
-            yield "amp.dtype: 'float16' scales its loss in one process alone · fix: use 'bfloat16'"
+            yield "amp.dtype: 'float16' does not go with dist.tensor_parallel_size above 1 · fix: use 'bfloat16'"
         if self.device and self.device.startswith("meta"):
             yield f"device: {self.device!r} holds no values · fix: leave the key out, and the device is picked"
         if not self.output_dir:

@@ -14,7 +14,9 @@ from small_run import place, rows_of, same_weights  # noqa: F401
 from torch import nn
 
 from graphckpt.config.run import trainer_from
+from graphckpt.train.cut import is_cut, local
 from graphckpt.train.heldout import heldout_batches
+from graphckpt.train.hooks import SnapshotHook
 from graphckpt.train.loop import HookBase, Loop, TrainError
 from graphckpt.train.parallel import Ranks
 from graphckpt.train.replicas import Averaged, Ddp
@@ -39,41 +41,57 @@ def zero(stage: int) -> list[str]:
     return ["train.zero_optimization.enabled=True", f"train.zero_optimization.stage={stage}"]
 
 
+ALONE = ["train.train_micro_batch_size=1", "train.num_accumulation_steps=4"]
+SCALED = ["train.amp.enabled=True", "train.amp.dtype=float16"]
 PRODUCTS = {
     "ddp": FOUR,
     "zero 1": [*FOUR, *zero(1)],
+    "zero 1, scaled": [*FOUR, *zero(1), *SCALED],
     "dp x tp": SQUARE,
     "zero 2 x tp": [*SQUARE, *zero(2)],
     "zero 3 x tp": [*SQUARE, *zero(3)],
 }
+STATE_SHARES = {
+    "ddp": (1.0, 1.0),
+    "zero 1": (0.22, 0.28),  # rows of weights are dealt out whole
+    "zero 1, scaled": (0.22, 0.28),
+    "dp x tp": (0.5, 0.6),  # norms and positions are whole
+    "zero 2 x tp": (0.25, 0.3),
+    "zero 3 x tp": (0.25, 0.3),
+}
+"""What a rank holds of the optimizer's state."""
 
 
 class Held(HookBase):
-    """Notes what a rank holds after the last step, and the bits it saw."""
+    """Notes the losses that a rank saw, and the bytes that its optimizer holds."""
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
+    def __init__(self) -> None:
         self.losses: list[float] = []
+        self.state_bytes = 0
 
     def after_step(self, loop: Loop) -> None:
         self.losses.append(float(loop.losses["total_loss"]))
+        saver: Any = next(hook for hook in loop._hooks if isinstance(hook, SnapshotHook))._later
+        tensors = [value for state in saver._state._optimizer.state.values() for value in state.values()]
+        self.state_bytes = sum((local(value) if is_cut(value) else value).nbytes for value in tensors)
 
 
-def run(folder: str, *words: str) -> list[float]:
+def run(folder: str, *words: str) -> Held:
     trainer = trainer_from("tiny.py", [f"train.output_dir={folder}", *BRIEF, *words])
-    held = Held(trainer)
+    held = Held()
     trainer._more_hooks = (held,)
     trainer.train()
-    return held.losses
+    return held
 
 
 def products(rank: int, folder: Path) -> None:
     found = {}
     for name, words in PRODUCTS.items():
-        found[name] = run(name, *STILL, *words)
+        held = run(name, *STILL, *words)
+        found[name] = {"losses": held.losses, "state_bytes": held.state_bytes}
     # With dropout each rank draws its own masks, and the same ones again.
     words = PRODUCTS["zero 3 x tp"]
-    assert run("drawn", *words) == run("recomputed", *words, RECOMPUTED, PART)
+    assert run("drawn", *words).losses == run("recomputed", *words, RECOMPUTED, PART).losses
     leave_unused(rank)
     (folder / f"losses of {rank}").write_text(json.dumps(found))
 
@@ -99,7 +117,7 @@ def leave_unused(rank: int) -> None:
         backward(replicas)
         model.zero_grad()
         if kind is Ddp and not may:
-            with pytest.raises(TrainError, match="fix: train.dist.find_unused_parameters=True, or freeze them"):
+            with pytest.raises(TrainError, match=r"· fix: train\.dist\.find_unused_parameters=True, or freeze"):
                 backward(replicas)
             continue
         backward(replicas)
@@ -122,12 +140,20 @@ def near(one: Path, other: Path) -> bool:
 
 
 def test_losses_and_weights_are_those_of_one_process(place: Path) -> None:  # noqa: F811
-    alone = run("alone", *STILL, "train.train_micro_batch_size=1", "train.num_accumulation_steps=4")
+    alone = run("alone", *STILL, *ALONE)
     run_on_ranks(products, place, num_ranks=4)
     seen = [json.loads((place / f"losses of {rank}").read_text()) for rank in range(4)]
-    assert seen[0] == seen[1] == seen[2] == seen[3]  # the means over all, on each
+    alone_scaled = run("alone, scaled", *STILL, *ALONE, *SCALED)
     for name in PRODUCTS:
-        assert seen[0][name] == pytest.approx(alone, rel=1e-4), name
+        is_scaled = "scaled" in name
+        expected = alone_scaled if is_scaled else alone
+        for rank in seen:  # the means over all, on each
+            assert rank[name]["losses"] == seen[0][name]["losses"]
+            low, high = STATE_SHARES[name]
+            assert low <= rank[name]["state_bytes"] / alone.state_bytes <= high, name
+        assert seen[0][name]["losses"] == pytest.approx(expected.losses, rel=1e-3 if is_scaled else 1e-4), name
+        if is_scaled:
+            continue
         assert near(place / "alone", place / name), name
         pairs = zip(rows_of(place / "alone"), rows_of(place / name), strict=True)
         assert all(b == pytest.approx(a, rel=1e-4) for a, b in pairs), name
