@@ -18,7 +18,7 @@ FIELDS = {
     "contiguous": "whether kept tensors lie in one slab: None, False or True",
     "min_elements": "smaller tensors stay where they are: None or an int; 1024 if nothing says",
     "compile": "torch.compile of the block's forward, inside of its policy: None, False, True or a dict of options",
-    "stage_id": "the pipeline stage: None or an int; read by nothing on one device",
+    "stage_id": "the pipeline stage: None or an int; read by graphckpt.train.pipeline",
 }
 """Every field of a block's config, and its help."""
 

@@ -177,6 +177,7 @@ class Trainer:
         ):
             self.saved.begin(state, loop, data=data, report=self.report)
             loop.run()
+        saver.close()
         outcome = Outcome(iterations=loop.done, is_stopped=loop.is_stopped, files=written(self.folder))
         self.report.show(outcome.table())
         return outcome
