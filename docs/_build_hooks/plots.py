@@ -70,12 +70,18 @@ def _stores(rows: list[dict[str, Any]]) -> dict[str, Bars]:
     return {"resident after forward, MiB": _column(rows, "rss_after_forward_bytes", MIB)}
 
 
+def _scale(rows: list[dict[str, Any]]) -> dict[str, Bars]:
+    named = [(f"{row['ranks']} {row['way']}: {row['policy']}", row["kept"] / MIB) for row in rows if "kept" in row]
+    return {"kept for backward per rank, MiB": named}
+
+
 PANELS: dict[str, Callable[[list[dict[str, Any]]], dict[str, Bars]]] = {
     "memory": _memory,
     "overhead": _overhead,
     "partition": _partition,
     "compile": _compile,
     "stores": _stores,
+    "scale": _scale,
 }
 
 
