@@ -55,7 +55,7 @@ from graphckpt.plan.run import Blocks
 # Legend: B batch, T tokens
 
 MIB = 2**20
-OURS, ROTOR = "graphckpt plan", "rotor DP, on our measurements, predicted"
+OURS = "graphckpt plan"
 TOLERANCE = 0.01  # as in graphckpt.plan: a plan that is further off when it runs is corrected once
 
 
@@ -484,12 +484,12 @@ def _ratio(row: dict[str, Any]) -> str:
     return "{median:.2f} ({low:.2f} to {high:.2f})".format(**row["ratio"])
 
 
-def draw(model_name: str, rows: list[dict[str, Any]], path: Path) -> None:
+def draw(title: str, rows: list[dict[str, Any]], path: Path, clock: str = "CPU time") -> None:
     """Draws time against peak, one point per method, with quartiles."""
     import matplotlib as mpl  # noqa: PLC0415 - slow to load
     from matplotlib.figure import Figure  # noqa: PLC0415
 
-    marks = dict(zip(_FAMILIES, ("o", "s", "^", "D", "x", "+", "*"), strict=True))
+    marks = dict(zip(dict.fromkeys(row["family"] for row in rows), "so^Dx+*v", strict=False))
     with mpl.rc_context({"svg.hashsalt": "graphckpt", "font.size": 9}):
         figure = Figure(figsize=(7, 4.2), layout="constrained")
         axes = figure.subplots()
@@ -504,18 +504,12 @@ def draw(model_name: str, rows: list[dict[str, Any]], path: Path) -> None:
             ]
             axes.errorbar(
                 [peak for peak, _ in mine], middle, yerr=bars, fmt=mark, label=family, markersize=5, elinewidth=0.7,
-                linestyle="-" if family == OURS else "none", linewidth=1, zorder=3 if family == OURS else 2,
+                linestyle="-" if OURS in family else "none", linewidth=1, zorder=3 if OURS in family else 2,
             )  # fmt: skip
-        axes.set(xlabel="peak, MiB, by the allocator", ylabel="CPU time, x plain", title=model_name)
+        axes.set(xlabel="peak, MiB, by the allocator", ylabel=f"{clock}, x plain", title=title)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=7)
         figure.savefig(path, metadata={"Date": None})
-
-
-_FAMILIES = (
-    OURS, "plain", "every k-th layer", "Transformers' own", "checkpoint_sequential, sqrt(n) runs",
-    "torch.compile memory budget, aot_eager", "torch.compile memory budget, inductor",
-)  # fmt: skip
 
 
 def _measured(rows: list[dict[str, Any]], family: str) -> list[dict[str, Any]]:

@@ -1,0 +1,355 @@
+"""Measures on a CUDA device how well the planner foretells the peak, and what its plans cost beside uniform policies.
+
+First part, a process per model and precision: the plain step and a plan for half of its activations, as foretold from
+the device's profile alone (on fake tensors) and after measuring on the device, against
+``torch.cuda.max_memory_allocated``. A step is forward, backward and fused AdamW. Second part, one process: steps under
+plans with and without offloading and under uniform policies, timed in turn.
+
+    python benchmarks/planner_gpu.py [--models gpt2 gpt2-1.5b bert-large llama-1b] [--profile h200] [--minutes 9]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+from planner import OURS, Method, different, draw, every, quartiles, transformers_own
+from report import RESULTS, header, table, write
+from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
+
+from graphckpt import Graph
+from graphckpt.plan import PlanError, plan
+from graphckpt.plan.fake import FakeDevice
+from graphckpt.plan.machine import machine, names
+from graphckpt.plan.measure import measure
+from graphckpt.plan.options import options as rules
+from graphckpt.plan.planner import Planner, found_blocks
+from graphckpt.plan.pretend import FakeStep
+from graphckpt.plan.run import Blocks
+from graphckpt.units import format_bytes, format_seconds
+
+# Legend: B batch, T tokens
+
+WITH_OFFLOAD = f"{OURS}, with offload"
+
+
+def gpt2(**sizes: int) -> nn.Module:
+    return GPT2LMHeadModel(GPT2Config(use_cache=False, loss_type="ForCausalLM", **sizes))
+
+
+def bert_large() -> nn.Module:
+    config = BertConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
+    return BertForMaskedLM(config)
+
+
+def llama_1b() -> nn.Module:
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256}
+    return LlamaForCausalLM(LlamaConfig(use_cache=False, tie_word_embeddings=True, **heads, **sizes))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int]]] = {
+    "gpt2": (gpt2, (8, 1024)),
+    "gpt2-1.5b": (partial(gpt2, n_embd=1600, n_layer=48, n_head=25), (4, 1024)),
+    "bert-large": (bert_large, (16, 512)),
+    "llama-1b": (llama_1b, (2, 2048)),
+}
+"""How to build, with dropout as the model has it, and batch and tokens."""
+JOBS = [
+    {"model": "gpt2", "precision": "autocast", "is_captured": False},
+    {"model": "gpt2", "precision": "bfloat16", "is_captured": False},
+    {"model": "gpt2", "precision": "autocast", "is_captured": True},
+    {"model": "bert-large", "precision": "autocast", "is_captured": False},
+    {"model": "bert-large", "precision": "autocast", "is_captured": True},
+    {"model": "llama-1b", "precision": "autocast", "is_captured": False},
+    {"model": "llama-1b", "precision": "bfloat16", "is_captured": False},
+    {"model": "gpt2-1.5b", "precision": "autocast", "is_captured": False},
+    {"model": "gpt2-1.5b", "precision": "bfloat16", "is_captured": False},
+]
+
+
+# ---- a step, on the device or on fake tensors
+
+
+class Training:
+    """A model, an optimizer and a batch, and the step that they make; it is built on the current device."""
+
+    def __init__(self, model_name: str, precision: str, *, is_captured: bool = False) -> None:
+        build, (batch, length) = MODELS[model_name]
+        torch.manual_seed(0)
+        model = build().train()
+        self.model = model.to(torch.bfloat16) if precision == "bfloat16" else model
+        self.autocasts = precision == "autocast"
+        self.ids_BT = torch.zeros(batch, length, dtype=torch.int64) + 7
+        kind = {"capturable": True} if is_captured else {}
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True, **kind)
+
+    def forward_backward(self) -> Tensor:
+        with torch.autocast("cuda", dtype=torch.bfloat16) if self.autocasts else nullcontext():
+            loss: Tensor = self.model(input_ids=self.ids_BT, labels=self.ids_BT).loss
+        loss.backward()
+        return loss
+
+    def step(self) -> None:
+        self.forward_backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class Captured(Graph):
+    """The same step as one recording."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__()
+        self.model = training.model
+        self.add_optimizer(training.optimizer)
+        if training.autocasts:
+            self.config.enable_amp(dtype=torch.bfloat16)
+        self.config.capture = "cuda_graph"
+
+    def build(self, ids_BT: Tensor) -> Tensor:
+        """Runs forward and backward."""
+        loss: Tensor = self.model(input_ids=ids_BT, labels=ids_BT).loss
+        loss.backward()
+        return loss
+
+
+def peak_of(step: Callable[[], object], before: int, times: int = 1) -> int:
+    """Returns the most that was allocated in some steps above ``before``."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(times):
+        step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+# ---- first part
+
+
+def foretell(model: str, precision: str, profile: str) -> Planner:
+    """Returns what is known of a step from the device's profile alone."""
+    device = FakeDevice(machine(profile), is_padded=False)
+    with device:
+        training = Training(model, precision)
+    step = FakeStep(device, training.model, training.step, training.optimizer)
+    measured = measure(step, Blocks(found_blocks(training.model, None)), rules(False))
+    return Planner(measured, device=profile)
+
+
+def predict(model: str, precision: str, profile: str, *, is_captured: bool) -> dict[str, Any]:
+    """Runs one job of the first part in this process."""
+    begin = perf_counter()
+    planner = foretell(model, precision, profile)
+    result: dict[str, Any] = {"model": model, "precision": precision, "is_captured": is_captured}
+    result["foretelling_seconds"] = perf_counter() - begin
+    limit = planner.bytes_of(0.5, available=0)
+    alone = planner.plan(limit)
+    before = torch.cuda.memory_allocated()
+    with torch.device("cuda"):
+        training = Training(model, precision, is_captured=is_captured)
+    result |= {"budget_bytes": limit, "plain_foretold_bytes": planner.plain.peak}
+    begin = perf_counter()
+    if is_captured:  # the first calls run as they are, a later one is recorded
+        graph = Captured(training)
+        found = graph.plan(training.ids_BT, memory_budget=limit)
+        result["planning_seconds"] = perf_counter() - begin
+        result["peak_bytes"] = peak_of(lambda: graph(training.ids_BT), before, times=6)
+        result["capture"] = graph.explain(show=False).capture
+    else:
+        for _ in range(3):
+            training.step()
+        result["plain_bytes"] = peak_of(training.step, before)
+        with alone.apply(training.model):
+            training.step()
+            result["alone_bytes"] = peak_of(training.step, before)
+            result["alone_foretold_bytes"] = alone.predicted_peak_bytes
+        begin = perf_counter()
+        found = plan(training.model, training.step, memory_budget=limit)
+        result["planning_seconds"] = perf_counter() - begin
+        with found.apply():
+            training.step()
+            result["peak_bytes"] = peak_of(training.step, before)
+    return {**result, "foretold_bytes": found.predicted_peak_bytes, "correction_bytes": found.correction_bytes}
+
+
+# ---- second part
+
+
+def pareto(model: str, shares: list[float], turns: int) -> list[dict[str, Any]]:
+    """Times plans and uniform policies on one model; returns a row per method."""
+    torch.cuda.init()
+    before = torch.cuda.memory_allocated()
+    with torch.device("cuda"):
+        training = Training(model, "autocast")
+    blocks = [name for name, _ in found_blocks(training.model, None)]
+    plain = Method("plain", "plain", training.forward_backward)
+    methods = [plain]
+    methods += [
+        Method(f"every {k}", "every k-th layer", plain.call, partial(every, training.model, blocks, k), k)
+        for k in different(len(blocks))
+    ]
+    methods.append(
+        Method("Transformers' own", "Transformers' own", plain.call, partial(transformers_own, training.model))
+    )
+    for _ in range(3):
+        training.step()
+    failed = []
+    for share in shares:
+        for offload, family in ((False, OURS), (True, WITH_OFFLOAD)):
+            method = Method(
+                f"{share:.0%} {family.removeprefix(OURS)}".replace("%", " %"), family, plain.call, knob=share
+            )
+            try:
+                found = plan(training.model, training.step, memory_budget=share, offload=offload)
+            except PlanError as error:
+                failed.append({"model": model, "method": method.name, "family": family, "failed": str(error)})
+                continue
+            method.on = found.apply
+            method.row = {"budget_bytes": found.budget_bytes, "foretold_bytes": found.predicted_peak_bytes}
+            methods.append(method)
+    for method in methods:
+        with method.on():
+            training.step()
+            method.row["allocator_peak_bytes"] = peak_of(training.step, before)
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for _ in range(turns):
+        for method in random.sample(methods, len(methods)):
+            with method.on():
+                training.step()
+                torch.cuda.synchronize()
+                begin = perf_counter()
+                training.step()
+                torch.cuda.synchronize()
+                seconds[method.name].append(perf_counter() - begin)
+    rows = []
+    for method in methods:
+        ratios = [a / b for a, b in zip(seconds[method.name], seconds["plain"], strict=True)]
+        row = {"model": model, "method": method.name, "family": method.family, "knob": method.knob, **method.row}
+        rows.append({**row, "seconds": quartiles(seconds[method.name]), "ratio": quartiles(ratios), "ratios": ratios})
+    return rows + failed
+
+
+# ---- all
+
+
+def run(job: dict[str, Any], timeout: float) -> Any:
+    """Runs one job in a process of its own; one that fails is a row as well."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", __file__, "--job", json.dumps(job)],
+            capture_output=True, text=True, check=False, timeout=timeout,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return {**job, "failed": "time"}
+    if done.returncode == 0:
+        return json.loads(done.stdout.splitlines()[-1])
+    last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    return {**job, "failed": "memory" if "out of memory" in done.stderr else last}
+
+
+def do(job: dict[str, Any]) -> Any:
+    """Runs a job in this process."""
+    if "shares" in job:
+        return pareto(**job)
+    return predict(**job)
+
+
+def errors(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
+    """Yields the cells of the first table."""
+    for row in rows:
+        name = [row["model"], row["precision"], "captured" if row["is_captured"] else "eager"]
+        if "failed" in row:
+            yield [*name, f"failed: {row['failed']}", *["-"] * 6]
+            continue
+        pairs = [("plain_bytes", "plain_foretold_bytes"), ("alone_bytes", "alone_foretold_bytes")]
+        cells = []
+        for real, foretold in [*pairs, ("peak_bytes", "foretold_bytes")]:
+            if real in row:
+                off = f"{row[foretold] / row[real] - 1:+.2%}".replace("%", " %")
+                cells += [format_bytes(row[real]), off]
+            else:
+                cells += ["-", "-"]
+        yield [*name, *cells, "yes" if row["peak_bytes"] <= row["budget_bytes"] else "no"]
+
+
+def front(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
+    """Yields the cells of the second table."""
+    for row in rows:
+        if "failed" in row:
+            yield [row.get("method", "all"), "-", "-", f"failed: {row['failed']}", "-"]
+            continue
+        budget = row.get("budget_bytes")
+        inside = "-" if budget is None else "yes" if row["allocator_peak_bytes"] <= budget else "no"
+        ratio = "{median:.2f} ({low:.2f} to {high:.2f})".format(**row["ratio"])
+        peak, seconds = format_bytes(row["allocator_peak_bytes"]), format_seconds(row["seconds"]["median"])
+        yield [row["method"], peak, inside, seconds, ratio]
+
+
+def main() -> None:
+    """Runs all, in turn, and writes the results."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--profile", choices=names(), default="h200", help="the device's")
+    parser.add_argument("--pareto", nargs="*", choices=MODELS, default=["gpt2"], help="models of the second part")
+    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--minutes", type=float, default=9, help="what has not begun by then is left out")
+    parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    logging.set_verbosity_error()
+    if options.job is not None:
+        print(json.dumps(do(options.job)))
+        return
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks/planner_gpu.py: there is no CUDA device")
+    device = torch.cuda.get_device_name()
+    head = header(device=device, cuda=torch.version.cuda, profile=options.profile, turns=options.turns)
+    end = perf_counter() + 60 * options.minutes
+
+    def left(job: dict[str, Any]) -> Any:
+        seconds = end - perf_counter()
+        return run(job, seconds) if seconds > 0 else {**job, "failed": "time"}
+
+    fronts, text = [], []
+    for model in options.pareto:
+        found = left({"model": model, "shares": [n / 10 for n in range(9, 1, -1)], "turns": options.turns})
+        rows = found if isinstance(found, list) else [found]
+        fronts += rows
+        columns = ["method", "peak", "inside", "step", "x plain (quartiles)"]
+        text.append(
+            f"## {model}, bfloat16 autocast: plans and uniform policies\n\n{table(columns, list(front(rows)))}\n"
+        )
+        if timed := [row for row in rows if "ratio" in row]:
+            RESULTS.mkdir(exist_ok=True)
+            draw(f"{model}, {device}", timed, RESULTS / f"planner_gpu_{model}.svg", clock="time")
+            text.append(f"![time against peak](planner_gpu_{model}.svg)\n")
+    jobs = [job for job in JOBS if job["model"] in options.models]
+    predicted = [left({**job, "profile": options.profile}) for job in jobs]
+    columns = [
+        "model", "precision", "step", "plain", "foretold from the profile", "plan from the profile", "foretold",
+        "plan after measuring", "foretold", "inside",
+    ]  # fmt: skip
+    note = (
+        "Peaks are the most that torch.cuda.max_memory_allocated saw in a step above what was there before the model; "
+        "beside each, how far above it the prediction was. Captured: of the calls up to the one that is recorded."
+    )
+    text.insert(0, f"## Foretold and real peaks\n\n{note}\n\n{table(columns, list(errors(predicted)))}\n")
+    write("planner_gpu", head, predicted + fronts, "\n".join(text))
+
+
+if __name__ == "__main__":
+    main()
