@@ -14,13 +14,14 @@ from small_run import place, rows_of, same_weights  # noqa: F401
 from torch import nn
 
 from graphckpt.config.run import trainer_from
-from graphckpt.train.cut import is_cut, local
+from graphckpt.train.cut import is_cut, local, whole
 from graphckpt.train.heldout import heldout_batches
 from graphckpt.train.hooks import SnapshotHook
 from graphckpt.train.loop import HookBase, Loop, TrainError
 from graphckpt.train.parallel import Ranks
-from graphckpt.train.replicas import Averaged, Ddp
+from graphckpt.train.replicas import Averaged, Ddp, replicas_of
 from graphckpt.train.spread import DistConfig
+from graphckpt.train.zero import shard_states
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
@@ -93,6 +94,7 @@ def products(rank: int, folder: Path) -> None:
     words = PRODUCTS["zero 3 x tp"]
     assert run("drawn", *words).losses == run("recomputed", *words, RECOMPUTED, PART).losses
     leave_unused(rank)
+    hold_what_the_stage_says(rank)
     (folder / f"losses of {rank}").write_text(json.dumps(found))
 
 
@@ -125,6 +127,31 @@ def leave_unused(rank: int) -> None:
             assert torch.equal(way.weight.grad, torch.full((4, 4), 2 * (number + 1.0) / 4)), (kind, number)
         unused = model.ways[4].weight.grad
         assert unused is None or not unused.count_nonzero()
+
+
+def hold_what_the_stage_says(rank: int) -> None:
+    """Between micro-batches: which weights are whole, and which gradients were cut already; and the sum after all."""
+    ranks = Ranks(DistConfig(data_parallel_size=4), torch.device("cpu"))
+    assert ranks.data_mesh is not None
+    for stage, are_whole, is_reduced in ((1, True, False), (2, True, True), (3, False, True)):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+        shard_states(model, ranks.data_mesh, ["0"], stage=stage)
+        held = list(model.parameters())
+        x = torch.full((2, 4), rank + 1.0)
+        replicas = replicas_of(model, lambda batch, model=model, x=x: {"loss": model(x).sum()}, ranks, stage=stage)
+        for is_last in (False, True):
+            with replicas.micro_batch(is_last=is_last):
+                replicas.losses({})["loss"].backward()
+            now = [is_last or not are_whole, is_last or is_reduced]
+            assert [is_cut(model[0].weight), held[0].grad is not None] == now, stage
+        assert all(is_cut(parameter.grad) for parameter in held)
+        alone = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+        alone.load_state_dict({name: whole(value) for name, value in model.state_dict().items()})
+        for part in range(4):
+            (2 * alone(torch.full((2, 4), part + 1.0)).sum() / 4).backward()
+        for parameter, expected in zip(held, alone.parameters(), strict=True):
+            torch.testing.assert_close(whole(parameter.grad), expected.grad)
 
 
 def backward(replicas: Ddp | Averaged) -> None:
