@@ -42,7 +42,7 @@ class StepChain:
         ]
         self._fixed = dict(fixed or {})
         self._banned = frozenset(banned)
-        self._calls = last_pass(model.block_of_call)
+        self._calls = last_pass(model.intervals)
         self.blocks = [model.block_of_call[call] for call in self._calls]
         self.num_blocks = len(self._calls)
         self.start: Held = frozenset()
@@ -158,14 +158,20 @@ class StepChain:
         return state.peak
 
 
-def last_pass(block_of_call: Sequence[int]) -> list[int]:
-    """Returns the calls after the last time that a block came anew: with accumulation, those of the last batch.
+def last_pass(intervals: Sequence[Interval]) -> list[int]:
+    """Returns the calls of the last stretch of forwards between which no backward ran: of the last batch of a step.
 
-    >>> last_pass([0, 1, 2, 0, 1, 2]), last_pass([0, 0, 0])
-    ([3, 4, 5], [0, 1, 2])
+    >>> forwards = [Interval(Phase.FORWARD, call) for call in range(4)]
+    >>> backwards = [Interval(Phase.BACKWARD, call) for call in range(4)]
+    >>> last_pass([*forwards[:2], backwards[1], backwards[0], *forwards[2:], backwards[3], backwards[2]])
+    [2, 3]
     """
-    if len(set(block_of_call)) == 1 or len(set(block_of_call)) == len(block_of_call):
-        return list(range(len(block_of_call)))
-    first = block_of_call[0]
-    starts = [n for n, block in enumerate(block_of_call) if block == first]
-    return list(range(starts[-1], len(block_of_call)))
+    calls: list[int] = []
+    is_over = False
+    for phase, call in intervals:
+        if phase is Phase.BACKWARD:
+            is_over = True
+        elif phase is Phase.FORWARD:
+            calls = [call] if is_over else [*calls, call]
+            is_over = False
+    return calls

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import permutations
 from typing import TYPE_CHECKING, final
 
 from graphckpt.plan.chain import StepChain
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
     from graphckpt.plan.measure import Measured
 
+_CUTS = 16  # places where one option may end and another begin
+_BUDGETS_WITH_COPIES = 12  # each is searched for about a second
 _ATTEMPTS = 6  # a step whose backward takes another order than its forward needs more than one
 
 
@@ -63,6 +66,8 @@ class Chooser:
         )
         """What moves bytes: banned where only what stays is asked for."""
         self._fronts: list[tuple[StepChain, Front]] | None = None
+        self._simple: list[Choice] | None = None
+        self._again = [block for block, count in Counter(StepChain(measured).blocks).items() if count > 1]
 
     @property
     def fronts(self) -> list[tuple[StepChain, Front]]:
@@ -72,16 +77,31 @@ class Chooser:
             self._fronts = [(chain, Front(chain)) for chain in self._chains(banned)]
         return self._fronts
 
+    @property
+    def simple(self) -> list[Choice]:
+        """Choices without copies that a search in a chain may miss: one option for all blocks, or for the first ones.
+
+        Two options are tried where blocks run several times, since each of those is the same in all chains.
+        """
+        if self._simple is None:
+            options = [o for o in range(len(self.measured.options)) if not self.measured.options[o].is_far]
+            num_blocks = len(self.measured.names)
+            plans = [(option,) * num_blocks for option in options]
+            if len(self._again) > 1:
+                cuts = sorted({n * num_blocks // _CUTS for n in range(1, _CUTS)} - {0})
+                plans += [(a,) * cut + (b,) * (num_blocks - cut) for a, b in permutations(options, 2) for cut in cuts]
+            self._simple = [self.judged(plan) for plan in plans]
+        return self._simple
+
     def floor(self) -> Choice:
         """Returns the choice with the lowest peak, without copies."""
-        return min(
-            (self.judged(chain.plan(front.least_peak()[0])) for chain, front in self.fronts),
-            key=lambda choice: (choice.peak, choice.seconds, choice.plan),
-        )
+        found = [self.judged(chain.plan(front.least_peak()[0])) for chain, front in self.fronts]
+        return min(found + self.simple, key=lambda choice: (choice.peak, choice.seconds, choice.plan))
 
     def cheapest(self, budget: int) -> Choice | None:
         """Returns the fastest choice whose peak is at most ``budget``, or ``None`` if there is none."""
         found = [choice for chain, front in self.fronts if (choice := self._fitting(chain, front, budget)) is not None]
+        found += [choice for choice in (self.floor(), *self.simple) if choice.peak <= budget]
         best = min(found, key=_better, default=None)
         if self._rates is None:
             return best
@@ -91,8 +111,10 @@ class Chooser:
     def pareto(self, most: int = 24) -> list[Choice]:
         """Returns the choices of which none is better in peak and time, from the lowest peak up."""
         candidates = [self.judged(chain.plan(plan)) for chain, f in self.fronts for _, _, plan in f.pareto(most)]
+        candidates += self.simple
         if self._rates is not None and candidates:
             low, high = min(c.peak for c in candidates), max(c.peak for c in candidates)
+            most = min(most, _BUDGETS_WITH_COPIES)
             steps = [low - (high - low) // 4 + (high - low) * 5 * n // (4 * most) for n in range(most + 1)]
             candidates += [choice for budget in steps if (choice := self.cheapest(budget)) is not None]
         front: list[Choice] = []
@@ -153,11 +175,10 @@ class Chooser:
 
     def _chains(self, banned: frozenset[tuple[int, int]]) -> list[StepChain]:
         chain = StepChain(self.measured, banned=banned)
-        again = [block for block, count in Counter(chain.blocks).items() if count > 1]
-        if not again:
+        if not self._again:
             return [chain]
-        allowed = [o for o in range(len(self.measured.options)) if (again[0], o) not in banned]
-        return [StepChain(self.measured, dict.fromkeys(again, option), banned) for option in allowed]
+        allowed = [o for o in range(len(self.measured.options)) if (self._again[0], o) not in banned]
+        return [StepChain(self.measured, dict.fromkeys(self._again, option), banned) for option in allowed]
 
     def _timing(self, chain: StepChain) -> Timing:
         assert self._rates is not None

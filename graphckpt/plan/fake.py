@@ -88,6 +88,8 @@ class _Functions(TorchFunctionMode):
         self._emulates_autocast = kernels is not None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if getattr(func, "__name__", "") == "__get__":  # `x.shape`, `x.dtype`: most of all calls
+            return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
         instead = self._instead.get(func)
         if instead is not None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphckpt.errors import ConfigError
 from graphckpt.plan.run import KEEP, Option
-from graphckpt.rules import Full, Selective, parse_rule
+from graphckpt.rules import Full, Keep, Selective, parse_rule
 from graphckpt.stores import parse_offload
 
 if TYPE_CHECKING:
@@ -49,6 +49,6 @@ def options(offload: bool | str = False, only: Iterable[Any] | None = None) -> t
 
 def _option(value: Any) -> Option:
     rule = parse_rule(value)
-    if rule is None:
+    if rule is None or isinstance(rule, Keep):
         raise ConfigError(f"rules: {value!r} is no rule · fix: leave it out; keep is always considered")
     return Option(rule.describe(), {_FLAG: value}, rule)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, final
 
 import torch
+from torch import nn
 
 from graphckpt.plan.measure import Sample
 from graphckpt.plan.trace import Trace
 from graphckpt.plan.traced_store import TracedStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from torch import nn
     from torch.optim import Optimizer
 
     from graphckpt.plan.fake import FakeDevice
@@ -38,7 +39,6 @@ class FakeStep:
         self._model = model
         self._step_fn = step_fn
         self._optimizer = optimizer
-        self._learns = any(b.is_floating_point() for b in model.buffers())
         with device:
             self._workspace = torch.empty(device.machine.workspace_bytes, dtype=torch.uint8)
             self._make_optimizer_state()
@@ -46,8 +46,9 @@ class FakeStep:
     def sample(self, blocks: Blocks, options: Sequence[Option]) -> Sample:
         """Runs the step with one option on each block."""
         stores = {far: TracedStore(is_far=far) for far in (False, True)}
-        with self._device, blocks.under(options, lambda option: stores[option.is_far], learns=self._learns):
-            if self._learns:  # what moves in a forward is seen by the first one alone
+        learns = any(b.is_floating_point() for module in blocks.modules for b in module.buffers())
+        with self._device, blocks.under(options, lambda option: stores[option.is_far], learns=learns):
+            if learns:  # a first run alone shows what moves, such as the statistics of BatchNorm
                 self._step_fn()
             trace = self._trace()
             for store in stores.values():
@@ -58,6 +59,35 @@ class FakeStep:
             for store in stores.values():
                 store.trace = None
         return Sample(trace, dict(stores[True].far_bytes), trace.seconds, sum(trace.seconds.values()))
+
+    @contextmanager
+    def only(self, blocks: Blocks, numbers: Sequence[int]) -> Iterator[bool]:
+        """Takes the other blocks out of the lists in which they stand, and tries whether the step runs so."""
+        chosen = {id(blocks.modules[number]) for number in numbers}
+        others = {id(module) for module in blocks.modules} - chosen
+        lists = [m for m in self._model.modules() if others & {id(child) for child in m.children()}]
+        if not lists or not all(isinstance(each, nn.ModuleList) for each in lists):
+            yield False
+            return
+        whole = [(each, dict(each._modules)) for each in lists]
+        try:
+            for each, modules in whole:
+                rest = [module for module in modules.values() if id(module) not in others]
+                each._modules.clear()
+                each._modules.update({str(number): module for number, module in enumerate(rest)})
+            yield self._runs()
+        finally:
+            for each, modules in whole:
+                each._modules.clear()
+                each._modules.update(modules)
+
+    def _runs(self) -> bool:
+        try:
+            with self._device:
+                self._step_fn()
+        except Exception:
+            return False
+        return True
 
     def _trace(self) -> Trace:
         machine = self._device.machine

@@ -16,6 +16,8 @@ from graphckpt.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from graphckpt.plan.plan import Plan, PlanRow
 
+_WIDTH = 4096
+
 
 def summary(plan: Plan) -> Iterator[str]:
     """Yields what the whole step takes, one line each."""
@@ -36,15 +38,15 @@ def summary(plan: Plan) -> Iterator[str]:
 
 def print_plan(plan: Plan, file: TextIO | None = None) -> None:
     """Prints runs of equal rows, the totals, and the notes."""
-    console = Console(file=file or sys.stdout, highlight=False, soft_wrap=True)
+    console = _console(file)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     moves = any(row.moved_bytes for row in plan.rows)
     table.add_column("block", no_wrap=True)
     table.add_column("policy", no_wrap=True)
-    table.add_column("blocks", justify="right")
-    table.add_column("costs", justify="right")
+    table.add_column("blocks", justify="right", no_wrap=True)
+    table.add_column("costs", justify="right", no_wrap=True)
     if moves:
-        table.add_column("moves", justify="right")
+        table.add_column("moves", justify="right", no_wrap=True)
     for rows in runs(plan):
         cost = sum(row.extra_seconds for row in rows)
         cells = [name_of(rows), rows[0].option, str(len(rows)), format_seconds(cost) if cost > 0 else "-"]
@@ -57,16 +59,21 @@ def print_plan(plan: Plan, file: TextIO | None = None) -> None:
 
 def print_sweep(front: Sequence[tuple[int, float, Plan]], uniform: Sequence[tuple[str, int, float]]) -> None:
     """Prints the plans of which none is better in peak and time, and the policies that are the same for all blocks."""
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    console = _console(None)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("peak", justify="right")
-    table.add_column("step", justify="right")
+    table.add_column("peak", justify="right", no_wrap=True)
+    table.add_column("step", justify="right", no_wrap=True)
     table.add_column("policies", no_wrap=True)
     rows = [(peak, seconds, ", ".join(f"{name_of(r)} {r[0].option}" for r in runs(p))) for peak, seconds, p in front]
     rows += [(peak, seconds, f"all {name}") for name, peak, seconds in uniform]
     for peak, seconds, text in sorted(rows, key=lambda row: row[0]):
         table.add_row(format_bytes(peak), format_seconds(seconds), text)
     console.print(table)
+
+
+def _console(file: TextIO | None) -> Console:
+    """Returns a console that is wide enough for every row: numbers are not to be broken into lines."""
+    return Console(file=file or sys.stdout, highlight=False, soft_wrap=True, width=_WIDTH)
 
 
 def runs(plan: Plan) -> Iterator[list[PlanRow]]:

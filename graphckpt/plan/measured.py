@@ -1,0 +1,52 @@
+"""What is known of a step after it was measured. Data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+from graphckpt.errors import GraphckptError
+
+if TYPE_CHECKING:
+    from graphckpt.plan.predict import Model
+    from graphckpt.plan.run import Option
+    from graphckpt.plan.trace import Interval, Trace
+
+
+@final
+class PlanError(GraphckptError, RuntimeError):
+    """A step cannot be planned, or no plan fits."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One run of the step with one option on each block."""
+
+    trace: Trace
+    far_bytes: dict[int, int]
+    """By the number of a call: what it has sent away from the device."""
+    seconds: dict[Interval, float]
+    step_seconds: float
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What is known of a step: enough to foretell any plan."""
+
+    names: tuple[str, ...]
+    options: tuple[Option, ...]
+    model: Model
+    forward_seconds: tuple[tuple[float, ...], ...]
+    """By block and option: of all its forwards in a step."""
+    backward_seconds: tuple[tuple[float, ...], ...]
+    """By block and option: of all its backwards in a step, with what runs again."""
+    far_bytes: tuple[tuple[int, ...], ...]
+    """By block and option: bytes that leave the device in a step."""
+    step_seconds: float
+    """Of the step with everything kept."""
+    num_runs: int
+    """Times that the step ran to be logged."""
+    notes: tuple[str, ...] = ()
+    """Where the prediction is not exact, and why."""
