@@ -56,7 +56,7 @@ def plan(
         blocks: selectors of the blocks to decide about; ``None`` finds the model's layers.
         rules: what to consider beside ``keep``, as ``activation_checkpointing`` takes it; ``None`` is all of
             ``full`` and three levels of ``selective``.
-        check: run the step under the plan, and plan once more if it is more than 1 % off.
+        check: run the step under the plan, and plan once more if it is over the budget, or more than 1 % off.
         progress: told how many runs are done.
 
     Raises:
@@ -121,7 +121,8 @@ def plan_step(
         if check:
             with found.apply():
                 off = step.peak() - found.predicted_peak_bytes
-            if abs(off) > _TOLERANCE * found.predicted_peak_bytes:
+            is_over = found.predicted_peak_bytes + off > limit
+            if is_over or abs(off) > _TOLERANCE * found.predicted_peak_bytes:
                 found = planner.plan(limit if memory_budget != "min" else limit + max(0, off), correction=off)
     return found
 
