@@ -10,6 +10,7 @@ from graphckpt.graph.verify import Verification, verify
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from graphckpt.blocks.select import Selector
     from graphckpt.graph.config import GraphConfig
     from graphckpt.graph.planned import Planned
     from graphckpt.graph.step import Step
@@ -68,6 +69,7 @@ class Inspected:
         memory_budget: float | str,
         offload: bool | str = False,
         host_budget: int | str | None = None,
+        blocks: Selector | Iterable[Selector] | None = None,
         rules: Iterable[Any] | None = None,
         **kwargs: Any,
     ) -> Plan:
@@ -83,6 +85,7 @@ class Inspected:
                 what the plain step keeps. See :func:`graphckpt.plan`, also for what follows.
             offload: where kept tensors may go.
             host_budget: the most bytes that may be there.
+            blocks: selectors of what to decide about, such as ``"model.layers.*"``; ``None`` finds the layers.
             rules: what to consider beside ``keep``.
             kwargs: inputs of a call.
 
@@ -92,4 +95,4 @@ class Inspected:
             PlanError: no plan fits; the message names the least peak and what sets it.
         """
         wanted = {"memory_budget": memory_budget, "offload": offload, "host_budget": host_budget, "rules": rules}
-        return self._planned.plan(self.__dict__, self.build, args, kwargs, wanted)
+        return self._planned.plan(self.__dict__, self.build, args, kwargs, {**wanted, "blocks": blocks})

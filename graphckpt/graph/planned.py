@@ -10,7 +10,7 @@ from torch import nn
 from graphckpt.blocks.layers import layers
 from graphckpt.errors import ConfigError, GraphError
 from graphckpt.graph.verify import unchanged
-from graphckpt.plan.planner import plan_step
+from graphckpt.plan.planner import found_blocks, plan_step
 from graphckpt.plan.real import RealStep
 from graphckpt.tree import flatten_call
 
@@ -48,16 +48,16 @@ class Planned:
             raise GraphError(f"{step.name}.plan: an evaluation graph keeps nothing · fix: plan the training graph")
         step.prepare()
         model = _Roots(step.roots)
-        names = [".".join(filter(None, (root, name))) for root, m in step.roots.items() for name in layers(m)]
-        if not names:
-            raise ConfigError(
-                f"{step.name}.plan: no module has a list of layers · fix: graphckpt.plan(..., blocks=...)"
-            )
+        options = dict(wanted)
+        selectors = options.pop("blocks", None)
+        if selectors is None:
+            selectors = [".".join(filter(None, (root, n))) for root, m in step.roots.items() for n in layers(m)]
+        if not selectors:
+            raise ConfigError(f"{step.name}.plan: no module has a list of layers · fix: blocks='model.layers.*'")
+        blocks = found_blocks(model, selectors)
         real = RealStep(model, lambda: step.call(fields, build, args, kwargs))
         with step.bare():
-            plan = plan_step(
-                real, model, [(name, model.get_submodule(name)) for name in names], unchanged(step), **wanted
-            )
+            plan = plan_step(real, model, blocks, unchanged(step), **options)
         self._set(model, plan)
         return plan
 

@@ -137,7 +137,7 @@ class _State:
                         group[key] = value
         for scheduler, schedule in zip(self._update.schedulers, self._schedules, strict=True):
             if scheduler is not None and schedule is not None:
-                scheduler.__dict__.update(schedule)
+                scheduler.load_state_dict(schedule)  # what it cannot copy, such as a function, it leaves as it is
         if self._update.scaler is not None and self._scaler is not None:
             self._update.scaler.load_state_dict(self._scaler)
         self._update.num_steps = self._num_steps

@@ -37,7 +37,8 @@ def check(budget: Budget) -> Budget:
         try:
             parse_bytes(budget)
         except ValueError as error:
-            raise ConfigError(f"memory_budget: {error}; 'max' and 'min' mean something too") from None
+            text = str(error).removeprefix("memory size ")
+            raise ConfigError(f"memory_budget: {text}; 'max' and 'min' mean something too") from None
     return budget
 
 

@@ -36,6 +36,7 @@ _COLOURS = (
 _MARKERS = "osD^vPX<>*"
 _OF_BLOCKS = (f"{Phase.FORWARD.value} ", f"{Phase.BACKWARD.value} ")
 _BETWEEN = f"{Phase.AFTER_FORWARD.value} ", f"{Phase.AFTER_BACKWARD.value} "
+_DASHES = (0, (4, 3))
 _NARROW = 0.2  # width of what lies between two blocks; they and all else are 1 wide
 _HIGHEST = 1.6  # a budget further above the peak would press the levels flat
 
@@ -63,12 +64,12 @@ def draw_plan(plan: Plan, path: str | Path) -> Path:
     scale, unit = unit_of(peak_bytes)
     with figure_of(target) as figure:
         axes = figure.subplots()
-        _draw_levels(axes, plan, scale)
         is_near = plan.budget_bytes <= _HIGHEST * peak_bytes
+        _draw_levels(axes, plan, scale, has_budget=is_near)
         top = max(peak_bytes, plan.budget_bytes if is_near else 0)
         axes.set_ylim(0, 1.14 * max(top, 1) / scale)
         if is_near:
-            axes.axhline(plan.budget_bytes / scale, color=INK, linewidth=1, linestyle=(0, (4, 3)))
+            axes.axhline(plan.budget_bytes / scale, color=INK, linewidth=1, linestyle=_DASHES)
         _mark_binding(axes, plan, scale)
         _finish(axes, f"live bytes of all tensors ({unit})")
         axes.set_xlabel("the step, block by block: forward, then backward", color=INK)
@@ -132,7 +133,8 @@ def draw_sweep(front: Sequence[tuple[int, float]], uniform: Sequence[tuple[str, 
     return target
 
 
-def _draw_levels(axes: Any, plan: Plan, scale: int) -> None:
+def _draw_levels(axes: Any, plan: Plan, scale: int, *, has_budget: bool) -> None:
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     policies = {row.block: row.option for row in plan.rows}
@@ -150,9 +152,11 @@ def _draw_levels(axes: Any, plan: Plan, scale: int) -> None:
     axes.plot(edges, [*ends, ends[-1]], drawstyle="steps-post", color=INK, linewidth=0.8)
     axes.set_xlim(0, edges[-1])
     axes.set_xticks([])
-    handles = [Patch(color=colour, label=name) for name, colour in colour_of.items()]
+    handles: list[Any] = [Patch(color=colour, label=name) for name, colour in colour_of.items()]
     if is_any_outside:
         handles.append(Patch(color=_OUTSIDE, label="outside of blocks"))
+    if has_budget:
+        handles.append(Line2D([], [], color=INK, linewidth=1, linestyle=_DASHES, label="memory budget"))
     legend(axes, handles, "policy", anchor=1.0, is_in_layout=True)
 
 

@@ -123,7 +123,7 @@ class Plan:
             {"block": row.block, "option": row.option, "fields": dict(row.fields), "extra_seconds": row.extra_seconds}
             for row in self.rows
         ]
-        text = yaml.safe_dump({"blocks": self.blocks, "plan": {**numbers, "rows": rows}}, sort_keys=False)
+        text = yaml.dump({"blocks": self.blocks, "plan": {**numbers, "rows": rows}}, Dumper=_Plain, sort_keys=False)
         Path(path).write_text(head + text, encoding="utf-8")
 
     @classmethod
@@ -144,9 +144,19 @@ class Plan:
         except (KeyError, TypeError) as error:
             raise ConfigError(f"{path}: is no plan: {error} is wrong · fix: name a file that Plan.save wrote") from None
 
-    def with_model(self, model: nn.Module | None) -> Plan:
-        """Returns the same plan for another model of the same blocks."""
-        return replace(self, model=model)
+    def below(self, name: str) -> Plan:
+        """Returns the same plan with the blocks' paths as they are in the child ``name``."""
+        rows = (replace(row, block=row.block.removeprefix(f"{name}.")) for row in self.rows)
+        return replace(self, rows=tuple(rows), model=None)
+
+
+class _Plain(yaml.SafeDumper):
+    """Writes equal policies out, for a reader."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Returns True: no anchors."""
+        del data
+        return True
 
 
 _NUMBERS = (

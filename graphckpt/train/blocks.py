@@ -25,7 +25,7 @@ def checkpointed_blocks(model: nn.Module, config: ActivationCheckpointConfig) ->
     Raises:
         ConfigError: a name matches no block, a value cannot act, or the model has no unit that can be found.
     """
-    if not config.enabled:
+    if not config.enabled or config.memory_budget is not None:
         return {}
     settings: dict[str, dict[str, Any]] = {}
     faults: list[str] = []

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from graphckpt.blocks.config import OTHER_NAMES, BlockConfig
 from graphckpt.errors import ConfigError
+from graphckpt.plan import budget
 from graphckpt.train.optim import warmup_cosine_lr
 from graphckpt.train.reserved import (
     CHECKPOINT_WITHOUT_MEANING,
@@ -60,6 +61,10 @@ class ActivationCheckpointConfig:
     contiguous: bool | None = None
     """Whether it lies in one slab, as big as the first step needs."""
 
+    memory_budget: int | float | str | None = None
+    """Bytes, ``"12GiB"``, ``"max"``, ``"min"`` or a share of what the plain step keeps: before the first update, each
+    unit gets the policy with which the step is fastest within it; ``offload`` says where tensors may go."""
+
     @property
     def placement(self) -> dict[str, bool | str]:
         """The keys that say where what is kept goes, as far as they are set."""
@@ -68,6 +73,14 @@ class ActivationCheckpointConfig:
 
     def faults(self) -> Iterator[str]:
         """Yields what means nothing."""
+        if self.memory_budget is not None:
+            try:
+                budget.check(self.memory_budget)
+            except ConfigError as error:
+                yield str(error)
+            for name in ("blocks", "partition", "contiguous"):
+                if getattr(self, name) is not None:
+                    yield f"memory_budget: the plan chooses, and {name} is set as well · fix: unset one of them"
         for name, value in self.placement.items():
             try:
                 BlockConfig("").update({name: value})
@@ -206,6 +219,8 @@ class TrainConfig:
         yield from self._spread_faults()
         if self.dist.tensor_parallel_size > 1 and self.amp.enabled and self.amp.dtype == "float16":
             yield "amp.dtype: 'float16' does not go with dist.tensor_parallel_size above 1 · fix: use 'bfloat16'"
+        if self.activation_checkpoint.memory_budget is not None and self.dist.num_processes > 1:
+            yield "activation_checkpoint.memory_budget: each process would plan for itself · fix: name the blocks"
         if self.device and self.device.startswith("meta"):
             yield f"device: {self.device!r} holds no values · fix: leave the key out, and the device is picked"
         if not self.output_dir:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from graphckpt.errors import ConfigError, bullets
 from graphckpt.train.assemble import assembled, blocks_of, gradients_of
+from graphckpt.train.budget import within_budget
 from graphckpt.train.data import Data
 from graphckpt.train.export import export
 from graphckpt.train.graphs import EvalGraph, TrainGraph
@@ -144,6 +145,7 @@ class Trainer:
             + (f" x {opened.tokens_each} tokens" if opened.text else "")
         )
         order = ShuffledOrder(num_sequences=len(opened.train), seed=settings.seed)
+        update = within_budget(graph, settings.activation_checkpoint, self.report, self.folder)
 
         def step(iteration: int) -> dict[str, Tensor]:
             started = time.perf_counter()
@@ -151,7 +153,7 @@ class Trainer:
             samples = self.ranks.own_part(order.take(start=start, count=self.batch_size))
             batch = self._on_device(opened.train.batch(samples))
             loop.data_seconds = time.perf_counter() - started
-            losses: dict[str, Tensor] = graph(**batch)
+            losses: dict[str, Tensor] = update(**batch)
             return self.ranks.means({name: loss.mean() for name, loss in losses.items()})
 
         state = RunState(model, graph, optimizer, self.device, ranks=self.ranks, seed=settings.seed)

@@ -1,0 +1,138 @@
+"""A Graph that plans its own policies: the budget is kept, and no bit of the training changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import graphckpt
+from graphckpt import ConfigError, Graph, GraphError, PlanError
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(32, 128), nn.Linear(128, 32), nn.Dropout(0.1)
+
+    def forward(self, x):
+        return x + self.drop(self.down(torch.tanh(self.up(x))))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(16, 32)
+        self.layers = nn.ModuleList(Layer() for _ in range(6))
+        self.last = nn.Linear(32, 4)
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+class Step(Graph):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        self.add_optimizer(optimizer, lr_sch=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.5**n))
+        self.optimizer = lambda: optimizer
+
+    def build(self, x):
+        loss = self.model(x).square().mean()
+        loss.backward()
+        return loss
+
+
+def made():
+    torch.manual_seed(0)
+    step = Step(Net())
+    torch.manual_seed(1)
+    return step
+
+
+def trained(step, x, steps=4):
+    losses = [step(x) for _ in range(steps)]
+    return [*losses, *step.model.origin.parameters()], step.optimizer().param_groups[0]["lr"]
+
+
+def same(one, other):
+    return one[1] == other[1] and all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
+
+
+X = torch.randn(256, 16, generator=torch.Generator().manual_seed(2))
+
+
+def test_plan_keeps_its_budget_and_changes_no_bit():
+    plain = made()
+    expected = trained(plain, X)
+    step = made()
+    found = step.plan(X, memory_budget=0.6)
+    assert same(trained(step, X), expected)
+    explained = step.explain(show=False)
+    assert explained.peak_bytes == found.predicted_peak_bytes <= found.budget_bytes < found.plain_peak_bytes
+    reruns = {row.block: row.reruns for row in explained.rows if row.block.startswith("model.layers.")}
+    assert reruns == {row.block: int(row.option != "keep") for row in found.rows}
+    assert sum(reruns.values()) > 0
+
+
+def test_what_was_set_on_the_layers_before_is_replaced():
+    step = made()
+    step.model.layers[5].config.activation_checkpointing = True
+    step.model.layers[5].up.config.offload = "disk"
+    found = step.plan(X, memory_budget=1.0)
+    assert {row.option for row in found.rows} == {"keep"}
+    assert step.model.layers[5].config.fields() == {}
+    assert step.model.layers[5].up.config.fields() == {}
+
+
+def test_config_plans_at_the_first_call_and_with_each_new_shape():
+    expected = trained(made(), X)
+    step = made()
+    step.config.memory_budget = 0.7
+    step.config.plan_options = {"rules": ["full"]}
+    assert same(trained(step, X), expected)
+    policies = [layer.config.activation_checkpointing for layer in step.model.layers]
+    assert any(policies)
+    step.config.memory_budget = "1GiB"
+    step(X[:100])
+    assert [layer.config.activation_checkpointing for layer in step.model.layers] == [None] * 6
+    step.config.memory_budget = 0.7
+    step(X)
+    assert [layer.config.activation_checkpointing for layer in step.model.layers] == policies
+
+
+def test_selectors_choose_what_is_planned():
+    found = made().plan(X, memory_budget="min", blocks=["model.layers.[01]"])
+    assert [row.block for row in found.rows] == ["model.layers.0", "model.layers.1"]
+
+
+def test_micro_batches_are_planned_as_they_run():
+    step = made()
+    step.config.set_gradient_accumulation_steps(2)
+    found = step.plan(X, memory_budget=0.6)
+    step(X)
+    step(X)
+    assert step.explain(show=False).peak_bytes == found.predicted_peak_bytes <= found.budget_bytes
+
+
+def test_faults_name_the_fix_and_leave_all_as_it_was():
+    step = made()
+    before = [p.clone() for p in step.model.origin.parameters()]
+    with pytest.raises(PlanError, match=r"no plan fits · the least possible is .* set by .* · fix: "):
+        step.plan(X, memory_budget="100KiB")
+    assert all(torch.equal(a, b) for a, b in zip(before, step.model.origin.parameters(), strict=True))
+    assert step.optimizer().state == {}
+    assert step.optimizer().param_groups[0]["lr"] == 1e-2
+    with pytest.raises(ConfigError, match="memory_budget: 'much'"):
+        step.config.memory_budget = "much"
+    with pytest.raises(ConfigError, match="memory_budget: 2.0 is no share"):
+        step.plan(X, memory_budget=2.0)
+    with pytest.raises(ConfigError, match="plan_options: there is no 'ofload' · did you mean 'offload'"):
+        step.config.plan_options = {"ofload": True}
+    with pytest.raises(GraphError, match="plan: an evaluation graph keeps nothing"):
+        Graph.trace(lambda x: x).plan(X, memory_budget="min")
+    assert graphckpt.plan is not None

@@ -1,0 +1,114 @@
+"""A step on a device that is not there takes the bytes that it takes here, and equal layers are run once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from graphckpt.cli import main
+from graphckpt.plan.fake import FakeDevice
+from graphckpt.plan.machine import machine
+from graphckpt.plan.measure import measure
+from graphckpt.plan.options import NEAR, options
+from graphckpt.plan.plan import Plan
+from graphckpt.plan.planner import Planner, found_blocks
+from graphckpt.plan.pretend import FakeStep
+from graphckpt.plan.real import RealStep
+from graphckpt.plan.run import Blocks
+
+
+def made(num_layers=7):
+    config = transformers.LlamaConfig(
+        num_hidden_layers=num_layers, hidden_size=32, intermediate_size=64, num_attention_heads=4,
+        num_key_value_heads=4, vocab_size=64, use_cache=False,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    x = torch.ones(2, 16, dtype=torch.long)
+
+    def step():
+        model(input_ids=x, labels=x).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, step
+
+
+@pytest.fixture(scope="module")
+def pretended():
+    device = FakeDevice(machine("cpu"))
+    with device:
+        model, optimizer, step = made()
+    runs = []
+    fake = FakeStep(device, model, step, optimizer)
+    sample = fake.sample
+    fake.sample = lambda blocks, chosen: runs.append(len(blocks.names)) or sample(blocks, chosen)
+    return measure(fake, Blocks(found_blocks(model, None)), NEAR), runs, model
+
+
+def test_equal_layers_are_run_in_a_shorter_stack(pretended):
+    known, runs, model = pretended
+    assert runs == [7, len(NEAR)], "all layers once, and as many as there are options"
+    assert len(model.model.layers) == 7
+    assert not known.notes
+
+
+def test_it_foretells_what_the_real_step_takes(pretended, monkeypatch):
+    monkeypatch.setitem(RealStep.sample.__globals__, "_TIMED_RUNS", 1)
+    known, _, _ = pretended
+    model, _, step = made()
+    really = measure(RealStep(model, step), Blocks(found_blocks(model, None)), NEAR)
+    for plan in ([0] * 7, [1] * 7, [0, 1, 2, 3, 4, 1, 0], [4, 4, 0, 0, 1, 1, 3]):
+        assert known.model.highest(plan).peak == really.model.highest(plan).peak
+
+
+def test_moving_bytes_beside_the_computation_costs_less_than_running_again():
+    target = machine("h200")
+    device = FakeDevice(target)
+    with device:
+        model, optimizer, step = made()
+    known = measure(FakeStep(device, model, step, optimizer), Blocks(found_blocks(model, None)), options("cpu", ["full"]))
+    from graphckpt.plan.choose import Rates
+
+    near = Planner(known, device="h200")
+    far = Planner(known, device="h200", rates=Rates(target.copy_out, target.copy_in))
+    for share in (0.9, 0.7, 0.5):
+        budget = near.bytes_of(share, 0)
+        if budget < near.floor.peak:
+            continue
+        one, other = near.plan(budget), far.plan(budget)
+        assert other.predicted_step_seconds <= one.predicted_step_seconds
+        assert other.predicted_peak_bytes <= budget
+
+
+def test_the_command_plans_a_config_for_another_device(tmp_path, capsys):
+    words = ["model.config.n_layer=4", "train.train_micro_batch_size=4", f"train.output_dir={tmp_path / 'none'}"]
+    saved, drawn = tmp_path / "plan.yaml", tmp_path / "front.svg"
+    code = main(
+        ["plan", "--config-file", "configs/quickstart.py", "--device", "h200", "--memory-budget", "0.6"]
+        + ["--save", str(saved), "--sweep", str(drawn), *words]
+    )
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+    assert "on h200" in printed
+    assert "all full" in printed
+    assert drawn.stat().st_size > 0
+    assert not (tmp_path / "none").exists(), "nothing is trained, so nothing is written"
+    plan = Plan.load(saved)
+    assert plan.predicted_peak_bytes <= plan.budget_bytes
+    assert set(plan.blocks) <= {f"transformer.h.{n}" for n in range(4)}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--device", "h2000"], "did you mean 'h200'"),
+        (["--memory-budget", "1 fortnight"], "no unit is called"),
+        (["--memory-budget", "1MiB", "model.config.n_layer=2"], "no plan fits"),
+        (["model.config.n_layers=2"], "n_layers"),
+    ],
+)
+def test_faults_are_one_clear_error(words, message, capsys):
+    assert main(["plan", "--config-file", "configs/quickstart.py", "train.train_micro_batch_size=2", *words]) == 2
+    assert message in capsys.readouterr().err
