@@ -29,7 +29,7 @@ OUTSIDE = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md",
 
 
 def on_config(config: Any) -> Any:
-    """Leaves pages out of the menu that have nothing to show yet."""
+    """Leaves pages out of the menu that have nothing to show yet, and lists the decisions."""
     there = {f"benchmarks/{group}.md" for group in GROUPS if any(RESULTS.glob(f"{group}*.md"))}
     there |= {"benchmarks/index.md", *OUTSIDE.values()}
 
@@ -38,6 +38,8 @@ def on_config(config: Any) -> Any:
             return [item for item in map(kept, node) if item]
         if isinstance(node, dict):
             return {title: value for title, value in ((title, kept(value)) for title, value in node.items()) if value}
+        if node == "decisions/":
+            return [f"decisions/{path.name}" for path in sorted((ROOT / "docs" / node).glob("*.md"))]
         return node if node in there or (ROOT / "docs" / node).exists() else None
 
     config.nav = kept(config.nav)
