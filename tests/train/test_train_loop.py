@@ -145,12 +145,13 @@ def test_evaluation_weighs_by_tokens_and_restores_the_mode():
         return {"loss": torch.stack([labels.sum(), torch.tensor(labels.numel())])}
 
     def batches():
-        yield {"labels": torch.full((3, 5), 2.0)}
-        yield {"labels": torch.full((1, 5), 6.0)}
+        yield {"labels": torch.full((3, 5), 2.0)}, True
+        yield {"labels": torch.full((1, 5), 6.0)}, True
+        yield {"labels": torch.full((1, 5), 9.0)}, False  # runs for the sake of other processes, and does not count
 
     hook = EvalHook(evaluate, batches, CausalLM().metrics, model=model, eval_period=2)
     assert hook.measure() == {"eval_loss": 3.0, "eval_ppl": math.exp(3.0)}
-    assert seen == [(False, False)] * 2
+    assert seen == [(False, False)] * 3
     assert model.training
 
     loop = Loop(lambda _: {"total_loss": torch.zeros(())}, train_iter=3, report=_report(), hooks=[hook])
