@@ -90,7 +90,7 @@ def _step(run: RunConfig, fake: FakeDevice) -> tuple[FakeStep, nn.Module]:
     with fake:
         model: Any = run.model()
         model.train()
-        optimizer = optimizer_of(run, model)
+        optimizer = optimizer_of(run, model, fake.machine.kind)
         batch = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in sample.items()}
 
     def step() -> None:

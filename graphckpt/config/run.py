@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -74,13 +75,33 @@ def existing(path: Path) -> Path:
         raise ConfigError(f"{path}: no such config file; {error}") from error
 
 
-def optimizer_of(run: RunConfig, model: nn.Module) -> Optimizer:
-    """Returns the optimizer that a config describes, for ``model``."""
+def optimizer_of(run: RunConfig, model: nn.Module, device: str | None = None) -> Optimizer:
+    """Returns the optimizer that a config describes, for ``model``; ``device`` is the kind that it will run on."""
     assert isinstance(run.optim, Call)
     described = run.optim.arguments.get("params")
     params = Call.read(described, "optim.params")(model=model) if is_call(described) else model.parameters()
-    optimizer: Optimizer = run.optim(params=params)
+    kind = device or next((parameter.device.type for parameter in model.parameters()), "cpu")
+    is_scaled = run.train.amp.enabled and run.train.amp.dtype == "float16"
+    fast = {} if is_scaled else fast_settings(run.optim, kind)
+    optimizer: Optimizer = run.optim(params=params, **fast)
     return optimizer
+
+
+def fast_settings(optim: Call, device: str) -> dict[str, bool]:
+    """Returns what lets an optimizer of PyTorch step in one kernel, and within a CUDA graph, unless the config says.
+
+    >>> fast_settings(Call(torch.optim.AdamW, {}), "cuda"), fast_settings(Call(torch.optim.AdamW, {}), "cpu")
+    ({'fused': True, 'capturable': True}, {})
+    >>> fast_settings(Call(torch.optim.AdamW, {"foreach": True}), "cuda")
+    {'capturable': True}
+    >>> fast_settings(Call(torch.optim.SGD, {}), "cuda")
+    {'fused': True}
+    """
+    if device != "cuda" or not isinstance(optim.target, type):
+        return {}
+    known = inspect.signature(optim.target).parameters
+    free = [name for name in ("fused", "capturable") if name in known and name not in optim.arguments]
+    return {name: True for name in free if name != "fused" or "foreach" not in optim.arguments}
 
 
 def _trainer(run: RunConfig, *, resume: bool, eval_only: bool) -> Trainer:

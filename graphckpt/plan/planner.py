@@ -10,6 +10,7 @@ from graphckpt.blocks.layers import layers
 from graphckpt.blocks.select import select
 from graphckpt.errors import ConfigError
 from graphckpt.plan import budget as budgets
+from graphckpt.plan.below_floor import plan_below_floor
 from graphckpt.plan.choose import Choice, Chooser, Rates, described
 from graphckpt.plan.measure import Measured, PlanError, measure
 from graphckpt.plan.options import options
@@ -117,7 +118,13 @@ def plan_step(
         )
         available = budgets.available_bytes(step.device, measured.model.static_bytes)
         limit = planner.bytes_of(memory_budget, available)
-        found = planner.plan(limit)
+        try:
+            found = planner.plan(limit)
+        except PlanError:
+            below = plan_below_floor(step, model, blocks, planner, limit)
+            if below is None:
+                raise
+            return below
         if check:
             with found.apply():
                 off = step.peak() - found.predicted_peak_bytes

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from graphckpt.plan.measure import Sample
+from graphckpt.plan.measured import Sample
+from graphckpt.plan.run import Blocks
 from graphckpt.plan.trace import Interval, Phase, Trace
 from graphckpt.plan.traced_store import TracedStore
 from graphckpt.rng import random_devices, set_random_state, take_random_state
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from graphckpt.plan.run import Blocks, Option
+    from graphckpt.plan.run import Option
 
 _TIMED_RUNS = 3  # of which the fastest counts: what else the machine does only ever adds
 
@@ -67,13 +68,25 @@ class RealStep:
         return nullcontext(False)
 
     def peak(self) -> int:
-        """Returns the most bytes that are alive at once during a step as it is, by the same count."""
+        """Returns the most bytes that are alive at once during a step as it is.
+
+        On CUDA these are those of the allocator, with what it took before and what ops take within; elsewhere the
+        count is that of the logged runs.
+        """
         with register_hook(self._meet):
             self._step_fn()
+            if self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self.device)
+                self._step_fn()
+                return int(torch.cuda.max_memory_allocated(self.device))
             trace = self._trace()
             with trace:
                 self._step_fn()
         return trace.peak_bytes
+
+    def seconds(self) -> float:
+        """Returns how long a step as it is takes: the fastest of a few."""
+        return min(self._timed(Blocks([])).total for _ in range(_TIMED_RUNS))
 
     @contextmanager
     def undone(self) -> Iterator[None]:
@@ -106,7 +119,7 @@ class RealStep:
         self._optimizers[id(optimizer)] = optimizer
 
     def _trace(self) -> Trace:
-        trace = Trace(self.device.type)
+        trace = Trace(self.device.type, rounded=_rounded_on_cuda if self.device.type == "cuda" else None)
         state = [
             v
             for o in self._optimizers.values()
@@ -205,6 +218,10 @@ def register_hook(see: Callable[[Optimizer], None]) -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+def _rounded_on_cuda(num_bytes: int) -> int:
+    return -(-num_bytes // 512) * 512  # what CUDA's caching allocator hands out
 
 
 def _state(optimizer: Optimizer) -> Any:

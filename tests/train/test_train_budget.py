@@ -1,0 +1,49 @@
+"""A run that plans its own policies: the same weights, within the budget, and a file to plan no more."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from small_run import CONFIG, place, same_weights, train
+
+from graphckpt.plan.plan import Plan
+
+__all__ = ["place"]
+BUDGET = "train.activation_checkpoint.memory_budget"
+WIDE = """
+data.seq_length = 128
+model.config.update(n_embd=32, n_positions=128)
+train.update(train_iter=3, train_micro_batch_size=8, num_accumulation_steps=2)
+train.evaluation.enabled = False
+"""
+
+
+def test_weights_are_those_of_the_plain_run(place, capsys):
+    (place / "tiny.py").write_text(CONFIG + WIDE, encoding="utf-8")
+    assert train("train.output_dir=plain") == 0
+    assert train("train.output_dir=planned", f"{BUDGET}=0.5") == 0
+    assert same_weights(place / "plain", place / "planned")
+    printed = capsys.readouterr().out
+    assert "plan: memory budget" in printed
+    plan = Plan.load(place / "planned" / "plan.yaml")
+    assert plan.predicted_peak_bytes <= plan.budget_bytes < plan.plain_peak_bytes
+    assert plan.blocks
+    blocks = f"train.activation_checkpoint.blocks={json.dumps(plan.blocks)}"
+    words = ["train.output_dir=again", "train.activation_checkpoint.enabled=True"]
+    assert train(*words, "train.activation_checkpoint.rule=null", blocks) == 0
+    assert same_weights(place / "plain", place / "again")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([f"{BUDGET}=1.5"], "memory_budget: 1.5 is no share"),
+        ([f"{BUDGET}=12G"], "no unit is called 'G'"),
+        ([f"{BUDGET}=1KiB"], "no plan fits"),
+        ([f"{BUDGET}=min", "train.activation_checkpoint.contiguous=True"], "the plan chooses, and contiguous is set"),
+    ],
+)
+def test_faults_are_one_clear_error(words, message, capsys):
+    assert train(*words) == 2
+    assert message in capsys.readouterr().err
