@@ -421,6 +421,12 @@ def better_in_both(row: dict[str, Any], ours: dict[str, Any]) -> str | None:
     return "clearly" if paired["high"] < 1 else "within noise"
 
 
+def fastest_inside(rows: list[dict[str, Any]], budget: int) -> dict[str, Any] | None:
+    """Returns the fastest method whose peak is at most ``budget``."""
+    fits = [row for row in rows if row["allocator_peak_bytes"] <= budget]
+    return min(fits, key=lambda row: row["ratio"]["median"], default=None)
+
+
 def text(model_name: str, rows: list[dict[str, Any]], left_out: list[dict[str, Any]]) -> str:
     """Returns the tables of one model."""
     plain = rows[0]
@@ -431,8 +437,7 @@ def text(model_name: str, rows: list[dict[str, Any]], left_out: list[dict[str, A
         budget = row["budget_bytes"]
         kept = [row[key] <= budget for key in ("live_peak_bytes", "allocator_peak_bytes")]
         num_kept += all(kept)
-        fits = [peer for peer in others if peer["allocator_peak_bytes"] <= budget]
-        best = min(fits, key=lambda peer: peer["ratio"]["median"], default=None)
+        best = fastest_inside(others, budget)
         cells = [best["method"], _mib(best["allocator_peak_bytes"]), _ratio(best)] if best else ["none", "-", "-"]
         rotor = row.get("rotor_predicted_ratio")
         lines.append(
@@ -450,8 +455,13 @@ def text(model_name: str, rows: list[dict[str, Any]], left_out: list[dict[str, A
     for row in left_out:
         if "infeasible" in row:
             rotor = row.get("rotor_predicted_ratio")
-            cells = [f"{row['share']:.0%}".replace("%", " %"), _mib(row["budget_bytes"]), *["-"] * 2, "no plan fits"]
-            lines.append([*cells, *["-"] * 5, "-" if rotor is None else f"{rotor:.2f}"])
+            best = fastest_inside(others, row["budget_bytes"])
+            cells = [best["method"], _mib(best["allocator_peak_bytes"]), _ratio(best)] if best else ["none", "-", "-"]
+            share = f"{row['share']:.0%}".replace("%", " %")
+            lines.append([share, _mib(row["budget_bytes"]), "-", "-", "no plan fits", "-", *cells, "-"])
+            lines[-1].append("-" if rotor is None else f"{rotor:.2f}")
+            if best:
+                losses.append(f"{row['method']}: no plan fits, but {best['method']} does")
     columns = [
         "budget", "MiB", "ours, live MiB", "allocator MiB", "inside", "x plain", "fastest peer inside", "its MiB",
         "its x plain", "ours, predicted", "rotor DP, predicted",
@@ -462,15 +472,19 @@ def text(model_name: str, rows: list[dict[str, Any]], left_out: list[dict[str, A
         cells = [row["method"], live, _mib(row["allocator_peak_bytes"]), f"{row['cpu_seconds']['median'] * 1e3:.0f}"]
         every_one.append([*cells, _ratio(row), "same" if row["has_plain_bits"] else "other"])
     failed = [f"- {row['method']}: {row['failed']}" for row in left_out if "failed" in row]
-    floor = next((row["floor_bytes"] for row in [*ours, *left_out] if "floor_bytes" in row), 0)
+    first = next((row for row in [*ours, *left_out] if "floor_bytes" in row), {"floor_bytes": 0})
+    took = [row["planning_cpu_seconds"] for row in ours]
+    cost = f"Measuring took {first.get('measuring_cpu_seconds', 0.0):.0f} CPU seconds"
+    cost += f", a plan from that {median(took) * 1e3:.0f} ms." if took else "."
     return "\n".join(
         [
             f"## {model_name}: {MODELS[model_name][2]}", "",
             (f"Plain: {_mib(plain['allocator_peak_bytes'])} MiB, of which {_mib(plain['static_bytes'])} MiB stand "
-            f"there before the step. The least a plan can do is {_mib(floor)} MiB, by its own prediction."), "",
+            f"there before the step. The least a plan can do is {_mib(first['floor_bytes'])} MiB, by its own prediction. "
+            f"{cost}"), "",
             table(columns, lines), "",
             (f"Inside the budget, by both counts: {num_kept} of {len(ours)} plans. "
-            f"Methods below a plan in both peak and time: {len(losses)}."), "",
+            f"Losses, where a method is below a plan in both peak and time or fits where no plan does: {len(losses)}."), "",
             *(f"- {loss}" for loss in losses), *([""] if losses else []),
             table(["method", "live MiB", "allocator MiB", "CPU ms", "x plain", "gradient bits"], every_one), "",
             *failed, "",
