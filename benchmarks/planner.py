@@ -476,18 +476,20 @@ def text(model_name: str, rows: list[dict[str, Any]], left_out: list[dict[str, A
     took = [row["planning_cpu_seconds"] for row in ours]
     cost = f"Measuring took {first.get('measuring_cpu_seconds', 0.0):.0f} CPU seconds"
     cost += f", a plan from that {median(took) * 1e3:.0f} ms." if took else "."
+    about = (
+        f"Plain: {_mib(plain['allocator_peak_bytes'])} MiB, of which {_mib(plain['static_bytes'])} MiB stand there before "
+        f"the step. The least a plan can do is {_mib(first['floor_bytes'])} MiB, by its own prediction. {cost}"
+    )
+    verdict = (
+        f"Inside the budget, by both counts: {num_kept} of {len(ours)} plans. Losses, where a method is below a plan in "
+        f"both peak and time, or fits where no plan does: {len(losses)}."
+    )
+    columns_of_all = ["method", "live MiB", "allocator MiB", "CPU ms", "x plain", "gradient bits"]
     return "\n".join(
         [
-            f"## {model_name}: {MODELS[model_name][2]}", "",
-            (f"Plain: {_mib(plain['allocator_peak_bytes'])} MiB, of which {_mib(plain['static_bytes'])} MiB stand "
-            f"there before the step. The least a plan can do is {_mib(first['floor_bytes'])} MiB, by its own prediction. "
-            f"{cost}"), "",
-            table(columns, lines), "",
-            (f"Inside the budget, by both counts: {num_kept} of {len(ours)} plans. "
-            f"Losses, where a method is below a plan in both peak and time or fits where no plan does: {len(losses)}."), "",
+            f"## {model_name}: {MODELS[model_name][2]}", "", about, "", table(columns, lines), "", verdict, "",
             *(f"- {loss}" for loss in losses), *([""] if losses else []),
-            table(["method", "live MiB", "allocator MiB", "CPU ms", "x plain", "gradient bits"], every_one), "",
-            *failed, "",
+            table(columns_of_all, every_one), "", *failed, "",
         ]
     )  # fmt: skip
 
