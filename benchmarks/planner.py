@@ -477,12 +477,12 @@ def text(model_name: str, rows: list[dict[str, Any]], left_out: list[dict[str, A
     cost = f"Measuring took {first.get('measuring_cpu_seconds', 0.0):.0f} CPU seconds"
     cost += f", a plan from that {median(took) * 1e3:.0f} ms." if took else "."
     about = (
-        f"Plain: {_mib(plain['allocator_peak_bytes'])} MiB, of which {_mib(plain['static_bytes'])} MiB stand there before "
-        f"the step. The least a plan can do is {_mib(first['floor_bytes'])} MiB, by its own prediction. {cost}"
+        f"Plain: {_mib(plain['allocator_peak_bytes'])} MiB, of which {_mib(plain['static_bytes'])} MiB stand there "
+        f"before the step. The least a plan can do is {_mib(first['floor_bytes'])} MiB, by its own prediction. {cost}"
     )
     verdict = (
-        f"Inside the budget, by both counts: {num_kept} of {len(ours)} plans. Losses, where a method is below a plan in "
-        f"both peak and time, or fits where no plan does: {len(losses)}."
+        f"Inside the budget, by both counts: {num_kept} of {len(ours)} plans. Losses, where a method is below a plan "
+        f"in both peak and time, or fits where no plan does: {len(losses)}."
     )
     columns_of_all = ["method", "live MiB", "allocator MiB", "CPU ms", "x plain", "gradient bits"]
     return "\n".join(
