@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, final
 
+from graphckpt.blocks.forward import BlockForward
 from graphckpt.blocks.layers import layers
 from graphckpt.blocks.select import select
 from graphckpt.errors import ConfigError
@@ -66,8 +67,8 @@ def plan(
 
     >>> import torch
     >>> from torch import nn
-    >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)))
-    >>> x = torch.ones(512, 64)
+    >>> layers = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)]
+    >>> model, x = nn.Sequential(*layers), torch.ones(512, 64)
     >>> found = plan(model, lambda: model(x).sum().backward(), memory_budget=0.6)
     >>> found.predicted_peak_bytes <= found.budget_bytes < found.plain_peak_bytes
     True
@@ -264,7 +265,11 @@ def found_blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | No
         wanted = {name for selector in listed for name, _ in select(model, selector)}
         order = [name for name, _ in model.named_modules()]
         names = [n for n in order if n in wanted and not any(n != w and n.startswith(f"{w}.") for w in wanted if w)]
-    return [(name, model.get_submodule(name)) for name in names]
+    found = [(name, model.get_submodule(name)) for name in names]
+    for name, module in found:
+        if any(isinstance(part.forward, BlockForward) for part in module.modules()):
+            raise ConfigError(f"{name}: it has a policy already · fix: remove() the handle before planning")
+    return found
 
 
 def _rates_of(step: RealStep, offload: bool | str) -> Rates | None:
