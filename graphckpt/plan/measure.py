@@ -10,6 +10,7 @@ from graphckpt.plan.gather import Found
 from graphckpt.plan.measured import Measured, PlanError, Sample
 from graphckpt.plan.program import Log
 from graphckpt.plan.run import KEEP, Blocks, Option
+from graphckpt.plan.trace import Phase
 
 __all__ = ["Measured", "PlanError", "Sample", "Step", "measure"]
 
@@ -44,6 +45,8 @@ def measure(
     base = Log(kept.trace)
     if not base.calls:
         raise PlanError("no block ran with gradients on · fix: let step_fn run forward and backward of this model")
+    if all(interval.phase is not Phase.BACKWARD for interval in base.intervals):
+        raise PlanError("no backward went through the blocks · fix: let step_fn call loss.backward()")
     found = Found(base, _classes(base, blocks))
     found.add(kept, every, [0] * len(every))
     some = _excerpt(found.classes, len(options))

@@ -156,6 +156,7 @@ class Planner:
         self._model = model
         self._device = device
         self._notes = tuple(notes)
+        self._without = " without moving any" if rates is not None else ""
 
     def bytes_of(self, budget: budgets.Budget, available: int) -> int:
         """Returns a budget in bytes; ``available`` are those of the device."""
@@ -243,7 +244,7 @@ class Planner:
             fix = f"compute the loss in slices (a block of head and loss with `tiles`), {fix}"
         return (
             f"memory_budget {format_bytes(budget)}: no plan fits · the least possible is "
-            f"{format_bytes(self.floor.peak + correction)}, set by {where}; {format_bytes(static)} of it are weights, "
+            f"{format_bytes(self.floor.peak + correction)}{self._without}, set by {where}; {format_bytes(static)} of it are weights, "
             f"optimizer state and inputs · fix: {fix}"
         )
 
@@ -269,6 +270,12 @@ def found_blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | No
     for name, module in found:
         if any(isinstance(part.forward, BlockForward) for part in module.modules()):
             raise ConfigError(f"{name}: it has a policy already · fix: remove() the handle before planning")
+    for name, part in model.named_modules():
+        if getattr(part, "gradient_checkpointing", False) is True:
+            raise ConfigError(
+                f"{name or type(model).__name__}: its own gradient checkpointing is on, and would act beside the plan · "
+                "fix: model.gradient_checkpointing_disable()"
+            )
     return found
 
 
