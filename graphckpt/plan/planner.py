@@ -244,8 +244,8 @@ class Planner:
             fix = f"compute the loss in slices (a block of head and loss with `tiles`), {fix}"
         return (
             f"memory_budget {format_bytes(budget)}: no plan fits · the least possible is "
-            f"{format_bytes(self.floor.peak + correction)}{self._without}, set by {where}; {format_bytes(static)} of it are weights, "
-            f"optimizer state and inputs · fix: {fix}"
+            f"{format_bytes(self.floor.peak + correction)}{self._without}, set by {where}; {format_bytes(static)} of it "
+            f"are weights, optimizer state and inputs · fix: {fix}"
         )
 
 
@@ -273,7 +273,7 @@ def found_blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | No
     for name, part in model.named_modules():
         if getattr(part, "gradient_checkpointing", False) is True:
             raise ConfigError(
-                f"{name or type(model).__name__}: its own gradient checkpointing is on, and would act beside the plan · "
+                f"{name or type(model).__name__}: its own gradient checkpointing is on, and would act beside a plan · "
                 "fix: model.gradient_checkpointing_disable()"
             )
     return found

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-import graphckpt
 from graphckpt import ConfigError, Graph, GraphError, PlanError
 
 
@@ -129,10 +128,9 @@ def test_faults_name_the_fix_and_leave_all_as_it_was():
     assert step.optimizer().param_groups[0]["lr"] == 1e-2
     with pytest.raises(ConfigError, match="memory_budget: 'much'"):
         step.config.memory_budget = "much"
-    with pytest.raises(ConfigError, match="memory_budget: 2.0 is no share"):
+    with pytest.raises(ConfigError, match=r"memory_budget: 2\.0 is no share"):
         step.plan(X, memory_budget=2.0)
     with pytest.raises(ConfigError, match="plan_options: there is no 'ofload' · did you mean 'offload'"):
         step.config.plan_options = {"ofload": True}
     with pytest.raises(GraphError, match="plan: an evaluation graph keeps nothing"):
         Graph.trace(lambda x: x).plan(X, memory_budget="min")
-    assert graphckpt.plan is not None

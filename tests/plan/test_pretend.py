@@ -7,6 +7,7 @@ import torch
 import transformers
 
 from graphckpt.cli import main
+from graphckpt.plan.choose import Rates
 from graphckpt.plan.fake import FakeDevice
 from graphckpt.plan.machine import machine
 from graphckpt.plan.measure import measure
@@ -68,9 +69,9 @@ def test_moving_bytes_beside_the_computation_costs_less_than_running_again():
     device = FakeDevice(target)
     with device:
         model, optimizer, step = made()
-    known = measure(FakeStep(device, model, step, optimizer), Blocks(found_blocks(model, None)), options("cpu", ["full"]))
-    from graphckpt.plan.choose import Rates
-
+    known = measure(
+        FakeStep(device, model, step, optimizer), Blocks(found_blocks(model, None)), options("cpu", ["full"])
+    )
     near = Planner(known, device="h200")
     far = Planner(known, device="h200", rates=Rates(target.copy_out, target.copy_in))
     for share in (0.9, 0.7, 0.5):
@@ -85,10 +86,8 @@ def test_moving_bytes_beside_the_computation_costs_less_than_running_again():
 def test_the_command_plans_a_config_for_another_device(tmp_path, capsys):
     words = ["model.config.n_layer=4", "train.train_micro_batch_size=4", f"train.output_dir={tmp_path / 'none'}"]
     saved, drawn = tmp_path / "plan.yaml", tmp_path / "front.svg"
-    code = main(
-        ["plan", "--config-file", "configs/quickstart.py", "--device", "h200", "--memory-budget", "0.6"]
-        + ["--save", str(saved), "--sweep", str(drawn), *words]
-    )
+    flags = ["--device", "h200", "--memory-budget", "0.6", "--save", str(saved), "--sweep", str(drawn)]
+    code = main(["plan", "--config-file", "configs/quickstart.py", *flags, *words])
     printed = capsys.readouterr().out
     assert code == 0, printed
     assert "on h200" in printed
