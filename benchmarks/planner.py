@@ -512,7 +512,8 @@ def draw(title: str, rows: list[dict[str, Any]], path: Path, clock: str = "CPU t
         figure = Figure(figsize=(7, 4.2), layout="constrained")
         axes = figure.subplots()
         for family, mark in marks.items():
-            mine = sorted((row["allocator_peak_bytes"] / MIB, row["ratio"]) for row in _measured(rows, family))
+            mine = [(row["allocator_peak_bytes"] / MIB, row["ratio"]) for row in _measured(rows, family)]
+            mine.sort(key=lambda point: (point[0], point[1]["median"]))
             if not mine:
                 continue
             middle = [ratio["median"] for _, ratio in mine]
@@ -562,9 +563,8 @@ def main() -> None:
         )
         rows, found = run(model_name, arguments)
         name = f"planner_{model_name}"
-        RESULTS.mkdir(exist_ok=True)
-        draw(model_name, rows, RESULTS / f"{name}.svg")
         write(name, head, rows, f"{found}\n![time against peak]({name}.svg)")
+        draw(model_name, rows, RESULTS / f"{name}.svg")
 
 
 if __name__ == "__main__":
