@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _PLAN_EXAMPLES = """\
 examples:
   graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --memory-budget 24GiB
-  graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --memory-budget 24GiB \\
+  graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --memory-budget 48GiB \\
       train.train_micro_batch_size=64
   graphckpt plan --config-file configs/llama_pretrain.py --device rtx4090 --memory-budget max --offload cpu
   graphckpt plan --config-file configs/gpt2_pretrain.py --device a100-80g --memory-budget 0.5 --save plan.yaml
@@ -78,7 +78,6 @@ def add_profile_device(commands: argparse._SubParsersAction[argparse.ArgumentPar
 
 def _plan(parsed: argparse.Namespace) -> int:
     from graphckpt.config.planning import planner_from  # noqa: PLC0415 - seconds of imports that --help can do without
-
     from graphckpt.plan.budget import check  # noqa: PLC0415
 
     budget = check(_budget(parsed.memory_budget))

@@ -14,7 +14,8 @@ def layers(model: nn.Module) -> list[str]:
     A stack is a list or sequence of two modules or more, most of which are of one class and have parameters. Of nested
     stacks the outer one counts if its items are equal, and the inner ones if they are stages that differ.
 
-    >>> layers(nn.Sequential(nn.Linear(2, 2), nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))))
+    >>> stack = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    >>> layers(nn.Sequential(nn.Linear(2, 2), stack, nn.Linear(2, 2)))
     ['1.0', '1.1', '1.2']
     """
     return marked_layers(model) or _stacked("", model)
@@ -26,6 +27,9 @@ def _stacked(prefix: str, module: nn.Module) -> list[str]:
     is_list = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(kinds) > 1
     if is_list and 2 * kinds.count(max(kinds, key=kinds.count)) > len(kinds):
         inner = [_stacked(name, child) for name, child in children]
+        for names, (_, child) in zip(inner, children, strict=True):
+            if names and 2 * _size(child) > _size(module):  # a stack between a first and a last layer
+                return names
         if not all(inner) or len({_size(child) for _, child in children}) == 1:
             return [name for name, child in children if _size(child)]
         return [name for names in inner for name in names]
