@@ -244,8 +244,8 @@ class Planner:
             fix = f"compute the loss in slices (a block of head and loss with `tiles`), {fix}"
         return (
             f"memory_budget {format_bytes(budget)}: no plan fits · the least possible is "
-            f"{format_bytes(self.floor.peak + correction)}{self._without}, set by {where}; {format_bytes(static)} of it "
-            f"are weights, optimizer state and inputs · fix: {fix}"
+            f"{format_bytes(self.floor.peak + correction)}{self._without}, set by {where}; "
+            f"{format_bytes(static)} of it are weights, optimizer state and inputs · fix: {fix}"
         )
 
 
