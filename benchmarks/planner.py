@@ -482,8 +482,8 @@ def text(model_name: str, rows: list[dict[str, Any]], left_out: list[dict[str, A
         f"before the step. The least a plan can do is {_mib(first['floor_bytes'])} MiB, by its own prediction. {cost}"
     )
     verdict = (
-        f"Inside the budget: {num_kept[0]} of {len(ours)} plans by live tensors, {num_kept[1]} by the allocator. Losses, "
-        f"where a method is below a plan in both peak and time, or fits where no plan does: {len(losses)}."
+        f"Inside the budget: {num_kept[0]} of {len(ours)} plans by live tensors, {num_kept[1]} by the allocator. "
+        f"Losses, where a method is below a plan in both peak and time, or fits where no plan does: {len(losses)}."
     )
     columns_of_all = ["method", "live MiB", "allocator MiB", "CPU ms", "x plain", "gradient bits"]
     return "\n".join(
