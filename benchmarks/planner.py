@@ -552,6 +552,7 @@ def main() -> None:
     parser.add_argument("--ilp-knobs", nargs="+", type=float, default=[0.5, 0.3, 0.1], help="the same, for ilp")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    torch._dynamo.config.recompile_limit = 1000  # policies come and go on the model, and its compiled code with them
     logging.set_verbosity_error()
     for model_name in arguments.models:
         batch, length = arguments.batch or MODELS[model_name][1]
