@@ -45,12 +45,12 @@ from transformers.utils import logging
 
 import graphckpt
 from graphckpt.ledger.live import LiveBytes
-from graphckpt.plan import PlanError
-from graphckpt.plan.measure import measure
-from graphckpt.plan.options import options as rules
-from graphckpt.plan.planner import Planner, found_blocks
-from graphckpt.plan.real import RealStep
-from graphckpt.plan.run import Blocks
+from graphckpt.planning import PlanError
+from graphckpt.planning.measure import measure
+from graphckpt.planning.options import options as rules
+from graphckpt.planning.planner import Planner, found_blocks
+from graphckpt.planning.real import RealStep
+from graphckpt.planning.run import Blocks
 
 # Legend: B batch, T tokens
 

@@ -30,15 +30,14 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from graphckpt import Graph
-from graphckpt.plan import PlanError, plan
-from graphckpt.plan.fake import FakeDevice
-from graphckpt.plan.machine import machine, names
-from graphckpt.plan.measure import measure
-from graphckpt.plan.options import options as rules
-from graphckpt.plan.planner import Planner, found_blocks
-from graphckpt.plan.pretend import FakeStep
-from graphckpt.plan.run import Blocks
+from graphckpt import Graph, PlanError, plan
+from graphckpt.planning.fake import FakeDevice
+from graphckpt.planning.machine import machine, names
+from graphckpt.planning.measure import measure
+from graphckpt.planning.options import options as rules
+from graphckpt.planning.planner import Planner, found_blocks
+from graphckpt.planning.pretend import FakeStep
+from graphckpt.planning.run import Blocks
 from graphckpt.units import format_bytes, format_seconds
 
 # Legend: B batch, T tokens

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from graphckpt.plan.trace import Interval, Phase
+from graphckpt.planning.trace import Interval, Phase
 
 if TYPE_CHECKING:
-    from graphckpt.plan.measured import Measured
+    from graphckpt.planning.measured import Measured
 
 SLOTS = 2000  # to which memory is rounded, always to the worse
 

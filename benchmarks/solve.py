@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from report import header, write
 
-from graphckpt.plan.offload_time import Timing, improve, schedule
-from graphckpt.plan.offload_window import Windowed
-from graphckpt.plan.solve import Front, Move, peak, seconds
+from graphckpt.planning.offload_time import Timing, improve, schedule
+from graphckpt.planning.offload_window import Windowed
+from graphckpt.planning.solve import Front, Move, peak, seconds
 
 MIB = 2**20
 FORWARD, BACKWARD = 10, 20  # milliseconds

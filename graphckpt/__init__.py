@@ -7,7 +7,8 @@ from graphckpt.blocks.graph_module import GraphModule
 from graphckpt.blocks.proxy import Block
 from graphckpt.errors import ConfigError, GraphckptError, GraphError, RecomputeError, StoreError
 from graphckpt.graph import Graph, GraphConfig
-from graphckpt.plan import Plan, PlanError, plan
+from graphckpt.planning import Plan, PlanError
+from graphckpt.planning.planner import plan
 from graphckpt.rules import Full, Keep, Rule, Segments, Selective, Tiles
 from graphckpt.stores import Disk, Host, Partition
 

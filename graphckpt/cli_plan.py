@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 if TYPE_CHECKING:
-    from graphckpt.plan.planner import Planner
+    from graphckpt.planning.planner import Planner
 
 _PLAN_EXAMPLES = """\
 examples:
@@ -78,7 +78,7 @@ def add_profile_device(commands: argparse._SubParsersAction[argparse.ArgumentPar
 
 def _plan(parsed: argparse.Namespace) -> int:
     from graphckpt.config.planning import planner_from  # noqa: PLC0415 - seconds of imports that --help can do without
-    from graphckpt.plan.budget import check  # noqa: PLC0415
+    from graphckpt.planning.budget import check  # noqa: PLC0415
 
     budget = check(_budget(parsed.memory_budget))
     with _bar("runs without memory") as progress:
@@ -104,8 +104,8 @@ def _plan(parsed: argparse.Namespace) -> int:
 
 
 def _sweep(planner: Planner, path: str) -> None:
-    from graphckpt.plan.picture import draw_sweep  # noqa: PLC0415 - loads matplotlib
-    from graphckpt.plan.report import print_sweep  # noqa: PLC0415
+    from graphckpt.planning.picture import draw_sweep  # noqa: PLC0415 - loads matplotlib
+    from graphckpt.planning.report import print_sweep  # noqa: PLC0415
 
     front = planner.front()
     uniform = planner.uniform()
@@ -115,7 +115,7 @@ def _sweep(planner: Planner, path: str) -> None:
 
 
 def _profile(parsed: argparse.Namespace) -> int:
-    from graphckpt.plan.profile_device import write_profile  # noqa: PLC0415 - loads torch
+    from graphckpt.planning.profile_device import write_profile  # noqa: PLC0415 - loads torch
 
     write_profile(
         parsed.file,

@@ -16,14 +16,14 @@ from graphckpt.config import own_modules
 from graphckpt.config.load import importable_from, load
 from graphckpt.config.run import existing, optimizer_of
 from graphckpt.config.schema import RunConfig, checked
-from graphckpt.plan.choose import Rates
-from graphckpt.plan.fake import FakeDevice
-from graphckpt.plan.machine import Machine, machine
-from graphckpt.plan.measure import measure
-from graphckpt.plan.options import options
-from graphckpt.plan.planner import Planner, Progress
-from graphckpt.plan.pretend import FakeStep
-from graphckpt.plan.run import Blocks
+from graphckpt.planning.choose import Rates
+from graphckpt.planning.fake import FakeDevice
+from graphckpt.planning.machine import Machine, machine
+from graphckpt.planning.measure import measure
+from graphckpt.planning.options import options
+from graphckpt.planning.planner import Planner, Progress
+from graphckpt.planning.pretend import FakeStep
+from graphckpt.planning.run import Blocks
 from graphckpt.train.blocks import units
 from graphckpt.train.graphs import sum_of_losses
 from graphckpt.train.report import Report

@@ -8,7 +8,7 @@ import torch
 
 from graphckpt.capture.runner import CHOICES, Runner
 from graphckpt.errors import ConfigError, did_you_mean
-from graphckpt.plan.budget import check
+from graphckpt.planning.budget import check
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from graphckpt.graph.planned import Planned
     from graphckpt.graph.step import Step
     from graphckpt.ledger.record import Explanation
-    from graphckpt.plan import Plan
+    from graphckpt.planning import Plan
 
 
 class Inspected:

@@ -10,8 +10,8 @@ from torch import nn
 from graphckpt.blocks.layers import layers
 from graphckpt.errors import ConfigError, GraphError
 from graphckpt.graph.verify import unchanged
-from graphckpt.plan.planner import found_blocks, plan_step
-from graphckpt.plan.real import RealStep
+from graphckpt.planning.planner import found_blocks, plan_step
+from graphckpt.planning.real import RealStep
 from graphckpt.tree import flatten_call
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from graphckpt.blocks.proxy import BlockTree
     from graphckpt.graph.step import Step
-    from graphckpt.plan import Plan
+    from graphckpt.planning import Plan
 
 _NOTHING = dict.fromkeys(("activation_checkpointing", "segments", "tiles", "offload"))
 

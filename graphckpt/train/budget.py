@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from graphckpt.plan.report import summary
+from graphckpt.planning.report import summary
 from graphckpt.train.blocks import units
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from graphckpt.blocks.config import OTHER_NAMES, BlockConfig
 from graphckpt.errors import ConfigError
-from graphckpt.plan import budget
+from graphckpt.planning import budget
 from graphckpt.train.optim import warmup_cosine_lr
 from graphckpt.train.reserved import (
     CHECKPOINT_WITHOUT_MEANING,

@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 
-from graphckpt.plan.solve import Move
+from graphckpt.planning.solve import Move
 
 
 @dataclass

@@ -9,9 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphckpt.errors import ConfigError
-from graphckpt.plan import bench
-from graphckpt.plan.machine import Machine, machine, names
-from graphckpt.plan.profile_device import copy_rates, profile, write_profile
+from graphckpt.planning import bench
+from graphckpt.planning.machine import Machine, machine, names
+from graphckpt.planning.profile_device import copy_rates, profile, write_profile
 
 aten = torch.ops.aten
 

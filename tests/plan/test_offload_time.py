@@ -10,10 +10,10 @@ import pytest
 from tables import Table
 
 from graphckpt.errors import ConfigError
-from graphckpt.plan.offload_milp import GAP, solve_milp
-from graphckpt.plan.offload_time import Timing, improve, schedule
-from graphckpt.plan.offload_window import Windowed
-from graphckpt.plan.solve import Move, cheapest, levels, peak, seconds
+from graphckpt.planning.offload_milp import GAP, solve_milp
+from graphckpt.planning.offload_time import Timing, improve, schedule
+from graphckpt.planning.offload_window import Windowed
+from graphckpt.planning.solve import Move, cheapest, levels, peak, seconds
 
 
 def a_timing(moved: list[list[int]], **settings: float) -> Timing:

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import itertools
 import re
-import sys
 
 import pytest
 import torch
@@ -18,18 +17,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import graphckpt
+from graphckpt import plan, planning
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.config import LazyConfig
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.live import LiveBytes
-from graphckpt.plan import Plan, PlanError, plan, presets, real
-from graphckpt.plan.measure import measure
-from graphckpt.plan.options import NEAR
-from graphckpt.plan.picture import draw_sweep
-from graphckpt.plan.plan import PlanRow, Stage
-from graphckpt.plan.planner import Planner, found_blocks
-from graphckpt.plan.real import RealStep
-from graphckpt.plan.run import Blocks
+from graphckpt.planning import Plan, PlanError, presets, real
+from graphckpt.planning.measure import measure
+from graphckpt.planning.options import NEAR
+from graphckpt.planning.picture import draw_sweep
+from graphckpt.planning.plan import PlanRow, Stage
+from graphckpt.planning.planner import Planner, found_blocks
+from graphckpt.planning.real import RealStep
+from graphckpt.planning.run import Blocks
 from graphckpt.train.blocks import checkpointed_blocks
 from graphckpt.train.settings import ActivationCheckpointConfig
 from graphckpt.units import format_bytes
@@ -661,7 +661,7 @@ def test_presets_on_layers_that_a_loop_calls():
 
 def test_presets_are_where_plans_are():
     for name in ("every_k", "first_k", "memory", "speed", "sqrt", "uniform"):
-        assert getattr(sys.modules["graphckpt.plan"], name) is getattr(presets, name)
+        assert getattr(planning, name) is getattr(presets, name)
 
 
 def test_presets_that_cannot_act_say_so():

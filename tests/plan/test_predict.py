@@ -15,13 +15,13 @@ from torch import nn
 
 import graphckpt
 from graphckpt.ledger.live import LiveBytes
-from graphckpt.plan import real
-from graphckpt.plan.chain import StepChain
-from graphckpt.plan.levels import peak
-from graphckpt.plan.measure import measure
-from graphckpt.plan.options import NEAR, options
-from graphckpt.plan.real import RealStep
-from graphckpt.plan.run import Blocks
+from graphckpt.planning import real
+from graphckpt.planning.chain import StepChain
+from graphckpt.planning.levels import peak
+from graphckpt.planning.measure import measure
+from graphckpt.planning.options import NEAR, options
+from graphckpt.planning.real import RealStep
+from graphckpt.planning.run import Blocks
 
 FEW = {
     "albert",  # one layer that runs several times

@@ -7,16 +7,16 @@ import torch
 import transformers
 
 from graphckpt.cli import main
-from graphckpt.plan.choose import Rates
-from graphckpt.plan.fake import FakeDevice
-from graphckpt.plan.machine import machine
-from graphckpt.plan.measure import measure
-from graphckpt.plan.options import NEAR, options
-from graphckpt.plan.plan import Plan
-from graphckpt.plan.planner import Planner, found_blocks
-from graphckpt.plan.pretend import FakeStep
-from graphckpt.plan.real import RealStep
-from graphckpt.plan.run import Blocks
+from graphckpt.planning.choose import Rates
+from graphckpt.planning.fake import FakeDevice
+from graphckpt.planning.machine import machine
+from graphckpt.planning.measure import measure
+from graphckpt.planning.options import NEAR, options
+from graphckpt.planning.plan import Plan
+from graphckpt.planning.planner import Planner, found_blocks
+from graphckpt.planning.pretend import FakeStep
+from graphckpt.planning.real import RealStep
+from graphckpt.planning.run import Blocks
 
 
 def made(num_layers=7):

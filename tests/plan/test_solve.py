@@ -9,7 +9,7 @@ import pytest
 from tables import Table, all_outcomes, random_table
 
 from graphckpt.errors import ConfigError
-from graphckpt.plan.solve import Front, Interval, Move, binding, cheapest, least_peak, levels, pareto, peak, seconds
+from graphckpt.planning.solve import Front, Interval, Move, binding, cheapest, least_peak, levels, pareto, peak, seconds
 
 
 def keep_or_recompute(num_blocks: int) -> Table:

@@ -7,7 +7,7 @@ import json
 import pytest
 from small_run import CONFIG, place, same_weights, train
 
-from graphckpt.plan.plan import Plan
+from graphckpt.planning.plan import Plan
 
 __all__ = ["place"]
 BUDGET = "train.activation_checkpoint.memory_budget"

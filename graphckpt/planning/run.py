@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphckpt.blocks.forward import BlockForward
-from graphckpt.plan.traced_store import TracedStore
+from graphckpt.planning.traced_store import TracedStore
 from graphckpt.rules import Keep, Rule
 from graphckpt.tree import flatten_call, flatten_value
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from graphckpt.plan.plan import Plan, PlanRow
+from graphckpt.planning.plan import Plan, PlanRow
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from graphckpt.plan.planner import Planner
-    from graphckpt.plan.real import RealStep
+    from graphckpt.planning.planner import Planner
+    from graphckpt.planning.real import RealStep
 
 
 def plan_below_floor(

@@ -1,4 +1,4 @@
-"""Measures the device at hand, and writes the profile that :func:`graphckpt.plan.machine.machine` reads."""
+"""Measures the device at hand, and writes the profile that :func:`graphckpt.planning.machine.machine` reads."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from graphckpt.errors import ConfigError
-from graphckpt.plan.bench import Bench, CudaBench
-from graphckpt.plan.machine import Machine
+from graphckpt.planning.bench import Bench, CudaBench
+from graphckpt.planning.machine import Machine
 from graphckpt.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.paper import INK, figure_of, file_of, legend, unit_of
-from graphckpt.plan.trace import Phase
+from graphckpt.planning.trace import Phase
 from graphckpt.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from graphckpt.plan.plan import Plan, Stage
+    from graphckpt.planning.plan import Plan, Stage
 
 _OUTSIDE = "#c9ced6"
 _COLOURS = (

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from graphckpt.plan.measured import Sample
-from graphckpt.plan.run import Blocks
-from graphckpt.plan.trace import Interval, Phase, Trace
-from graphckpt.plan.traced_store import TracedStore
+from graphckpt.planning.measured import Sample
+from graphckpt.planning.run import Blocks
+from graphckpt.planning.trace import Interval, Phase, Trace
+from graphckpt.planning.traced_store import TracedStore
 from graphckpt.rng import random_devices, set_random_state, take_random_state
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from graphckpt.plan.run import Option
+    from graphckpt.planning.run import Option
 
 _TIMED_RUNS = 3  # of which the fastest counts: what else the machine does only ever adds
 

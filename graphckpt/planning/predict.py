@@ -6,13 +6,13 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, final
 
-from graphckpt.plan.program import Role, Run
-from graphckpt.plan.trace import Interval, Kind, Phase
+from graphckpt.planning.program import Role, Run
+from graphckpt.planning.trace import Interval, Kind, Phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from graphckpt.plan.program import BlockProgram, Log
+    from graphckpt.planning.program import BlockProgram, Log
 
 
 class Change(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphckpt.plan.costs import flops_of
+from graphckpt.planning.costs import flops_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

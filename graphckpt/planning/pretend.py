@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import nn
 
-from graphckpt.plan.measure import Sample
-from graphckpt.plan.trace import Trace
-from graphckpt.plan.traced_store import TracedStore
+from graphckpt.planning.measure import Sample
+from graphckpt.planning.trace import Trace
+from graphckpt.planning.traced_store import TracedStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch.optim import Optimizer
 
-    from graphckpt.plan.fake import FakeDevice
-    from graphckpt.plan.run import Blocks, Option
+    from graphckpt.planning.fake import FakeDevice
+    from graphckpt.planning.run import Blocks, Option
 
 
 @final

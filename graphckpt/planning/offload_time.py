@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import final
 
 from graphckpt.errors import ConfigError
-from graphckpt.plan.levels import Chain, Plan, peak
-from graphckpt.plan.offload_milp import solve_milp
-from graphckpt.plan.offload_window import Known, Windowed
-from graphckpt.plan.solve import Front
+from graphckpt.planning.levels import Chain, Plan, peak
+from graphckpt.planning.offload_milp import solve_milp
+from graphckpt.planning.offload_window import Known, Windowed
+from graphckpt.planning.solve import Front
 
 _BLOCKS_PER_SECOND = 20_000  # that are judged, of all plans together, for each second that `improve` is given
 _LEVELS_OF_BYTES = (
@@ -69,7 +69,7 @@ class Schedule:
     back_ends: dict[int, float]
     """Of the copies back. The last blocks that move have none: their bytes are on the device still."""
     in_flight: tuple[int, ...]
-    """Bytes that other blocks have on the device, in the order of :func:`~graphckpt.plan.levels.levels`."""
+    """Bytes that other blocks have on the device, in the order of :func:`~graphckpt.planning.levels.levels`."""
     seconds: float
     stall_seconds: float
     """How much of ``seconds`` the computation waits for copies."""
@@ -147,8 +147,8 @@ def improve(
     """Looks for a plan that ends early, with its copies, and whose peak, with what is in flight, fits in ``budget``.
 
     The result is never slower than ``plan``, if that fits, and never over the budget: :func:`schedule` and
-    :func:`~graphckpt.plan.levels.peak` judge every candidate. Candidates come from the dynamic programme over
-    :class:`~graphckpt.plan.offload_window.Windowed`, from a mixed-integer programme, if that is small and scipy is
+    :func:`~graphckpt.planning.levels.peak` judge every candidate. Candidates come from the dynamic programme over
+    :class:`~graphckpt.planning.offload_window.Windowed`, from a mixed-integer programme, if that is small and scipy is
     installed, and from changes of one block and swaps of near ones.
 
     The same input gives the same plan: all effort is counted, in nodes and trials that ``limit_seconds`` stands for.

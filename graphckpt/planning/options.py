@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from graphckpt.errors import ConfigError
-from graphckpt.plan.run import KEEP, Option
+from graphckpt.planning.run import KEEP, Option
 from graphckpt.rules import Full, Keep, Selective, parse_rule
 from graphckpt.stores import parse_offload
 

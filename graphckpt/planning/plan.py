@@ -11,7 +11,7 @@ import yaml
 
 from graphckpt.blocks.apply import apply
 from graphckpt.errors import ConfigError
-from graphckpt.plan.report import print_plan, summary
+from graphckpt.planning.report import print_plan, summary
 
 if TYPE_CHECKING:
     from torch import nn
@@ -109,7 +109,7 @@ class Plan:
         Raises:
             ConfigError: the plan comes from a file, which does not say it.
         """
-        from graphckpt.plan.picture import draw_plan  # noqa: PLC0415 - loads matplotlib
+        from graphckpt.planning.picture import draw_plan  # noqa: PLC0415 - loads matplotlib
 
         if not self.stages:
             raise ConfigError("Plan.plot: a plan from a file has no levels to draw · fix: plan again")

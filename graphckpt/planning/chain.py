@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
-from graphckpt.plan.levels import Move
-from graphckpt.plan.predict import Change, State
-from graphckpt.plan.trace import Interval, Kind, Phase
+from graphckpt.planning.levels import Move
+from graphckpt.planning.predict import Change, State
+from graphckpt.planning.trace import Interval, Kind, Phase
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
-    from graphckpt.plan.measure import Measured
+    from graphckpt.planning.measure import Measured
 
 Held = frozenset[int]
 

@@ -10,14 +10,14 @@ from graphckpt.blocks.forward import BlockForward
 from graphckpt.blocks.layers import layers
 from graphckpt.blocks.select import select
 from graphckpt.errors import ConfigError
-from graphckpt.plan import budget as budgets
-from graphckpt.plan.below_floor import plan_below_floor
-from graphckpt.plan.choose import Choice, Chooser, Rates, described
-from graphckpt.plan.measure import Measured, PlanError, measure
-from graphckpt.plan.options import options
-from graphckpt.plan.plan import Plan, PlanRow, Stage
-from graphckpt.plan.real import RealStep
-from graphckpt.plan.run import Blocks
+from graphckpt.planning import budget as budgets
+from graphckpt.planning.below_floor import plan_below_floor
+from graphckpt.planning.choose import Choice, Chooser, Rates, described
+from graphckpt.planning.measure import Measured, PlanError, measure
+from graphckpt.planning.options import options
+from graphckpt.planning.plan import Plan, PlanRow, Stage
+from graphckpt.planning.real import RealStep
+from graphckpt.planning.run import Blocks
 from graphckpt.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -281,7 +281,7 @@ def found_blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | No
 
 def _rates_of(step: RealStep, offload: bool | str) -> Rates | None:
     """Returns how fast the machine copies; ``None`` if offloading has no meaning on it."""
-    from graphckpt.plan.profile_device import copy_rates  # noqa: PLC0415 - measures when it is asked
+    from graphckpt.planning.profile_device import copy_rates  # noqa: PLC0415 - measures when it is asked
 
     place = "disk" if str(offload).startswith("disk") else "host"
     if step.device.type == "cpu" and place == "host":

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any, final
 
-from graphckpt.plan.measured import Measured, PlanError, Sample
-from graphckpt.plan.predict import Model
-from graphckpt.plan.program import BlockProgram, End, Log, with_holds
-from graphckpt.plan.trace import Interval, Phase
+from graphckpt.planning.measured import Measured, PlanError, Sample
+from graphckpt.planning.predict import Model
+from graphckpt.planning.program import BlockProgram, End, Log, with_holds
+from graphckpt.planning.trace import Interval, Phase
 
 if TYPE_CHECKING:
-    from graphckpt.plan.run import Blocks, Option
+    from graphckpt.planning.run import Blocks, Option
 
 
 @final

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, final
 from graphckpt.errors import GraphckptError
 
 if TYPE_CHECKING:
-    from graphckpt.plan.predict import Model
-    from graphckpt.plan.run import Option
-    from graphckpt.plan.trace import Interval, Trace
+    from graphckpt.planning.predict import Model
+    from graphckpt.planning.run import Option
+    from graphckpt.planning.trace import Interval, Trace
 
 
 @final

@@ -11,7 +11,7 @@ from graphckpt._compat import unseen_by_modes
 from graphckpt.stores import Group, Store
 
 if TYPE_CHECKING:
-    from graphckpt.plan.trace import Trace
+    from graphckpt.planning.trace import Trace
 
 
 @final

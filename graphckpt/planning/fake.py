@@ -17,13 +17,13 @@ from torch.utils import swap_tensors
 
 from graphckpt._compat import FakeTensorMode, NoValueError, backward_within, forget_fake, is_fake
 from graphckpt.errors import ConfigError
-from graphckpt.plan.kernels import FULL_PRECISION, CudaKernels, drop, in_full_precision
+from graphckpt.planning.kernels import FULL_PRECISION, CudaKernels, drop, in_full_precision
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import ModuleType
 
-    from graphckpt.plan.machine import Machine
+    from graphckpt.planning.machine import Machine
 
 _READS = frozenset({torch.Tensor.item, torch.Tensor.__float__})
 _HERE = ("cpu", "meta")
@@ -40,7 +40,7 @@ class FakeDevice:
         is_padded: whether attention masks may hold padding. Without, Transformers leaves a mask of ones out, as it
             does on a device where it can look at it.
 
-    >>> from graphckpt.plan.machine import machine
+    >>> from graphckpt.planning.machine import machine
     >>> device = FakeDevice(machine("h200"))
     >>> with device:
     ...     layer = torch.nn.Linear(2**20, 2**20, dtype=torch.bfloat16)  # 2 TiB

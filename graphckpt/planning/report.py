@@ -14,7 +14,7 @@ from rich.table import Table
 from graphckpt.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from graphckpt.plan.plan import Plan, PlanRow
+    from graphckpt.planning.plan import Plan, PlanRow
 
 _WIDTH = 4096
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from graphckpt.plan.machine import Machine
+    from graphckpt.planning.machine import Machine
 
 _HALF = (torch.float16, torch.bfloat16)
 _aten = torch.ops.aten

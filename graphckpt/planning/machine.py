@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 import yaml
 
 from graphckpt.errors import ConfigError, bullets, did_you_mean
-from graphckpt.plan.costs import extra_bytes_on_cuda, flops_of, kind_of, moved_bytes, rate_name
+from graphckpt.planning.costs import extra_bytes_on_cuda, flops_of, kind_of, moved_bytes, rate_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

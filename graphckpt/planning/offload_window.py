@@ -6,10 +6,10 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, final
 
-from graphckpt.plan.levels import Chain, Move
+from graphckpt.planning.levels import Chain, Move
 
 if TYPE_CHECKING:
-    from graphckpt.plan.offload_time import Timing
+    from graphckpt.planning.offload_time import Timing
 
 _NUM_SIZES = 6  # that are told apart: each is a state, and the time grows with the states
 

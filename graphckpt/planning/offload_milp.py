@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from graphckpt.plan.levels import Chain, Move, Plan
+from graphckpt.planning.levels import Chain, Move, Plan
 
 if TYPE_CHECKING:
-    from graphckpt.plan.offload_time import Timing
+    from graphckpt.planning.offload_time import Timing
 
 GAP = 0.005  # of the step's seconds
 _UNITS = 1000.0  # of the budget, and of the step: HiGHS allows each row to be off by 1e-6, so a plan by 1e-9 of it
@@ -32,7 +32,7 @@ def solve_milp(
     ``None`` stands for none that is found, and for a programme with more than ``MOST_CHOICES``, which is not begun.
 
     Exact for ``slots=2, ahead=1``; with other windows some waits are taken for the worst that they can be, so that
-    :func:`~graphckpt.plan.offload_time.schedule` has the last word.
+    :func:`~graphckpt.planning.offload_time.schedule` has the last word.
 
     Args:
         chain: The step.

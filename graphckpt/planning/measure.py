@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from graphckpt.plan.gather import Found
-from graphckpt.plan.measured import Measured, PlanError, Sample
-from graphckpt.plan.program import Log
-from graphckpt.plan.run import KEEP, Blocks, Option
-from graphckpt.plan.trace import Phase
+from graphckpt.planning.gather import Found
+from graphckpt.planning.measured import Measured, PlanError, Sample
+from graphckpt.planning.program import Log
+from graphckpt.planning.run import KEEP, Blocks, Option
+from graphckpt.planning.trace import Phase
 
 __all__ = ["Measured", "PlanError", "Sample", "Step", "measure"]
 

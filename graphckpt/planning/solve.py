@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphckpt.errors import ConfigError
-from graphckpt.plan.levels import Chain, Interval, Move, Plan, binding, levels, peak, seconds
+from graphckpt.planning.levels import Chain, Interval, Move, Plan, binding, levels, peak, seconds
 
 __all__ = [
     "Chain",

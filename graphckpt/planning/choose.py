@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from itertools import permutations
 from typing import TYPE_CHECKING, final
 
-from graphckpt.plan.chain import StepChain
-from graphckpt.plan.offload_time import Timing, improve, schedule
-from graphckpt.plan.solve import Front
-from graphckpt.plan.trace import Interval, Phase
+from graphckpt.planning.chain import StepChain
+from graphckpt.planning.offload_time import Timing, improve, schedule
+from graphckpt.planning.solve import Front
+from graphckpt.planning.trace import Interval, Phase
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from graphckpt.plan.measure import Measured
+    from graphckpt.planning.measure import Measured
 
 _CUTS = 16  # places where one option may end and another begin
 _BUDGETS_WITH_COPIES = 12  # each is searched for about a second

@@ -11,12 +11,12 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
 
-from graphckpt.plan.trace import Entry, Interval, Kind, Phase
+from graphckpt.planning.trace import Entry, Interval, Kind, Phase
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-    from graphckpt.plan.trace import Trace
+    from graphckpt.planning.trace import Trace
 
 
 class Role(NamedTuple):
