@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, final
+from weakref import ref
 
 import torch
 from torch import nn
@@ -29,10 +30,16 @@ class Planned:
     """Knows which plan is in force, and those of other shapes."""
 
     def __init__(self, step: Step, tree: BlockTree) -> None:
-        self._step = step
+        self._held = ref(step)  # weak: a cycle would keep a deleted Graph alive
         self._tree = tree
         self._plans: dict[Hashable, Plan] = {}
         self._in_force: Hashable = None
+
+    @property
+    def _step(self) -> Step:
+        step = self._held()
+        assert step is not None
+        return step
 
     def plan(
         self,
