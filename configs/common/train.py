@@ -26,6 +26,7 @@ train = {
     },
     "log_period": 20,
     "tensorboard": False,
+    "wandb": {"enabled": False, "project": "graphckpt", "name": None, "mode": "online"},
     "seed": 1234,
     "device": None,  # None picks CUDA where there is one, else the CPU
     "capture": "auto",  # one CUDA graph for a step where it can be; "cuda_graph" insists, "eager" never
@@ -38,6 +39,7 @@ train = {
         "offload": None,
         "partition": None,
         "contiguous": None,
+        "memory_budget": None,  # "12GiB": policies are planned for it, in place of the keys above
     },
     "evaluation": {
         "enabled": True,

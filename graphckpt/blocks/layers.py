@@ -18,7 +18,7 @@ def layers(model: nn.Module) -> list[str]:
     >>> layers(nn.Sequential(nn.Linear(2, 2), stack, nn.Linear(2, 2)))
     ['1.0', '1.1', '1.2']
     """
-    return marked_layers(model) or _stacked("", model)
+    return _flagged(model) or _stacked("", model) or marked_layers(model)
 
 
 def _stacked(prefix: str, module: nn.Module) -> list[str]:
@@ -38,7 +38,23 @@ def _stacked(prefix: str, module: nn.Module) -> list[str]:
 
 def marked_layers(model: nn.Module) -> list[str]:
     """Returns the layers that Transformers recomputes, in the ways in which its models have marked them over time."""
-    pretrained, layer = _classes_of_transformers()
+    if found := _flagged(model):
+        return found
+    pretrained, _ = _classes_of_transformers()
+    named = list(model.named_modules())
+    whole = set(getattr(model, "_no_split_modules", None) or ())
+    if found := [name for name, module in named if name and type(module).__name__ in whole]:
+        return _without_nested(model, found)
+    lists = [name for name, module in named if isinstance(module, nn.ModuleList) and _size(module)]
+    if not isinstance(model, pretrained) or not lists:
+        return []
+    largest = max(lists, key=lambda name: _size(model.get_submodule(name)))  # of equal ones the outermost
+    return [f"{largest}.{number}" for number, _ in model.get_submodule(largest).named_children()]
+
+
+def _flagged(model: nn.Module) -> list[str]:
+    """Returns the layers whose class says that they are recomputed, or whose owner's flag does."""
+    _, layer = _classes_of_transformers()
     named = list(model.named_modules())
     if found := [name for name, module in named if isinstance(module, layer)]:
         return _without_nested(model, found)
@@ -48,16 +64,7 @@ def marked_layers(model: nn.Module) -> list[str]:
             for child, layers_list in module.named_children():
                 if isinstance(layers_list, nn.ModuleList):
                     found += [".".join(filter(None, (owner, child, str(n)))) for n in range(len(layers_list))]
-    if found:
-        return found
-    whole = set(getattr(model, "_no_split_modules", None) or ())
-    if found := [name for name, module in named if name and type(module).__name__ in whole]:
-        return _without_nested(model, found)
-    lists = [name for name, module in named if isinstance(module, nn.ModuleList) and _size(module)]
-    if not isinstance(model, pretrained) or not lists:
-        return []
-    largest = max(lists, key=lambda name: _size(model.get_submodule(name)))  # of equal ones the outermost
-    return [f"{largest}.{number}" for number, _ in model.get_submodule(largest).named_children()]
+    return found
 
 
 def _without_nested(model: nn.Module, layers: list[str]) -> list[str]:

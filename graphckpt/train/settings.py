@@ -135,6 +135,21 @@ class CheckpointerConfig:
 
 @final
 @dataclass(frozen=True, kw_only=True)
+class WandbConfig:
+    """Metrics for Weights & Biases, a package of its own: ``train.wandb``."""
+
+    enabled: bool = False
+    """Whether to send them."""
+    project: str = "graphckpt"
+    """The project of the run."""
+    name: str | None = None
+    """The run's name; ``None`` is that of the output folder."""
+    mode: Literal["online", "offline", "disabled"] = "online"
+    """``"offline"`` writes to the output folder alone."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """How a run goes: ``train``. The names are libai's."""
 
@@ -174,6 +189,7 @@ class TrainConfig:
     """Iterations between two lines of the log."""
     tensorboard: bool = False
     """Whether to write for TensorBoard too, a package of its own."""
+    wandb: WandbConfig = field(default_factory=WandbConfig)
     seed: int = 1234
     """Fixes the weights at the start, the order of the data and dropout."""
     device: str | None = None

@@ -25,6 +25,7 @@ from graphckpt.train.hooks import (
     MetricsHook,
     SnapshotHook,
     TensorBoardHook,
+    WandbHook,
 )
 from graphckpt.train.hooks.evaluate import described
 from graphckpt.train.loop import HookBase, Loop
@@ -250,6 +251,8 @@ class Trainer:
             yield MetricsHook(self.folder / METRICS)
         if settings.tensorboard and self.ranks.is_main:
             yield TensorBoardHook(self.folder)
+        if settings.wandb.enabled and self.ranks.is_main:
+            yield WandbHook(settings.wandb, self.folder)
         yield from self._more_hooks
         if eval_hook:
             metric, mode = settings.evaluation.eval_metric, settings.evaluation.eval_mode

@@ -141,10 +141,12 @@ def test_weights_to_start_from_may_be_those_of_transformers(place, capsys):
         (["train.evaluation.eval_mode=least"], "train.evaluation.eval_mode: expects"),
         (["train.output_dir=tiny.py"], "train.output_dir: tiny.py: File exists · fix: name a folder"),
         (["train.tensorboard=True"], "the package tensorboard is not installed · fix: pip install"),
+        (["train.wandb.enabled=True"], "train.wandb: the package wandb is not installed · fix: pip install"),
     ],
 )
 def test_faults_are_one_clear_error(capsys, monkeypatch, words, message):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
     assert train(*words) == 2
     error = capsys.readouterr().err
     assert message in error
@@ -224,6 +226,24 @@ def test_tensorboard_gets_every_metric(place, monkeypatch):
     rows = {row["iteration"]: row for row in rows_of(place / "out")}
     assert all(rows[step][name] == value for name, value, step in written[1:-1] if name not in TIMES)
     assert {name for name, *_ in written[1:-1]} >= {"total_loss", "lr", "eval_ppl", "rss_bytes"}
+
+
+def test_wandb_gets_every_metric_and_goes_on_with_the_same_run(place, monkeypatch):
+    begun, logged = [], []
+    run = types.SimpleNamespace(log=lambda values, step: logged.append((step, values)), finish=lambda: begun.append("end"))
+    module = types.ModuleType("wandb")
+    module.init = lambda **settings: begun.append(settings) or run
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    words = ["train.wandb.enabled=True", "train.wandb.project=tests", "train.wandb.mode=offline"]
+    assert train(*words, "train.train_iter=4") == 0
+    assert train(*words, "--resume") == 0
+    first, _, second, _ = begun
+    assert first["id"] == second["id"]
+    assert (first["project"], first["name"], first["mode"], first["resume"]) == ("tests", "out", "offline", None)
+    assert second["resume"] == "allow"
+    rows = {row["iteration"]: row for row in rows_of(place / "out")}
+    assert {step for step, _ in logged} == set(rows)
+    assert all(rows[step][name] == value for step, found in logged for name, value in found.items() if name not in TIMES)
 
 
 def test_epochs_between_snapshots(place):

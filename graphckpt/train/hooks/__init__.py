@@ -6,5 +6,15 @@ from graphckpt.train.hooks.log import LogHook
 from graphckpt.train.hooks.metrics import MetricsHook
 from graphckpt.train.hooks.snapshot import BestHook, SnapshotHook
 from graphckpt.train.hooks.tensorboard import TensorBoardHook
+from graphckpt.train.hooks.wandb import WandbHook
 
-__all__ = ["BestHook", "EvalHook", "ExplainHook", "LogHook", "MetricsHook", "SnapshotHook", "TensorBoardHook"]
+__all__ = [
+    "BestHook",
+    "EvalHook",
+    "ExplainHook",
+    "LogHook",
+    "MetricsHook",
+    "SnapshotHook",
+    "TensorBoardHook",
+    "WandbHook",
+]

@@ -1,0 +1,60 @@
+"""Sends what the other hooks measured to Weights & Biases, an optional package."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from graphckpt.errors import ConfigError
+from graphckpt.train.loop import HookBase, Loop
+
+if TYPE_CHECKING:
+    from graphckpt.train.settings import WandbConfig
+
+
+@final
+class WandbHook(HookBase):
+    """Logs each metric of an iteration; comes after the hooks that measure.
+
+    A run that goes on with ``--resume`` goes on there too: it is known by its output folder.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
+
+    def __init__(self, config: WandbConfig, folder: Path) -> None:
+        self._config = config
+        self._folder = folder
+        self._run: Any = None
+        try:
+            self._module: Any = importlib.import_module("wandb")
+        except ImportError as error:
+            fix = "pip install 'graphckpt[wandb]', or train.wandb.enabled=False"
+            raise ConfigError(f"train.wandb: the package wandb is not installed · fix: {fix}") from error
+
+    def before_train(self, loop: Loop) -> None:
+        """Begins the run, or goes on with that of the same folder."""
+        known = hashlib.sha256(str(self._folder.resolve()).encode()).hexdigest()[:16]
+        is_resumed = loop.start_iter > 0
+        self._run = self._module.init(
+            project=self._config.project,
+            name=self._config.name or self._folder.name,
+            dir=str(self._folder),
+            mode=self._config.mode,
+            id=known,
+            resume="allow" if is_resumed else "never" if self._config.mode == "online" else None,
+        )
+
+    def after_step(self, loop: Loop) -> None:
+        """Sends the metrics of this iteration."""
+        finite = {name: value for name, value in loop.metrics.items() if math.isfinite(value)}
+        if finite:
+            self._run.log(finite, step=loop.iteration)
+
+    def after_train(self, loop: Loop) -> None:
+        """Ends the run."""
+        del loop
+        self._run.finish()
