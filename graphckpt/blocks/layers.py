@@ -12,7 +12,7 @@ def layers(model: nn.Module) -> list[str]:
     """Returns the names of the layers of any model: those that Transformers recomputes, or the items of its stacks.
 
     A stack is a list or sequence of two modules or more, most of which are of one class and have parameters. Of nested
-    stacks the outer one counts if its items are equal, and the inner ones if they are stages that differ.
+    stacks the outer one counts if half of its items are of one size, and else the inner ones: it is one of stages.
 
     >>> stack = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
     >>> layers(nn.Sequential(nn.Linear(2, 2), stack, nn.Linear(2, 2)))
@@ -27,13 +27,18 @@ def _stacked(prefix: str, module: nn.Module) -> list[str]:
     is_list = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(kinds) > 1
     if is_list and 2 * kinds.count(max(kinds, key=kinds.count)) > len(kinds):
         inner = [_stacked(name, child) for name, child in children]
-        for names, (_, child) in zip(inner, children, strict=True):
-            if names and 2 * _size(child) > _size(module):  # a stack between a first and a last layer
-                return names
-        if not all(inner) or len({_size(child) for _, child in children}) == 1:
+        deep = [names for names in inner if names]
+        if len(deep) == 1 and 2 * sum(map(_size, map(module.get_submodule, _below(prefix, deep[0])))) > _size(module):
+            return deep[0]  # a stack between a first and a last layer
+        sizes = [_size(child) for _, child in children if _size(child)]
+        if not all(inner) or 2 * max(map(sizes.count, sizes)) >= len(sizes):
             return [name for name, child in children if _size(child)]
         return [name for names in inner for name in names]
     return [name for path, child in children for name in _stacked(path, child)]
+
+
+def _below(prefix: str, names: list[str]) -> list[str]:
+    return [name.removeprefix(f"{prefix}.") if prefix else name for name in names]
 
 
 def marked_layers(model: nn.Module) -> list[str]:
