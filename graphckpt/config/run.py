@@ -90,12 +90,11 @@ def optimizer_of(run: RunConfig, model: nn.Module, device: str | None = None) ->
 def fast_settings(optim: Call, device: str) -> dict[str, bool]:
     """Returns what lets an optimizer of PyTorch step in one kernel, and within a CUDA graph, unless the config says.
 
-    >>> fast_settings(Call(torch.optim.AdamW, {}), "cuda"), fast_settings(Call(torch.optim.AdamW, {}), "cpu")
+    >>> from torch.optim import SGD, AdamW
+    >>> fast_settings(Call(AdamW, {}), "cuda"), fast_settings(Call(AdamW, {}), "cpu")
     ({'fused': True, 'capturable': True}, {})
-    >>> fast_settings(Call(torch.optim.AdamW, {"foreach": True}), "cuda")
-    {'capturable': True}
-    >>> fast_settings(Call(torch.optim.SGD, {}), "cuda")
-    {'fused': True}
+    >>> fast_settings(Call(AdamW, {"foreach": True}), "cuda"), fast_settings(Call(SGD, {}), "cuda")
+    ({'capturable': True}, {'fused': True})
     """
     if device != "cuda" or not isinstance(optim.target, type):
         return {}

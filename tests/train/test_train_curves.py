@@ -38,7 +38,6 @@ model.config.update(num_hidden_layers=3, num_attention_heads=2, hidden_size=16, 
 """
 _POLICIES = {
     "full": ["rule=true"],
-    "selective": ["rule=selective"],
     "mixed": ['blocks={"*.0": "selective", "*.1": false}'],  # and the third in full
 }
 
