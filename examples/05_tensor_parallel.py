@@ -5,6 +5,7 @@ Run: torchrun --nproc-per-node 4 examples/05_tensor_parallel.py [--layers 4 --wi
 
 import argparse
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -69,7 +70,10 @@ class Memory:
             torch.cuda.reset_peak_memory_stats()
 
     def now(self) -> int:
-        return torch.cuda.memory_allocated() if device.type == "cuda" else self.live.live_bytes
+        if device.type == "cuda":
+            return torch.cuda.memory_allocated()
+        time.sleep(0.1)  # gloo's threads let go of a collective's tensors only once Python is free for them
+        return self.live.live_bytes
 
     def peak(self) -> int:
         return torch.cuda.max_memory_allocated() if device.type == "cuda" else self.live.peak_bytes

@@ -21,14 +21,11 @@ def test_each_mode_keeps_less_and_changes_no_bit() -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     command = [*launcher, str(EXAMPLE), *SIZES]
-    for _ in range(3):  # on a busy machine copies may still be under way when the forward ends, and count
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500, check=False)
-        assert done.returncode == 0, done.stderr
-        assert "equal in every bit" in done.stdout
-        found = re.findall(r"^(keep all|checkpoint.*): rank (\d): ([\d.]+) (\w+) after forward, ", done.stdout, re.M)
-        assert [rank for _, rank, _, _ in found] == ["0", "1"] * 3
-        first = [float(number) * UNITS[unit] for _, rank, number, unit in found if rank == "0"]
-        if first[1] > first[2]:
-            break
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "equal in every bit" in done.stdout
+    found = re.findall(r"^(keep all|checkpoint.*): rank (\d): ([\d.]+) (\w+) after forward, ", done.stdout, re.M)
+    assert [rank for _, rank, _, _ in found] == ["0", "1"] * 3
+    first = [float(number) * UNITS[unit] for _, rank, number, unit in found if rank == "0"]
     assert first[0] > 2 * first[1] > 2 * first[2]
     assert re.search(r"^transformer\.h\.0-2 \(3x\) +full +slab part ", done.stdout, re.M)
