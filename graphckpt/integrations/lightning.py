@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, final
 
+from graphckpt.integrations.callback import PolicyCallback
 from graphckpt.integrations.missing import missing
-from graphckpt.integrations.policies import Policies, saved_line, saved_metrics, seen_by
+from graphckpt.integrations.policies import saved_line, saved_metrics
 
 try:
     from lightning.pytorch import Callback
@@ -15,18 +15,11 @@ except ModuleNotFoundError as error:
 
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from lightning.pytorch import LightningModule, Trainer
-
-    from graphckpt.blocks import Handle
-    from graphckpt.blocks.select import Selector
-    from graphckpt.integrations.policies import Value
-    from graphckpt.ledger.record import Explanation
 
 
 @final
-class GraphckptCallback(Callback):
+class GraphckptCallback(PolicyCallback, Callback):
     """Puts policies on the module when ``fit`` starts, tells once what they save, and takes them off at its end.
 
     It acts after the strategy has set the model up, whatever the strategy is: one device, DDP, FSDP.
@@ -42,45 +35,23 @@ class GraphckptCallback(Callback):
         ConfigError: A field does not exist, or a value means nothing for it.
     """
 
-    def __init__(
-        self,
-        rule: Value = True,
-        *,
-        unit: Selector | Sequence[Selector] | None = None,
-        blocks: Mapping[Selector, Value] | None = None,
-        report: bool = True,
-        **fields: Any,
-    ) -> None:
-        self._policies = Policies(type(self).__name__, rule, unit, blocks, fields)
-        self._report = report
-        self._measuring = ExitStack()
-        self.handle: Handle | None = None
-        """What is in force; ``None`` unless a fit is under way."""
-        self.explanation: Explanation | None = None
-        """What the first batch of the last fit kept; ``None`` before it."""
-
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Puts the policies on."""
         del trainer
-        self._take_off()
-        self.explanation = None
-        self.handle = self._policies.put_on(pl_module)
+        self._put_on(pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Has the first batch watched op by op: Lightning may call ``training_step`` without the module's hooks."""
         del trainer, pl_module, batch, batch_idx
-        if self._report and self.handle is not None and self.explanation is None:
-            self._measuring.enter_context(self.handle.measure())
+        if self._report:
+            self._measure()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Tells what the first batch kept."""
         del pl_module, outputs, batch, batch_idx
-        self._measuring.close()
-        if not self._report or self.handle is None or self.explanation is not None:
-            return
-        self.explanation = seen = seen_by(self.handle)
+        seen = self._look() if self._report else None
         if seen is None:
             return
         for logger in trainer.loggers:
@@ -97,9 +68,3 @@ class GraphckptCallback(Callback):
         """Takes the policies off, as there will be no end of the fit."""
         del trainer, pl_module, exception
         self._take_off()
-
-    def _take_off(self) -> None:
-        self._measuring.close()
-        if self.handle is not None:
-            self.handle.remove()
-            self.handle = None

@@ -10,7 +10,7 @@ from torch import nn
 
 from graphckpt.blocks import BlockConfig, Handle, apply
 from graphckpt.blocks.layers import layers
-from graphckpt.errors import ConfigError, GraphError
+from graphckpt.errors import ConfigError
 from graphckpt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -101,14 +101,6 @@ def saved_metrics(seen: Explanation) -> dict[str, float]:
         "graphckpt/disk_bytes": float(seen.bytes_disk),
     }
     return metrics if seen.peak_bytes is None else {**metrics, "graphckpt/peak_bytes": float(seen.peak_bytes)}
-
-
-def seen_by(handle: Handle) -> Explanation | None:
-    """Returns what the first step showed; ``None`` if the model has not run."""
-    try:
-        return handle.explain(show=False)
-    except GraphError:
-        return None
 
 
 def _as_fields(value: Value) -> dict[str, Any]:

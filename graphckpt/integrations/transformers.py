@@ -12,28 +12,20 @@ from tqdm import tqdm
 from transformers import TrainerCallback
 
 from graphckpt.errors import ConfigError
+from graphckpt.integrations.callback import PolicyCallback
 from graphckpt.integrations.missing import missing
-from graphckpt.integrations.policies import Policies, saved_line, saved_metrics, seen_by
+from graphckpt.integrations.policies import saved_line, saved_metrics
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from torch import nn
     from transformers import TrainerControl, TrainerState, TrainingArguments
-
-    from graphckpt.blocks import Handle
-    from graphckpt.blocks.select import Selector
-    from graphckpt.integrations.policies import Value
-    from graphckpt.ledger.record import Explanation
-
-_OWNER = "GraphckptCallback"
 
 if find_spec("accelerate") is None:  # which Transformers imports when a Trainer is made, and not before
     raise missing("accelerate", "transformers-trainer")
 
 
 @final
-class GraphckptCallback(TrainerCallback):
+class GraphckptCallback(PolicyCallback, TrainerCallback):
     """Puts policies on the model when ``Trainer.train`` starts, says what they save, and takes them off at its end.
 
     PEFT, accelerate and ``torchrun`` need nothing more; ``enable_input_require_grads`` is not needed.
@@ -56,22 +48,6 @@ class GraphckptCallback(TrainerCallback):
 which means the same
     """
 
-    def __init__(
-        self,
-        rule: Value = True,
-        *,
-        unit: Selector | Sequence[Selector] | None = None,
-        blocks: Mapping[Selector, Value] | None = None,
-        report: bool = True,
-        **fields: Any,
-    ) -> None:
-        self._policies = Policies(_OWNER, rule, unit, blocks, fields)
-        self._report = report
-        self.handle: Handle | None = None
-        """What is in force; ``None`` unless a training is under way."""
-        self.explanation: Explanation | None = None
-        """What the first step of the last training kept; ``None`` before it."""
-
     @classmethod
     def from_arguments(cls, arguments: GraphckptArguments) -> GraphckptCallback:
         """Makes a callback of what ``HfArgumentParser`` read from the command line or a file."""
@@ -87,21 +63,18 @@ which means the same
     ) -> None:
         """Puts the policies on."""
         del args, state, control, kwargs
-        self._take_off()  # what a training that ended in an error has left
         assert model is not None
-        self.explanation = None
-        self.handle = self._policies.put_on(model)
+        self._put_on(model)
         if any(module.__dict__.get("gradient_checkpointing") for module in model.modules()):
             text = "graphckpt acts on the blocks that have a policy, Transformers on the others"
             fix = "leave activation_checkpointing out of TrainingArguments"
-            warnings.warn(f"{_OWNER}: the model's own checkpointing is on as well: {text} · fix: {fix}", stacklevel=2)
+            found = f"{type(self).__name__}: the model's own checkpointing is on as well"
+            warnings.warn(f"{found}: {text} · fix: {fix}", stacklevel=2)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Looks, after the first step, at what was kept."""
         del args, control, kwargs
-        if self.handle is None or self.explanation is not None:
-            return
-        self.explanation = seen = seen_by(self.handle)
+        seen = self._look()
         if seen is None or not self._report:
             return
         state.log_history.append({**saved_metrics(seen), "epoch": state.epoch, "step": state.global_step})
@@ -114,11 +87,6 @@ which means the same
         """Takes the policies off."""
         del args, state, control, kwargs
         self._take_off()
-
-    def _take_off(self) -> None:
-        if self.handle is not None:
-            self.handle.remove()
-            self.handle = None
 
 
 @final

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -123,7 +123,7 @@ def test_the_same_line_under_ddp(tmp_path: Path, ddp: Any) -> None:
 
 
 def test_an_error_takes_the_policies_off(tmp_path: Path) -> None:
-    class Failing(GraphckptCallback.__mro__[1]):  # type: ignore[misc]
+    class Failing(Callback):
         def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
             self.module = pl_module
             raise ZeroDivisionError
