@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -254,6 +255,12 @@ def run_steps(model: nn.Module, *, steps: int = 3, autocast: bool = False, needs
         seen[f"loss {number}"] = loss.detach()
         seen[f"input grad {number}"] = x.grad
     return seen | state_of(model) | {"random state": torch.get_rng_state()}
+
+
+@functools.cache
+def plain_steps(kind: str, *, length: int = 3, autocast: bool = False, needs_grad: bool = True) -> dict[str, Any]:
+    """What the steps of a chain without policies return: once a process, as it is the same for all policies."""
+    return run_steps(chain(kind, length), autocast=autocast, needs_grad=needs_grad)
 
 
 def differing(ours: dict[str, Any], plain: dict[str, Any]) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from policies import HOLES, NESTED, ON_CHAIN, put
 from torch import nn
-from zoo import ZOO, chain, differing, run_steps
+from zoo import ZOO, chain, differing, plain_steps, run_steps
 
 from graphckpt.rules import rule_classes
 
@@ -22,7 +22,7 @@ def test_every_rule_has_a_case() -> None:
 @pytest.mark.parametrize("kind", ZOO)
 @pytest.mark.parametrize("policy", ON_CHAIN | NESTED | HOLES)
 def test_same_bits_as_the_plain_step(policy: str, kind: str, autocast: bool) -> None:
-    plain = run_steps(chain(kind), autocast=autocast)
+    plain = plain_steps(kind, autocast=autocast)
     model = chain(kind)
     with put(model, (ON_CHAIN | NESTED | HOLES)[policy]):
         ours = run_steps(model, autocast=autocast)
@@ -44,7 +44,7 @@ def test_the_rule_runs_blocks_again(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ON_CHAIN)
 def test_inputs_that_need_no_gradient(policy: str) -> None:
-    plain = run_steps(chain("mlp"), needs_grad=False)
+    plain = plain_steps("mlp", needs_grad=False)
     model = chain("mlp")
     with put(model, ON_CHAIN[policy]):
         assert differing(run_steps(model, needs_grad=False), plain) == []

@@ -14,7 +14,7 @@ import pytest
 import torch
 from policies import HOLES, NESTED, ON_CHAIN, put
 from torch import nn
-from zoo import ZOO, chain, differing, run_steps
+from zoo import ZOO, chain, differing, plain_steps, run_steps
 
 import graphckpt
 from graphckpt import Disk, Host, RecomputeError, Segments, Selective
@@ -51,7 +51,7 @@ def test_every_kind_of_memory_has_a_case() -> None:
 @pytest.mark.parametrize("policy", {**ON_CHAIN, **HOLES})
 @pytest.mark.parametrize("store", ["slab", "disk", "cpu"])
 def test_same_bits_as_the_plain_step(policy: str, kind: str, store: str) -> None:
-    plain = run_steps(chain(kind))
+    plain = plain_steps(kind)
     model = chain(kind)
     with put(model, (ON_CHAIN | HOLES)[policy], STORES[store]() | {"min_elements": 1}) as handle:
         assert differing(run_steps(model), plain) == []
@@ -64,7 +64,7 @@ def test_same_bits_as_the_plain_step(policy: str, kind: str, store: str) -> None
 @pytest.mark.parametrize("policy", NESTED)
 @pytest.mark.parametrize("store", ["disk, slab", "cpu, little in flight"])
 def test_same_bits_when_rules_nest(policy: str, kind: str, store: str) -> None:
-    plain = run_steps(chain(kind), autocast=True)
+    plain = plain_steps(kind, autocast=True)
     model = chain(kind)
     with put(model, NESTED[policy], STORES[store]() | {"min_elements": 1}) as handle:
         assert differing(run_steps(model, autocast=True), plain) == []
@@ -73,7 +73,7 @@ def test_same_bits_when_rules_nest(policy: str, kind: str, store: str) -> None:
 
 @pytest.mark.parametrize("kind", ["mlp", "gru", "containers"])
 def test_every_block_may_have_another_store(kind: str) -> None:
-    plain = run_steps(chain(kind, length=6))
+    plain = plain_steps(kind, length=6)
     model = chain(kind, length=6)
     rules = {
         "1": {"activation_checkpointing": True, "offload": "disk", "min_elements": 1},
