@@ -16,6 +16,7 @@ ON_CHAIN: dict[str, dict[str, Any]] = {
     "selective": {"[123]": Selective("matmul")},
     "segments": {"": Segments("sqrt")},
     "tiles": {"[123]": Tiles(1)},
+    "joined": {"1": True, "[23]": "joined"},
 }
 NESTED: dict[str, dict[str, Any]] = {
     f"{outer} around {inner}": {"": value} | {k: v for k, v in ON_CHAIN[inner].items() if k}
@@ -30,7 +31,7 @@ NESTED: dict[str, dict[str, Any]] = {
         "one tile": Tiles(1),
     }.items()
     for inner in ON_CHAIN
-    if inner != "segments"
+    if inner not in ("segments", "joined")
 }
 HOLES: dict[str, dict[str, Any]] = {
     "every second child kept": {"[123]": True, "re:[123]\\.[a-z]*[aeiou]": False},
@@ -40,6 +41,7 @@ HOLES: dict[str, dict[str, Any]] = {
         "re:[123]\\.(drop|norm|act|a|first|rnn)": False,
     },
     "one block kept": {"": True, "2": False},
+    "a child kept in joined blocks": {"1": True, "[23]": "joined", "re:[123]\\.(drop|norm|act|a|first|rnn)": False},
     "a segment in a hole": {"": True, "2": False, "re:2\\.(linear|up|first|rnn|inner|attention)": True},
 }
 

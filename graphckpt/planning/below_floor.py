@@ -1,6 +1,7 @@
-"""Plans beneath the floor of block-wise recompute: of runs of an ``nn.Sequential``'s children, only inputs are kept.
+"""A plan beneath the floor of one second run of each block: an ``nn.Sequential`` in halves of halves.
 
-With every block recomputed, the inputs of all blocks are still kept. Fewer are kept by recomputing runs of blocks.
+Runs of about ``sqrt(n)`` blocks that run again once are part of every plan. Long stacks take less memory where a part
+runs again several times.
 """
 
 from __future__ import annotations
@@ -22,35 +23,28 @@ if TYPE_CHECKING:
 def plan_below_floor(
     step: RealStep, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], planner: Planner, budget: int
 ) -> Plan | None:
-    """Returns the fastest plan by runs of blocks that fits in ``budget``, as measured; ``None`` if there is none.
+    """Returns the plan if it fits in ``budget``, as measured; else ``None``.
 
     Only the children of one ``nn.Sequential`` can be joined: what calls them is known.
     """
     name = _sequential_of(model, [name for name, _ in blocks])
     if name is None:
         return None
-    fitting = []
-    for runs in ("sqrt", "log", *range(2, min(9, len(blocks)))):
-        fields = {"segments": runs}
-        row = PlanRow(block=name, option=f"segments({runs})", fields=fields)
-        plan = replace(planner.described(planner.floor, budget), rows=(row,), stages=())
-        with plan.apply(model):
-            peak = step.peak()
-            seconds = step.seconds()
-        if peak <= budget:
-            plain = planner.measured.step_seconds
-            row = replace(row, extra_seconds=seconds - plain)
-            fitting.append(
-                replace(
-                    plan,
-                    rows=(row,),
-                    predicted_peak_bytes=peak,
-                    predicted_step_seconds=seconds,
-                    binding="measured, and not foretold",
-                    floor_bytes=min(peak, planner.floor.peak),
-                )
-            )
-    return min(fitting, key=lambda plan: plan.predicted_step_seconds, default=None)
+    row = PlanRow(block=name, option="segments(log)", fields={"segments": "log"})
+    plan = replace(planner.described(planner.floor, budget), rows=(row,), stages=())
+    with plan.apply(model):
+        peak = step.peak()
+        seconds = step.seconds()
+    if peak > budget:
+        return None
+    return replace(
+        plan,
+        rows=(replace(row, extra_seconds=seconds - planner.measured.step_seconds),),
+        predicted_peak_bytes=peak,
+        predicted_step_seconds=seconds,
+        binding="measured, and not foretold",
+        floor_bytes=min(peak, planner.floor.peak),
+    )
 
 
 def _sequential_of(model: nn.Module, names: Sequence[str]) -> str | None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from math import fsum
 from typing import TYPE_CHECKING, final
 
-from graphckpt.planning.levels import Move
+from graphckpt.planning.joined import LENGTHS
+from graphckpt.planning.levels import COVERED, Move
 from graphckpt.planning.predict import Change, State
 from graphckpt.planning.trace import Interval, Kind, Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
+    from graphckpt.planning.joined import Joints, Runs
     from graphckpt.planning.measure import Measured
+    from graphckpt.planning.predict import Steps
 
 Held = frozenset[int]
 
@@ -27,6 +31,7 @@ class StepChain:
         measured: what is known of the step.
         fixed: the option of some blocks, by number, about which there is nothing to decide.
         banned: blocks and options that are not allowed.
+        joints: what blocks do that run again as one; without it none do.
     """
 
     def __init__(
@@ -34,8 +39,10 @@ class StepChain:
         measured: Measured,
         fixed: Mapping[int, int] | None = None,
         banned: Collection[tuple[int, int]] = (),
+        joints: Joints | None = None,
     ) -> None:
         self._model = model = measured.model
+        self._joints = joints
         self._seconds = [
             [one + other for one, other in zip(*pair, strict=True)]
             for pair in zip(measured.forward_seconds, measured.backward_seconds, strict=True)
@@ -48,6 +55,7 @@ class StepChain:
         self.start: Held = frozenset()
         self.base = 0
         self._constants, self._others = self._walk_constants()
+        self._stretches: dict[Interval, Sequence[Interval]] = {}
         self._order = {interval: number for number, interval in enumerate(model.intervals)}
         self._last_use = self._last_uses(len(measured.options))
         first = self._order[Interval(Phase.FORWARD, self._calls[0])]
@@ -57,23 +65,44 @@ class StepChain:
         self.fixed_peak = max((self._constant_peak(interval) for interval in around), default=0)
 
     def options(self, block: int) -> Sequence[float]:
-        """Returns the seconds of each option of a block; a module that is called several times counts once."""
+        """Returns the seconds of each option of a block; a module that is called several times counts once.
+
+        Behind them come those of runs of two blocks, three, and so on.
+        """
         number = self.blocks[block]
         if number in self.blocks[:block]:
             return [0.0] * len(self._seconds[number])
-        return self._seconds[number]
+        if self._joints is None:
+            return self._seconds[number]
+        again = [
+            fsum(self._seconds[n][self._full] for n in range(number, number + length))
+            for length in self._joints.lengths(number)
+        ]
+        return self._seconds[number] + again
 
     def plan(self, choices: Sequence[int]) -> tuple[int, ...]:
         """Returns the option of each block of the model, in its order."""
         plan = [0] * len(self._seconds)
-        for block, choice in zip(self.blocks, choices, strict=True):
-            plan[block] = choice
+        for first, end, choice in self._decided(choices):
+            for block in range(first, end):
+                plan[self.blocks[block]] = choice if end - first == 1 else self._full
         return tuple(plan)
+
+    def runs(self, choices: Sequence[int]) -> Runs:
+        """Returns which blocks of the model run again as one."""
+        return tuple(
+            (self.blocks[first], self.blocks[first] + end - first)
+            for first, end, _ in self._decided(choices)
+            if end - first > 1
+        )
 
     def move(self, block: int, option: int, held: Hashable) -> Move | None:
         """Returns what an option does where earlier blocks hold ``held``."""
         assert isinstance(held, frozenset)
         number, call = self.blocks[block], self._calls[block]
+        length = self._length(block, option)
+        if length > 1:
+            return self._move_joined(block, length, held)
         if self._fixed.get(number, option) != option or (number, option) in self._banned:
             return None
         own = self._model.holds(call, option)
@@ -95,19 +124,68 @@ class StepChain:
             peak = state_back.peak
         return Move(state.peak, kept, peak, self._still_of_use(now_held, block, after))
 
+    def _move_joined(self, block: int, length: int, held: Held) -> Move | None:
+        """Returns what it does to run some blocks again as one."""
+        assert self._joints is not None
+        numbers = self.blocks[block : block + length]
+        if any((n, self._full) in self._banned or self._fixed.get(n, self._full) != self._full for n in numbers):
+            return None
+        calls = range(self._calls[block], self._calls[block] + length)
+        joined = dict(self._joints.steps(calls))
+        first, last = Interval(Phase.FORWARD, calls[0]), Interval(Phase.FORWARD, calls[-1])
+        state = State(self._constants[first], self._others[first], held)
+        for call in calls:
+            self._walk(state, Interval(Phase.FORWARD, call), joined)
+        after, backward = self._next_start(last), Interval(Phase.BACKWARD, calls[-1])
+        own = self._model.holds(calls[0], self._full).union(*(self._joints.holds(call) for call in calls[1:]))
+        now_held = held | own
+        handed = {self._joints.handed(call) for call in calls[1:]}  # they have gone, and come again
+        level = self._constants[backward] + self._unseen(now_held, backward) - self._unseen(now_held, after)
+        state_back = State(level, self._others[backward] - handed, held)
+        state_back.holders.update(own)
+        for call in reversed(calls):
+            self._walk(state_back, Interval(Phase.BACKWARD, call), joined)
+        kept = state.level - self._constants[after]
+        still = self._still_of_use(now_held, block + length - 1, after)
+        return Move(state.peak, kept, state_back.peak, still, length=length)
+
+    def _walk(self, state: State, interval: Interval, joined: Mapping[Interval, Steps]) -> None:
+        for each in self._until_next(interval):
+            state.walk(joined[each] if each in joined else self._model.steps(each, self._full))
+
+    @property
+    def _full(self) -> int:
+        return 0 if self._joints is None else self._joints.full
+
+    def _length(self, block: int, option: int) -> int:
+        """Returns how many blocks an option decides about."""
+        number = option - len(self._seconds[self.blocks[block]])
+        return 1 if number < 0 else LENGTHS[number]
+
+    def _decided(self, choices: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """Yields the blocks about which each choice decides, and the choice."""
+        for block, choice in enumerate(choices):
+            if choice != COVERED:
+                yield block, block + self._length(block, choice), choice
+
     def head_peak(self, held: Hashable) -> int:
         """Returns 0: what lies between the last forward and the first backward counts for the last block."""
         del held
         return 0
 
-    def _until_next(self, interval: Interval) -> Iterable[Interval]:
-        """Yields an interval of a block and those after it, up to the next one of a block."""
-        intervals, number = self._model.intervals, self._order[interval]
-        yield interval
-        for later in intervals[number + 1 :]:
-            if later.is_of_block or later.phase in (Phase.OPTIMIZER, Phase.BEFORE):
-                return
-            yield later
+    def _until_next(self, interval: Interval) -> Sequence[Interval]:
+        """Returns an interval of a block and those after it, up to the next one of a block."""
+        found = self._stretches.get(interval)
+        if found is None:
+            number = self._order[interval]
+            end = number + 1
+            intervals = self._model.intervals
+            while end < len(intervals) and not (
+                intervals[end].is_of_block or intervals[end].phase in (Phase.OPTIMIZER, Phase.BEFORE)
+            ):
+                end += 1
+            found = self._stretches[interval] = intervals[number:end]
+        return found
 
     def _next_start(self, interval: Interval) -> Interval:
         *_, last = self._until_next(interval)

@@ -8,6 +8,7 @@ from itertools import permutations
 from typing import TYPE_CHECKING, final
 
 from graphckpt.planning.chain import StepChain
+from graphckpt.planning.joined import Joints
 from graphckpt.planning.offload_time import Timing, improve, schedule
 from graphckpt.planning.solve import Front
 from graphckpt.planning.trace import Interval, Phase
@@ -15,7 +16,9 @@ from graphckpt.planning.trace import Interval, Phase
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from graphckpt.planning.joined import Runs
     from graphckpt.planning.measure import Measured
+    from graphckpt.planning.predict import Level
 
 _CUTS = 16  # places where one option may end and another begin
 _BUDGETS_WITH_COPIES = 12  # each is searched for about a second
@@ -42,6 +45,8 @@ class Choice:
     seconds: float
     """Of all blocks, with what the step waits for copies."""
     notes: tuple[str, ...] = ()
+    runs: Runs = ()
+    """Blocks that run again as one; in the plan each is recomputed."""
 
 
 @final
@@ -52,10 +57,19 @@ class Chooser:
         measured: the step.
         rates: of the copies, where options move bytes.
         host_budget: the most bytes that may be away from the device at once.
+        joins: whether blocks may run again as one with the block before them.
     """
 
-    def __init__(self, measured: Measured, rates: Rates | None = None, host_budget: int | None = None) -> None:
+    def __init__(
+        self,
+        measured: Measured,
+        rates: Rates | None = None,
+        host_budget: int | None = None,
+        *,
+        joins: bool = True,
+    ) -> None:
         self.measured = measured
+        self._joints = Joints(measured) if joins else None
         self._rates = rates
         self._host_budget = host_budget
         self._near = frozenset(
@@ -74,7 +88,7 @@ class Chooser:
         """For each option of the blocks that run several times, which must agree: all plans worth having."""
         if self._fronts is None:
             banned = self._near if self._rates is not None else frozenset()
-            self._fronts = [(chain, Front(chain)) for chain in self._chains(banned)]
+            self._fronts = [(chain, Front(chain)) for chain in self._chains(banned, self._joints)]
         return self._fronts
 
     @property
@@ -95,7 +109,7 @@ class Chooser:
 
     def floor(self) -> Choice:
         """Returns the choice with the lowest peak, without copies."""
-        found = [self.judged(chain.plan(front.least_peak()[0])) for chain, front in self.fronts]
+        found = [self._judged(chain, front.least_peak()[0]) for chain, front in self.fronts]
         return min(found + self.simple, key=lambda choice: (choice.peak, choice.seconds, choice.plan))
 
     def cheapest(self, budget: int) -> Choice | None:
@@ -110,7 +124,7 @@ class Chooser:
 
     def pareto(self, most: int = 24) -> list[Choice]:
         """Returns the choices of which none is better in peak and time, from the lowest peak up."""
-        candidates = [self.judged(chain.plan(plan)) for chain, f in self.fronts for _, _, plan in f.pareto(most)]
+        candidates = [self._judged(chain, plan) for chain, f in self.fronts for _, _, plan in f.pareto(most)]
         candidates += self.simple
         if self._rates is not None and candidates:
             low, high = min(c.peak for c in candidates), max(c.peak for c in candidates)
@@ -128,13 +142,20 @@ class Chooser:
         for option in range(len(self.measured.options)):
             yield option, self.judged((option,) * len(self.measured.names))
 
-    def judged(self, plan: Sequence[int]) -> Choice:
+    def judged(self, plan: Sequence[int], runs: Runs = ()) -> Choice:
         """Returns what options come to, which need not be worth having."""
         plan = tuple(plan)
         seconds, flight = self._seconds(plan)
-        levels = list(self.measured.model.levels(plan))
-        highest = max(levels, key=lambda level: level.peak)
-        return Choice(plan, highest.peak + flight, highest.interval, seconds)
+        highest = max(self.levels(plan, runs), key=lambda level: level.peak)
+        return Choice(plan, highest.peak + flight, highest.interval, seconds, runs=runs)
+
+    def levels(self, plan: Sequence[int], runs: Runs) -> Iterator[Level]:
+        """Yields the levels of a step, interval by interval."""
+        joined = {} if self._joints is None else self._joints.steps_of(runs)
+        return self.measured.model.levels(plan, joined)
+
+    def _judged(self, chain: StepChain, choices: Sequence[int]) -> Choice:
+        return self.judged(chain.plan(choices), chain.runs(choices))
 
     def _fitting(self, chain: StepChain, front: Front, budget: int) -> Choice | None:
         """The chain assumes that backward takes the blocks in reverse order; the judge knows the real one."""
@@ -143,7 +164,7 @@ class Chooser:
             plan = front.cheapest(limit)
             if plan is None:
                 return None
-            choice = self.judged(chain.plan(plan))
+            choice = self._judged(chain, plan)
             if choice.peak <= budget:
                 return choice
             limit -= max(1, choice.peak - budget)
@@ -156,7 +177,7 @@ class Chooser:
             found = None
             for chain in self._chains(frozenset(banned)):
                 timing = self._timing(chain)
-                start = None if best is None else [best.plan[block] for block in chain.blocks]
+                start = None if best is None or best.runs else [best.plan[block] for block in chain.blocks]
                 improved = improve(chain, timing, budget, start)
                 if improved.plan is not None and (found is None or improved.seconds < found.seconds):
                     plan = chain.plan(improved.plan)
@@ -173,10 +194,9 @@ class Chooser:
             banned |= {(b, o) for b, o in self._near if b == largest}
         return None
 
-    def _chains(self, banned: frozenset[tuple[int, int]]) -> list[StepChain]:
-        chain = StepChain(self.measured, banned=banned)
+    def _chains(self, banned: frozenset[tuple[int, int]], joints: Joints | None = None) -> list[StepChain]:
         if not self._again:
-            return [chain]
+            return [StepChain(self.measured, banned=banned, joints=joints)]
         allowed = [o for o in range(len(self.measured.options)) if (self._again[0], o) not in banned]
         return [StepChain(self.measured, dict.fromkeys(self._again, option), banned) for option in allowed]
 

@@ -10,13 +10,15 @@ from typing import Literal, NamedTuple, Protocol, final
 from graphckpt.errors import ConfigError
 
 Plan = tuple[int, ...]
-"""The option of each block."""
+"""The option of each block; ``COVERED`` where a move of an earlier block has decided about it as well."""
+
+COVERED = -1
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Move:
-    """What an option of one block does to the memory level, in bytes."""
+    """What an option of one block, or of several in a row, does to the memory level, in bytes."""
 
     forward_peak: int
     """Highest level in the block's forward and in what follows it before the next block, above the level before it."""
@@ -28,6 +30,8 @@ class Move:
     """What the next block finds: which tensors that are shared with later blocks are held by a block so far."""
     waits: float = 0.0
     """Seconds on top of the option's own, because of what came before."""
+    length: int = 1
+    """How many blocks it decides about: this one, and those behind it."""
 
 
 class Chain(Protocol):
@@ -50,7 +54,7 @@ class Chain(Protocol):
         """The peak of the intervals that no choice changes, such as the optimizer, in bytes."""
 
     def options(self, block: int) -> Sequence[float]:
-        """The seconds of each option of a block, forward and backward."""
+        """The seconds of each option of a block, forward and backward, of all blocks that its move decides about."""
 
     def move(self, block: int, option: int, held: Hashable) -> Move | None:
         """What the option does; ``None``: it is not allowed here."""
@@ -97,6 +101,8 @@ def levels(chain: Chain, plan: Sequence[int], in_flight: Sequence[int] | None = 
     forward: list[tuple[Interval, int]] = []
     backward: list[tuple[Interval, int]] = []
     for block, option in enumerate(plan):
+        if option == COVERED:
+            continue
         move = _allowed(chain, block, option, held)
         forward.append((Interval("forward", block), level + move.forward_peak))
         level, held = level + move.kept, move.held
@@ -121,6 +127,8 @@ def seconds(chain: Chain, plan: Sequence[int]) -> float:
     """Returns the sum of the options' seconds, with those that their moves wait."""
     held, spent = chain.start, []
     for block, option in enumerate(plan):
+        if option == COVERED:
+            continue
         move = _allowed(chain, block, option, held)
         spent += [chain.options(block)[option], move.waits]
         held = move.held

@@ -13,6 +13,7 @@ from graphckpt.errors import ConfigError
 from graphckpt.planning import budget as budgets
 from graphckpt.planning.below_floor import plan_below_floor
 from graphckpt.planning.choose import Choice, Chooser, Rates, described
+from graphckpt.planning.joined import JOINED
 from graphckpt.planning.measure import Measured, PlanError, measure
 from graphckpt.planning.options import options
 from graphckpt.planning.plan import Plan, PlanRow, Stage
@@ -115,7 +116,12 @@ def plan_step(
     with undone:
         measured = measure(step, Blocks(blocks), considered, progress)
         planner = Planner(
-            measured, model=model, device=str(step.device), rates=rates, host_budget=host_bytes, notes=notes
+            measured,
+            model=model,
+            device=str(step.device),
+            rates=rates,
+            host_budget=host_bytes,
+            notes=notes,
         )
         available = budgets.available_bytes(step.device, measured.model.static_bytes)
         limit = planner.bytes_of(memory_budget, available)
@@ -147,10 +153,11 @@ class Planner:
         device: str = "cpu",
         rates: Rates | None = None,
         host_budget: int | None = None,
+        joins: bool = True,
         notes: Iterable[str] = (),
     ) -> None:
         self.measured = measured
-        self.chooser = Chooser(measured, rates, host_budget)
+        self.chooser = Chooser(measured, rates, host_budget, joins=joins)
         self.plain = self.chooser.judged((0,) * len(measured.names))
         self.floor = self.chooser.floor()
         self._model = model
@@ -196,17 +203,18 @@ class Planner:
     def described(self, choice: Choice, budget: int, correction: int = 0) -> Plan:
         """Returns a choice as a plan."""
         known, names = self.measured, self.measured.names
+        joined = {block for first, end in choice.runs for block in range(first + 1, end)}
+        chosen = [JOINED if block in joined else known.options[option] for block, option in enumerate(choice.plan)]
         rows = tuple(
             PlanRow(
                 block=names[block],
-                option=known.options[option].name,
-                fields=known.options[option].fields,
+                option=chosen[block].name,
+                fields=chosen[block].fields,
                 extra_seconds=self._seconds(block, option) - self._seconds(block, 0),
                 moved_bytes=known.far_bytes[block][option],
             )
             for block, option in enumerate(choice.plan)
         )
-        levels = known.model.levels(choice.plan)
         return Plan(
             rows=rows,
             predicted_peak_bytes=choice.peak + correction,
@@ -224,7 +232,7 @@ class Planner:
                     start_bytes=level.start,
                     peak_bytes=level.peak,
                 )
-                for level in levels
+                for level in self.chooser.levels(choice.plan, choice.runs)
             ),
             notes=(*known.notes, *choice.notes, *self._notes),
             model=self._model,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
 
 from graphckpt.planning.program import Role, Run
 from graphckpt.planning.trace import Interval, Kind, Phase
@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from graphckpt.planning.program import BlockProgram, Log
+
+
+Steps: TypeAlias = "list[Run | Change]"
+"""What happens in an interval, in order."""
 
 
 class Change(NamedTuple):
@@ -94,9 +98,10 @@ class Model:
         for storage, (where, _) in ends.items():
             if where.is_of_block:  # for options that do not show it: at the end of that interval
                 self._late.setdefault(where, []).append(storage)
-        self._steps: dict[tuple[Interval, int], list[Run | Change]] = {}
+        self._holds: dict[tuple[int, int], frozenset[int]] = {}
+        self._steps: dict[tuple[Interval, int], Steps] = {}
 
-    def steps(self, interval: Interval, option: int) -> list[Run | Change]:
+    def steps(self, interval: Interval, option: int) -> Steps:
         """Returns what happens in an interval; ``option`` is that of its block."""
         if not interval.is_of_block:
             return self._outside[interval]
@@ -120,8 +125,11 @@ class Model:
 
     def holds(self, call: int, option: int) -> frozenset[int]:
         """Returns the shared storages that a call holds until its backward."""
-        program = self._program_of(call, option)
-        return frozenset(self.storage(call, role, option) for role in program.holds)
+        key = call, option
+        if key not in self._holds:
+            program = self._program_of(call, option)
+            self._holds[key] = frozenset(self.storage(call, role, option) for role in program.holds)
+        return self._holds[key]
 
     @property
     def static_bytes(self) -> int:
@@ -133,18 +141,24 @@ class Model:
             state.walk(self.steps(interval, 0))
         return state.level
 
-    def levels(self, plan: Sequence[int]) -> Iterator[Level]:
-        """Yields the levels of a step in which block ``b`` has option ``plan[b]``, interval by interval."""
+    def levels(self, plan: Sequence[int], joined: Mapping[Interval, Steps] | None = None) -> Iterator[Level]:
+        """Yields the levels of a step, interval by interval.
+
+        Args:
+            plan: the option of each block.
+            joined: what happens instead in some intervals.
+        """
         state = State()
+        joined = joined or {}
         for interval in self.intervals:
             option = plan[self.block_of_call[interval.call]] if interval.is_of_block else 0
             start = state.peak = state.level
-            state.walk(self.steps(interval, option))
+            state.walk(joined[interval] if interval in joined else self.steps(interval, option))
             yield Level(interval, start, state.peak)
 
-    def highest(self, plan: Sequence[int]) -> Level:
+    def highest(self, plan: Sequence[int], joined: Mapping[Interval, Steps] | None = None) -> Level:
         """Returns the interval with the highest level; of equal ones the first."""
-        return max(self.levels(plan), key=lambda level: level.peak)
+        return max(self.levels(plan, joined), key=lambda level: level.peak)
 
     def _outside_steps(self, interval: Interval, ends: Mapping[int, tuple[Interval, int]]) -> Iterator[Run | Change]:
         base = self.base

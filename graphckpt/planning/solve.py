@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphckpt.errors import ConfigError
-from graphckpt.planning.levels import Chain, Interval, Move, Plan, binding, levels, peak, seconds
+from graphckpt.planning.levels import COVERED, Chain, Interval, Move, Plan, binding, levels, peak, seconds
 
 __all__ = [
     "Chain",
@@ -90,23 +90,23 @@ class Front:
         if least is None:
             raise ConfigError("no plan of the chain is allowed · fix: let each block have one option that always is")
         lowest_peak = max(chain.fixed_peak, chain.base + least)
-        labels: dict[Hashable, _Labels] = {
+        self._labels: list[dict[Hashable, _Labels]] = [{} for _ in range(num_blocks + 1)]
+        self._labels[num_blocks] = {
             held: (np.array([need], np.int64), np.zeros(1, np.int64)) for held, need in ends.items()
         }
-        self._labels = [labels]
         for block in reversed(range(num_blocks)):
-            labels = {}
+            labels = self._labels[block]
             for held, moves in self._moves[block].items():
                 # Every plan reaches the lowest peak, so that needs below it are alike: from the highest level that can
                 # be here, they do not reach it.
                 alike = lowest_peak - chain.base - highest[block][held]
-                merged = _merge([_before(move, ticks, alike, self._labels[-1]) for _, ticks, move in moves])
+                merged = _merge(
+                    [_before(move, ticks, alike, self._labels[block + move.length]) for _, ticks, move in moves]
+                )
                 if len(merged[0]) > most_labels:
                     self.is_exact = False
                     merged = _thin(merged, most_labels)
                 labels[held] = merged
-            self._labels.append(labels)
-        self._labels.reverse()
 
     def cheapest(self, budget: int) -> Plan | None:
         """See :func:`cheapest`."""
@@ -139,15 +139,15 @@ class Front:
         limit, remaining = max(chain.fixed_peak, chain.base + int(needs[label])), int(all_ticks[label])
         level, held = chain.base, chain.start
         plan: list[int] = []
-        for block in range(chain.num_blocks):
-            for option, ticks, move in self._moves[block][held]:
+        while len(plan) < chain.num_blocks:
+            for option, ticks, move in self._moves[len(plan)][held]:
                 after = level + move.kept
                 if max(level + move.forward_peak, after + move.backward_peak) > limit:
                     continue
-                needs, all_ticks = self._labels[block + 1][move.held]
+                needs, all_ticks = self._labels[len(plan) + move.length][move.held]
                 found = len(needs) - 1 - int(np.searchsorted(all_ticks[::-1], remaining - ticks))
                 if found >= 0 and all_ticks[found] == remaining - ticks and after + needs[found] <= limit:
-                    plan.append(option)
+                    plan += [option] + [COVERED] * (move.length - 1)
                     level, held, remaining = after, move.held, remaining - ticks
                     break
             else:
@@ -161,23 +161,22 @@ _Moves = list[dict[Hashable, list[tuple[int, int, Move]]]]
 def _reach(chain: Chain) -> tuple[_Moves, list[dict[Hashable, int]]]:
     """Returns option, ticks and move by block and state, and the highest level above the base that each state has."""
     all_moves: list[dict[Hashable, list[tuple[int, float, Move]]]] = []
-    highest: list[dict[Hashable, int]] = [{chain.start: 0}]
+    highest: list[dict[Hashable, int]] = [{chain.start: 0}, *({} for _ in range(chain.num_blocks))]
     slowest = []
     for block in range(chain.num_blocks):
         options = chain.options(block)
         moves_of: dict[Hashable, list[tuple[int, float, Move]]] = {}
-        after: dict[Hashable, int] = {}
-        for held, level in highest[-1].items():
+        for held, level in highest[block].items():
             moves_of[held] = [
                 (option, duration + move.waits, move)
                 for option, duration in enumerate(options)
                 if (move := chain.move(block, option, held)) is not None
             ]
             for _, _, move in moves_of[held]:
+                after = highest[block + move.length]
                 after[move.held] = max(level + move.kept, after.get(move.held, level + move.kept))
-        slowest.append(max((spent for moves in moves_of.values() for _, spent, _ in moves), default=0.0))
+        slowest.append(max((spent / m.length for moves in moves_of.values() for _, spent, m in moves), default=0.0))
         all_moves.append(moves_of)
-        highest.append(after)
     tick = max(_TICK, fsum(slowest) / _MOST_TICKS)
     return [
         {
@@ -201,23 +200,22 @@ def _dominates(one: tuple[int, int, Move], other: tuple[int, int, Move]) -> bool
         and a.forward_peak <= b.forward_peak
         and a.kept + a.backward_peak <= b.kept + b.backward_peak
         and a.held == b.held
+        and a.length == b.length
     )
 
 
 def _least_need(all_moves: _Moves, ends: dict[Hashable, int]) -> int | None:
-    least = dict(ends)
-    for moves_of in reversed(all_moves):
-        before: dict[Hashable, int] = {}
+    least: list[dict[Hashable, int]] = [{} for _ in all_moves] + [dict(ends)]
+    for block, moves_of in reversed(list(enumerate(all_moves))):
         for held, moves in moves_of.items():
             needs = [
-                max(move.forward_peak, move.kept + move.backward_peak, move.kept + least[move.held])
+                max(move.forward_peak, move.kept + move.backward_peak, move.kept + after[move.held])
                 for _, _, move in moves
-                if move.held in least
+                if move.held in (after := least[block + move.length])
             ]
             if needs:
-                before[held] = min(needs)
-        least = before
-    return next(iter(least.values()), None)
+                least[block][held] = min(needs)
+    return next(iter(least[0].values()), None)
 
 
 def _before(move: Move, ticks: int, alike: int, after: dict[Hashable, _Labels]) -> _Labels:

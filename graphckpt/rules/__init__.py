@@ -5,6 +5,7 @@ from __future__ import annotations
 from graphckpt.rules.base import Rule
 from graphckpt.rules.frame import Frame
 from graphckpt.rules.full import Full
+from graphckpt.rules.joined import Joined
 from graphckpt.rules.keep import Keep
 from graphckpt.rules.passes import Contexts, running
 from graphckpt.rules.registry import parse_rule, rule_classes
@@ -17,6 +18,7 @@ __all__ = [
     "Contexts",
     "Frame",
     "Full",
+    "Joined",
     "Keep",
     "Rule",
     "Segments",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from contextlib import ExitStack
-from itertools import chain
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, final
 
@@ -19,10 +18,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from graphckpt.ambient import enter_ambient, take_ambient
 from graphckpt.errors import RecomputeError
 from graphckpt.objects import rewind_objects, settle_objects, take_objects
-from graphckpt.rng import random_devices, set_random_state, take_random_state
-from graphckpt.rules.kept import Kept, Slot
+from graphckpt.rng import set_random_state, take_random_state
+from graphckpt.rules.handed import Handed, Returned, last_returned, tensors_in
+from graphckpt.rules.kept import Kept, Slot, twin_of
 from graphckpt.rules.mismatch import begins_to_move, differs, edited, edits_argument, iterator_argument
-from graphckpt.rules.passes import Contexts, Run, SecondRun, Stop, running
+from graphckpt.rules.passes import Contexts, Run, SecondRun, Stop, pause, running
 from graphckpt.stores import DeviceStore
 from graphckpt.tree import ATOMS, flatten_call
 from graphckpt.undo import put_back
@@ -51,8 +51,9 @@ class Frame:
     """What one call of a block keeps, and how to run it again."""
 
     __slots__ = (
-        "_ambient", "_early_stop", "_function", "_is_complete", "_leaves", "_objects", "_random", "_shape", "_slots",
-        "_snapshot", "_state", "_strict", "contexts", "devices", "edited", "group", "holes", "outer", "site",
+        "__weakref__", "_ambient", "_before", "_early_stop", "_function", "_is_complete", "_joins", "_leaves",
+        "_objects", "_random", "_shape", "_slots", "_snapshot", "_state", "_strict", "contexts", "devices", "edited",
+        "group", "handed", "holes", "outer", "site",
     )  # fmt: skip
 
     def __init__(
@@ -63,11 +64,15 @@ class Frame:
         *,
         early_stop: bool = True,
         strict: bool = True,
+        joins: bool = False,
     ) -> None:
         self.site = site
         self.contexts = contexts
         self._early_stop = early_stop
         self._strict = strict
+        self._joins = joins
+        self._before: Frame | None = None
+        self.handed: list[torch.Tensor] | None = None
         self.holes: list[HoleCall] = []
         self.outer: Any = None
         self.edited: frozenset[int] = frozenset()
@@ -86,7 +91,7 @@ class Frame:
         if self.outer is None and not isinstance(site.store, DeviceStore):
             self.group = site.open_group()
         leaves, self._shape = flatten_call(args, kwargs)
-        self.devices = _devices(site, leaves)
+        self.devices = site.random_devices(leaves)
         self._random = take_random_state(self.devices)
         self._ambient = take_ambient(self.devices)
         self._snapshot = state.take()
@@ -117,6 +122,7 @@ class Frame:
         elif self._snapshot.versions:
             self._see_buffers_begin_to_move()
         self._settle(tensors, learning=learning)
+        last_returned.set(Returned(self, output))
         return output
 
     def pack(self, tensor: torch.Tensor) -> Slot:
@@ -144,6 +150,7 @@ class Frame:
     def _keep(self, leaves: list[Any], *, learning: bool) -> list[tuple[int, torch.Tensor, int, torch.Tensor | None]]:
         site = self.site
         edited_before = site.edited
+        returned = last_returned.get() if self._joins and not learning and self.outer is None else None
         tensors = []
         first_of: dict[int, int] = {}
         for position, leaf in enumerate(leaves):
@@ -154,9 +161,13 @@ class Frame:
                     continue
                 # An argument that forward edits in place is kept as a copy. Which ones these are shows on the first
                 # call, for which every argument is copied, one block's at a time.
-                twin = _twin(leaf) if learning or position in edited_before else None
+                twin = twin_of(leaf) if learning or position in edited_before else None
                 version = 0 if leaf.is_inference() else leaf._version
                 tensors.append((position, leaf, version, twin))
+                number = None if returned is None or twin is not None else returned.number_of(leaf)
+                if number is not None:
+                    leaves[position] = Handed(number, leaf)
+                    continue
                 deferred = learning and self.outer is None
                 leaves[position] = leaf if deferred else Kept(leaf if twin is None else twin, self, self.outer)
             elif type(leaf) not in ATOMS:
@@ -165,6 +176,10 @@ class Frame:
                 self._objects = self._objects or take_objects(leaves)
         self._leaves = leaves
         self.edited = edited_before
+        if any(isinstance(leaf, Handed) for leaf in leaves):
+            self._before = returned.frame()  # type: ignore[union-attr]
+        elif self._joins and not learning:
+            site.note("joined: no argument is what a recomputed block right before it has returned; all are kept")
         return tensors
 
     def _see_buffers_begin_to_move(self) -> None:
@@ -198,9 +213,13 @@ class Frame:
         taken: list[Any] = []
         for position, leaf in enumerate(self._leaves):
             taken.append(taken[leaf.position] if isinstance(leaf, _Same) else self._take(position, leaf))
+        if self._before is not None:
+            self._before.handed = None
         return taken
 
     def _take(self, position: int, leaf: Any) -> Any:
+        if isinstance(leaf, Handed):
+            return leaf.of(self._before.handed)  # type: ignore[union-attr, arg-type]
         if not isinstance(leaf, Kept):
             if isinstance(leaf, torch.Tensor):  # backward within the first run of a first call
                 return leaf.detach().requires_grad_(leaf.requires_grad)
@@ -211,17 +230,29 @@ class Frame:
         # clone() makes a tensor with history, which forward may edit in place; a leaf it may not
         return tensor.clone() if position in self.edited else tensor
 
-    def _run_again(self) -> None:
+    def _run_blocks_before(self) -> None:
+        """Has the blocks run again, from the first on, that this one is joined to."""
+        frames, frame = [], self._before
+        while frame is not None and frame.handed is None:
+            frames.append(frame)
+            frame = frame._before
+        for frame in reversed(frames):
+            frame._run_again(hands_on=True)
+
+    def _run_again(self, *, hands_on: bool = False) -> None:
+        self._run_blocks_before()
         recorder = self.site.recorder
         if recorder is not None:
             recorder.second_run(self.site.name)
         try:
             # A backward within forward comes before the first run has made all of its slots.
-            run = SecondRun(self, self._slots, early_stop=self._early_stop or not self._is_complete)
+            early_stop = not hands_on and (self._early_stop or not self._is_complete)
+            run = SecondRun(self, self._slots, early_stop=early_stop, hands_on=hands_on)
             self._second_run(run)
             fault = run.fault()
             if fault is not None and (self._strict or isinstance(fault.first, int)):
                 probe = SecondRun(self, self._slots, early_stop=False)
+                self._run_blocks_before()
                 fault = fault.located(probe, lambda: self._second_run(probe))
                 raise RecomputeError(differs(self.site.name, fault))
         finally:
@@ -248,7 +279,7 @@ class Frame:
                 self._call(run, args, kwargs)
             else:
                 with ExitStack() as stack:
-                    _pause(run.outer, stack)
+                    pause(run.outer, stack)
                     if ambient_now != self._ambient:
                         enter_ambient(stack, self._ambient, ambient_now)
                     if self.contexts is not None:
@@ -264,22 +295,6 @@ class Frame:
 
     def _call(self, run: SecondRun, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         with torch.enable_grad(), saved_tensors_hooks(run.pack, run.unpack):
-            self._function(*args, **kwargs)
-
-
-def _pause(run: Run | None, stack: ExitStack) -> None:
-    """Where a backward within forward has begun this second run, the runs around it must not see its ops."""
-    while run is not None:
-        if run.frame.contexts is not None:
-            stack.enter_context(run.frame.contexts.paused())
-        run = run.outer
-
-
-def _twin(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-def _devices(site: Site, leaves: Sequence[Any]) -> tuple[torch.device, ...]:
-    if torch.accelerator.current_accelerator() is None:
-        return ()
-    return random_devices(chain(site.tensors(), (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))))
+            output = self._function(*args, **kwargs)
+        if run.hands_on:
+            self.handed = [tensor.detach() for tensor in tensors_in(output)]

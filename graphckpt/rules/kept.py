@@ -69,3 +69,8 @@ class Kept:
         if tensor is None or (self._version is not None and tensor._version != self._version):
             return None
         return tensor.detach().requires_grad_() if self._requires_grad else tensor.detach()
+
+
+def twin_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy without history."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)

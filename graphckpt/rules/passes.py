@@ -10,7 +10,7 @@ from graphckpt.rules.mismatch import Fault
 if TYPE_CHECKING:
     import weakref
     from collections.abc import Callable
-    from contextlib import AbstractContextManager
+    from contextlib import AbstractContextManager, ExitStack
 
     import torch
 
@@ -48,6 +48,14 @@ class Run:
 running: ContextVar[Run | None] = ContextVar("running", default=None)
 
 
+def pause(run: Run | None, stack: ExitStack) -> None:
+    """Where a backward within forward has begun this second run, the runs around it must not see its ops."""
+    while run is not None:
+        if run.frame.contexts is not None:
+            stack.enter_context(run.frame.contexts.paused())
+        run = run.outer
+
+
 class Stop(BaseException):  # not an Exception: a forward that catches those must not catch this
     """Ends a second run once every tensor that backward can still ask for is there."""
 
@@ -59,10 +67,13 @@ class Stop(BaseException):  # not an Exception: a forward that catches those mus
 class SecondRun(Run):
     """Fills the slots of a frame while its block runs again."""
 
-    __slots__ = ("_early_stop", "_first_fault", "_last", "_slots", "cursor", "hole_cursor", "on_pack")
+    __slots__ = ("_early_stop", "_first_fault", "_last", "_slots", "cursor", "hands_on", "hole_cursor", "on_pack")
 
-    def __init__(self, frame: Frame, slots: list[weakref.ref[Slot]], *, early_stop: bool) -> None:
+    def __init__(
+        self, frame: Frame, slots: list[weakref.ref[Slot]], *, early_stop: bool, hands_on: bool = False
+    ) -> None:
         super().__init__(frame, running.get(), again=True)
+        self.hands_on = hands_on
         self.cursor = 0
         self.hole_cursor = 0
         self.on_pack: Callable[[int], None] | None = None

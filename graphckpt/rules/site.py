@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from itertools import chain
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
 
 from graphckpt._compat import saved_tensor_hooks_in_force
+from graphckpt.rng import random_devices
 from graphckpt.rules.stored import are_own
 from graphckpt.state import ModuleState
 from graphckpt.stores import DeviceStore, Group
@@ -90,3 +92,9 @@ class Site:
     def tensors(self) -> list[torch.Tensor]:
         """Returns the block's parameters and buffers."""
         return self.state.tensors()
+
+    def random_devices(self, leaves: Iterable[Any]) -> tuple[torch.device, ...]:
+        """Returns the devices that a call with ``leaves`` may draw random numbers on, but for the CPU."""
+        if torch.accelerator.current_accelerator() is None:
+            return ()
+        return random_devices(chain(self.tensors(), (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))))

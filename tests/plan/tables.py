@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 
-from graphckpt.planning.solve import Move
+from graphckpt.planning.levels import COVERED, Move
 
 
 @dataclass
@@ -39,9 +39,19 @@ class Table:
 
 
 def random_table(
-    seed: int, num_blocks: int, num_options: int, states: int = 2, *, coarse: bool = True, gaps: bool = True
+    seed: int,
+    num_blocks: int,
+    num_options: int,
+    states: int = 2,
+    *,
+    coarse: bool = True,
+    gaps: bool = True,
+    longest: int = 1,
 ) -> Table:
-    """Draws a chain. ``coarse`` numbers are small, so that ties are common; ``gaps`` forbid some options."""
+    """Draws a chain. ``coarse`` numbers are small, so that ties are common; ``gaps`` forbid some options.
+
+    Some options decide about up to ``longest`` blocks at once.
+    """
     rng = np.random.default_rng(seed)
     most = 8 if coarse else 10**9
     tick = 2.0**-3 if coarse else 2.0**-32  # sums of these are exact
@@ -52,7 +62,8 @@ def random_table(
         forward, kept, backward = (int(number) for number in rng.integers(0, most, 3))
         if rng.random() < 0.1:
             kept = -kept // 2
-        moves[block, option, held] = Move(forward, kept, backward, int(rng.integers(0, states)))
+        length = 1 + (seed + 3 * block + option) % min(longest, num_blocks - block) if option else 1
+        moves[block, option, held] = Move(forward, kept, backward, int(rng.integers(0, states)), length=length)
     return Table(
         [[int(t) * tick for t in rng.integers(0, most, num_options)] for _ in range(num_blocks)],
         moves,
@@ -67,17 +78,18 @@ def all_outcomes(chain: Table) -> list[tuple[float, int, tuple[int, ...]]]:
     begun: list[tuple[float, int, tuple[int, ...], int, Hashable]] = [
         (0.0, chain.fixed_peak, (), chain.base, chain.start)
     ]
-    for block, seconds in enumerate(chain.seconds):
-        begun = [
-            (
-                spent + seconds[option],
-                max(highest, level + move.forward_peak, level + move.kept + move.backward_peak),
-                (*plan, option),
-                level + move.kept,
-                move.held,
-            )
-            for spent, highest, plan, level, held in begun
-            for option in range(len(seconds))
-            if (move := chain.moves.get((block, option, held))) is not None
-        ]
-    return [(spent, max(highest, level + chain.heads[held]), plan) for spent, highest, plan, level, held in begun]
+    done = []
+    while begun:
+        spent, highest, plan, level, held = begun.pop()
+        block = len(plan)
+        if block == chain.num_blocks:
+            done.append((spent, max(highest, level + chain.heads[held]), plan))
+            continue
+        for option, took in enumerate(chain.seconds[block]):
+            move = chain.moves.get((block, option, held))
+            if move is not None:
+                after = level + move.kept
+                high = max(highest, level + move.forward_peak, after + move.backward_peak)
+                more = (option, *[COVERED] * (move.length - 1))
+                begun.append((spent + took, high, plan + more, after, move.held))
+    return done

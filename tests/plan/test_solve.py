@@ -47,10 +47,12 @@ def test_an_example_to_read_first() -> None:
     ]
 
 
+@pytest.mark.parametrize("longest", [1, 4])
 @pytest.mark.parametrize("seed", range(40))
-def test_the_result_is_that_of_trying_all_plans(seed: int) -> None:
+def test_the_result_is_that_of_trying_all_plans(seed: int, longest: int) -> None:
     sizes = np.random.default_rng(seed)
-    chain = random_table(seed, int(sizes.integers(1, 6)), int(sizes.integers(1, 6)), coarse=seed % 2 == 0)
+    num_blocks, num_options = (int(size) for size in sizes.integers(1, 6, 2))
+    chain = random_table(seed, num_blocks, num_options, coarse=seed % 2 == 0, longest=longest)
     outcomes = all_outcomes(chain)
     peaks = sorted({highest for _, highest, _ in outcomes})
     front = Front(chain)
@@ -74,7 +76,7 @@ def test_six_blocks_of_six_options(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_peak_and_seconds_are_those_of_a_walk_by_hand(seed: int) -> None:
-    chain = random_table(seed, 4, 3)
+    chain = random_table(seed, 4, 3, longest=3)
     for spent, highest, plan in all_outcomes(chain):
         assert (seconds(chain, plan), peak(chain, plan)) == (spent, highest)
 

@@ -1,0 +1,61 @@
+"""What a recomputed block returns, for a block right behind it that keeps no copy of it: both run again as one."""
+
+from __future__ import annotations
+
+import weakref
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from graphckpt.tree import flatten_value
+
+if TYPE_CHECKING:
+    from graphckpt.rules.frame import Frame
+
+
+@final
+class Returned:
+    """What the first run of a frame has returned. It keeps neither alive."""
+
+    __slots__ = ("_tensors", "frame")
+
+    def __init__(self, frame: Frame, output: Any) -> None:
+        self.frame = weakref.ref(frame)
+        self._tensors = [
+            (weakref.ref(tensor), tensor._version) for tensor in tensors_in(output) if not tensor.is_inference()
+        ]
+
+    def number_of(self, tensor: torch.Tensor) -> int | None:
+        """Returns which of the tensors this one is; ``None`` if it is none of them, or was edited since."""
+        if self.frame() is None:
+            return None
+        for number, (ref, version) in enumerate(self._tensors):
+            if ref() is tensor:
+                return number if tensor._version == version else None
+        return None
+
+
+last_returned: ContextVar[Returned | None] = ContextVar("last_returned", default=None)
+
+
+@final
+class Handed:
+    """An argument that is not kept: the block before returns it again."""
+
+    __slots__ = ("_number", "_requires_grad")
+
+    def __init__(self, number: int, tensor: torch.Tensor) -> None:
+        self._number = number
+        self._requires_grad = tensor.requires_grad
+
+    def of(self, handed: list[torch.Tensor]) -> torch.Tensor:
+        """Returns the argument, of all that the block before has returned again."""
+        return handed[self._number].requires_grad_(self._requires_grad)
+
+
+def tensors_in(output: Any) -> list[torch.Tensor]:
+    """Returns the tensors in what a block returns, in order."""
+    if isinstance(output, torch.Tensor):
+        return [output]
+    return [leaf for leaf in flatten_value(output)[0] if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,197 @@
+"""Joined blocks keep not even their inputs, and run again once, as one with those before them."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from zoo import Mlp, chain, differing, plain_steps, run_steps
+
+import graphckpt
+from graphckpt.ledger.live import LiveBytes
+
+JOINED = {"1": True, "[2-6]": "joined"}  # of a chain whose first and last block are layers without a policy
+
+
+def put(model: nn.Module, policies: dict[str, Any] | None = None) -> graphckpt.Handle:
+    return graphckpt.apply(model, {k: {"activation_checkpointing": v} for k, v in (policies or JOINED).items()})
+
+
+def kept_bytes(model: nn.Module, x: torch.Tensor) -> int:
+    """Bytes that a forward adds, without its output."""
+    model(x).sum().backward()  # a first call learns
+    with LiveBytes(record_timeline=False) as live:
+        live.track([*model.parameters(), *(p.grad for p in model.parameters()), x])
+        before = live.live_bytes
+        loss = model(x).sum()
+        kept = live.live_bytes - before - loss.untyped_storage().nbytes()
+    loss.backward()
+    return kept
+
+
+def test_only_the_input_of_the_first_block_is_kept() -> None:
+    x = torch.randn(6, 16, requires_grad=True)
+    model = chain("mlp", length=6)
+    with put(model, {"[1-6]": True}):
+        full = kept_bytes(model, x)
+    with put(model):
+        joined = kept_bytes(model, x)
+    assert full - joined == 5 * x.untyped_storage().nbytes()  # the inputs of blocks 2 to 6
+
+
+@pytest.mark.parametrize(
+    ("policies", "again"),
+    [(JOINED, [1, 2, 3, 4, 5, 6]), ({"[14]": True, "[2356]": "joined"}, [4, 5, 6, 1, 2, 3])],
+    ids=["one run", "two runs"],
+)
+def test_each_block_runs_again_once_from_the_first_of_its_run(policies: dict[str, Any], again: list[int]) -> None:
+    model = chain("mlp", length=6)
+    ran: list[int] = []
+    for number, block in enumerate(model[1:-1], start=1):
+        block.up.register_forward_pre_hook(lambda *_, number=number: ran.append(number))
+    with put(model, policies):
+        run_steps(model, steps=1)  # learns
+        ran.clear()
+        run_steps(model, steps=1)
+    assert ran == [1, 2, 3, 4, 5, 6, *again]
+
+
+class Loop(nn.Module):
+    """Calls its blocks itself, with something else beside their input."""
+
+    def __init__(self, between: Any = None, length: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Scaled() for _ in range(length))
+        self.between = between
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            (x,) = block(x, scale=scale)
+            if self.between is not None:
+                x = self.between(x)
+        return x
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> tuple[torch.Tensor]:
+        return (self.mlp(x) * scale,)
+
+
+LOOP = {"blocks.0": True, "blocks.[1-5]": "joined"}
+
+
+def gradients(model: nn.Module, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    for _ in range(2):
+        torch.manual_seed(3)
+        model.zero_grad()
+        for tensor in inputs:
+            tensor.grad = None
+        model(*inputs).sum().backward()
+    return [tensor.grad.clone() for tensor in (*model.parameters(), *inputs)]
+
+
+@pytest.mark.parametrize(
+    ("between", "is_joined"),
+    [(None, True), (lambda x: x, True), (lambda x: x * 1, False), (lambda x: x.mul_(2), False)],
+    ids=["nothing", "the same tensor", "another tensor", "an edit in place"],
+)
+def test_what_calls_the_blocks_does_not_matter(between: Any, is_joined: bool) -> None:
+    model, x, scale = Loop(between), torch.randn(6, 16, requires_grad=True), torch.randn(16, requires_grad=True)
+    wanted = gradients(model, x, scale)
+    inputs: list[weakref.ref[torch.Tensor]] = []
+    with put(model, LOOP) as handle:
+        assert all(map(torch.equal, gradients(model, x, scale), wanted))
+        for block in model.blocks[1:]:
+            block.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0].untyped_storage())))
+        loss = model(x, scale).sum()
+        alive = [ref() is not None for ref in inputs]
+        loss.backward()
+        notes = str(handle.explain(show=False).rows)
+    assert alive == [not is_joined] * 5
+    assert ("joined: no argument is what" in notes) is not is_joined
+
+
+def test_it_keeps_its_input_where_the_block_before_is_not_recomputed() -> None:
+    model = chain("mlp", length=4)
+    x = torch.randn(6, 16)
+    with put(model, {"[1234]": True}):
+        full = kept_bytes(model, x)
+    with put(model, {"[13]": True, "[24]": "joined"}):
+        assert full - kept_bytes(model, x) == 2 * x.untyped_storage().nbytes()
+    with put(model, {"[1234]": "joined"}):  # what is before the first is no block
+        assert full - kept_bytes(model, x) == 3 * x.untyped_storage().nbytes()
+
+
+def test_micro_batches_whose_backwards_come_late() -> None:
+    def both(model: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        losses = []
+        for seed in range(3):
+            torch.manual_seed(seed)
+            losses.append(model(torch.randn(6, 16)).square().mean())
+        for loss in losses:
+            loss.backward()
+        found = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        return found
+
+    model = chain("mlp", length=6)
+    wanted = both(model)
+    with put(model):
+        both(model)
+        assert all(map(torch.equal, both(model), wanted))
+
+
+def test_a_second_backward_through_the_same_graph() -> None:
+    model = chain("mlp", length=6)
+    with put(model):
+        run_steps(model, steps=1)
+        model.zero_grad()
+        loss = model(torch.randn(6, 16)).sum()
+        loss.backward(retain_graph=True)
+        once = [p.grad.clone() for p in model.parameters()]
+        loss.backward()
+    assert all(torch.equal(p.grad, 2 * grad) for p, grad in zip(model.parameters(), once, strict=True))
+
+
+def test_a_run_may_be_longer_than_the_stack_of_python() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(600)))
+    x = torch.randn(2, 4)
+    model(x).sum().backward()
+    wanted = [p.grad.clone() for p in model.parameters()]
+    with graphckpt.apply(model, {"0": True, "*": {"activation_checkpointing": "joined"}}):
+        for _ in range(2):
+            model.zero_grad()
+            model(x).sum().backward()
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), wanted, strict=True))
+
+
+def test_selective_may_come_before_it() -> None:
+    plain = plain_steps("mlp")
+    model = chain("mlp")
+    with put(model, {"1": {"rule": "selective", "save": "matmul"}, "[23]": "joined"}):
+        assert differing(run_steps(model), plain) == []
+
+
+@pytest.mark.multi_process
+def test_units_of_fsdp2_are_refused(tmp_path: Any) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = chain("mlp", length=3)
+        for block in model[1:-1]:
+            fully_shard(block)
+        with pytest.raises(graphckpt.ConfigError, match="fully_shard has the weights of one there at a time"):
+            put(model, {"1": True, "[23]": "joined"})
+    finally:
+        dist.destroy_process_group()
