@@ -68,7 +68,7 @@ def _losses(folder):
     return [row["total_loss"] for row in _rows(folder) if "total_loss" in row]
 
 
-def test_a_run_learns_and_writes_all(place, capsys):
+def test_a_run_learns_and_writes_all(place, pictures, capsys):
     assert _train("train.train_iter=40", "train.log_period=5") == 0
     out = place / "out"
     rows = _rows(out)

@@ -1,0 +1,21 @@
+"""What the tests of training runs share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from graphckpt.blocks import watch
+
+
+@pytest.fixture
+def pictures() -> None:
+    """Has runs draw; of no use without being asked for by name."""
+
+
+@pytest.fixture(autouse=True)
+def without_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes as long as all else of a small run: an empty file stands for the picture."""
+    if "pictures" not in request.fixturenames:
+        monkeypatch.setattr(watch, "draw", lambda explanation, path: Path(path).touch())
