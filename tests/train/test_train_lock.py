@@ -4,13 +4,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import os
 import signal
 import subprocess
 import sys
-import textwrap
+import time
 
 import pytest
 from small_run import place, train  # noqa: F401 - a fixture
@@ -20,26 +21,59 @@ from graphckpt.errors import ConfigError
 from graphckpt.train import lock
 from graphckpt.train.lock import FolderLock
 
-_HOLDER = """
-import sys
+_HOLDERS = """
+import os, signal, sys
 from pathlib import Path
+from graphckpt.errors import ConfigError
 from graphckpt.train.lock import FolderLock
-lock = FolderLock(Path("out"))
-lock.acquire()
-print("held", flush=True)
-sys.stdin.read()
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
+for folder in sys.stdin:
+    if os.fork() == 0:
+        lock = FolderLock(Path(folder.strip()))
+        try:
+            lock.acquire()
+        except ConfigError:
+            print(0, flush=True)
+            os._exit(0)
+        print(os.getpid(), flush=True)
+        signal.pause()
 """
 
 
-@pytest.fixture
-def other(place):
-    """A process that holds the lock of ``out`` until its input ends."""
-    (place / "out").mkdir()
-    words = [sys.executable, "-c", textwrap.dedent(_HOLDER)]
+@pytest.fixture(scope="module")
+def hold():
+    """Has another process lock a folder until it is killed, and returns its number; 0 if it is locked already.
+
+    These processes are children of one that has imported what they need, which takes seconds.
+    """
+    words = [sys.executable, "-c", _HOLDERS]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "held\n"
-        yield process
-        process.kill()
+
+        def hold(folder):
+            process.stdin.write(f"{folder}\n")
+            process.stdin.flush()
+            return int(process.stdout.readline())
+
+        yield hold
+        process.stdin.close()
+
+
+def end(number):
+    """Kills a process, and waits until it is gone."""
+    with contextlib.suppress(ProcessLookupError):
+        while True:
+            os.kill(number, signal.SIGKILL)
+            time.sleep(0.005)
+
+
+@pytest.fixture
+def other(place, hold):
+    """A process that holds the lock of ``out``."""
+    (place / "out").mkdir()
+    number = hold(place / "out")
+    assert number > 0
+    yield number
+    end(number)
 
 
 @pytest.mark.multi_process
@@ -49,8 +83,8 @@ def test_the_second_process_is_told_which_is_the_first_and_harms_nothing(place, 
     for words in ([], ["--resume"]):
         assert train(*words) == 2
         error = capsys.readouterr().err
-        assert error.startswith(f"error: train.output_dir: out: process {other.pid} on ")
-        assert f"is training in this folder · fix: wait until it ends, or end it (kill {other.pid} " in error
+        assert error.startswith(f"error: train.output_dir: out: process {other} on ")
+        assert f"is training in this folder · fix: wait until it ends, or end it (kill {other} " in error
         assert len(error.splitlines()) == 1
     assert (place / "out" / "log.txt").read_text() == "of the first\n"
     assert (place / "out" / "config.yaml").read_text() == "of: the first\n"
@@ -60,8 +94,7 @@ def test_the_second_process_is_told_which_is_the_first_and_harms_nothing(place, 
 def test_a_killed_process_leaves_no_lock(place, other):
     with pytest.raises(ConfigError, match="is training in this folder"):
         trainer_from("tiny.py")
-    os.kill(other.pid, signal.SIGKILL)
-    other.wait()
+    end(other)
     assert (place / "out" / "run.lock").exists()
     assert trainer_from("tiny.py") is not None
 
@@ -72,10 +105,12 @@ def test_evaluation_may_look_on(place, other):
 
 
 @pytest.mark.multi_process
-def test_a_finished_run_lets_others_in_and_so_does_one_that_is_forgotten(place):
+def test_a_finished_run_lets_others_in_and_so_does_one_that_is_forgotten(place, hold):
     def is_free():
-        code = "from graphckpt.train.lock import *; FolderLock(Path('out')).acquire()"
-        return subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0
+        number = hold(place / "out")
+        if number:
+            end(number)
+        return number > 0
 
     first = trainer_from("tiny.py", ["train.train_iter=1", "train.evaluation.enabled=False"])
     assert not is_free()
