@@ -33,8 +33,9 @@ def test_folders_and_files_are_called_as_libai_calls_them(place, capsys):
     assert "saved model_0000003 in " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("optimizer", ["torch.optim.AdamW", "torch.optim.NAdam"])
+@pytest.mark.parametrize(
+    ("optimizer", "number"), [("torch.optim.AdamW", signal.SIGINT), ("torch.optim.NAdam", signal.SIGTERM)]
+)
 def test_stopped_and_resumed_it_ends_at_the_same_bits(place, optimizer, number):
     """With dropout, accumulation, a schedule, evaluation, and a stop between two lines of the log."""
     words = [f"optim._target_={optimizer}", "train.amp.enabled=True"]
