@@ -8,20 +8,25 @@ import torch
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
+
+    TotalNorm = Callable[[list[torch.Tensor], float], torch.Tensor]
+    """Returns the norm of the gradients of parameters, of which other processes may hold some."""
 
 
-def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> None:
+def clip_grad_norm(
+    parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, total_norm: TotalNorm | None = None
+) -> None:
     """Scales gradients so that the norm over all of them is at most ``max_norm``; one that is cut counts as the whole.
 
     ``clip_grad_norm_`` alone refuses DTensors beside plain tensors, which is what tensor parallelism makes.
     """
     parameters = list(parameters)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not any(_is_cut(grad) for grad in grads):
+    if total_norm is None and not any(_is_cut(grad) for grad in grads):
         clip_grad_norm_(parameters, max_norm, norm_type)
         return
-    total = _norm(grads, norm_type)
+    total = _norm(grads, norm_type) if total_norm is None else total_norm(parameters, norm_type)
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # PyTorch's own
     for grad in grads:
         local = _local(grad)

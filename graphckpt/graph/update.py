@@ -17,6 +17,7 @@ from graphckpt.graph.clip import clip_grad_norm
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from graphckpt.graph.clip import TotalNorm
 
 _CLIP = "clip_grad_max_norm"
 
@@ -29,6 +30,8 @@ class Update:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[LRScheduler | None] = []
         self.scaler: torch.amp.GradScaler | None = None
+        self.total_norm: TotalNorm | None = None
+        """Of gradients that other processes hold in part; ``None`` where this one has all."""
         self.num_steps = 0
         self._graph_name = graph_name
 
@@ -100,7 +103,7 @@ class Update:
                 return False
         else:
             for optimizer in optimizers:
-                clip(optimizer)
+                clip(optimizer, self.total_norm)
                 optimizer.step()
         for optimizer in optimizers:
             zero(optimizer)
@@ -225,11 +228,11 @@ def zero(optimizer: torch.optim.Optimizer) -> None:
             parameter.grad = None
 
 
-def clip(optimizer: torch.optim.Optimizer) -> None:
+def clip(optimizer: torch.optim.Optimizer, total_norm: TotalNorm | None = None) -> None:
     """Clips the gradients of each param group that asks for it, by its own norm."""
     for group in optimizer.param_groups:
         if _CLIP in group:
-            clip_grad_norm(group["params"], group[_CLIP], group.get("clip_grad_norm_type", 2.0))
+            clip_grad_norm(group["params"], group[_CLIP], group.get("clip_grad_norm_type", 2.0), total_norm)
 
 
 def _closure_fault(optimizer: torch.optim.Optimizer) -> str | None:
