@@ -80,7 +80,7 @@ def optimizer_of(run: RunConfig, model: nn.Module, device: str | None = None) ->
     assert isinstance(run.optim, Call)
     described = run.optim.arguments.get("params")
     params = Call.read(described, "optim.params")(model=model) if is_call(described) else model.parameters()
-    kind = device or next((parameter.device.type for parameter in model.parameters()), "cpu")
+    kind = device or next((weight.device.type for weight in model.parameters() if not weight.is_meta), "cpu")
     is_scaled = run.train.amp.enabled and run.train.amp.dtype == "float16"
     fast = {} if is_scaled else fast_settings(run.optim, kind)
     optimizer: Optimizer = run.optim(params=params, **fast)

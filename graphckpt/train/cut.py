@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,11 @@ def is_cut(tensor: Any) -> bool:
 def is_packed(tensor: Any) -> bool:
     """Whether this process's share is several boxes of the whole, as ``packed_shard`` makes it."""
     return is_cut(tensor) and hasattr(tensor.placements[-1], "split_factor")
+
+
+def is_elsewhere(tensor: Tensor) -> bool:
+    """Whether another stage of a pipeline holds a tensor; ``stages.py`` leaves its name and shape here."""
+    return tensor.is_meta
 
 
 def local(tensor: Any) -> Tensor:
@@ -87,21 +92,22 @@ def shared_as(like: Tensor, value: Tensor) -> Tensor:
     return DTensor.from_local(share, mesh, placements, run_check=False, shape=cut.shape, stride=cut.stride())
 
 
-def taken_out(state: Any, name: str, into: dict[str, Tensor]) -> Any:
+def taken_out(state: Any, name: str, into: dict[str, Tensor], takes: Callable[[Any], bool] = is_cut) -> Any:
     """Returns nested plain containers without the tensors that are cut, which are put by name into ``into``.
 
     Args:
         state: what to take apart; it stays as it is.
         name: of it, and the beginning of the names in it.
         into: where to put tensors.
+        takes: says which.
     """
-    if is_cut(state):
+    if takes(state):
         into[name] = state
         return {_TAKEN: name, "shape": list(state.shape)}
     if isinstance(state, Mapping):
-        return {key: taken_out(value, f"{name}.{key}", into) for key, value in state.items()}
+        return {key: taken_out(value, f"{name}.{key}", into, takes) for key, value in state.items()}
     if isinstance(state, list | tuple):
-        return type(state)([taken_out(value, f"{name}.{number}", into) for number, value in enumerate(state)])
+        return type(state)([taken_out(value, f"{name}.{number}", into, takes) for number, value in enumerate(state)])
     return state
 
 
@@ -142,3 +148,23 @@ def _cut(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
         name: shared_as(parameter, value) if isinstance(value, Tensor) and value.shape == parameter.shape else value
         for name, value in state.items()
     }
+
+
+def of_all_stages(graphs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the state of a graph from those that the stages have, each with the optimizer's state of its weights."""
+    merged = dict(graphs[0])
+    for key in [key for key in merged if "Optimizer" in key]:
+        states = {number: state for graph in reversed(graphs) for number, state in graph[key]["state"].items()}
+        merged[key] = {**merged[key], "state": dict(sorted(states.items()))}
+    return merged
+
+
+def on_cpu(state: Any) -> Any:
+    """Returns nested plain containers with their tensors on the CPU."""
+    if isinstance(state, Tensor):
+        return state.detach().cpu()
+    if isinstance(state, Mapping):
+        return {key: on_cpu(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)([on_cpu(value) for value in state])
+    return state

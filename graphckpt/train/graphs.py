@@ -16,6 +16,7 @@ from graphckpt.train.tasks.base import Task
 
 if TYPE_CHECKING:
     from graphckpt.train.replicas import Replicas
+    from graphckpt.train.schedule import Pipeline
 
 
 @final
@@ -34,16 +35,22 @@ class TrainGraph(Graph):
         capture: str = "auto",
         num_accumulation_steps: int = 1,
         replicas: Replicas | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
         super().__init__()
         self.config.capture = capture
         self.model = model
         self.task = task
         self.turn = _Turn(num_accumulation_steps, replicas)
+        self.pipeline = pipeline
         for name, fields in blocks.items():
             block = self._block_of(model.get_submodule(name))
             block.config.update(fields)
         self.add_optimizer(optimizer, lr_sch=scheduler)
+        if pipeline is not None:  # which cuts a batch itself
+            pipeline.replicas = replicas
+            self._update.total_norm = pipeline.total_norm
+            return
         if num_accumulation_steps > 1:
             self.config.set_gradient_accumulation_steps(num_accumulation_steps)
         if amp.enabled:
@@ -56,6 +63,8 @@ class TrainGraph(Graph):
 
     def build(self, **batch: Tensor) -> dict[str, Tensor]:
         """Returns the losses of a batch, with ``total_loss``, their sum, of which ``backward`` was called."""
+        if self.pipeline is not None:
+            return self.pipeline.losses(batch)
         replicas = self.turn.replicas
         if replicas is None:
             losses = self.task.losses(self.model, batch)
@@ -91,17 +100,26 @@ class _Turn:
 class EvalGraph(Graph):
     """One forward over a held-out batch; nothing is kept for a backward."""
 
-    def __init__(self, model: nn.Module, task: Task, *, amp: AmpConfig, capture: str = "auto") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Task,
+        *,
+        amp: AmpConfig,
+        capture: str = "auto",
+        pipeline: Pipeline | None = None,
+    ) -> None:
         super().__init__()
         self.config.capture = capture
         self.model = model
         self.task = task
-        if amp.enabled:
+        self.pipeline = pipeline
+        if amp.enabled and pipeline is None:
             self.config.enable_amp(True, dtype=getattr(torch, amp.dtype))
 
     def build(self, **batch: Tensor) -> dict[str, Tensor]:
         """Returns the sums that the task's metrics are made of, each with its count."""
-        return self.task.tally(self.model, batch)
+        return self.task.tally(self.model, batch) if self.pipeline is None else self.pipeline.tally(batch)
 
 
 def sum_of_losses(losses: dict[str, Tensor]) -> Tensor:

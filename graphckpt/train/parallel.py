@@ -45,7 +45,7 @@ class Ranks:
         self.size = config.num_processes
         self.rank = 0
         self.mesh: DeviceMesh | None = None
-        """All processes, of dimensions ``"dp"`` and ``"tp"``; ``None`` if there is one."""
+        """All processes, of dimensions ``"dp"`` and ``"tp"``, a pipeline's ``"pp"`` first; ``None`` if there is one."""
         self.config = config
         self._control: Any = None
         self._patient: Any = None
@@ -63,7 +63,22 @@ class Ranks:
     @property
     def data_rank(self) -> int:
         """Which part of each batch is this process's."""
+        return self.stream % self.config.data_parallel_size
+
+    @property
+    def stage(self) -> int:
+        """Which stage of the pipeline this process runs; 0 where there is none."""
+        return self.stream // self.config.data_parallel_size
+
+    @property
+    def stream(self) -> int:
+        """Which random numbers are this process's: those that share matrices draw alike, and all others apart."""
         return self.rank // self.config.tensor_parallel_size
+
+    @property
+    def stage_mesh(self) -> DeviceMesh | None:
+        """The processes that run the stages of one pipeline with this one; ``None`` if there are no others."""
+        return self.mesh["pp"] if self.mesh is not None and self.config.pipeline_parallel_size > 1 else None
 
     @property
     def tensor_mesh(self) -> DeviceMesh | None:
@@ -92,7 +107,7 @@ class Ranks:
         """Returns where the run trains, as text."""
         if self.size == 1:
             return str(device)
-        is_mixed = 1 < self.config.data_parallel_size < self.size
+        is_mixed = 1 < self.config.data_parallel_size < self.size or self.config.pipeline_parallel_size > 1
         sizes = f" ({self.config.described()})" if is_mixed else ""
         return f"{self.size} processes on {device.type}{sizes}"
 
@@ -104,11 +119,14 @@ class Ranks:
             self._is_owner = True
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timeout)
         self.rank = dist.get_rank()
-        sizes = self.config.data_parallel_size, self.config.tensor_parallel_size
-        ranks = torch.arange(self.size).view(sizes)
-        lines = ranks.T.tolist(), ranks.tolist()  # a mesh that makes its own groups gives them another timeout
+        sizes = {"dp": self.config.data_parallel_size, "tp": self.config.tensor_parallel_size}
+        if self.config.pipeline_parallel_size > 1:
+            sizes = {"pp": self.config.pipeline_parallel_size, **sizes}
+        ranks = torch.arange(self.size).view(*sizes.values())
+        lines = [ranks.movedim(dim, -1).flatten(0, -2).tolist() for dim in range(ranks.ndim)]
+        # A mesh that makes its own groups gives them another timeout.
         groups = [dist.new_subgroups_by_enumeration(line, timeout=timeout)[0] for line in lines]
-        self.mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("dp", "tp"))
+        self.mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=tuple(sizes))
         self._control = dist.new_group(backend="gloo", timeout=timeout)
         self._patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
 
@@ -176,6 +194,28 @@ class Ranks:
             dist.all_gather_object(box, value, group=self._control)
         return box
 
+    def collected(self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns on the main process, on the CPU, the tensors that all have, of one name the first; else nothing.
+
+        Args:
+            tensors: of this process.
+            like: a tensor of this shape and type for each name that there can be, on all processes in one order.
+        """
+        held = [set(names) for names in self.gathered(list(tensors))]
+        found: dict[str, Tensor] = {}
+        for name, shape in like.items():
+            owner = next((rank for rank, names in enumerate(held) if name in names), None)
+            if self.rank == owner:
+                found[name] = tensors[name].detach().cpu().contiguous()
+            elif self.is_main and owner is not None:
+                found[name] = torch.empty(shape.shape, dtype=shape.dtype)
+            with self.together():
+                if owner and self.rank == owner:
+                    dist.send(found.pop(name), 0, group=self._control)
+                elif owner and self.is_main:
+                    dist.recv(found[name], owner, group=self._control)
+        return found
+
     def own_part(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns this process's samples of a batch: as many for each, in the order of one process."""
         size = len(indices) // self.config.data_parallel_size
@@ -192,12 +232,16 @@ class Ranks:
         return dict(zip(losses, (stacked / mesh.size()).unbind(), strict=True))
 
     def sums(self, totals: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns tensors on the CPU, summed over the processes that share batches; the same on all of them."""
-        if self.data_mesh is None:
+        """Returns tensors of float64 on the CPU, summed over the processes that share batches; the same on all.
+
+        Of a pipeline, the last stage has them.
+        """
+        if self.data_mesh is None and self.stage_mesh is None:
             return totals
         rows = self.gathered({name: total.tolist() for name, total in totals.items()})
-        own = [rows[rank] for rank in range(0, self.size, self.config.tensor_parallel_size)]
-        return {name: torch.tensor([row[name] for row in own], dtype=t.dtype).sum(0) for name, t in totals.items()}
+        parts = self.config.data_parallel_size * self.config.tensor_parallel_size
+        own = rows[-parts :: self.config.tensor_parallel_size]
+        return {name: torch.tensor([row[name] for row in own], dtype=torch.float64).sum(0) for name in own[0]}
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from graphckpt.train.cut import is_cut, local
+from graphckpt.train.cut import is_cut, is_elsewhere, local
 from graphckpt.train.loop import TrainError
 from graphckpt.train.parallel import Ranks
 from graphckpt.train.zero import set_turn
@@ -74,7 +74,7 @@ class Ddp:
 
 
 class Averaged:
-    """As ``Ddp``, where tensor parallelism has cut weights: DDP knows no DTensors. Gradients go after backward."""
+    """As ``Ddp``, where weights are cut or a pipeline runs backward, which DDP does not know. Gradients go after it."""
 
     def __init__(self, model: nn.Module, losses: Losses, ranks: Ranks) -> None:
         mesh = ranks.data_mesh
@@ -88,7 +88,8 @@ class Averaged:
         """Sends gradients after the last micro-batch."""
         yield
         if is_last:
-            for bucket in _buckets([p for p in self._model.parameters() if p.requires_grad]):
+            trained = [p for p in self._model.parameters() if p.requires_grad and not is_elsewhere(p)]
+            for bucket in _buckets(trained):
                 _average(bucket, self._group)
 
 
@@ -113,7 +114,8 @@ def replicas_of(model: nn.Module, losses: Losses, ranks: Ranks, *, stage: int) -
         return None
     if stage:
         return Zero(model, losses, stage=stage)
-    return Averaged(model, losses, ranks) if ranks.tensor_mesh is not None else Ddp(model, losses, ranks)
+    is_plain = ranks.tensor_mesh is None and ranks.stage_mesh is None
+    return Ddp(model, losses, ranks) if is_plain else Averaged(model, losses, ranks)
 
 
 class _LossesOf(nn.Module):

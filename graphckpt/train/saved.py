@@ -125,7 +125,7 @@ class SavedRun:
             report.line("nothing is left to do · fix: raise train.train_iter to train on", "yellow")
 
     def _graph_state(self, source: Path, state: RunState) -> dict[str, Any]:
-        graph: dict[str, Any] = snapshot.read_state(source, "graph")
+        graph = state.own_part(snapshot.read_state(source, "graph"))
         if not (source / snapshot.SHARES).is_dir():
             return graph
         from graphckpt.train import shares  # noqa: PLC0415 - takes a second, for those who need it
@@ -137,7 +137,8 @@ class SavedRun:
 
 def machine(ranks: Ranks) -> dict[str, Any]:
     """Returns what changes how sums are rounded: a sum over two threads is not that over one, to the last bit."""
-    sizes = {name: getattr(ranks.config, name) for name in ("data_parallel_size", "tensor_parallel_size")}
+    kinds = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
+    sizes = {name: getattr(ranks.config, name) for name in kinds}
     machine = {"torch": torch.__version__, "threads": torch.get_num_threads()}
     return machine | {name: size for name, size in sizes.items() if size > 1}
 

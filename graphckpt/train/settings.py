@@ -214,14 +214,8 @@ class TrainConfig:
 
     def faults(self) -> Iterator[str]:
         """Yields what is wrong with the fields."""
-        sizes = ("train_micro_batch_size", "global_batch_size", "num_accumulation_steps")
-        counts = ("test_micro_batch_size", "train_iter", "train_samples", "log_period")
-        yield from _below_one(self, *sizes, *counts)
-        if not any(_below_one(self, *sizes)) and not any(self.dist.faults()):
-            try:
-                _ = self.sizes
-            except ConfigError as error:
-                yield str(error)
+        yield from _below_one(self, "test_micro_batch_size", "train_iter", "train_samples", "log_period")
+        yield from self._size_faults()
         yield from not_neutral(self, "a snapshot says it", "consumed_valid_samples", "start_iter")
         for name in ("train_epoch", "consumed_train_samples"):
             if not 0 <= getattr(self, name) < math.inf:
@@ -233,8 +227,9 @@ class TrainConfig:
         if not 0 <= self.seed < _SEEDS:
             yield f"seed: {self.seed} · fix: use 0 or more, and less than 2**63"
         yield from self._spread_faults()
-        if self.dist.tensor_parallel_size > 1 and self.amp.enabled and self.amp.dtype == "float16":
-            yield "amp.dtype: 'float16' does not go with dist.tensor_parallel_size above 1 · fix: use 'bfloat16'"
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if getattr(self.dist, name) > 1 and self.amp.enabled and self.amp.dtype == "float16":
+                yield f"amp.dtype: 'float16' does not go with dist.{name} above 1 · fix: use 'bfloat16'"
         if self.activation_checkpoint.memory_budget is not None and self.dist.num_processes > 1:
             yield "activation_checkpoint.memory_budget: each process would plan for itself · fix: name the blocks"
         if self.device and self.device.startswith("meta"):
@@ -242,18 +237,39 @@ class TrainConfig:
         if not self.output_dir:
             yield "output_dir: is empty · fix: name a folder"
 
+    def _size_faults(self) -> Iterator[str]:
+        """Yields what is wrong with the samples of a forward and of an update."""
+        faults = list(_below_one(self, "train_micro_batch_size", "global_batch_size", "num_accumulation_steps"))
+        yield from faults
+        if faults or any(self.dist.faults()):
+            return
+        try:
+            num_steps = self.sizes.accumulation
+        except ConfigError as error:
+            yield str(error)
+            return
+        num_stages = self.dist.pipeline_parallel_size
+        if num_steps < num_stages:
+            what = f"{num_stages} stages need as many micro-batches, and an update has {num_steps}"
+            yield f"dist.pipeline_parallel_size: {what} · fix: num_accumulation_steps={num_stages} or more"
+
     def _spread_faults(self) -> Iterator[str]:
         """Yields what does not go with several processes."""
         dist, checkpoint = self.dist, self.activation_checkpoint
-        if dist.data_parallel_size < 2:
-            if self.zero_optimization.enabled:
-                what = "zero_optimization.enabled: True, and dist.data_parallel_size is 1"
-                yield f"{what}: one process would hold all of it · fix: raise the size, or leave the key out"
+        if dist.data_parallel_size < 2 and self.zero_optimization.enabled:
+            what = "zero_optimization.enabled: True, and dist.data_parallel_size is 1"
+            yield f"{what}: one process would hold all of it · fix: raise the size, or leave the key out"
+        elif dist.pipeline_parallel_size > 1 and self.zero_optimization.enabled:
+            what = "zero_optimization.enabled: True does not go with dist.pipeline_parallel_size above 1"
+            yield f"{what} · fix: leave the key out"
+        kinds = ("data_parallel_size", "pipeline_parallel_size")
+        above = next((name for name in kinds if getattr(dist, name) > 1), None)
+        if above is None:
             return
         if self.capture == "cuda_graph":
-            yield "capture: 'cuda_graph' does not go with dist.data_parallel_size above 1 · fix: use 'eager'"
+            yield f"capture: 'cuda_graph' does not go with dist.{above} above 1 · fix: use 'eager'"
         if checkpoint.enabled and checkpoint.partition and dist.tensor_parallel_size == 1:
-            what = "activation_checkpoint.partition: processes that share batches keep different tensors"
+            what = "activation_checkpoint.partition: processes that do not share matrices keep different tensors"
             yield f"{what} · fix: raise dist.tensor_parallel_size, or leave the key out"
 
 

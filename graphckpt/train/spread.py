@@ -21,11 +21,11 @@ class DistConfig:
     tensor_parallel_size: int = 1
     """Processes that share each matrix; they are neighbours, so that they are on one machine."""
     pipeline_parallel_size: int = 1
-    """Processes that share the layers; see ``graphckpt.train.pipeline`` for a loop of one's own."""
+    """Stages that the layers are cut into; ``num_accumulation_steps`` micro-batches run through them, by 1F1B."""
     pipeline_num_layers: int | None = None
-    """Layers that the pipeline cuts."""
+    """Of libai: a pipeline cuts all layers."""
     custom_pipeline_stage_id: list[int] | None = None
-    """The stage of each layer."""
+    """The stage of each layer; ``None`` is what ``stage_id`` of blocks says, or else equal parts."""
     find_unused_parameters: bool = False
     """Whether a step may leave parameters without a gradient, where data parallelism runs without ZeRO."""
     timeout_seconds: int = 600
@@ -34,7 +34,7 @@ class DistConfig:
     @property
     def num_processes(self) -> int:
         """Processes of the run."""
-        return self.data_parallel_size * self.tensor_parallel_size
+        return self.data_parallel_size * self.tensor_parallel_size * self.pipeline_parallel_size
 
     def described(self) -> str:
         """Returns the sizes as text.
@@ -42,15 +42,22 @@ class DistConfig:
         >>> DistConfig(data_parallel_size=2).described()
         'data_parallel_size 2 x tensor_parallel_size 1'
         """
-        return f"data_parallel_size {self.data_parallel_size} x tensor_parallel_size {self.tensor_parallel_size}"
+        stages = f"pipeline_parallel_size {self.pipeline_parallel_size} x " if self.pipeline_parallel_size > 1 else ""
+        sizes = f"data_parallel_size {self.data_parallel_size} x tensor_parallel_size {self.tensor_parallel_size}"
+        return stages + sizes
 
     def faults(self) -> Iterator[str]:
         """Yields what is not supported."""
-        why = "the trainer has no pipeline; graphckpt.train.pipeline is one for a loop of your own"
-        yield from not_neutral(self, why, "pipeline_parallel_size", "pipeline_num_layers", "custom_pipeline_stage_id")
-        for name in ("data_parallel_size", "tensor_parallel_size", "timeout_seconds"):
+        yield from not_neutral(self, "a pipeline cuts all layers of the model", "pipeline_num_layers")
+        for name in ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "timeout_seconds"):
             if getattr(self, name) < 1:
                 yield f"{name}: {getattr(self, name)} · fix: use 1 or more"
+        if self.pipeline_parallel_size > 1 and self.tensor_parallel_size > 1:
+            fix = "use 1, and data_parallel_size for the other processes"
+            yield f"tensor_parallel_size: {self.tensor_parallel_size} does not go with a pipeline · fix: {fix}"
+        if self.custom_pipeline_stage_id is not None and self.pipeline_parallel_size == 1:
+            fix = "raise pipeline_parallel_size, or leave the key out"
+            yield f"custom_pipeline_stage_id: there is one stage · fix: {fix}"
 
 
 @final

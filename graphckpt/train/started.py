@@ -58,8 +58,9 @@ def check_started(config: DistConfig) -> None:
     if started == 1:
         raise ConfigError(f"{what}, and 1 process was started · fix: {launch}")
     fixes = [launch]
-    if started % config.tensor_parallel_size == 0:
-        fixes.insert(0, f"train.dist.data_parallel_size={started // config.tensor_parallel_size}")
+    others = config.tensor_parallel_size * config.pipeline_parallel_size
+    if started % others == 0:
+        fixes.insert(0, f"train.dist.data_parallel_size={started // others}")
     raise ConfigError(f"{what}, and {started} processes were started · fix: {', or '.join(fixes)}")
 
 

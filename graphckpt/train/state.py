@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any, final
 
@@ -12,9 +13,22 @@ from torch.optim import Optimizer
 
 from graphckpt import Graph
 from graphckpt.rng import random_devices, set_random_state, take_random_state
-from graphckpt.train.cut import cut_like, is_cut, local, names_of, shared_as, taken_out, whole
+from graphckpt.train.cut import (
+    cut_like,
+    is_cut,
+    is_elsewhere,
+    local,
+    names_of,
+    of_all_stages,
+    on_cpu,
+    shared_as,
+    taken_out,
+    whole,
+)
 from graphckpt.train.parallel import Ranks
 from graphckpt.train.snapshot import SnapshotError
+
+_STAGES = "pipeline_parallel_size"
 
 
 def seed_all(seed: int) -> None:
@@ -24,16 +38,16 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
 
 
-def seed_apart(seed: int, data_rank: int, done: int = 0) -> None:
-    """Has processes that see different samples draw different masks; the first one draws what one process does.
+def seed_apart(seed: int, stream: int, done: int = 0) -> None:
+    """Has processes that see different samples or layers draw different masks; the first draws what one process does.
 
     Args:
         seed: of the run.
-        data_rank: which part of each batch is this process's.
+        stream: which random numbers are this process's.
         done: iterations before this one, of a run that goes on with more processes.
     """
-    if data_rank:
-        entropy = np.random.SeedSequence((seed, data_rank, done))
+    if stream:
+        entropy = np.random.SeedSequence((seed, stream, done))
         seed_all(int(entropy.generate_state(1, np.uint64)[0]) >> 1)
 
 
@@ -66,17 +80,25 @@ class RunState:
 
         What is cut over processes is put together; all of them have to call this.
         """
-        kept = distinct(tensors_of(self._model))
+        kept = distinct(self._held())
+        if self._ranks.stage_mesh is not None:
+            return self._ranks.collected(kept, like=tensors_of(self._model))
         return {name: whole(tensor, keep=self._keep) for name, tensor in kept.items()}
 
     @property
     def is_cut(self) -> bool:
         """Whether weights are cut over processes."""
-        return any(is_cut(parameter) for group in self._optimizer.param_groups for parameter in group["params"])
+        return self._ranks.stage_mesh is not None or any(map(is_cut, self._parameters()))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns this process's shares of the weights, and what of them is not cut."""
+        """Returns this process's shares of the weights, what of them is not cut, and names of what is elsewhere."""
         return tensors_of(self._model)
+
+    def _held(self) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in self.tensors().items() if not is_elsewhere(tensor)}
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     def states(self, shares: dict[str, Tensor] | None = None) -> dict[str, Any]:
         """Returns the rest, by the name of the file to put it in: tensors and plain values alone.
@@ -90,14 +112,27 @@ class RunState:
         own = graph.pop("model")
         extra = {name: value for name, value in own.items() if not isinstance(value, Tensor)}
         if shares is not None:
-            shares |= {f"model.{name}": tensor for name, tensor in distinct(self.tensors()).items()}
+            shares |= {f"model.{name}": tensor for name, tensor in distinct(self._held()).items()}
         everywhere = self._ranks.gathered(self._take_random())
         each = everywhere[:: self._ranks.config.tensor_parallel_size]  # those that share matrices draw alike
         trainer = {"random": everywhere[0], "buffers": self._unsaved_buffers(), "extra": extra}
         if len(each) > 1:
             trainer["random_of_each"] = each
+        if self._ranks.stage_mesh is not None:
+            return {"graph": self._graph_of_all_stages(graph, shares), "trainer": self._of_all_stages(trainer)}
         rest = whole(dict(graph), keep=self._keep) if shares is None else taken_out(dict(graph), "graph", shares)
         return {"graph": rest, "trainer": trainer}
+
+    def _graph_of_all_stages(self, graph: dict[str, Any], shares: dict[str, Tensor] | None) -> dict[str, Any]:
+        """Returns what one process would have; with ``shares``, tensors but for counts are put there."""
+        if shares is not None:
+            graph = taken_out(graph, "graph", shares, lambda value: isinstance(value, Tensor) and value.ndim > 0)
+        return of_all_stages(self._ranks.gathered(on_cpu(graph)))
+
+    def _of_all_stages(self, trainer: dict[str, Any]) -> dict[str, Any]:
+        buffers = self._ranks.gathered(on_cpu(trainer["buffers"]))
+        everywhere = {name: value for held in reversed(buffers) for name, value in held.items()}
+        return {**trainer, "buffers": everywhere, _STAGES: self._ranks.config.pipeline_parallel_size}
 
     def load_weights(self, weights: dict[str, Tensor], where: str) -> None:
         """Sets the model's weights.
@@ -109,7 +144,7 @@ class RunState:
 
     def likes(self, graph: dict[str, Any]) -> dict[str, Tensor | None]:
         """Returns what each tensor that is missing in ``graph`` is like, by the name that it has among the shares."""
-        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        parameters = self._parameters()
         found: dict[str, Tensor | None] = dict.fromkeys(names_of(graph))
         for key in [key for key in graph if "Optimizer" in key]:
             for number, state in graph[key]["state"].items():
@@ -117,6 +152,15 @@ class RunState:
                     like = parameters[int(number)] if int(number) < len(parameters) else None
                     found[name] = like if like is not None and list(like.shape) == shape else None
         return found
+
+    def own_part(self, graph: dict[str, Any]) -> dict[str, Any]:
+        """Returns what ``states`` returned without the optimizer's state of weights that other stages hold."""
+        away = {number for number, weight in enumerate(self._parameters()) if is_elsewhere(weight)}
+        own = dict(graph)
+        for key in [key for key in graph if "Optimizer" in key]:
+            states = {number: state for number, state in graph[key]["state"].items() if int(number) not in away}
+            own[key] = {**graph[key], "state": states}
+        return own
 
     def load_states(self, graph: dict[str, Any], trainer: dict[str, Any], where: str) -> None:
         """Sets what ``states`` returned; call it last, for it sets the random generators too.
@@ -145,12 +189,13 @@ class RunState:
 
     def _go_on_drawing(self, trainer: dict[str, Any], done: int) -> None:
         """Sets the random generators as they were; over another number of processes, all but the first begin anew."""
-        each = trainer.get("random_of_each", [trainer["random"]])
-        if len(each) == self._ranks.config.data_parallel_size:
-            self._set_random(each[self._ranks.data_rank])
+        each, config = trainer.get("random_of_each", [trainer["random"]]), self._ranks.config
+        sizes = config.pipeline_parallel_size, config.data_parallel_size
+        if (trainer.get(_STAGES, 1), len(each)) == (sizes[0], math.prod(sizes)):
+            self._set_random(each[self._ranks.stream])
             return
         self._set_random(trainer["random"])
-        seed_apart(self._seed, self._ranks.data_rank, done=done)
+        seed_apart(self._seed, self._ranks.stream, done=done)
 
     def _take_random(self) -> dict[str, Any]:
         cpu, devices = take_random_state(self._devices())
@@ -180,7 +225,8 @@ class RunState:
     def _unsaved_buffers(self) -> dict[str, Tensor]:
         """Returns the buffers that a state_dict leaves out: some models change them as they run."""
         saved = self._model.state_dict().keys()
-        return {name: buffer for name, buffer in self._model.named_buffers() if name not in saved}
+        own = {name: buffer for name, buffer in self._model.named_buffers() if name not in saved}
+        return {name: buffer for name, buffer in own.items() if not is_elsewhere(buffer)}
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> None:
@@ -190,12 +236,13 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> No
         SnapshotError: they are those of another model; nothing has been set then.
     """
     own = tensors_of(model)
+    held = {name: tensor for name, tensor in own.items() if not is_elsewhere(tensor)}
     named = dict(weights)
-    places = {_place(own[name]): value for name, value in weights.items() if name in own}
-    for name, tensor in own.items():
+    places = {_place(held[name]): value for name, value in weights.items() if name in held}
+    for name, tensor in held.items():
         if name not in named and _place(tensor) in places:
             named[name] = places[_place(tensor)]
-    faults = [f"{name} is missing" for name in own if name not in named]
+    faults = [f"{name} is missing" for name in held if name not in named]
     faults += [f"{name} is unknown" for name in named if name not in own]
     faults += [
         f"{name} is {tuple(named[name].shape)}, not {tuple(tensor.shape)}"
@@ -206,7 +253,7 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> No
         more = f", and {len(faults) - 3} more" if len(faults) > 3 else ""
         fix = "describe the model and the vocabulary as they were when it was written"
         raise SnapshotError(f"{where}: is of another model: {', '.join(faults[:3])}{more} · fix: {fix}")
-    shares = {name: shared_as(own[name], value) for name, value in named.items()}
+    shares = {name: shared_as(own[name], value) for name, value in named.items() if name in held}
     model.load_state_dict(shares, strict=False)  # what is no tensor is left as it is
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from graphckpt.errors import ConfigError, bullets
-from graphckpt.train.assemble import assembled, blocks_of, gradients_of
+from graphckpt.train.assemble import Assembled, assembled, blocks_of, gradients_of
 from graphckpt.train.budget import within_budget
 from graphckpt.train.data import Data
 from graphckpt.train.export import export
@@ -82,7 +82,6 @@ class Trainer:
         self._data = data
         self._task = task
         self._more_hooks = hooks
-        self._architecture = ""
         self.folder = Path(settings.output_dir).expanduser()
         self.device = device_of(settings.device, settings.dist)
         self.ranks = Ranks(settings.dist, self.device)
@@ -114,11 +113,12 @@ class Trainer:
             GraphckptError: the config cannot act, there is too little text or memory, or the loss is not finite.
         """
         settings = self.settings
-        model = self._model()
+        made = self._assembled()
+        model = made.model
         if settings.load_weight and not self.saved.source:
             self._load(model, Path(settings.load_weight).expanduser(), "train.load_weight")
         optimizer = self._make_optimizer(model)
-        blocks = blocks_of(model, settings, self.ranks)  # a fault shows before a long wait for the data
+        blocks = blocks_of(made, settings, self.ranks)  # a fault shows before a long wait for the data
         opened = self._open(model)
         train_iter = iterations(
             train_iter=settings.train_iter,
@@ -138,10 +138,11 @@ class Trainer:
             capture=self._capture,
             num_accumulation_steps=settings.sizes.accumulation,
             replicas=gradients_of(model, self._task, settings, self.ranks),
+            pipeline=made.pipeline,
         )
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.report.line(
-            f"model: {self._architecture}, {num_parameters:,} parameters on {self.ranks.described(self.device)};"
+            f"model: {made.architecture}, {num_parameters:,} parameters on {self.ranks.described(self.device)};"
             f" {train_iter} iterations of {self.batch_size} samples"
             + (f" x {opened.tokens_each} tokens" if opened.text else "")
         )
@@ -165,11 +166,11 @@ class Trainer:
             state,
             data=data,
             companions=lambda folder: export(
-                model, self._architecture, opened.tokenizer_file, folder, seq_length=opened.tokens_each
+                model, made.architecture, opened.tokenizer_file, folder, seq_length=opened.tokens_each
             ),
             is_async=settings.checkpointer.async_save,
         )
-        hooks = list(self._hooks(model, optimizer, graph, opened, saver))
+        hooks = list(self._hooks(made, optimizer, graph, opened, saver))
         start_iter, agree = self.saved.start_iter, self.ranks.any
         loop = Loop(step, train_iter=train_iter, report=self.report, hooks=hooks, start_iter=start_iter, agree=agree)
         checkpointed, micro_batch = settings.activation_checkpoint.enabled, settings.sizes.micro_batch
@@ -192,9 +193,9 @@ class Trainer:
             GraphckptError: there are no weights, or they are of another model; or nothing is held out.
         """
         folder = weights_folder(self.settings.load_weight, self.folder)
-        model = self._model()
-        self._load(model, folder, str(folder))
-        hook = self._eval_hook(model, self._open(model))
+        made = self._assembled()
+        self._load(made.model, folder, str(folder))
+        hook = self._eval_hook(made, self._open(made.model))
         if hook is None:
             raise ConfigError("data: nothing is held out to evaluate · fix: hold some of it out")
         with self.ranks.together():
@@ -202,18 +203,14 @@ class Trainer:
         self.report.line(f"{folder}: held-out {described(metrics)}", "bold")
         return metrics
 
-    def _model(self) -> nn.Module:
-        def make_model() -> nn.Module:
-            model = self._make_model()
-            self._architecture = type(model).__name__  # what is cut gets another class
-            return model
-
-        return assembled(make_model, self.settings, self.ranks, self.device)
+    def _assembled(self) -> Assembled:
+        return assembled(self._make_model, self._task, self.settings, self.ranks, self.device)
 
     @property
     def _capture(self) -> str:
         """Whether steps are captured; not where processes share batches: each would have to record the same calls."""
-        return "eager" if self.ranks.data_mesh is not None else self.settings.capture
+        is_shared = self.ranks.data_mesh is not None or self.ranks.stage_mesh is not None
+        return "eager" if is_shared else self.settings.capture
 
     def _load(self, model: nn.Module, folder: Path, where: str) -> None:
         load_weights(model, read_weights(folder, like=tensors_of(model), group=self.ranks.control), where)
@@ -233,7 +230,7 @@ class Trainer:
         return opened
 
     def _hooks(
-        self, model: nn.Module, optimizer: Optimizer, graph: TrainGraph, opened: Opened, saver: Saver
+        self, made: Assembled, optimizer: Optimizer, graph: TrainGraph, opened: Opened, saver: Saver
     ) -> Iterator[HookBase]:
         settings = self.settings
         yield LogHook(
@@ -244,7 +241,7 @@ class Trainer:
             seq_length=opened.tokens_each,
             consumed_samples=self.saved.consumed_samples,
         )
-        eval_hook = self._eval_hook(model, opened) if settings.evaluation.enabled else None
+        eval_hook = self._eval_hook(made, opened) if settings.evaluation.enabled else None
         if eval_hook:
             yield eval_hook
         if self.ranks.is_main:
@@ -268,17 +265,19 @@ class Trainer:
         if self.ranks.is_main:
             yield ExplainHook(graph, self.folder / PICTURE)
 
-    def _eval_hook(self, model: nn.Module, opened: Opened) -> EvalHook | None:
+    def _eval_hook(self, made: Assembled, opened: Opened) -> EvalHook | None:
         heldout = opened.heldout
         if heldout is None:
             return None
         evaluation = self.settings.evaluation
-        eval_graph = EvalGraph(model, self._task, amp=self.settings.amp, capture=self._capture)
+        eval_graph = EvalGraph(
+            made.model, self._task, amp=self.settings.amp, capture=self._capture, pipeline=made.pipeline
+        )
         return EvalHook(
             lambda batch: eval_graph(**batch),
             lambda: self._heldout_batches(heldout),
             self._task.metrics,
-            model=model,
+            model=made.model,
             eval_period=self._period(opened, evaluation.eval_after_n_epoch, evaluation.eval_period),
             over_ranks=self.ranks.sums,
         )

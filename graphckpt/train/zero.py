@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from graphckpt.train.cut import is_cut, local
+from graphckpt.train.cut import is_cut, is_elsewhere, local
 
 
 def start_alike(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -26,6 +26,8 @@ def start_alike(model: nn.Module, mesh: DeviceMesh) -> None:
     group = mesh.get_group()
     root = dist.get_global_rank(group, 0)
     for tensor in (*model.parameters(), *model.buffers()):
+        if is_elsewhere(tensor):
+            continue
         dist.broadcast((local(tensor) if is_cut(tensor) else tensor).data, root, group=group)
 
 

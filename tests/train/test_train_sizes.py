@@ -71,12 +71,40 @@ def test_length_of_a_run():
     assert iterations(**{**run, "train_samples": 9}) == 3
 
 
+FOUR = {"num_accumulation_steps": 4}
+ENABLED = {"enabled": True}
+
+
 @pytest.mark.parametrize(
     ("train", "fault"),
     [
         (
             {"dist": {"pipeline_parallel_size": 2}},
-            "dist.pipeline_parallel_size: 2 is not supported, the trainer has",
+            "dist.pipeline_parallel_size: 2 stages need as many micro-batches, and an update has 1 · fix: num_accum",
+        ),
+        (
+            {"dist": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}},
+            "dist.tensor_parallel_size: 2 does not go with a pipeline · fix: use 1, and data_parallel_size for the",
+        ),
+        (
+            {"dist": {"pipeline_parallel_size": 2, "data_parallel_size": 2}, **FOUR, "zero_optimization": ENABLED},
+            "zero_optimization.enabled: True does not go with dist.pipeline_parallel_size above 1 · fix: leave the key",
+        ),
+        (
+            {"dist": {"pipeline_parallel_size": 2}, **FOUR, "capture": "cuda_graph"},
+            "capture: 'cuda_graph' does not go with dist.pipeline_parallel_size above 1 · fix: use 'eager'",
+        ),
+        (
+            {"dist": {"pipeline_parallel_size": 2}, **FOUR, "activation_checkpoint": {**ENABLED, "partition": True}},
+            "activation_checkpoint.partition: processes that do not share matrices keep different tensors · fix: raise",
+        ),
+        (
+            {"dist": {"pipeline_parallel_size": 2}, **FOUR, "amp": {**ENABLED, "dtype": "float16"}},
+            "amp.dtype: 'float16' does not go with dist.pipeline_parallel_size above 1 · fix: use 'bfloat16'",
+        ),
+        (
+            {"dist": {"custom_pipeline_stage_id": [0, 1]}},
+            "dist.custom_pipeline_stage_id: there is one stage · fix: raise",
         ),
         ({"dist": {"pipeline_num_layers": 24}}, "dist.pipeline_num_layers: 24 is not supported"),
         ({"dist": {"tensor_parallel_size": 0}}, "dist.tensor_parallel_size: 0 · fix: use 1 or more"),
@@ -93,7 +121,7 @@ def test_length_of_a_run():
         ),
         (
             {"dist": {"data_parallel_size": 2}, "activation_checkpoint": {"enabled": True, "partition": True}},
-            "activation_checkpoint.partition: processes that share batches keep different tensors · fix: raise dist",
+            "activation_checkpoint.partition: processes that do not share matrices keep different tensors · fix: raise",
         ),
         (
             {"activation_checkpoint": {"offload": "gpu"}},

@@ -1,0 +1,234 @@
+"""Runs whose layers are cut into stages: the numbers of one process, and with policies the bits of none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_on_ranks
+from safetensors.torch import load_file
+from small_run import CONFIG, StopAfter, place, rows_of, same_weights  # noqa: F401
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from graphckpt.config.run import trainer_from
+from graphckpt.errors import ConfigError
+from graphckpt.train import snapshot
+from graphckpt.train.hooks import SnapshotHook
+from graphckpt.train.loop import HookBase, Loop
+from graphckpt.train.stages import check_cut, cut_layers, keep_stage, shared_weights
+from graphckpt.train.tasks.causal_lm import CausalLM
+
+STILL = [f"model.config.{name}=0" for name in ("attn_pdrop", "resid_pdrop", "embd_pdrop")]
+UNTIED = "model.config.tie_word_embeddings=False"
+LAYERS = ["model.config.n_layer=3"]
+TWENTY = [
+    *("train.train_iter=20", "train.num_accumulation_steps=4", "train.train_micro_batch_size=1", "train.log_period=1"),
+    *("train.checkpointer.period=99", "train.evaluation.eval_period=99"),
+]
+SIX = [*TWENTY, *LAYERS, "train.train_iter=6"]
+SHORT_FLOATS = ["train.amp.enabled=True", "train.amp.dtype=bfloat16"]
+STAGES = "train.dist.pipeline_parallel_size=2"
+RECOMPUTED = [
+    "train.activation_checkpoint.enabled=True",
+    "train.activation_checkpoint.rule=True",
+    "train.activation_checkpoint.blocks={transformer.h.0: selective, transformer.h.2: {offload: disk}}",
+]
+SIZES = "num_hidden_layers=3, hidden_size=16, num_attention_heads=2, num_key_value_heads=1, intermediate_size=32"
+LLAMA = CONFIG.replace("gpt2.py", "llama.py").replace("n_layer=2, n_head=2, n_embd=16", SIZES)
+
+
+class Held(HookBase):
+    """Notes the losses that a rank saw, and how often its blocks ran again."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.reruns: dict[str, int] = {}
+
+    def after_step(self, loop: Loop) -> None:
+        self.losses.append(float(loop.losses["total_loss"]))
+
+    def after_train(self, loop: Loop) -> None:
+        saver: Any = next(hook for hook in loop._hooks if isinstance(hook, SnapshotHook))._later
+        rows = saver._state._graph.explain(show=False).rows
+        self.reruns = {row.block: row.reruns for row in rows if row.reruns}
+
+
+def run(folder: str, *words: str, config: str = "tiny.py", hooks: tuple[HookBase, ...] = (), **how: bool) -> Held:
+    trainer = trainer_from(config, [f"train.output_dir={folder}", *words], **how)
+    held = Held()
+    trainer._more_hooks = (held, *hooks)
+    trainer.train()
+    return held
+
+
+def two_stages(rank: int, folder: Path) -> None:
+    losses = {
+        "tied": run("tied", *SIX, *STILL, STAGES).losses,
+        "llama": run("llama", *TWENTY, *SHORT_FLOATS, STAGES, config="llama.py").losses,
+    }
+    (folder / f"losses of {rank}").write_text(json.dumps(losses))
+    plain = run("plain", *TWENTY, *LAYERS, STAGES).losses
+    begun = run("recomputed", *TWENTY, *LAYERS, *RECOMPUTED, STAGES, hooks=(StopAfter(5),))
+    ended = run("recomputed", *TWENTY, *LAYERS, *RECOMPUTED, STAGES, "train.checkpointer.async_save=True", resume=True)
+    assert begun.losses + ended.losses == plain
+    for held in (begun, ended):
+        assert {name.rpartition(".")[2] for name in held.reruns} == ({"0", "1"} if rank == 0 else {"2"})
+    run("moved", *TWENTY, *LAYERS, *STILL, UNTIED, STAGES, hooks=(StopAfter(10),), resume=True)
+    metrics = trainer_from("tiny.py", ["train.output_dir=tied", *SIX, *STILL, STAGES], eval_only=True).evaluate()
+    assert metrics["eval_loss"] == rows_of(folder / "tied")[-1]["eval_loss"]
+
+
+@pytest.mark.multi_process
+@pytest.mark.slow
+def test_two_stages_learn_what_one_process_does(place: Path) -> None:  # noqa: F811
+    (place / "llama.py").write_text(LLAMA)
+    run("moved", *TWENTY, *LAYERS, *STILL, UNTIED, hooks=(StopAfter(5),))
+    run_on_ranks(two_stages, place)
+    alone = {
+        "tied": run("tied alone", *SIX, *STILL).losses,
+        "llama": run("llama alone", *TWENTY, *SHORT_FLOATS, config="llama.py").losses,
+    }
+    first, last = (json.loads((place / f"losses of {rank}").read_text()) for rank in range(2))
+    assert first == last
+    assert first["llama"] == alone["llama"]
+    assert same_weights(place / "llama", place / "llama alone")
+    assert rows_of(place / "llama") == rows_of(place / "llama alone")
+    assert first["tied"] == pytest.approx(alone["tied"], rel=1e-5)  # a sum over two stages is another than over one
+    assert near(place / "tied", place / "tied alone")
+    plain = AutoModelForCausalLM.from_pretrained(place / "tied" / "model_final")
+    weights = load_file(place / "tied" / "model_final" / "model.safetensors")
+    assert all(torch.equal(value, weights[name]) for name, value in plain.state_dict().items() if name in weights)
+
+    assert same_weights(place / "plain", place / "recomputed")
+    assert rows_of(place / "plain") == rows_of(place / "recomputed")
+    each = snapshot.read_state(place / "plain" / "model_final", "trainer")["random_of_each"]
+    assert not torch.equal(each[0]["cpu"], each[1]["cpu"])  # or two layers would have one mask
+
+    held = {path.name for path in (place / "moved" / "model_0000009" / "shares").iterdir()}
+    assert held == {".metadata", "__0_0.distcp", "__1_0.distcp"}
+    run("moved", *TWENTY, *LAYERS, *STILL, UNTIED, resume=True)
+    run("stayed", *TWENTY, *LAYERS, *STILL, UNTIED)
+    assert same_weights(place / "stayed", place / "moved")
+    assert rows_of(place / "stayed") == rows_of(place / "moved")
+
+
+def near(one: Path, other: Path) -> bool:
+    first, second = (load_file(folder / "model_final" / "model.safetensors") for folder in (one, other))
+    return first.keys() == second.keys() and all(
+        torch.allclose(first[name], second[name], rtol=1e-3, atol=1e-4) for name in first
+    )
+
+
+SQUARE = ["train.dist.pipeline_parallel_size=2", "train.dist.data_parallel_size=2", "train.num_accumulation_steps=2"]
+LINE = ["train.dist.pipeline_parallel_size=4", "model.config.n_layer=4"]
+
+
+def four_ranks(rank: int, folder: Path) -> None:
+    losses = {"square": run("square", *SIX, *STILL, *SQUARE).losses, "line": run("line", *SIX, *STILL, *LINE).losses}
+    (folder / f"losses of {rank}").write_text(json.dumps(losses))
+    plain = run("plain", *SIX, *SQUARE).losses
+    begun = run("recomputed", *SIX, *SQUARE, *RECOMPUTED, hooks=(StopAfter(3),)).losses
+    assert begun + run("recomputed", *SIX, *SQUARE, *RECOMPUTED, resume=True).losses == plain
+
+
+@pytest.mark.multi_process
+@pytest.mark.slow
+def test_four_ranks_in_a_square_and_in_a_line(place: Path) -> None:  # noqa: F811
+    run_on_ranks(four_ranks, place, num_ranks=4)
+    alone = {
+        "square": run("square alone", *SIX, *STILL).losses,
+        "line": run("line alone", *SIX, *STILL, LINE[1]).losses,
+    }
+    seen = [json.loads((place / f"losses of {rank}").read_text()) for rank in range(4)]
+    for name, losses in alone.items():
+        assert all(of_rank[name] == seen[0][name] for of_rank in seen)
+        assert seen[0][name] == pytest.approx(losses, rel=1e-5), name
+        assert near(place / name, place / f"{name} alone"), name
+    assert same_weights(place / "plain", place / "recomputed")
+
+
+# ---- the cut, in one process
+
+
+TOKENS = {"vocab_size": 20, "bos_token_id": 0, "eos_token_id": 0}
+
+
+def gpt2(**sizes: Any) -> GPT2LMHeadModel:
+    return GPT2LMHeadModel(GPT2Config(**{"n_layer": 4, "n_embd": 16, "n_head": 2, **TOKENS, **sizes}))
+
+
+def bert() -> BertForMaskedLM:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
+    return BertForMaskedLM(BertConfig(vocab_size=20, **sizes))
+
+
+def test_layers_are_cut_equally_or_as_is_said() -> None:
+    model = gpt2()
+    first, last = cut_layers(model, {}, num_stages=2)
+    assert first == tuple(f"transformer.{name}" for name in ("wte", "wpe", "drop", "h.0", "h.1"))
+    assert last == ("transformer.h.2", "transformer.h.3", "transformer.ln_f", "lm_head")
+    for how in ({"layer_stages": [0, 1, 1, 1]}, {"fields": {"transformer.h.1": {"stage_id": 1}}}):
+        assert cut_layers(model, **{"fields": {}, **how}, num_stages=2)[0][-1] == "transformer.h.0"
+    assert shared_weights(model, (first, last)) == ["transformer.wte.weight"]
+    assert not shared_weights(gpt2(tie_word_embeddings=False), (first, last))
+
+
+def test_a_stage_holds_its_own_weights_and_names_of_the_rest() -> None:
+    model = gpt2()
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    keep_stage(model, cut_layers(model, {}, num_stages=2), 1, torch.device("cpu"))
+    assert [name for name, _ in model.named_parameters(remove_duplicate=False)] == names
+    held = {name for name, weight in model.named_parameters() if not weight.is_meta}
+    assert {name.rpartition(".")[0].partition(".")[2][:3] for name in held} == {"wte", "h.2", "h.3", "ln_"}
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+@pytest.mark.parametrize(
+    ("make", "how", "fault"),
+    [
+        (bert, {}, "train.dist.pipeline_parallel_size: nobody knows how to cut BertForMaskedLM into stages · fix: use"),
+        (lambda: nn.Linear(2, 2), {}, "nobody knows how to cut Linear into stages"),
+        (lambda: gpt2(n_layer=1), {}, "pipeline_parallel_size: 2, and the model has 1 layers · fix: use 1 or less"),
+        (gpt2, {"layer_stages": [0, 1]}, "custom_pipeline_stage_id: 2 stages, and the model has 4 layers · fix: name"),
+        (gpt2, {"layer_stages": [0, 1, 0, 1]}, "transformer.h.2.stage_id: 0 after 1 · fix: use 1 or 2, in the order"),
+        (gpt2, {"layer_stages": [0, 0, 0, 0]}, "stage_id: 1 stages and 2 ranks · fix: config.set_stage(i) on the"),
+    ],
+)
+def test_what_cannot_be_cut_says_so(make: Callable[[], nn.Module], how: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        cut_layers(make(), {}, num_stages=2, **how)
+    assert fault in str(raised.value)
+
+
+class Scaled(LlamaForCausalLM):
+    """Does more than pass hidden states on."""
+
+    def forward(self, input_ids: Any = None, inputs_embeds: Any = None, **others: Any) -> Any:
+        embeds = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
+        return super().forward(inputs_embeds=embeds * 8, **others)
+
+
+def test_a_model_that_does_more_than_its_parts_is_refused() -> None:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
+    config = LlamaConfig(vocab_size=20, **sizes)
+    for model, is_good in ((gpt2(), True), (LlamaForCausalLM(config), True), (Scaled(config), False)):
+        stages = cut_layers(model, {}, num_stages=2)
+        if is_good:
+            check_cut(model, stages, CausalLM().losses)
+            assert model.training
+            continue
+        with pytest.raises(ConfigError, match=r"the stages of Scaled in a row do not say what the whole says"):
+            check_cut(model, stages, CausalLM().losses)
