@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+import pytest
+from fresh import run_script
 
 ROOT = Path(__file__).parent.parent
 FILES = [ROOT / "examples" / "04_own_model" / name for name in ("waves.py", "config.py")]
@@ -30,13 +30,10 @@ def test_model_data_and_config_are_under_30_lines() -> None:
     assert len(lines) < 30
 
 
-def test_it_learns_and_checkpoints_from_any_folder(tmp_path: Path) -> None:
-    words = ["-W", "error", "-m", "graphckpt", "train", "--config-file", str(FILES[1]), "train.device=cpu"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, env=environment, cwd=tmp_path, check=False
-    )
-    assert done.returncode == 0, done.stderr
+def test_it_learns_and_checkpoints_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run_script("graphckpt", "train", "--config-file", str(FILES[1]), "train.device=cpu", folder=tmp_path)
+    assert done.code == 0, done.stderr
     assert re.search(r"model\.net\.1-4 \(4x\) +full", done.stdout)
     folder = tmp_path / "output" / "waves"
     rows = [json.loads(line) for line in (folder / "metrics.json").read_text(encoding="utf-8").splitlines()]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from fresh import run_script
 
 OVER_RANKS = {"05_tensor_parallel.py"}  # run by tests/parallel
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -22,11 +20,9 @@ ARGUMENTS = {
 }
 
 
-def run(name: str, *more: str) -> str:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    command = [sys.executable, "-W", "error", str(EXAMPLES / name), *ARGUMENTS[name], *more]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+def run(folder: Path, name: str, *more: str) -> str:
+    done = run_script(EXAMPLES / name, *ARGUMENTS[name], *more, folder=folder)
+    assert done.code == 0, done.stderr
     return done.stdout
 
 
@@ -34,23 +30,23 @@ def test_every_example_is_run() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == set(ARGUMENTS) | OVER_RANKS
 
 
-def test_blocks_learns_and_shows_the_recomputed_block() -> None:
-    output = run("01_blocks.py")
+def test_blocks_learns_and_shows_the_recomputed_block(tmp_path: Path) -> None:
+    output = run(tmp_path, "01_blocks.py")
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", output)]
     assert losses[-1] < losses[0] / 2
     assert re.search(r"model\.0 +full +device +\S+ KiB +0 B +1 +1 ", output)
 
 
 def test_huggingface_mixes_rules_and_draws_the_step(tmp_path: Path) -> None:
-    output = run("02_huggingface.py", "--plot", str(tmp_path / "step.png"))
+    output = run(tmp_path, "02_huggingface.py", "--plot", str(tmp_path / "step.png"))
     for block, rule in (("h.0", r"selective\(matmul\+attention\)"), ("h.1", "full"), ("h.2", "keep")):
         assert re.search(rf"transformer\.{re.escape(block)} +{rule} ", output)
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
-def test_deep_chain_keeps_less_with_more_cuts() -> None:
-    output = run("03_deep_chain.py")
+def test_deep_chain_keeps_less_with_more_cuts(tmp_path: Path) -> None:
+    output = run(tmp_path, "03_deep_chain.py")
     assert "equal in every bit" in output
     kept = {name: float(value) for name, value in re.findall(r"^(none|sqrt|log) +([\d.]+) [KM]iB", output, re.M)}
     units = dict(re.findall(r"^(none|sqrt|log) +[\d.]+ ([KM])iB", output, re.M))
@@ -58,8 +54,8 @@ def test_deep_chain_keeps_less_with_more_cuts() -> None:
     assert in_kib["none"] > 4 * in_kib["sqrt"] > 8 * in_kib["log"]
 
 
-def test_places_moves_what_is_kept() -> None:
-    output = run("07_places.py")
+def test_places_moves_what_is_kept(tmp_path: Path) -> None:
+    output = run(tmp_path, "07_places.py")
     tables = output.split("GPT2LMHeadModel")[1:]
     on_disk, inputs_on_disk, in_slab = tables[1:]
     assert re.search(r"transformer\.h\.0-2 \(3x\) +keep +disk +\S+ MiB +\S+ KiB +\S+ MiB +3 +0 ", on_disk)
@@ -69,15 +65,15 @@ def test_places_moves_what_is_kept() -> None:
 
 
 @pytest.mark.slow
-def test_hf_trainer_peaks_lower_with_a_policy() -> None:
-    output = run("06_hf_trainer.py")
+def test_hf_trainer_peaks_lower_with_a_policy(tmp_path: Path) -> None:
+    output = run(tmp_path, "06_hf_trainer.py")
     peaks = {name.strip(): float(peak) for name, peak in re.findall(r"^(.{22}) +([\d.]+) MiB", output, re.M)}
     assert peaks["full"] < peaks["selective"] < peaks["keep all"]
     assert peaks["full"] <= peaks["Transformers' own"]
     assert "the losses are equal in every bit" in output
 
 
-def test_torchtitan_style_recomputes_every_second_layer() -> None:
-    output = run("08_torchtitan_style.py")
+def test_torchtitan_style_recomputes_every_second_layer(tmp_path: Path) -> None:
+    output = run(tmp_path, "08_torchtitan_style.py")
     assert re.search(r"^layers\.0,2,\.\.,4 \(3x\) +full +disk ", output, re.M)
     assert re.search(r"^layers\.1,3,\.\.,5 \(3x\) +keep +device ", output, re.M)

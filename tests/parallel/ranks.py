@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 import time
@@ -13,18 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fresh import preload
 
 from graphckpt.blocks import watch
 
 NUM_RANKS = 2
-_PRELOADED = (
-    "torch.distributed.checkpoint.state_dict_saver",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "torch.distributed.pipelining",
-    "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.llama.modeling_llama",
-)
 
 
 def run_on_ranks(
@@ -54,7 +46,7 @@ def start(rank: Callable[..., None], args: tuple[Any, ...], num_ranks: int) -> N
 
     They are forked from one that has imported what all of them need, which takes each of them seconds otherwise.
     """
-    multiprocessing.set_forkserver_preload(["graphckpt.config.run", "graphckpt.cli", *_PRELOADED])
+    preload()
     torch.multiprocessing.start_processes(rank, args, nprocs=num_ranks, start_method="forkserver")
 
 
