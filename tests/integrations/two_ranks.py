@@ -1,41 +1,74 @@
-"""Trains with and without the callbacks on each rank, by torchrun: see test_integrations_two_ranks.py."""
+"""What each of two ranks does: trains with and without the callbacks, under DDP and FSDP2; not a test itself."""
 
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from lightning.pytorch.strategies import DDPStrategy
 from test_lightning_callback import differences, fit
-from test_trainer_callback import RandomTokens, arguments, gpt2, weights
+from test_trainer_callback import RandomTokens, arguments, gpt2
+from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
 from graphckpt.integrations import lightning, transformers
+from graphckpt.ledger.record import Explanation
+
+FSDP2 = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"]}}
 
 
-def trained_by_transformers(folder: Path, *callbacks: transformers.GraphckptCallback) -> dict[str, torch.Tensor]:
-    model = gpt2()
-    two = arguments(folder, ddp_backend="gloo", per_device_train_batch_size=2, max_steps=2)
-    Trainer(model=model, args=two, train_dataset=RandomTokens(classify=False), callbacks=list(callbacks)).train()
-    return weights(model)
+def shard_on_cpus() -> None:
+    """Has accelerate shard over CPUs just as over devices; by itself it takes DDP where there is no device."""
+    set_up = AcceleratorState.__init__
+
+    def set_up_and_shard(self: Any, *args: Any, fsdp_plugin: Any = None, **more: Any) -> None:
+        set_up(self, *args, fsdp_plugin=fsdp_plugin, **more)
+        if fsdp_plugin is not None:
+            self.fsdp_plugin, self.distributed_type = fsdp_plugin, DistributedType.FSDP
+
+    AcceleratorState.__init__ = set_up_and_shard
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    first = transformers.GraphckptCallback()
-    plain, ours = trained_by_transformers(folder), trained_by_transformers(folder, first)
-    differ = [name for name in plain if not torch.equal(plain[name], ours[name])]
-    second = lightning.GraphckptCallback()
-    modules = [
+def by_transformers(folder: Path, wrapped: str, **more: Any) -> tuple[list[str], Explanation | None]:
+    """Returns the names of weights that differ, and what the callback saw."""
+    seen = []
+    callback = transformers.GraphckptCallback()
+    for callbacks in ([], [callback]):
+        two = arguments(folder, ddp_backend="gloo", per_device_train_batch_size=2, max_steps=2, **more)
+        trainer = Trainer(model=gpt2(), args=two, train_dataset=RandomTokens(classify=False), callbacks=callbacks)
+        trainer.train()
+        assert wrapped in type(trainer.model_wrapped).__name__
+        weights = trainer.accelerator.unwrap_model(trainer.model_wrapped).state_dict()
+        seen.append({n: w.full_tensor() if isinstance(w, DTensor) else w for n, w in weights.items()})
+    plain, ours = seen
+    return [name for name in plain if not torch.equal(plain[name], ours[name])], callback.explanation
+
+
+def by_lightning(folder: Path) -> tuple[list[str], Explanation | None]:
+    """The same in Lightning's Trainer."""
+    callback = lightning.GraphckptCallback()
+    plain, ours = (
         fit(folder, *callbacks, devices=2, strategy=DDPStrategy(process_group_backend="gloo"))
-        for callbacks in ([], [second])
-    ]
-    differ += differences(modules[1], modules[0])
-    fell = [3 * seen.bytes_after < seen.bytes_before for seen in (first.explanation, second.explanation) if seen]
-    (folder / f"rank {os.environ['RANK']}").write_text(f"differ: {differ}, fell: {fell}")
+        for callbacks in ([], [callback])
+    )
+    return differences(ours, plain), callback.explanation
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+def train(rank: int, folder: Path) -> None:
+    """Runs on each rank."""
+    del rank
+    os.environ["TORCHELASTIC_RUN_ID"] = "none"  # by which Lightning knows that torchrun has started the ranks
+    shard_on_cpus()
+    runs = {
+        "Lightning, DDP": by_lightning(folder),
+        "Trainer, DDP": by_transformers(folder, "DistributedDataParallel"),
+        "Trainer, FSDP2": by_transformers(folder, "FSDP", **FSDP2),  # last: it writes into the environment
+    }
+    for name, (differ, seen) in runs.items():
+        assert differ == [], name
+        assert seen is not None, name
+        assert 3 * seen.bytes_after < seen.bytes_before, name
