@@ -94,8 +94,8 @@ def tensor_parallel(model: nn.Sequential, mesh: DeviceMesh | None = None) -> nn.
     return model
 
 
-def sequence_parallel(model: nn.Sequential) -> nn.Sequential:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+def sequence_parallel(model: nn.Sequential, mesh: DeviceMesh | None = None) -> nn.Sequential:
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     plan: dict[str, Any] = {
         "norm": SequenceParallel(),
         "mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Shard(1)),
@@ -116,13 +116,17 @@ def fsdp_and_tensor_parallel(model: nn.Sequential) -> nn.Module:
     return sharded(tensor_parallel(model, mesh["tp"]), mesh["dp"], reshard_after_forward=True)
 
 
+def fsdp_and_sequence_parallel(model: nn.Sequential) -> nn.Module:
+    mesh = square()
+    return sharded(sequence_parallel(model, mesh["tp"]), mesh["dp"], reshard_after_forward=True)
+
+
 def resharding(*, after_forward: bool) -> Callable[[nn.Sequential], nn.Module]:
     return lambda model: sharded(model, reshard_after_forward=after_forward)
 
 
 ON_TWO: dict[str, Callable[[nn.Sequential], nn.Module]] = {
     "ddp": ddp,
-    "ddp, unused parameters": ddp_with_unused,
     "fsdp2, resharded": resharding(after_forward=True),
     "fsdp2, not resharded": resharding(after_forward=False),
     "fsdp2, on the host": lambda model: sharded(model, offload_policy=CPUOffloadPolicy(pin_memory=False)),
@@ -133,8 +137,10 @@ ON_TWO: dict[str, Callable[[nn.Sequential], nn.Module]] = {
 ON_FOUR: dict[str, Callable[[nn.Sequential], nn.Module]] = {
     "ddp, unused parameters": ddp_with_unused,
     "fsdp2 x tp": fsdp_and_tensor_parallel,
+    "fsdp2 x tp + sp": fsdp_and_sequence_parallel,
 }
-AFTER = {"fsdp2, not resharded", "tp + sp", "fsdp2 x tp"}  # policies are put on after wrapping; before it elsewhere
+# Policies are put on after wrapping; before it elsewhere.
+AFTER = {"fsdp2, not resharded", "tp + sp", "fsdp2 x tp", "fsdp2 x tp + sp"}
 SAME_AS_BEFORE = {"fsdp2, not resharded", "fsdp2, on the host"}  # how weights are held changes no bit either
 SAME_ON_TP = {"tp": 2, "fsdp2 x tp": 2}  # so many ranks hold equal tensors, which may be cut over them
 
