@@ -74,11 +74,11 @@ class StepChain:
             return [0.0] * len(self._seconds[number])
         if self._joints is None:
             return self._seconds[number]
-        again = [
-            fsum(self._seconds[n][self._full] for n in range(number, number + length))
-            for length in self._joints.lengths(number)
+        joints = self._joints
+        runs = [(number, number + length) for length in joints.lengths(number)]
+        return self._seconds[number] + [
+            fsum([joints.seconds((run,)), *(self._seconds[n][joints.full] for n in range(*run))]) for run in runs
         ]
-        return self._seconds[number] + again
 
     def plan(self, choices: Sequence[int]) -> tuple[int, ...]:
         """Returns the option of each block of the model, in its order."""

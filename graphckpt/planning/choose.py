@@ -69,7 +69,8 @@ class Chooser:
         joins: bool = True,
     ) -> None:
         self.measured = measured
-        self._joints = Joints(measured) if joins else None
+        self.joints = Joints(measured) if joins else None
+        """What blocks do that run again as one."""
         self._rates = rates
         self._host_budget = host_budget
         self._near = frozenset(
@@ -88,7 +89,7 @@ class Chooser:
         """For each option of the blocks that run several times, which must agree: all plans worth having."""
         if self._fronts is None:
             banned = self._near if self._rates is not None else frozenset()
-            self._fronts = [(chain, Front(chain)) for chain in self._chains(banned, self._joints)]
+            self._fronts = [(chain, Front(chain)) for chain in self._chains(banned, self.joints)]
         return self._fronts
 
     @property
@@ -147,11 +148,28 @@ class Chooser:
         plan = tuple(plan)
         seconds, flight = self._seconds(plan)
         highest = max(self.levels(plan, runs), key=lambda level: level.peak)
+        if self.joints is not None:
+            seconds += self.joints.seconds(runs)
         return Choice(plan, highest.peak + flight, highest.interval, seconds, runs=runs)
+
+    def extra_seconds(self, choice: Choice) -> list[float]:
+        """Returns by block what its option costs against keeping everything."""
+        known = self.measured
+        extra = [
+            forward[option] + backward[option] - forward[0] - backward[0]
+            for option, forward, backward in zip(
+                choice.plan, known.forward_seconds, known.backward_seconds, strict=True
+            )
+        ]
+        for first, end in choice.runs:
+            assert self.joints is not None
+            for block in range(first, end - 1):
+                extra[block] += self.joints.extra_seconds[block]
+        return extra
 
     def levels(self, plan: Sequence[int], runs: Runs) -> Iterator[Level]:
         """Yields the levels of a step, interval by interval."""
-        joined = {} if self._joints is None else self._joints.steps_of(runs)
+        joined = {} if self.joints is None else self.joints.steps_of(runs)
         return self.measured.model.levels(plan, joined)
 
     def _judged(self, chain: StepChain, choices: Sequence[int]) -> Choice:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from functools import cache
+from math import fsum
 from typing import TYPE_CHECKING, TypeAlias, final
 
 from graphckpt.planning.predict import Change
@@ -61,6 +62,14 @@ class Joints:
             for block in range(len(measured.names))
         ]
 
+        self.extra_seconds = [self._extra_seconds(measured, block) for block in range(len(measured.names))]
+        """By block: what it takes longer where others are joined to it, since all of it runs again then; ``full`` ends
+        its second run with the last tensor that backward needs."""
+
+    def seconds(self, runs: Runs) -> float:
+        """Returns what runs take beyond the seconds of their blocks under ``full``."""
+        return fsum(self.extra_seconds[block] for first, end in runs for block in range(first, end - 1))
+
     @property
     def full(self) -> int:
         """The option that each block of a run has in a plan."""
@@ -92,6 +101,10 @@ class Joints:
             yield Interval(Phase.BACKWARD, call), self._backward(call, is_first=call == first)
         again = [step for call in calls[:-1] for step in self._again(call)]
         yield Interval(Phase.BACKWARD, last), again + self._backward_of_last(last)
+
+    def _extra_seconds(self, measured: Measured, block: int) -> float:
+        again, backward = measured.forward_seconds[block][self._keep], measured.backward_seconds[block]
+        return max(0.0, again + backward[self._keep] - backward[self._full])
 
     def _forward(self, call: int) -> Steps:
         """The input is not held, and goes when it has been used."""

@@ -30,6 +30,7 @@ Progress = Callable[[int, int], None]
 """Called with the runs of the step that are done, and how many there are."""
 
 _TOLERANCE = 0.01  # a check that is further off than this is taken into account
+_MOST_CHECKS = 3  # another plan may run other ops at its peak
 
 
 def plan(
@@ -59,7 +60,7 @@ def plan(
         blocks: selectors of the blocks to decide about; ``None`` finds the model's layers.
         rules: what to consider beside ``keep``, as ``activation_checkpointing`` takes it; ``None`` is all of
             ``full`` and three levels of ``selective``.
-        check: run the step under the plan, and plan once more if it is over the budget, or more than 1 % off.
+        check: run the step under the plan, and plan again if it is over the budget, or more than 1 % off.
         progress: told how many runs are done.
 
     Raises:
@@ -132,12 +133,14 @@ def plan_step(
             if below is None:
                 raise
             return below
-        if check:
+        for _ in range(_MOST_CHECKS if check else 0):
             with found.apply():
-                off = step.peak() - found.predicted_peak_bytes
-            is_over = found.predicted_peak_bytes + off > limit
-            if is_over or abs(off) > _TOLERANCE * found.predicted_peak_bytes:
-                found = planner.plan(limit if memory_budget != "min" else limit + max(0, off), correction=off)
+                off = step.peak() - (found.predicted_peak_bytes - found.correction_bytes)
+            surprise = off - found.correction_bytes
+            is_over = found.predicted_peak_bytes + surprise > found.budget_bytes
+            if not is_over and abs(surprise) <= _TOLERANCE * found.predicted_peak_bytes:
+                break
+            found = planner.plan(limit if memory_budget != "min" else limit + max(0, off), correction=off)
     return found
 
 
@@ -204,13 +207,14 @@ class Planner:
         """Returns a choice as a plan."""
         known, names = self.measured, self.measured.names
         joined = {block for first, end in choice.runs for block in range(first + 1, end)}
+        extra = self.chooser.extra_seconds(choice)
         chosen = [JOINED if block in joined else known.options[option] for block, option in enumerate(choice.plan)]
         rows = tuple(
             PlanRow(
                 block=names[block],
                 option=chosen[block].name,
                 fields=chosen[block].fields,
-                extra_seconds=self._seconds(block, option) - self._seconds(block, 0),
+                extra_seconds=extra[block],
                 moved_bytes=known.far_bytes[block][option],
             )
             for block, option in enumerate(choice.plan)
@@ -237,9 +241,6 @@ class Planner:
             notes=(*known.notes, *choice.notes, *self._notes),
             model=self._model,
         )
-
-    def _seconds(self, block: int, option: int) -> float:
-        return self.measured.forward_seconds[block][option] + self.measured.backward_seconds[block][option]
 
     def _name(self, choice: Choice) -> str:
         return described(choice.interval, self.measured.names, self.measured.model.block_of_call)

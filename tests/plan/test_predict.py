@@ -93,7 +93,7 @@ def test_predicted_is_tracked(architecture, monkeypatch):
 
 def joined(planner, count, seed=0):
     """Yields choices in which runs of blocks are recomputed as one, drawn at random."""
-    joints = planner.chooser._joints
+    joints = planner.chooser.joints
     chain = StepChain(planner.measured, joints=joints)
     num_blocks, num_options = len(planner.measured.names), len(planner.measured.options)
     if chain.blocks != list(range(num_blocks)) or not any(joints.lengths(block) for block in range(num_blocks)):
