@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from graphckpt.train.cut import is_elsewhere
 from graphckpt.train.graphs import sum_of_losses
 from graphckpt.train.parallel import Ranks
-from graphckpt.train.stages import StageRun, Stages, shared_weights
+from graphckpt.train.stages import StageRun, Stages, hidden_type, shared_weights
 from graphckpt.train.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class Pipeline:
         hidden = torch.empty(
             *ids_in.shape,
             model.config.hidden_size,
-            dtype=model.get_input_embeddings().weight.dtype,
+            dtype=hidden_type(model),
             device="meta",
             requires_grad=is_training,
         )

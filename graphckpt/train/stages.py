@@ -129,11 +129,11 @@ def keep_stage(model: nn.Module, stages: Stages, stage: int, device: torch.devic
         _hand_on(other)
 
 
-def check_cut(model: nn.Module, stages: Stages, read: Read) -> None:
+def check_cut(model: PreTrainedModel, stages: Stages, read: Read) -> None:
     """Runs two tokens through the whole model and through its stages in a row.
 
     Args:
-        model: whole.
+        model: whole, and on the CPU, where the kernels of attention that are for CUDA alone do not run.
         stages: of it.
         read: returns the losses of a batch.
 
@@ -141,8 +141,10 @@ def check_cut(model: nn.Module, stages: Stages, read: Read) -> None:
         ConfigError: the losses differ, so that the model does more between its parts than pass on hidden states.
     """
     ids = torch.arange(2, device=next(model.parameters()).device).view(1, 2)
-    was_training = model.training
+    config: Any = model.config
+    was_training, kernel = model.training, config._attn_implementation
     model.eval()
+    config._attn_implementation = "eager"
     try:
         with torch.no_grad():
             whole = read(model, {"input_ids": ids, "labels": ids})
@@ -153,6 +155,7 @@ def check_cut(model: nn.Module, stages: Stages, read: Read) -> None:
                     x = run(x, labels=ids)
     finally:
         model.train(was_training)
+        config._attn_implementation = kernel
     if not torch.allclose(x, _stacked(whole), rtol=1e-3):
         what = f"model: the stages of {type(model).__name__} in a row do not say what the whole says"
         raise ConfigError(f"{what}; it does more than pass hidden states on · {_FIX}")
@@ -189,10 +192,17 @@ class StageRun(nn.Module):
             if not self._is_last:
                 base: Any = self.model.base_model
                 hidden: Tensor = base(**given, use_cache=False)[0]
-                return hidden
+                return hidden.to(hidden_type(self.model))
             found = self._read(self.model, {**given, "labels": labels})
         self.names = list(found)
         return _stacked(found)
+
+
+def hidden_type(model: nn.Module) -> torch.dtype:
+    """Returns the type of what goes from stage to stage: that of the embeddings, which layers add to."""
+    known: Any = model
+    dtype: torch.dtype = known.get_input_embeddings().weight.dtype
+    return dtype
 
 
 def _stacked(found: Mapping[str, Tensor]) -> Tensor:

@@ -26,10 +26,13 @@ from transformers import (
 from graphckpt.config.run import trainer_from
 from graphckpt.errors import ConfigError
 from graphckpt.train import snapshot
+from graphckpt.train.assemble import _pipeline
 from graphckpt.train.hooks import SnapshotHook
 from graphckpt.train.loop import HookBase, Loop
+from graphckpt.train.settings import TrainConfig
 from graphckpt.train.stages import check_cut, cut_layers, keep_stage, shared_weights
 from graphckpt.train.tasks.causal_lm import CausalLM
+from graphckpt.train.tasks.masked_lm import MaskedLM
 
 STILL = [f"model.config.{name}=0" for name in ("attn_pdrop", "resid_pdrop", "embd_pdrop")]
 UNTIED = "model.config.tie_word_embeddings=False"
@@ -39,6 +42,8 @@ TWENTY = [
     *("train.checkpointer.period=99", "train.evaluation.eval_period=99"),
 ]
 SIX = [*TWENTY, *LAYERS, "train.train_iter=6"]
+THREE = [*SIX, "train.train_iter=3"]
+ALL_HELD_OUT = ["train.evaluation.eval_iter=null", "train.evaluation.eval_period=2"]
 SHORT_FLOATS = ["train.amp.enabled=True", "train.amp.dtype=bfloat16"]
 STAGES = "train.dist.pipeline_parallel_size=2"
 RECOMPUTED = [
@@ -80,13 +85,14 @@ def two_stages(rank: int, folder: Path) -> None:
         "llama": run("llama", *TWENTY, *SHORT_FLOATS, STAGES, config="llama.py").losses,
     }
     (folder / f"losses of {rank}").write_text(json.dumps(losses))
-    plain = run("plain", *TWENTY, *LAYERS, STAGES).losses
-    begun = run("recomputed", *TWENTY, *LAYERS, *RECOMPUTED, STAGES, hooks=(StopAfter(5),))
-    ended = run("recomputed", *TWENTY, *LAYERS, *RECOMPUTED, STAGES, "train.checkpointer.async_save=True", resume=True)
+    uneven = [*TWENTY, *LAYERS, STAGES, "train.dist.custom_pipeline_stage_id=[0,1,1]"]
+    plain = run("plain", *uneven).losses
+    begun = run("recomputed", *uneven, *RECOMPUTED, hooks=(StopAfter(5),))
+    ended = run("recomputed", *uneven, *RECOMPUTED, "train.checkpointer.async_save=True", resume=True)
     assert begun.losses + ended.losses == plain
     for held in (begun, ended):
-        assert {name.rpartition(".")[2] for name in held.reruns} == ({"0", "1"} if rank == 0 else {"2"})
-    run("moved", *TWENTY, *LAYERS, *STILL, UNTIED, STAGES, hooks=(StopAfter(10),), resume=True)
+        assert {name.rpartition(".")[2] for name in held.reruns} == ({"0"} if rank == 0 else {"1", "2"})
+    run("moved", *SIX, *STILL, UNTIED, STAGES, *ALL_HELD_OUT, hooks=(StopAfter(4),), resume=True)
     metrics = trainer_from("tiny.py", ["train.output_dir=tied", *SIX, *STILL, STAGES], eval_only=True).evaluate()
     assert metrics["eval_loss"] == rows_of(folder / "tied")[-1]["eval_loss"]
 
@@ -95,7 +101,7 @@ def two_stages(rank: int, folder: Path) -> None:
 @pytest.mark.slow
 def test_two_stages_learn_what_one_process_does(place: Path) -> None:  # noqa: F811
     (place / "llama.py").write_text(LLAMA)
-    run("moved", *TWENTY, *LAYERS, *STILL, UNTIED, hooks=(StopAfter(5),))
+    run("moved", *SIX, *STILL, UNTIED, *ALL_HELD_OUT, hooks=(StopAfter(2),))
     run_on_ranks(two_stages, place)
     alone = {
         "tied": run("tied alone", *SIX, *STILL).losses,
@@ -117,10 +123,10 @@ def test_two_stages_learn_what_one_process_does(place: Path) -> None:  # noqa: F
     each = snapshot.read_state(place / "plain" / "model_final", "trainer")["random_of_each"]
     assert not torch.equal(each[0]["cpu"], each[1]["cpu"])  # or two layers would have one mask
 
-    held = {path.name for path in (place / "moved" / "model_0000009" / "shares").iterdir()}
+    held = {path.name for path in (place / "moved" / "model_0000003" / "shares").iterdir()}
     assert held == {".metadata", "__0_0.distcp", "__1_0.distcp"}
-    run("moved", *TWENTY, *LAYERS, *STILL, UNTIED, resume=True)
-    run("stayed", *TWENTY, *LAYERS, *STILL, UNTIED)
+    run("moved", *SIX, *STILL, UNTIED, *ALL_HELD_OUT, resume=True)
+    run("stayed", *SIX, *STILL, UNTIED, *ALL_HELD_OUT)
     assert same_weights(place / "stayed", place / "moved")
     assert rows_of(place / "stayed") == rows_of(place / "moved")
 
@@ -137,11 +143,14 @@ LINE = ["train.dist.pipeline_parallel_size=4", "model.config.n_layer=4"]
 
 
 def four_ranks(rank: int, folder: Path) -> None:
-    losses = {"square": run("square", *SIX, *STILL, *SQUARE).losses, "line": run("line", *SIX, *STILL, *LINE).losses}
+    losses = {
+        "square": run("square", *THREE, *STILL, *SQUARE).losses,
+        "line": run("line", *THREE, *STILL, *LINE).losses,
+    }
     (folder / f"losses of {rank}").write_text(json.dumps(losses))
-    plain = run("plain", *SIX, *SQUARE).losses
-    begun = run("recomputed", *SIX, *SQUARE, *RECOMPUTED, hooks=(StopAfter(3),)).losses
-    assert begun + run("recomputed", *SIX, *SQUARE, *RECOMPUTED, resume=True).losses == plain
+    plain = run("plain", *THREE, *SQUARE).losses
+    begun = run("recomputed", *THREE, *SQUARE, *RECOMPUTED, hooks=(StopAfter(2),)).losses
+    assert begun + run("recomputed", *THREE, *SQUARE, *RECOMPUTED, resume=True).losses == plain
 
 
 @pytest.mark.multi_process
@@ -149,8 +158,8 @@ def four_ranks(rank: int, folder: Path) -> None:
 def test_four_ranks_in_a_square_and_in_a_line(place: Path) -> None:  # noqa: F811
     run_on_ranks(four_ranks, place, num_ranks=4)
     alone = {
-        "square": run("square alone", *SIX, *STILL).losses,
-        "line": run("line alone", *SIX, *STILL, LINE[1]).losses,
+        "square": run("square alone", *THREE, *STILL).losses,
+        "line": run("line alone", *THREE, *STILL, LINE[1]).losses,
     }
     seen = [json.loads((place / f"losses of {rank}").read_text()) for rank in range(4)]
     for name, losses in alone.items():
@@ -211,6 +220,14 @@ def test_what_cannot_be_cut_says_so(make: Callable[[], nn.Module], how: dict[str
     with pytest.raises(ConfigError) as raised:
         cut_layers(make(), {}, num_stages=2, **how)
     assert fault in str(raised.value)
+
+
+def test_another_task_needs_one_process() -> None:
+    nobody: Any = None
+    with pytest.raises(
+        ConfigError, match=r"pipeline_parallel_size: MaskedLM asks for a whole model · fix: task=CausalLM"
+    ):
+        _pipeline(gpt2(), MaskedLM(), TrainConfig(), nobody, torch.device("cpu"))
 
 
 class Scaled(LlamaForCausalLM):
