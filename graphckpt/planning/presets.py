@@ -9,20 +9,22 @@ Each returns a mapping from blocks to policies; ``train.activation_checkpoint.bl
 >>> first_k(layers, 2)
 {'0': True, '1': True}
 >>> uniform(layers, 3)
-{'': {'rule': 'segments', 'runs': 2}}
+{'0': True, '1': 'joined', '2': 'joined', '3': True, '4': 'joined', '5': 'joined'}
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
-
-from torch import nn
 
 from graphckpt.blocks.layers import layers
 from graphckpt.errors import ConfigError
+from graphckpt.rules.segments import run_starts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Sequence
+
+    from torch import nn
 
 Policies: TypeAlias = dict[str, Any]
 """By block: a value of ``activation_checkpointing``."""
@@ -61,39 +63,37 @@ def first_k(model: nn.Module, k: int, policy: Any = True) -> Policies:
 def uniform(model: nn.Module, n: int) -> Policies:
     """Groups of ``n`` layers, of which each runs again as one: Megatron's ``recompute_method="uniform"``.
 
-    Groups of two layers or more need an ``nn.Sequential`` that calls the layers; where they do not come out even, all
-    are about equally long. Its last group is kept, since backward wants it at once; Megatron runs it again too.
+    The last group of a stack of layers may be shorter.
 
     Raises:
-        ConfigError: ``n`` is below 1, groups cannot be joined, or no layers can be found.
+        ConfigError: ``n`` is below 1, or no layers can be found.
     """
     _check("uniform: n", n)
-    if n == 1:
-        return dict.fromkeys(_found(model), True)
-    policies: Policies = {}
-    for name, stack, children in _stacks(model, f"uniform: groups of {n} layers", "uniform(model, 1)"):
-        runs = -(-len(children) // n)
-        policies[name] = {"rule": "segments", "runs": min(runs, len(stack))} if runs > 1 else True
-    return policies
+    groups = [stack[first : first + n] for stack in _stacks(model) for first in range(0, len(stack), n)]
+    return _joined(groups)
 
 
 def sqrt(model: nn.Module) -> Policies:
     """About as many groups as each has layers: least memory with one second run (Chen et al. 2016, arXiv:1604.06174).
 
+    The last group of a stack of layers is kept: backward wants it at once.
+
     Raises:
-        ConfigError: no ``nn.Sequential`` calls the layers, or no layers can be found.
+        ConfigError: a stack has too few layers to cut, or no layers can be found.
     """
-    policies: Policies = {}
-    for name, stack, _ in _stacks(model, "sqrt: groups of layers", "memory(model), or every_k(model, 1)"):
+    groups = []
+    for stack in _stacks(model):
         if len(stack) < _FEWEST:
-            where = _place(name, model)
-            raise ConfigError(f"sqrt: {where} has {len(stack)} children, too few to cut · fix: use every_k(model, 1)")
-        policies[name] = {"rule": "segments", "runs": "sqrt"}
-    return policies
+            raise ConfigError(
+                f"sqrt: {stack[0]!r} is one of {len(stack)} layers, too few to cut · fix: use every_k(model, 1)"
+            )
+        starts = run_starts(num_children=len(stack), runs="sqrt")
+        groups += [stack[first:end] for first, end in pairwise(starts)]
+    return _joined(groups)
 
 
 def memory(model: nn.Module) -> Policies:
-    """Little memory for one second run of each layer: :func:`sqrt` where it can act, else all layers run again.
+    """Little memory for one second run of each layer: :func:`sqrt` where there are enough, else all layers run again.
 
     cybertronai's ``memory`` keeps about a square root of a graph's tensors in the same way.
 
@@ -124,24 +124,16 @@ def _found(model: nn.Module) -> list[str]:
     return found
 
 
-def _stacks(model: nn.Module, what: str, instead: str) -> Iterator[tuple[str, nn.Sequential, list[str]]]:
-    """Yields each ``nn.Sequential`` that calls layers, by name, with the names of those."""
+def _stacks(model: nn.Module) -> list[list[str]]:
+    """Returns the layers, those of one list together."""
     owners: dict[str, list[str]] = {}
     for name in _found(model):
         owners.setdefault(name.rpartition(".")[0], []).append(name)
-    for name, children in owners.items():
-        stack = model.get_submodule(name)
-        if not isinstance(stack, nn.Sequential) or type(stack).forward is not nn.Sequential.forward:
-            raise ConfigError(
-                f"{what} need an nn.Sequential that calls them, and {_place(name, model)} is none: code of the model "
-                f"calls its layers one by one · fix: {instead}"
-            )
-        yield name, stack, children
+    return list(owners.values())
 
 
-def _place(name: str, model: nn.Module) -> str:
-    kind = type(model.get_submodule(name)).__name__
-    return f"{name!r} ({kind})" if name else kind
+def _joined(groups: Iterable[Sequence[str]]) -> Policies:
+    return {name: "joined" if number else True for group in groups for number, name in enumerate(group)}
 
 
 def _check(what: str, number: int) -> None:
