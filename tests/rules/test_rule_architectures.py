@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -63,8 +64,15 @@ def plain_steps() -> dict[str, dict[str, torch.Tensor]]:
     return {}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
+def cases() -> Iterator[Any]:
+    """Every policy on every architecture; one kind of kept ops on some, as "nested" and "selective-both" have them."""
+    for number, architecture in enumerate(ARCHITECTURES):
+        for policy in POLICIES:
+            if number % 4 == 0 or policy not in {"selective-matmul", "selective-attention"}:
+                yield pytest.param(architecture, policy, id=f"{architecture.name}-{policy}")
+
+
+@pytest.mark.parametrize(("architecture", "policy"), list(cases()))
 def test_same_bits_as_the_plain_step(
     architecture: Architecture, policy: str, plain_steps: dict[str, dict[str, torch.Tensor]]
 ) -> None:
