@@ -47,8 +47,22 @@ def test_every_kind_of_memory_has_a_case() -> None:
     assert {name.split(",")[0] for name in STORES} == {*offload_kinds(), "slab"}
 
 
-@pytest.mark.parametrize("kind", ZOO)
-@pytest.mark.parametrize("policy", {**ON_CHAIN, **HOLES})
+VARIED = {"mlp", "attention", "containers", "edits_its_input", "gru"}
+"""Kinds of modules that all policies are checked on; on the others those are that keep, rerun, choose, and have holes.
+
+What a store sees of a policy are tensors to keep, in an order; tests/rules has all policies on all kinds.
+"""
+
+
+@pytest.mark.parametrize(
+    ("policy", "kind"),
+    [
+        (policy, kind)
+        for policy in {**ON_CHAIN, **HOLES}
+        for kind in ZOO
+        if kind in VARIED or policy in {"keep", "full", "selective", "every second child kept"}
+    ],
+)
 @pytest.mark.parametrize("store", ["slab", "disk", "cpu"])
 def test_same_bits_as_the_plain_step(policy: str, kind: str, store: str) -> None:
     plain = plain_steps(kind)
@@ -60,9 +74,8 @@ def test_same_bits_as_the_plain_step(policy: str, kind: str, store: str) -> None
         assert stores[0].num_alive == 0
 
 
-@pytest.mark.parametrize("kind", ["mlp", "gru"])
+@pytest.mark.parametrize(("kind", "store"), [("mlp", "disk, slab"), ("gru", "cpu, little in flight")])
 @pytest.mark.parametrize("policy", NESTED)
-@pytest.mark.parametrize("store", ["disk, slab", "cpu, little in flight"])
 def test_same_bits_when_rules_nest(policy: str, kind: str, store: str) -> None:
     plain = plain_steps(kind, autocast=True)
     model = chain(kind)
@@ -278,7 +291,7 @@ def rss_bytes() -> int:
 
 
 @pytest.mark.parametrize("store", ["slab", "disk", "cpu"])
-def test_a_thousand_steps_leave_no_more_than_ten(store: str) -> None:
+def test_hundreds_of_steps_leave_no_more_than_ten(store: str) -> None:
     model = chain("mlp", length=4)
     with put(model, {"[12]": True}, STORES[store]() | {"min_elements": 1}) as handle:
 
@@ -291,10 +304,10 @@ def test_a_thousand_steps_leave_no_more_than_ten(store: str) -> None:
             return rss_bytes(), len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
 
         steps(30)
-        rss, files, threads = steps(100)
-        rss_later, files_later, threads_later = steps(1000)
+        rss, files, threads = steps(50)
+        rss_later, files_later, threads_later = steps(200)
     assert (files_later, threads_later) == (files, threads)
-    assert rss_later - rss < 4 << 20
+    assert rss_later - rss < 2 << 20
     assert threading.active_count() <= threads
 
 
