@@ -51,8 +51,8 @@ train = {
     },
     "dist": {
         "data_parallel_size": 1,  # groups of processes that each learn from a part of every batch
-        "tensor_parallel_size": 1,  # processes that share each matrix; torchrun starts the product of both
-        "pipeline_parallel_size": 1,
+        "tensor_parallel_size": 1,  # processes that share each matrix
+        "pipeline_parallel_size": 1,  # stages that share the layers; torchrun starts the product of all three
         "find_unused_parameters": False,  # whether a step may leave parameters without a gradient, without ZeRO
         "timeout_seconds": 600,  # how long a process waits for another
     },

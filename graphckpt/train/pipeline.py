@@ -1,6 +1,6 @@
 """Stages of a pipeline from the blocks of a chain: which rank runs which, and each with the policies set on it.
 
-For a loop of one's own, with a schedule of ``torch.distributed.pipelining``; the trainer has no pipeline.
+For a loop of one's own, with a schedule of ``torch.distributed.pipelining``; ``stages.py`` is the trainer's.
 """
 
 from __future__ import annotations
