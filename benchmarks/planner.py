@@ -48,7 +48,8 @@ from graphckpt.ledger.live import LiveBytes
 from graphckpt.planning import PlanError
 from graphckpt.planning.measure import measure
 from graphckpt.planning.options import options as rules
-from graphckpt.planning.planner import Planner, found_blocks
+from graphckpt.planning.plan_step import found_blocks
+from graphckpt.planning.planner import Planner
 from graphckpt.planning.real import RealStep
 from graphckpt.planning.run import Blocks
 

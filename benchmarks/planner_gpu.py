@@ -35,7 +35,8 @@ from graphckpt.planning.fake import FakeDevice
 from graphckpt.planning.machine import machine, names
 from graphckpt.planning.measure import measure
 from graphckpt.planning.options import options as rules
-from graphckpt.planning.planner import Planner, found_blocks
+from graphckpt.planning.plan_step import found_blocks
+from graphckpt.planning.planner import Planner
 from graphckpt.planning.pretend import FakeStep
 from graphckpt.planning.run import Blocks
 from graphckpt.units import format_bytes, format_seconds

@@ -21,7 +21,8 @@ from graphckpt.planning.fake import FakeDevice
 from graphckpt.planning.machine import Machine, machine
 from graphckpt.planning.measure import measure
 from graphckpt.planning.options import options
-from graphckpt.planning.planner import Planner, Progress
+from graphckpt.planning.plan_step import Progress
+from graphckpt.planning.planner import Planner
 from graphckpt.planning.pretend import FakeStep
 from graphckpt.planning.run import Blocks
 from graphckpt.train.blocks import units

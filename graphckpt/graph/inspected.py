@@ -8,7 +8,7 @@ from graphckpt.errors import GraphError
 from graphckpt.graph.verify import Verification, verify
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from graphckpt.blocks.select import Selector
     from graphckpt.graph.config import GraphConfig
@@ -71,6 +71,7 @@ class Inspected:
         host_budget: int | str | None = None,
         blocks: Selector | Iterable[Selector] | None = None,
         rules: Iterable[Any] | None = None,
+        head: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Plan:
         """Chooses the policies of the layers for inputs like these, and sets them on the blocks.
@@ -87,6 +88,7 @@ class Inspected:
             host_budget: the most bytes that may be there.
             blocks: selectors of what to decide about, such as ``"model.layers.*"``; ``None`` finds the layers.
             rules: what to consider beside ``keep``.
+            head: the block that computes the loss, and the rules under which it may run in slices.
             kwargs: inputs of a call.
 
         Raises:
@@ -94,5 +96,6 @@ class Inspected:
             GraphError: the graph has no optimizer.
             PlanError: no plan fits; the message names the least peak and what sets it.
         """
-        wanted = {"memory_budget": memory_budget, "offload": offload, "host_budget": host_budget, "rules": rules}
-        return self._planned.plan(self.__dict__, self.build, args, kwargs, {**wanted, "blocks": blocks})
+        wanted: dict[str, Any] = {"memory_budget": memory_budget, "offload": offload, "host_budget": host_budget}
+        wanted |= {"blocks": blocks, "rules": rules, "head": head}
+        return self._planned.plan(self.__dict__, self.build, args, kwargs, wanted)

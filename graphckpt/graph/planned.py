@@ -11,7 +11,7 @@ from torch import nn
 from graphckpt.blocks.layers import layers
 from graphckpt.errors import ConfigError, GraphError
 from graphckpt.graph.verify import unchanged
-from graphckpt.planning.planner import found_blocks, plan_step
+from graphckpt.planning.plan_step import found_blocks, plan_step
 from graphckpt.planning.real import RealStep
 from graphckpt.tree import flatten_call
 
@@ -34,6 +34,7 @@ class Planned:
         self._tree = tree
         self._plans: dict[Hashable, Plan] = {}
         self._in_force: Hashable = None
+        self._placed: list[str] = []
 
     @property
     def _step(self) -> Step:
@@ -87,6 +88,9 @@ class Planned:
 
     def _set(self, model: nn.Module, plan: Plan) -> None:
         self._in_force = None
+        for name in self._placed:  # by the plan before, which may have said something about other blocks
+            self._tree.config(model.get_submodule(name), name).update(dict(_NOTHING))
+        self._placed = [row.block for row in plan.rows]
         for row in plan.rows:
             for name, module in model.get_submodule(row.block).named_modules(prefix=row.block):
                 config = self._tree.config(module, name)

@@ -20,18 +20,17 @@ if TYPE_CHECKING:
     from graphckpt.planning.real import RealStep
 
 
-def plan_below_floor(
-    step: RealStep, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], planner: Planner, budget: int
-) -> Plan | None:
+def plan_below_floor(step: RealStep, planner: Planner, budget: int) -> Plan | None:
     """Returns the plan if it fits in ``budget``, as measured; else ``None``.
 
     Only the children of one ``nn.Sequential`` can be joined: what calls them is known.
     """
-    name = _sequential_of(model, [name for name, _ in blocks])
+    model = planner.model
+    name = None if model is None else _sequential_of(model, planner.measured.names)
     if name is None:
         return None
     row = PlanRow(block=name, option="segments(log)", fields={"segments": "log"})
-    plan = replace(planner.described(planner.floor, budget), rows=(row,), stages=())
+    plan = replace(planner.described(planner.floor, budget), rows=(row, *planner.also), stages=())
     with plan.apply(model):
         peak = step.peak()
         seconds = step.seconds()
@@ -39,7 +38,7 @@ def plan_below_floor(
         return None
     return replace(
         plan,
-        rows=(replace(row, extra_seconds=seconds - planner.measured.step_seconds),),
+        rows=(replace(row, extra_seconds=seconds - planner.measured.step_seconds), *planner.also),
         predicted_peak_bytes=peak,
         predicted_step_seconds=seconds,
         binding="measured, and not foretold",

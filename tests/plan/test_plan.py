@@ -27,7 +27,8 @@ from graphckpt.planning.measure import measure
 from graphckpt.planning.options import NEAR
 from graphckpt.planning.picture import draw_sweep
 from graphckpt.planning.plan import PlanRow, Stage
-from graphckpt.planning.planner import Planner, found_blocks
+from graphckpt.planning.plan_step import found_blocks
+from graphckpt.planning.planner import Planner
 from graphckpt.planning.real import RealStep
 from graphckpt.planning.run import Blocks
 from graphckpt.train.blocks import checkpointed_blocks

@@ -13,7 +13,8 @@ from graphckpt.planning.machine import machine
 from graphckpt.planning.measure import measure
 from graphckpt.planning.options import NEAR, options
 from graphckpt.planning.plan import Plan
-from graphckpt.planning.planner import Planner, found_blocks
+from graphckpt.planning.plan_step import found_blocks
+from graphckpt.planning.planner import Planner
 from graphckpt.planning.pretend import FakeStep
 from graphckpt.planning.real import RealStep
 from graphckpt.planning.run import Blocks

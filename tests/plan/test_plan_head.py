@@ -1,0 +1,121 @@
+"""A head that computes the loss may run in slices, where the layers alone do not fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import graphckpt
+from graphckpt import ConfigError, Graph, Plan, PlanError, Tiles
+from graphckpt.ledger.live import LiveBytes
+
+
+class Head(nn.Module):
+    def __init__(self, width, num_words):
+        super().__init__()
+        self.words = nn.Linear(width, num_words)
+
+    def forward(self, x, labels):
+        return nn.functional.cross_entropy(self.words(x), labels, reduction="sum")
+
+
+class Language(nn.Module):
+    """Layers whose results are small beside the logits."""
+
+    def __init__(self, num_words=2000):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4))
+        self.head = Head(16, num_words)
+
+    def forward(self, x, labels):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x, labels)
+
+
+def made():
+    model, x, labels = Language(), torch.randn(256, 16), torch.randint(0, 2000, (256,))
+    return model, lambda: model(x, labels).backward()
+
+
+SLICED = {"head": [Tiles(4, reduce="sum"), Tiles(16, reduce="sum")]}
+
+
+def peak(model, step):
+    step()
+    live = LiveBytes(record_timeline=False)
+    live.track([*model.parameters(), *(p.grad for p in model.parameters())])
+    with live:
+        step()
+    return live.peak_bytes
+
+
+def test_it_is_cut_where_nothing_else_fits():
+    model, step = made()
+    sizes = []
+    for coarser in (None, {"head": Tiles(4, reduce="sum")}):
+        least = graphckpt.plan(model, step, memory_budget="min", head=coarser).predicted_peak_bytes
+        with pytest.raises(PlanError, match="set by the head and the loss"):
+            graphckpt.plan(model, step, memory_budget=least - 1, head=coarser)
+        found = graphckpt.plan(model, step, memory_budget=least - 1, head=SLICED)
+        assert found.rows[-1].block == "head"
+        with found.apply():
+            assert peak(model, step) <= found.predicted_peak_bytes <= found.budget_bytes
+        sizes.append(found.rows[-1].fields["activation_checkpointing"]["num_tiles"])
+    assert sizes[1] == 16
+
+
+def test_it_stays_whole_where_there_is_room():
+    model, step = made()
+    found = graphckpt.plan(model, step, memory_budget=1.0, head=SLICED)
+    assert [row.block for row in found.rows] == [f"layers.{n}" for n in range(4)]
+
+
+def test_the_least_is_that_of_the_finest_slices(tmp_path):
+    model, step = made()
+    found = graphckpt.plan(model, step, memory_budget="min", head=SLICED)
+    assert found.rows[-1].option == "tiles(16, sum)"
+    found.save(tmp_path / "plan.yaml")
+    again = Plan.load(tmp_path / "plan.yaml")
+    assert again.blocks == found.blocks
+    with again.apply(model):
+        assert peak(model, step) <= found.predicted_peak_bytes
+
+
+def test_a_graph_takes_it_and_lets_it_go_again():
+    class Train(Graph):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+            self.add_optimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
+
+        def build(self, x, labels):
+            loss = self.model(x, labels)
+            loss.backward()
+            return loss
+
+    graph = Train(Language())
+    x, labels = torch.randn(256, 16), torch.randint(0, 2000, (256,))
+    cut = graph.plan(x, labels, memory_budget="min", head={"model.head": Tiles(16, reduce="sum")})
+    assert graph.model.head.config.activation_checkpointing is not None
+    graph.plan(x, labels, memory_budget="min")
+    assert graph.model.head.config.activation_checkpointing is None
+    assert cut.predicted_peak_bytes < graph.plan(x, labels, memory_budget="min").predicted_peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        ({"haed": Tiles(4)}, "head: there is no block 'haed' · did you mean 'head'|there is no block 'haed'"),
+        ({"": Tiles(4)}, "head: '' holds the layer 'layers.0'"),
+        ({"layers": Tiles(4)}, "head: 'layers' holds the layer 'layers.0'"),
+        ({"head": None}, "head: None is no rule"),
+        ({"head": "tlies"}, "there is no rule 'tlies'"),
+    ],
+)
+def test_what_is_no_head_is_an_error(head, message):
+    model, step = made()
+    with pytest.raises(ConfigError, match=message):
+        graphckpt.plan(model, step, memory_budget=0.5, head=head)
