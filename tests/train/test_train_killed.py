@@ -30,7 +30,7 @@ train.checkpointer.update(period=3, max_to_keep=2)
 train.evaluation.update(eval_period=5, eval_iter=2)
 train.activation_checkpoint.enabled = True
 """
-_NUM_KILLS = 20
+_NUM_KILLS = 10
 _MOMENTS = (  # files whose appearance starts the clock: a run under way, and those that a snapshot is written through
     "last_checkpoint",
     ".model_0000008.tmp",
