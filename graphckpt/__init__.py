@@ -9,7 +9,7 @@ from graphckpt.errors import ConfigError, GraphckptError, GraphError, RecomputeE
 from graphckpt.graph import Graph, GraphConfig
 from graphckpt.planning import Plan, PlanError
 from graphckpt.planning.plan_step import plan
-from graphckpt.rules import Full, Keep, Rule, Segments, Selective, Tiles
+from graphckpt.rules import Full, Joined, Keep, Rule, Segments, Selective, Tiles
 from graphckpt.stores import Disk, Host, Partition
 
 __version__ = "0.1.0"
@@ -27,6 +27,7 @@ __all__ = [
     "GraphckptError",
     "Handle",
     "Host",
+    "Joined",
     "Keep",
     "Partition",
     "Plan",
