@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from graphckpt.train.cut import is_cut, is_packed, whole
+from graphckpt.train.cut import is_cut, is_elsewhere, is_packed, whole
 from graphckpt.train.snapshot import SnapshotError, SnapshotWriteError, first_line
 
 _CLASSES = {
@@ -85,6 +85,8 @@ def finished(future: Future[Any], folder: Path) -> None:
 def read(folder: Path, like: Mapping[str, Tensor | None], group: Any) -> dict[str, Tensor]:
     """Returns tensors of a folder, each cut as the one that it is like; those that are like none are whole.
 
+    Of those that another stage of a pipeline holds, shape and type come alone.
+
     Args:
         folder: what ``write`` made.
         like: by name; shape and device count, and values do not.
@@ -97,14 +99,15 @@ def read(folder: Path, like: Mapping[str, Tensor | None], group: Any) -> dict[st
     sizes = _sizes(folder, reader)
     if missing := [name for name in like if name not in sizes]:
         raise SnapshotError(f"{folder}: has no {', '.join(missing[:3])} · fix: it was written for another model")
-    targets = {name: _target(sizes[name], tensor) for name, tensor in like.items()}
+    found = {name: _target(sizes[name], tensor) for name, tensor in like.items()}
+    targets = {name: tensor for name, tensor in found.items() if not is_elsewhere(tensor)}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what `no_dist` says
             load(cast("dict[str, Any]", targets), storage_reader=reader, process_group=group, no_dist=group is None)
     except (CheckpointException, OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
         raise SnapshotError(f"{folder}: cannot be read ({_reason(error)})") from error
-    return targets
+    return found
 
 
 def names(folder: Path) -> list[str]:
@@ -126,6 +129,8 @@ def _sizes(folder: Path, reader: _Reader) -> dict[str, TensorStorageMetadata]:
 
 def _target(size: TensorStorageMetadata, like: Tensor | None) -> Tensor:
     dtype = size.properties.dtype
+    if like is not None and is_elsewhere(like):
+        return torch.empty(size.size, dtype=dtype, device=like.device)
     if like is not None and is_cut(like) and not is_packed(like) and like.shape == size.size:
         return torch.zeros_like(like, dtype=dtype)
     return torch.zeros(size.size, dtype=dtype)

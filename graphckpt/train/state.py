@@ -236,13 +236,12 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> No
         SnapshotError: they are those of another model; nothing has been set then.
     """
     own = tensors_of(model)
-    held = {name: tensor for name, tensor in own.items() if not is_elsewhere(tensor)}
     named = dict(weights)
-    places = {_place(held[name]): value for name, value in weights.items() if name in held}
-    for name, tensor in held.items():
+    places = {_place(own[name]): value for name, value in weights.items() if name in own}
+    for name, tensor in own.items():
         if name not in named and _place(tensor) in places:
             named[name] = places[_place(tensor)]
-    faults = [f"{name} is missing" for name in held if name not in named]
+    faults = [f"{name} is missing" for name in own if name not in named]
     faults += [f"{name} is unknown" for name in named if name not in own]
     faults += [
         f"{name} is {tuple(named[name].shape)}, not {tuple(tensor.shape)}"
@@ -253,7 +252,7 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> No
         more = f", and {len(faults) - 3} more" if len(faults) > 3 else ""
         fix = "describe the model and the vocabulary as they were when it was written"
         raise SnapshotError(f"{where}: is of another model: {', '.join(faults[:3])}{more} · fix: {fix}")
-    shares = {name: shared_as(own[name], value) for name, value in named.items() if name in held}
+    shares = {name: shared_as(own[name], value) for name, value in named.items() if not is_elsewhere(own[name])}
     model.load_state_dict(shares, strict=False)  # what is no tensor is left as it is
 
 
@@ -292,4 +291,6 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
         return (id(tensor),)
     if is_cut(tensor):
         return _place(local(tensor))
+    if is_elsewhere(tensor):
+        return (tensor.untyped_storage()._cdata,)
     return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)

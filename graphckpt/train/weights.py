@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from graphckpt.errors import bullets
-from graphckpt.train.cut import is_elsewhere
 from graphckpt.train.snapshot import SHARES, WEIGHTS, SnapshotError, first_line
 
 INDEX = f"{WEIGHTS}.index.json"
@@ -47,7 +46,6 @@ def _read_shares(folder: Path, like: Mapping[str, Tensor | None], group: Any) ->
     from graphckpt.train import shares  # noqa: PLC0415 - takes a second, for those who need it
 
     wanted = {name: like.get(name.removeprefix(_MODEL)) for name in shares.names(folder) if name.startswith(_MODEL)}
-    wanted = {name: tensor for name, tensor in wanted.items() if tensor is None or not is_elsewhere(tensor)}
     return {name.removeprefix(_MODEL): tensor for name, tensor in shares.read(folder, wanted, group).items()}
 
 
