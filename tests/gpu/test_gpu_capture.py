@@ -163,12 +163,20 @@ def holes(graph: Train) -> None:
     graph.model[2].config.activation_checkpointing = False
 
 
+def joined(graph: Train) -> None:
+    first, *others = graph.model
+    first.config.activation_checkpointing = True
+    for block in others:
+        block.config.activation_checkpointing = "joined"
+
+
 POLICIES: dict[str, SetUp] = {
     "none": lambda graph: None,
     "full": on_blocks(activation_checkpointing=True),
     "selective": on_blocks(activation_checkpointing=Selective("matmul")),
     "random ops kept": on_blocks(activation_checkpointing=Selective(["aten.native_dropout.default"])),
     "segments": segments,
+    "joined": joined,
     "holes": holes,
     "host": on_blocks(offload=Host(), min_elements=1),
     "host, nothing in flight": on_blocks(offload=Host(in_flight_bytes=0), min_elements=1),

@@ -22,6 +22,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "segments": {"": Segments("sqrt")},
     "log": {"": Segments("log")},
     "tiles": {"[123]": Tiles(1)},
+    "joined": {"1": True, "[23]": "joined"},
     "one block kept": {"": True, "2": False},
     "nested": {"": True, "[123]": Selective("matmul")},
 }
