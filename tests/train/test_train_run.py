@@ -10,11 +10,10 @@ import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
+from fresh import run_script
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -338,10 +337,9 @@ def test_packaged_config_runs_from_anywhere_and_a_missing_one_has_a_hint(capsys)
     assert "did you mean 'quickstart.py'" in capsys.readouterr().err
 
 
-def test_exit_code_reaches_the_shell():
-    words = [sys.executable, "-m", "graphckpt", "train", "--config-file", "nowhere.py"]
-    ran = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert ran.returncode == 2
+def test_exit_code_reaches_the_shell(place):
+    ran = run_script("graphckpt", "train", "--config-file", "nowhere.py", folder=place)
+    assert ran.code == 2
     assert ran.stderr.startswith("error: nowhere.py: no such config file")
     assert len(ran.stderr.splitlines()) == 1
 
