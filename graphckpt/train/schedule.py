@@ -63,6 +63,7 @@ class Pipeline:
         self._names: list[str] = []
         shared = [model.get_parameter(name) for name in shared_weights(model, stages)]
         self._shared = shared if self._is_first or self._is_last else []
+        dist.barrier(group=self._group)  # NCCL connects a group in its first call, which all of it have to make
         for weight in self._shared:
             other = self._of_other_end(weight.data)
             if self._is_last:

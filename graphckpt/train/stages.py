@@ -45,7 +45,8 @@ def cut_layers(
         ConfigError: nobody knows the order of the model's parts, or the stages are not one for each rank.
     """
     before, layers, after = _parts(model)
-    staged = {name: {"stage_id": values["stage_id"]} for name, values in fields.items() if "stage_id" in values}
+    said = {name: values.get("stage_id") for name, values in fields.items()}
+    staged = {name: {"stage_id": stage} for name, stage in said.items() if stage is not None}
     if layer_stages is not None:
         if len(layer_stages) != len(layers):
             what = f"{len(layer_stages)} stages, and the model has {len(layers)} layers"
