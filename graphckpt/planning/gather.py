@@ -39,6 +39,9 @@ class Found:
         self._place = {call: n for calls in self._calls.values() for n, call in enumerate(calls)}
         self._runs: list[_Logged] = []
         self._seconds: dict[tuple[int, int, Phase], list[float]] = {}
+        """By class, option and phase."""
+        self._extra: dict[tuple[int, int, Phase], list[float]] = {}
+        """The same, beyond what the block took without a policy beside that run."""
         self._far: dict[tuple[int, int], int] = {}
 
     def add(self, sample: Sample, numbers: Sequence[int], turn: Sequence[int]) -> None:
@@ -60,8 +63,14 @@ class Found:
         for block, option in zip(numbers, turn, strict=True):
             key = self.classes[block], option
             for phase in (Phase.FORWARD, Phase.BACKWARD):
-                took = [sample.seconds.get(Interval(phase, call), 0.0) for call in calls[block]]
-                self._seconds.setdefault((*key, phase), []).append(sum(took))
+                intervals = [Interval(phase, call) for call in calls[block]]
+                took = sum(sample.seconds.get(interval, 0.0) for interval in intervals)
+                if sample.plain_seconds is None:
+                    self._seconds.setdefault((*key, phase), []).append(took)
+                    continue
+                plain = sum(sample.plain_seconds.get(interval, 0.0) for interval in intervals)
+                self._seconds.setdefault((self.classes[block], 0, phase), []).append(plain)
+                self._extra.setdefault((*key, phase), []).append(took - plain)
             self._far.setdefault(key, sum(sample.far_bytes.get(call, 0) for call in calls[block]))
 
     def measured(self, blocks: Blocks, options: Sequence[Option], step_seconds: float, num_runs: int) -> Measured:
@@ -98,11 +107,17 @@ class Found:
         """Returns the median of all blocks of a class that had an option, or one that does the same to the byte."""
         by_class: dict[int, tuple[float, ...]] = {}
         for kind in set(self.classes):
+            keep = median(self._seconds[kind, 0, phase])
             pools: dict[Any, list[float]] = {}
-            for option in range(num_options):
-                pools.setdefault(self._doing(kind, option, programs), []).extend(self._seconds[kind, option, phase])
-            took = [median(pools[self._doing(kind, option, programs)]) for option in range(num_options)]
-            by_class[kind] = tuple(max(seconds, took[0]) for seconds in took)  # less than to keep all is noise
+            for option in range(1, num_options):
+                extra = self._extra.get((kind, option, phase))
+                if extra is None:
+                    extra = [took - keep for took in self._seconds[kind, option, phase]]
+                pools.setdefault(self._doing(kind, option, programs), []).extend(extra)
+            by_class[kind] = (
+                keep,  # less than to keep all is noise
+                *(keep + max(0.0, median(pools[self._doing(kind, o, programs)])) for o in range(1, num_options)),
+            )
         return tuple(by_class[kind] for kind in self.classes)
 
     def _doing(self, kind: int, option: int, programs: dict[tuple[int, int], list[BlockProgram]]) -> Any:

@@ -28,6 +28,9 @@ class Sample:
     """By the number of a call: what it has sent away from the device."""
     seconds: dict[Interval, float]
     step_seconds: float
+    """Of the step without policies, where it was run, or else with these."""
+    plain_seconds: dict[Interval, float] | None = None
+    """Without policies, timed beside ``seconds``; ``None``: what one run shows holds for all, as nothing disturbs."""
 
 
 @final

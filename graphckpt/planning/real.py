@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -45,9 +45,12 @@ class RealStep:
         self._optimizers: dict[int, Optimizer] = {}
 
     def sample(self, blocks: Blocks, options: Sequence[Option]) -> Sample:
-        """Runs the step with one option on each block: once to warm up, once logged, and some times by the clock."""
+        """Runs the step with one option on each block: once to warm up, once logged, and some times by the clock.
+
+        Each timed run comes beside one without policies, so that what else the machine does lengthens both alike.
+        """
         stores = {far: TracedStore(is_far=far, min_elements=self._min_elements) for far in (False, True)}
-        with register_hook(self._meet), blocks.under(options, lambda option: stores[option.is_far]):
+        with register_hook(self._meet), blocks.under(options, lambda option: stores[option.is_far]) as without:
             self._step_fn()
             trace = self._trace()
             for store in stores.values():
@@ -58,9 +61,13 @@ class RealStep:
             far_bytes = dict(stores[True].far_bytes)
             for store in stores.values():
                 store.trace = None
-            clocks = [self._timed(blocks) for _ in range(_TIMED_RUNS)]
-        seconds = {i: min(c.seconds.get(i, 0.0) for c in clocks) for i in clocks[0].seconds}
-        return Sample(trace, far_bytes, seconds, min(clock.total for clock in clocks))
+            clocks, plain = [], []
+            for _ in range(_TIMED_RUNS):
+                clocks.append(self._timed(blocks))
+                with without():
+                    plain.append(self._timed(blocks))
+        total = min(clock.total for clock in plain)
+        return Sample(trace, far_bytes, _fastest(clocks), total, _fastest(plain))
 
     def only(self, blocks: Blocks, numbers: Sequence[int]) -> AbstractContextManager[bool]:
         """A real step is run whole: its times are measured on many blocks."""
@@ -145,7 +152,10 @@ class RealStep:
 
 @final
 class _Clock:
-    """Times the intervals of a step."""
+    """Times the intervals of a step.
+
+    What one thread computes on the CPU is timed by the time that it had: other processes lengthen that least.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -207,7 +217,13 @@ class _Clock:
     def _now(self) -> float:
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
+        elif torch.get_num_threads() == 1:
+            return process_time()
         return perf_counter()
+
+
+def _fastest(clocks: Sequence[_Clock]) -> dict[Interval, float]:
+    return {i: min(clock.seconds.get(i, 0.0) for clock in clocks) for i in clocks[0].seconds}
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from graphckpt.tree import flatten_call, flatten_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import nn
 
@@ -75,8 +76,11 @@ class Blocks:
     @contextmanager
     def under(
         self, options: Sequence[Option], store: Callable[[Option], TracedStore | None], *, learns: bool = True
-    ) -> Iterator[None]:
-        """Puts an option on each block; with ``learns=False`` a first call is like all others, and sees no edits."""
+    ) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+        """Puts an option on each block; with ``learns=False`` a first call is like all others, and sees no edits.
+
+        Yields a function that takes them off for the time of a ``with`` block.
+        """
         wrappers = []
         try:
             for name, module, option in zip(self.names, self.modules, options, strict=True):
@@ -84,7 +88,7 @@ class Blocks:
                 wrapper.site.learns = learns
                 wrapper.put_on()
                 wrappers.append(wrapper)
-            yield
+            yield lambda: _without(wrappers)
         finally:
             for wrapper in reversed(wrappers):
                 wrapper.take_off()
@@ -99,6 +103,17 @@ class Blocks:
                 stack.callback(module.register_forward_hook(marks.end, always_call=True).remove)
             stack.callback(register_optimizer_step_pre_hook(lambda *_: listener.optimizer_begins()).remove)
             yield
+
+
+@contextmanager
+def _without(wrappers: Sequence[BlockForward]) -> Iterator[None]:
+    for wrapper in reversed(wrappers):
+        wrapper.take_off()
+    try:
+        yield
+    finally:
+        for wrapper in wrappers:
+            wrapper.put_on()
 
 
 @final

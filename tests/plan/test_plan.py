@@ -201,7 +201,7 @@ def test_below_the_floor_the_message_says_how_low_it_can_be_and_why(known):
 
 def test_a_floor_that_the_head_sets_is_mended_there():
     planner = gpt2(vocabulary=2000, num_layers=2).planner()
-    with pytest.raises(PlanError, match=r"set by the head and the loss, after transformer\.h\.1; .* with `tiles`"):
+    with pytest.raises(PlanError, match=r"set by the head and the loss, after transformer\.h\.1; .* under `Tiles`"):
         planner.plan(planner.floor.peak - 1)
 
 
