@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from graphckpt.stores import Group
     from graphckpt.undo import Undo
 
+    _Given = tuple[int, torch.Tensor, int, torch.Tensor | None]
+
 
 @final
 class _Same:
@@ -99,7 +101,8 @@ class Frame:
         self._early_stop &= not learning  # the first call's second run goes on to its end, and must save no more
         watch = state.watch() if learning else None
         function = self._function if watch is None else watch.around(self._function)
-        tensors = self._keep(leaves, learning=learning)
+        returned = last_returned.get() if self._joins and self.outer is None else None
+        tensors = self._keep(leaves, returned, learning=learning)
 
         token = running.set(Run(self, running.get(), again=False))
         pack: Any = self.pack if recorder is None else recorder.first_run(site.name, self.pack)
@@ -121,7 +124,7 @@ class Frame:
             self._snapshot = state.learn(watch, self._snapshot)
         elif self._snapshot.versions:
             self._see_buffers_begin_to_move()
-        self._settle(tensors, learning=learning)
+        self._settle(tensors, returned, learning=learning)
         last_returned.set(Returned(self, output))
         return output
 
@@ -147,10 +150,8 @@ class Frame:
         """Names the argument that leaf ``position`` belongs to."""
         return self._shape.name(position, self._function)
 
-    def _keep(self, leaves: list[Any], *, learning: bool) -> list[tuple[int, torch.Tensor, int, torch.Tensor | None]]:
-        site = self.site
-        edited_before = site.edited
-        returned = last_returned.get() if self._joins and not learning and self.outer is None else None
+    def _keep(self, leaves: list[Any], returned: Returned | None, *, learning: bool) -> list[_Given]:
+        self.edited = self.site.edited
         tensors = []
         first_of: dict[int, int] = {}
         for position, leaf in enumerate(leaves):
@@ -161,33 +162,31 @@ class Frame:
                     continue
                 # An argument that forward edits in place is kept as a copy. Which ones these are shows on the first
                 # call, for which every argument is copied, one block's at a time.
-                twin = twin_of(leaf) if learning or position in edited_before else None
+                twin = twin_of(leaf) if learning or position in self.edited else None
                 version = 0 if leaf.is_inference() else leaf._version
                 tensors.append((position, leaf, version, twin))
-                number = None if returned is None or twin is not None else returned.number_of(leaf)
-                if number is not None:
-                    leaves[position] = Handed(number, leaf)
-                    continue
                 deferred = learning and self.outer is None
-                leaves[position] = leaf if deferred else Kept(leaf if twin is None else twin, self, self.outer)
+                leaves[position] = leaf if deferred else self._kept(leaf, twin, returned)
             elif type(leaf) not in ATOMS:
                 if hasattr(leaf, "__next__"):
-                    raise RecomputeError(iterator_argument(site.name, self.name_of(position)))
+                    raise RecomputeError(iterator_argument(self.site.name, self.name_of(position)))
                 self._objects = self._objects or take_objects(leaves)
         self._leaves = leaves
-        self.edited = edited_before
-        if any(isinstance(leaf, Handed) for leaf in leaves):
-            self._before = returned.frame()  # type: ignore[union-attr]
-        elif self._joins and not learning:
-            site.note("joined: no argument is what a recomputed block right before it has returned; all are kept")
         return tensors
+
+    def _kept(self, leaf: torch.Tensor, twin: torch.Tensor | None, returned: Returned | None) -> Kept | Handed:
+        number = None if returned is None or twin is not None else returned.number_of(leaf)
+        if returned is None or number is None:
+            return Kept(leaf if twin is None else twin, self, self.outer)
+        self._before = returned.frame()
+        return Handed(number, leaf)
 
     def _see_buffers_begin_to_move(self) -> None:
         name, self._snapshot = self._state.began_to_move(self._snapshot)
         if name is not None:
             warnings.warn(begins_to_move(self.site.name, name), stacklevel=4)
 
-    def _settle(self, tensors: list[tuple[int, torch.Tensor, int, torch.Tensor | None]], *, learning: bool) -> None:
+    def _settle(self, tensors: list[_Given], returned: Returned | None, *, learning: bool) -> None:
         """After the first run: sees which arguments it edited, and lets go of what the second run does not need."""
         moved = frozenset(p for p, leaf, version, _ in tensors if not leaf.is_inference() and leaf._version != version)
         site = self.site
@@ -195,10 +194,11 @@ class Frame:
             site.edited = self.edited = moved | site.edited
             if self.outer is None:
                 for position, leaf, _, twin in tensors:
-                    kept = twin if position in self.edited else leaf
-                    self._leaves[position] = Kept(kept, self, None)  # type: ignore[arg-type]
+                    self._leaves[position] = self._kept(leaf, twin if position in self.edited else None, returned)
         elif not moved <= self.edited:
             raise RecomputeError(edits_argument(site.name, self.name_of(min(moved - self.edited))))
+        if self._joins and self._before is None:
+            site.note("joined: no argument is what a recomputed block right before it has returned; all are kept")
         if self._objects:
             self._objects = settle_objects(self._objects)
         for hole in self.holes:
@@ -219,7 +219,7 @@ class Frame:
 
     def _take(self, position: int, leaf: Any) -> Any:
         if isinstance(leaf, Handed):
-            return leaf.of(self._before.handed)  # type: ignore[union-attr, arg-type]
+            return leaf.of(self._before)  # type: ignore[arg-type]
         if not isinstance(leaf, Kept):
             if isinstance(leaf, torch.Tensor):  # backward within the first run of a first call
                 return leaf.detach().requires_grad_(leaf.requires_grad)

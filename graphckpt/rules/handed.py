@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
+from graphckpt.errors import RecomputeError
+from graphckpt.rules.mismatch import returns_differ
 from graphckpt.tree import flatten_value
 
 if TYPE_CHECKING:
@@ -22,13 +24,11 @@ class Returned:
 
     def __init__(self, frame: Frame, output: Any) -> None:
         self.frame = weakref.ref(frame)
-        self._tensors = [
-            (weakref.ref(tensor), tensor._version) for tensor in tensors_in(output) if not tensor.is_inference()
-        ]
+        self._tensors = [(weakref.ref(t), None if t.is_inference() else t._version) for t in tensors_in(output)]
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
         """Returns which of the tensors this one is; ``None`` if it is none of them, or was edited since."""
-        if self.frame() is None:
+        if self.frame() is None or tensor.is_inference():
             return None
         for number, (ref, version) in enumerate(self._tensors):
             if ref() is tensor:
@@ -43,15 +43,23 @@ last_returned: ContextVar[Returned | None] = ContextVar("last_returned", default
 class Handed:
     """An argument that is not kept: the block before returns it again."""
 
-    __slots__ = ("_number", "_requires_grad")
+    __slots__ = ("_kind", "_number", "_requires_grad")
 
     def __init__(self, number: int, tensor: torch.Tensor) -> None:
+        self._kind = tensor.dtype, tensor.shape
         self._number = number
         self._requires_grad = tensor.requires_grad
 
-    def of(self, handed: list[torch.Tensor]) -> torch.Tensor:
-        """Returns the argument, of all that the block before has returned again."""
-        return handed[self._number].requires_grad_(self._requires_grad)
+    def of(self, before: Frame) -> torch.Tensor:
+        """Returns the argument, of all that the block before has returned again.
+
+        Raises:
+            RecomputeError: it has returned something else.
+        """
+        kinds = [(tensor.dtype, tensor.shape) for tensor in before.handed or ()]
+        if kinds[self._number : self._number + 1] != [self._kind]:
+            raise RecomputeError(returns_differ(before.site.name, self._number, self._kind, kinds))
+        return before.handed[self._number].requires_grad_(self._requires_grad)  # type: ignore[index]
 
 
 def tensors_in(output: Any) -> list[torch.Tensor]:

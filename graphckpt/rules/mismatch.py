@@ -14,9 +14,11 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from graphckpt.errors import RecomputeError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from graphckpt.rules.passes import SecondRun
+
+    _Kind = tuple[torch.dtype, torch.Size]
 
 _FIX = (
     "fix: make forward depend on its arguments, parameters and random state alone, or set "
@@ -90,6 +92,12 @@ def differs(block: str, fault: Fault) -> str:
     assert not isinstance(fault.second, int)
     was, now = _describe(*fault.first), _describe(*fault.second)
     return f"{block}: saved tensor {fault.position}{where} was {was} in the first run and {now} in the second · {_FIX}"
+
+
+def returns_differ(block: str, number: int, was: _Kind, second: Sequence[_Kind]) -> str:
+    """The message for a block that hands another tensor on to the joined block behind it than in the first run."""
+    first, now = _describe(*was), _describe(*second[number]) if number < len(second) else "nothing"
+    return f"{block}: tensor {number} that it returned was {first} in the first run and {now} in the second · {_FIX}"
 
 
 def edited(block: str, what: str) -> str:

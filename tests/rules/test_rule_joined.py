@@ -132,6 +132,83 @@ def test_it_keeps_its_input_where_the_block_before_is_not_recomputed() -> None:
         assert full - kept_bytes(model, x) == 3 * x.untyped_storage().nbytes()
 
 
+def test_the_first_call_keeps_no_more_than_others() -> None:
+    model, x = chain("mlp", length=6), torch.randn(6, 16)
+    inputs: list[weakref.ref[torch.UntypedStorage]] = []
+    for block in model[1:-1]:
+        block.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0].untyped_storage())))
+    with put(model):
+        loss = model(x).sum()
+        assert [ref() is not None for ref in inputs] == [True, False, False, False, False, False]
+        loss.backward()
+
+
+def test_a_slab_is_made_for_the_first_input_alone(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="graphckpt")
+    model, x = chain("mlp", length=6), torch.randn(256, 16)
+    for rule in (True, "joined"):
+        fields = {"activation_checkpointing": rule, "contiguous": True}
+        with graphckpt.apply(model, {"[1-6]": fields, "1": {"activation_checkpointing": True}}):
+            for _ in range(3):
+                model(x).sum().backward()
+    made = [record.message for record in caplog.records if "slab" in record.message]
+    assert made == ["contiguous: a slab of 96.0 KiB on cpu", "contiguous: a slab of 16.0 KiB on cpu"]
+
+
+class Returns(nn.Module):
+    """Returns something else beside its result, and something else again once ``flag`` is turned."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self.linear, self.result, self.flag = nn.Linear(16, 16), result, False
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.result(self.linear(x).tanh(), self.flag)
+
+
+class Last(nn.Module):
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Returns(result) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)[-1]
+        return x
+
+
+def made_in_inference_mode(y: torch.Tensor, _: bool) -> tuple[torch.Tensor, ...]:
+    with torch.inference_mode():
+        return torch.ones_like(y), y.clone(), y  # what comes last is no inference tensor
+
+
+def test_what_is_handed_on_may_be_returned_beside_inference_tensors() -> None:
+    model, x = Last(made_in_inference_mode), torch.randn(6, 16)
+    wanted = gradients(model, x.requires_grad_())
+    with put(model, {"blocks.0": True, "blocks.[12]": "joined"}):
+        assert all(map(torch.equal, gradients(model, x), wanted))
+
+
+@pytest.mark.parametrize(
+    ("result", "now"),
+    [
+        (lambda y, flag: (y,) if flag else (y.detach(), y), "nothing"),
+        (lambda y, flag: (y[:3],) if flag else (y,), r"float32\[3, 16\]"),
+        (lambda y, flag: (y.double(),) if flag else (y,), r"float64\[6, 16\]"),
+    ],
+    ids=["fewer", "another shape", "another type"],
+)
+def test_a_block_that_returns_something_else_again_is_named(result: Any, now: str) -> None:
+    model = Last(result)
+    with put(model, {"blocks.0": True, "blocks.[12]": "joined"}):
+        loss = model(torch.randn(6, 16)).sum()
+        model.blocks[1].flag = True
+        message = rf"blocks\.1: tensor . that it returned was float32\[6, 16\] in the first run and {now} in the second"
+        with pytest.raises(graphckpt.RecomputeError, match=message):
+            loss.backward()
+
+
 def test_micro_batches_whose_backwards_come_late() -> None:
     def both(model: nn.Module) -> list[torch.Tensor]:
         torch.manual_seed(1)
