@@ -207,7 +207,11 @@ def test_a_flag_may_change_after_the_first_call() -> None:
 
 
 WRONG: list[tuple[str, Any, str]] = [
-    ("activation_checkpointing", "yes", "there is no rule 'yes' · fix: use 'full', 'joined', 'keep', 'segments', 'selective'"),
+    (
+        "activation_checkpointing",
+        "yes",
+        "there is no rule 'yes' · fix: use 'full', 'joined', 'keep', 'segments', 'selective'",
+    ),
     ("activation_checkpointing", "ful", "there is no rule 'ful' · did you mean 'full'? · fix: use"),
     ("activation_checkpointing", 1, "1 is no rule · fix: use True, False, None"),
     ("segments", 0, "segments: 0 is no number of runs · fix: use a positive int, 'sqrt' or 'log'"),
