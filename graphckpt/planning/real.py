@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from graphckpt.planning.run import Option
 
-_TIMED_RUNS = 3  # of which the fastest counts: what else the machine does only ever adds
+_TIMED_RUNS = 2  # of which the fastest counts: what else the machine does only ever adds
 
 
 @final
