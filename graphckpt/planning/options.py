@@ -6,11 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 from graphckpt.errors import ConfigError
 from graphckpt.planning.run import KEEP, Option
-from graphckpt.rules import Full, Keep, Selective, parse_rule
+from graphckpt.rules import Full, Joined, Keep, Selective, parse_rule
 from graphckpt.stores import parse_offload
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from torch import nn
+
+    from graphckpt.rules import Rule
 
 _FLAG = "activation_checkpointing"
 
@@ -31,12 +35,13 @@ def options(offload: bool | str = False, only: Iterable[Any] | None = None) -> t
 
     Args:
         offload: where kept tensors may go: ``True`` or ``"cpu"``, ``"disk"``, ``"disk:/a/folder"``.
-        only: rules to consider beside ``keep``, as ``activation_checkpointing`` takes them; ``None`` is all.
+        only: rules to consider beside ``keep``, as ``activation_checkpointing`` takes them; ``None`` is all. That
+            blocks may be ``joined`` is no option of one of them: see :func:`joins`.
 
     Raises:
         ConfigError: there is no such place or rule.
     """
-    near = NEAR if only is None else (KEEP, *(_option(value) for value in only))
+    near = NEAR if only is None else (KEEP, *(_option(value) for value in only if not isinstance(_rule(value), Joined)))
     if parse_offload(offload) is None:
         return near
     place = "cpu" if offload is True else offload
@@ -47,8 +52,19 @@ def options(offload: bool | str = False, only: Iterable[Any] | None = None) -> t
     )
 
 
-def _option(value: Any) -> Option:
+def joins(blocks: Iterable[nn.Module], only: Iterable[Any] | None = None) -> bool:
+    """Returns whether blocks may run again as one: ``only`` lists no rules or that one too, and the blocks can."""
+    is_asked = only is None or any(isinstance(_rule(value), Joined) for value in only)
+    return is_asked and all(Joined().check(block) is None for block in blocks)
+
+
+def _rule(value: Any) -> Rule:
     rule = parse_rule(value)
     if rule is None or isinstance(rule, Keep):
         raise ConfigError(f"rules: {value!r} is no rule · fix: leave it out; keep is always considered")
+    return rule
+
+
+def _option(value: Any) -> Option:
+    rule = _rule(value)
     return Option(rule.describe(), {_FLAG: value}, rule)

@@ -16,7 +16,7 @@ from graphckpt.planning import budget as budgets
 from graphckpt.planning.below_floor import plan_below_floor
 from graphckpt.planning.choose import Rates
 from graphckpt.planning.measure import PlanError, measure
-from graphckpt.planning.options import options
+from graphckpt.planning.options import joins, options
 from graphckpt.planning.plan import Plan, PlanRow
 from graphckpt.planning.planner import Planner
 from graphckpt.planning.real import RealStep
@@ -63,7 +63,7 @@ def plan(
         host_budget: the most bytes that may be there at once.
         blocks: selectors of the blocks to decide about; ``None`` finds the model's layers.
         rules: what to consider beside ``keep``, as ``activation_checkpointing`` takes it; ``None`` is all of
-            ``full`` and three levels of ``selective``.
+            ``full``, three levels of ``selective``, and ``joined`` runs of layers, which need ``full`` too.
         head: the block that computes the loss, and how it may run in slices: ``{"loss_head": Tiles(8, reduce="sum")}``,
             or a list of rules to choose from. Each is measured as well, and taken where it is faster or alone fits.
         check: run the step under the plan, and plan again if it is over the budget, or more than 1 % off.
@@ -115,6 +115,7 @@ def plan_step(
     budgets.check(memory_budget)
     host_bytes = None if host_budget is None else parse_bytes(host_budget)
     rates = None
+    rules = None if rules is None else list(rules)
     considered = options(offload, rules)
     notes = []
     if any(option.is_far for option in considered):
@@ -135,6 +136,7 @@ def plan_step(
                     device=str(step.device),
                     rates=rates,
                     host_budget=host_bytes,
+                    joins=joins((module for _, module in blocks), rules),
                     notes=notes,
                     also=rows,
                 )

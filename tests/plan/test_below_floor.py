@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import graphckpt
-from graphckpt import PlanError
+from graphckpt import Joined, PlanError
 from graphckpt.ledger.live import LiveBytes
 
 
@@ -38,3 +38,14 @@ def test_below_that_it_is_an_error():
     model, step = made()
     with pytest.raises(PlanError, match="no plan fits"):
         graphckpt.plan(model, step, memory_budget=1000)
+
+
+def test_layers_are_joined_where_the_rules_say_so(monkeypatch):
+    model, step = made()
+    alone = graphckpt.plan(model, step, memory_budget="min", rules=["full"])
+    joined = graphckpt.plan(model, step, memory_budget="min", rules=["full", "joined"])
+    assert joined.predicted_peak_bytes < 0.7 * alone.predicted_peak_bytes
+    assert {row.option for row in alone.rows} <= {"keep", "full"}
+    assert "joined" in {row.option for row in joined.rows}
+    monkeypatch.setattr(Joined, "check", lambda *_: "units of FSDP2 cannot")
+    assert graphckpt.plan(model, step, memory_budget="min").predicted_peak_bytes == alone.predicted_peak_bytes
