@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import final
 
@@ -31,6 +32,16 @@ def device_memory(device: torch.device) -> Memory:
             peak_bytes=torch.cuda.max_memory_allocated(device),
         )
     return process_memory()
+
+
+def device_used_bytes(device: torch.device) -> int | None:
+    """Returns the bytes in use on a CUDA device as ``nvidia-smi`` counts them: by all processes, with all that they load.
+
+    ``None`` for any other device, and without ``nvidia-ml-py``, which asks the driver.
+    """
+    if device.type != "cuda" or find_spec("pynvml") is None:
+        return None
+    return int(torch.cuda.device_memory_used(device))
 
 
 def process_memory() -> Memory:

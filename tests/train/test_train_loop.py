@@ -14,9 +14,10 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from graphckpt.train import memory
 from graphckpt.train.hooks import EvalHook, LogHook, MetricsHook
 from graphckpt.train.loop import HookBase, Loop, TrainError
-from graphckpt.train.memory import process_memory
+from graphckpt.train.memory import device_used_bytes, process_memory
 from graphckpt.train.optim import get_default_optimizer_params, warmup_cosine_lr
 from graphckpt.train.report import Report
 from graphckpt.train.tasks import CausalLM
@@ -196,3 +197,12 @@ def test_learning_rate_rises_then_falls():
     assert rates[12] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
     assert rates[20] == pytest.approx(0.2)
     assert all(earlier >= later for earlier, later in itertools.pairwise(rates[4:]))
+
+
+def test_the_driver_is_asked_where_it_can_be(monkeypatch):
+    cuda = torch.device("cuda", 0)
+    assert device_used_bytes(torch.device("cpu")) is None
+    monkeypatch.setattr(torch.cuda, "device_memory_used", lambda device: 1234 if device == cuda else 0)
+    for found, wanted in ((None, None), (object(), 1234)):
+        monkeypatch.setattr(memory, "find_spec", lambda name, found=found: found if name == "pynvml" else None)
+        assert device_used_bytes(cuda) == wanted

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from graphckpt.train.loop import HookBase, Loop, TrainError
-from graphckpt.train.memory import device_memory, process_memory
+from graphckpt.train.memory import device_memory, device_used_bytes, process_memory
 from graphckpt.units import format_bytes
 
 
@@ -125,6 +125,8 @@ class LogHook(HookBase):
         if self._device.type == "cuda":
             memory = device_memory(self._device)
             loop.metrics |= {"cuda_bytes": memory.now_bytes, "peak_cuda_bytes": memory.peak_bytes}
+            used = device_used_bytes(self._device)
+            loop.metrics |= {} if used is None else {"cuda_used_bytes": used}
         parts = (
             f"eta: {_clock((loop.train_iter - loop.done) * seconds)}",
             f"iteration: {loop.iteration}/{loop.train_iter}",
