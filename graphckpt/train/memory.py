@@ -35,7 +35,7 @@ def device_memory(device: torch.device) -> Memory:
 
 
 def device_used_bytes(device: torch.device) -> int | None:
-    """Returns the bytes in use on a CUDA device as ``nvidia-smi`` counts them: by all processes, with all that they load.
+    """Returns the bytes in use on a CUDA device, by all processes and what they load, as ``nvidia-smi`` counts them.
 
     ``None`` for any other device, and without ``nvidia-ml-py``, which asks the driver.
     """
