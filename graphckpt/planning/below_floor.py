@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def plan_below_floor(step: RealStep, planner: Planner, budget: int) -> Plan | None:
     """Returns the plan if it fits in ``budget``, as measured; else ``None``.
 
-    Only the children of one ``nn.Sequential`` can be joined: what calls them is known.
+    Only the children of one ``nn.Sequential`` can be halved: what calls them is known.
     """
     model = planner.model
     name = None if model is None else _sequential_of(model, planner.measured.names)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, final
 
 from graphckpt.planning.joined import LENGTHS
 from graphckpt.planning.levels import COVERED, Move
-from graphckpt.planning.predict import Change, State
+from graphckpt.planning.predict import Change, State, Steps
 from graphckpt.planning.trace import Interval, Kind, Phase
 
 if TYPE_CHECKING:
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from graphckpt.planning.joined import Joints, Runs
     from graphckpt.planning.measure import Measured
-    from graphckpt.planning.predict import Steps
 
 Held = frozenset[int]
 
@@ -97,61 +96,41 @@ class StepChain:
         )
 
     def move(self, block: int, option: int, held: Hashable) -> Move | None:
-        """Returns what an option does where earlier blocks hold ``held``."""
+        """Returns what an option does where earlier blocks hold ``held``; a run of blocks is one long block."""
         assert isinstance(held, frozenset)
-        number, call = self.blocks[block], self._calls[block]
         length = self._length(block, option)
-        if length > 1:
-            return self._move_joined(block, length, held)
-        if self._fixed.get(number, option) != option or (number, option) in self._banned:
+        chosen = option if length == 1 else self._full
+        numbers = self.blocks[block : block + length]
+        if any(self._fixed.get(n, chosen) != chosen or (n, chosen) in self._banned for n in numbers):
             return None
-        own = self._model.holds(call, option)
-        forward = Interval(Phase.FORWARD, call)
-        state = State(self._constants[forward], self._others[forward], held)
-        for interval in self._until_next(forward):
-            state.walk(self._model.steps(interval, option))
-        after = self._next_start(forward)
+        calls = range(self._calls[block], self._calls[block] + length)
+        own, handed, joined = self._model.holds(calls[0], chosen), frozenset[int](), dict[Interval, Steps]()
+        if length > 1:
+            assert self._joints is not None
+            own = own.union(*map(self._joints.holds, calls[1:]))
+            handed = frozenset(map(self._joints.handed, calls[1:]))  # they have gone, and come again
+            joined = dict(self._joints.steps(calls))
+        first = Interval(Phase.FORWARD, calls[0])
+        state = State(self._constants[first], self._others[first], held)
+        for call in calls:
+            self._walk(state, Interval(Phase.FORWARD, call), chosen, joined)
+        after, backward = self._next_start(Interval(Phase.FORWARD, calls[-1])), Interval(Phase.BACKWARD, calls[-1])
         now_held = held | own
-        kept = state.level - self._constants[after]
-        backward = Interval(Phase.BACKWARD, call)
         peak = 0
         if backward in self._order:
             level = self._constants[backward] + self._unseen(now_held, backward) - self._unseen(now_held, after)
-            state_back = State(level, self._others[backward], held)
+            state_back = State(level, self._others[backward] - handed, held)
             state_back.holders.update(own)
-            for interval in self._until_next(backward):
-                state_back.walk(self._model.steps(interval, option))
+            for call in reversed(calls):
+                self._walk(state_back, Interval(Phase.BACKWARD, call), chosen, joined)
             peak = state_back.peak
-        return Move(state.peak, kept, peak, self._still_of_use(now_held, block, after))
-
-    def _move_joined(self, block: int, length: int, held: Held) -> Move | None:
-        """Returns what it does to run some blocks again as one."""
-        assert self._joints is not None
-        numbers = self.blocks[block : block + length]
-        if any((n, self._full) in self._banned or self._fixed.get(n, self._full) != self._full for n in numbers):
-            return None
-        calls = range(self._calls[block], self._calls[block] + length)
-        joined = dict(self._joints.steps(calls))
-        first, last = Interval(Phase.FORWARD, calls[0]), Interval(Phase.FORWARD, calls[-1])
-        state = State(self._constants[first], self._others[first], held)
-        for call in calls:
-            self._walk(state, Interval(Phase.FORWARD, call), joined)
-        after, backward = self._next_start(last), Interval(Phase.BACKWARD, calls[-1])
-        own = self._model.holds(calls[0], self._full).union(*(self._joints.holds(call) for call in calls[1:]))
-        now_held = held | own
-        handed = {self._joints.handed(call) for call in calls[1:]}  # they have gone, and come again
-        level = self._constants[backward] + self._unseen(now_held, backward) - self._unseen(now_held, after)
-        state_back = State(level, self._others[backward] - handed, held)
-        state_back.holders.update(own)
-        for call in reversed(calls):
-            self._walk(state_back, Interval(Phase.BACKWARD, call), joined)
         kept = state.level - self._constants[after]
         still = self._still_of_use(now_held, block + length - 1, after)
-        return Move(state.peak, kept, state_back.peak, still, length=length)
+        return Move(state.peak, kept, peak, still, length=length)
 
-    def _walk(self, state: State, interval: Interval, joined: Mapping[Interval, Steps]) -> None:
+    def _walk(self, state: State, interval: Interval, option: int, joined: Mapping[Interval, Steps]) -> None:
         for each in self._until_next(interval):
-            state.walk(joined[each] if each in joined else self._model.steps(each, self._full))
+            state.walk(joined[each] if each in joined else self._model.steps(each, option))
 
     @property
     def _full(self) -> int:
