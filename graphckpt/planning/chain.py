@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, final
 
 from graphckpt.planning.joined import LENGTHS
 from graphckpt.planning.levels import COVERED, Move
-from graphckpt.planning.predict import Change, State, Steps
 from graphckpt.planning.trace import Interval, Kind, Phase
+from graphckpt.planning.walk import Change, State, Steps
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -54,7 +54,8 @@ class StepChain:
         self.start: Held = frozenset()
         self.base = 0
         self._constants, self._others = self._walk_constants()
-        self._stretches: dict[Interval, Sequence[Interval]] = {}
+        self._until: dict[Interval, Sequence[Interval]] = {}
+        self._stretches: dict[Steps, Steps] = {}
         self._order = {interval: number for number, interval in enumerate(model.intervals)}
         self._last_use = self._last_uses(len(measured.options))
         first = self._order[Interval(Phase.FORWARD, self._calls[0])]
@@ -104,33 +105,42 @@ class StepChain:
         if any(self._fixed.get(n, chosen) != chosen or (n, chosen) in self._banned for n in numbers):
             return None
         calls = range(self._calls[block], self._calls[block] + length)
-        own, handed, joined = self._model.holds(calls[0], chosen), frozenset[int](), dict[Interval, Steps]()
-        if length > 1:
+        steps: list[tuple[Interval, Sequence[Steps]]]
+        if length == 1:
+            own, handed = self._model.holds(calls[0], chosen), frozenset[int]()
+            steps = [(i, (self._model.steps(i, chosen),)) for i in _intervals(calls[0]) if i in self._order]
+        else:
             assert self._joints is not None
-            own = own.union(*map(self._joints.holds, calls[1:]))
-            handed = frozenset(map(self._joints.handed, calls[1:]))  # they have gone, and come again
-            joined = dict(self._joints.steps(calls))
+            own, handed = self._joints.holds(calls), self._joints.handed(calls)  # which have gone, and come again
+            steps = list(self._joints.steps(calls))
         first = Interval(Phase.FORWARD, calls[0])
         state = State(self._constants[first], self._others[first], held)
-        for call in calls:
-            self._walk(state, Interval(Phase.FORWARD, call), chosen, joined)
-        after, backward = self._next_start(Interval(Phase.FORWARD, calls[-1])), Interval(Phase.BACKWARD, calls[-1])
-        now_held = held | own
+        for interval, parts in steps[:length]:
+            self._walk(state, interval, parts)
+        after, now_held = self._next_start(Interval(Phase.FORWARD, calls[-1])), held | own
         peak = 0
-        if backward in self._order:
+        if steps[length:]:
+            backward = Interval(Phase.BACKWARD, calls[-1])
             level = self._constants[backward] + self._unseen(now_held, backward) - self._unseen(now_held, after)
             state_back = State(level, self._others[backward] - handed, held)
-            state_back.holders.update(own)
-            for call in reversed(calls):
-                self._walk(state_back, Interval(Phase.BACKWARD, call), chosen, joined)
+            state_back.hold(own)
+            for interval, parts in steps[length:]:
+                self._walk(state_back, interval, parts)
             peak = state_back.peak
         kept = state.level - self._constants[after]
         still = self._still_of_use(now_held, block + length - 1, after)
         return Move(state.peak, kept, peak, still, length=length)
 
-    def _walk(self, state: State, interval: Interval, option: int, joined: Mapping[Interval, Steps]) -> None:
-        for each in self._until_next(interval):
-            state.walk(joined[each] if each in joined else self._model.steps(each, option))
+    def _walk(self, state: State, interval: Interval, parts: Sequence[Steps]) -> None:
+        """Goes through an interval of a block, and what comes before the next one."""
+        *again, own = parts
+        for steps in again:
+            state.walk(steps)
+        stretch = self._stretches.get(own)
+        if stretch is None:
+            others = (self._model.steps(each, 0) for each in self._until_next(interval)[1:])
+            stretch = self._stretches[own] = Steps(step for each in (own, *others) for step in each)
+        state.walk(stretch)
 
     @property
     def _full(self) -> int:
@@ -154,7 +164,7 @@ class StepChain:
 
     def _until_next(self, interval: Interval) -> Sequence[Interval]:
         """Returns an interval of a block and those after it, up to the next one of a block."""
-        found = self._stretches.get(interval)
+        found = self._until.get(interval)
         if found is None:
             number = self._order[interval]
             end = number + 1
@@ -163,7 +173,7 @@ class StepChain:
                 intervals[end].is_of_block or intervals[end].phase in (Phase.OPTIMIZER, Phase.BEFORE)
             ):
                 end += 1
-            found = self._stretches[interval] = intervals[number:end]
+            found = self._until[interval] = intervals[number:end]
         return found
 
     def _next_start(self, interval: Interval) -> Interval:
@@ -213,6 +223,10 @@ class StepChain:
         state = State(self._constants[interval], self._others[interval])
         state.walk(self._model.steps(interval, 0))
         return state.peak
+
+
+def _intervals(call: int) -> tuple[Interval, Interval]:
+    return Interval(Phase.FORWARD, call), Interval(Phase.BACKWARD, call)
 
 
 def last_pass(intervals: Sequence[Interval]) -> list[int]:

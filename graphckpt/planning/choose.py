@@ -125,7 +125,7 @@ class Chooser:
 
     def pareto(self, most: int = 24) -> list[Choice]:
         """Returns the choices of which none is better in peak and time, from the lowest peak up."""
-        candidates = [self._judged(chain, plan) for chain, f in self.fronts for _, _, plan in f.pareto(most)]
+        candidates = [self._judged(chain, plan) for chain, f in self.fronts for plan in f.plans(most)]
         candidates += self.simple
         if self._rates is not None and candidates:
             low, high = min(c.peak for c in candidates), max(c.peak for c in candidates)

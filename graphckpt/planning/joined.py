@@ -12,21 +12,20 @@ first block of a run has ``full`` in the end, the others have ``joined``.
 from __future__ import annotations
 
 from bisect import bisect_right
-from functools import cache
+from dataclasses import dataclass
 from math import fsum
 from typing import TYPE_CHECKING, TypeAlias, final
 
-from graphckpt.planning.predict import Change
 from graphckpt.planning.program import Run
 from graphckpt.planning.run import KEEP, Option
 from graphckpt.planning.trace import Interval, Kind, Phase
+from graphckpt.planning.walk import Change, Steps
 from graphckpt.rules import Full, Joined
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from graphckpt.planning.measured import Measured
-    from graphckpt.planning.predict import Steps
 
 Runs: TypeAlias = "tuple[tuple[int, int], ...]"
 """The first block of each run, and the one behind its last."""
@@ -36,6 +35,18 @@ LENGTHS = (2, 3, 4, 5, 6, 8, 10, 12, 16)
 
 JOINED = Option("joined", {"activation_checkpointing": "joined"}, Joined())
 """What a plan gives to the blocks of a run behind the first."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What a call does in a run: as its first block, which kept its input, or as one behind it."""
+
+    holds: frozenset[int]
+    """The shared storages that it holds until its backward."""
+    forward: Steps
+    backward: Steps
+    """All is there already."""
 
 
 @final
@@ -54,14 +65,15 @@ class Joints:
         self._calls: dict[int, list[int]] = {}
         for call, block in enumerate(model.block_of_call):
             self._calls.setdefault(block, []).append(call)
-        for each in ("_forward", "_again", "_backward", "_backward_of_last", "_private", "holds"):
-            setattr(self, each, cache(getattr(self, each)))  # of this object, and gone with it
-        self._handed = {call: storage for call in range(len(model.block_of_call)) for storage in self._handed_to(call)}
+        every = range(len(model.block_of_call) if self._full else 0)
+        self._handed = {call: storage for call in every for storage in self._handed_to(call)}
+        self._first = {call: self._as_first(call) for call in every}
+        self._behind = {call: self._as_behind(call) for call in self._handed}
+        self._again = {call: self._steps_again(call) for call in every}
+        self._last = {call: self._backward_of_last(call) for call in self._handed}
         self._follows = [
-            self._full > 0 and all(call in self._handed for call in self._calls.get(block, [-1]))
-            for block in range(len(measured.names))
+            all(call in self._handed for call in self._calls.get(block, [-1])) for block in range(len(measured.names))
         ]
-
         self.extra_seconds = [self._extra_seconds(measured, block) for block in range(len(measured.names))]
         """By block: what it takes longer where others are joined to it, since all of it runs again then; ``full`` ends
         its second run with the last tensor that backward needs."""
@@ -82,66 +94,68 @@ class Joints:
             longest += 1
         return LENGTHS[: bisect_right(LENGTHS, longest)]
 
-    def steps_of(self, runs: Runs) -> dict[Interval, Steps]:
+    def steps_of(self, runs: Runs) -> dict[Interval, Sequence[Steps]]:
         """Returns what happens in the intervals of all blocks of some runs, in all passes of a step."""
-        found: dict[Interval, Steps] = {}
-        for first, end in runs:
-            for call in self._calls[first]:
-                found.update(self.steps(range(call, call + end - first)))
-        return found
+        return {
+            interval: steps
+            for first, end in runs
+            for call in self._calls[first]
+            for interval, steps in self.steps(range(call, call + end - first))
+        }
 
-    def steps(self, calls: range) -> Iterator[tuple[Interval, Steps]]:
-        """Yields what happens in the intervals of one pass through a run."""
+    def steps(self, calls: range) -> Iterator[tuple[Interval, Sequence[Steps]]]:
+        """Yields what happens in the intervals of one pass through a run, forward and backward."""
         first, last = calls[0], calls[-1]
-        for call in calls:
-            is_first = call == first
-            steps = self._model.steps(Interval(Phase.FORWARD, call), self._full)
-            yield Interval(Phase.FORWARD, call), steps if is_first else self._forward(call)
-        for call in calls[:-1]:
-            yield Interval(Phase.BACKWARD, call), self._backward(call, is_first=call == first)
-        again = [step for call in calls[:-1] for step in self._again(call)]
-        yield Interval(Phase.BACKWARD, last), again + self._backward_of_last(last)
+        each = [(call, self._first[call] if call == first else self._behind[call]) for call in calls]
+        for call, does in each:
+            yield Interval(Phase.FORWARD, call), (does.forward,)
+        yield Interval(Phase.BACKWARD, last), (*(self._again[call] for call in calls[:-1]), self._last[last])
+        for call, does in reversed(each[:-1]):
+            yield Interval(Phase.BACKWARD, call), (does.backward,)
+
+    def handed(self, calls: range) -> frozenset[int]:
+        """Returns the storages that the calls of a run hand on to one another."""
+        return frozenset(self._handed[call] for call in calls[1:])
+
+    def holds(self, calls: range) -> frozenset[int]:
+        """Returns the shared storages that the calls of a run hold until their backward."""
+        return self._first[calls[0]].holds.union(*(self._behind[call].holds for call in calls[1:]))
 
     def _extra_seconds(self, measured: Measured, block: int) -> float:
         again, backward = measured.forward_seconds[block][self._keep], measured.backward_seconds[block]
         return max(0.0, again + backward[self._keep] - backward[self._full])
 
-    def _forward(self, call: int) -> Steps:
+    def _as_first(self, call: int) -> _Call:
+        holds = self._model.holds(call, self._full)
+        forward = self._model.steps(Interval(Phase.FORWARD, call), self._full)
+        return _Call(holds, forward, Steps(self._backward(call, holds)))
+
+    def _as_behind(self, call: int) -> _Call:
         """The input is not held, and goes when it has been used."""
-        steps = self._model.steps(Interval(Phase.FORWARD, call), self._full)
         handed = self._handed[call]
-        kept = [
+        holds = self._model.holds(call, self._full) - {handed}
+        forward = [
             step
-            for step in steps
+            for step in self._model.steps(Interval(Phase.FORWARD, call), self._full)
             if isinstance(step, Run) or step.storage != handed or step.kind not in (Kind.HELD, Kind.RELEASED)
         ]
-        return [*kept, self._change(Kind.GONE, handed)]
+        gone = self._change(Kind.GONE, handed)
+        return _Call(holds, Steps([*forward, gone]), Steps([*self._backward(call, holds), gone]))
 
-    def _again(self, call: int) -> Steps:
+    def _backward(self, call: int, holds: frozenset[int]) -> Iterator[Run | Change]:
+        yield from self._model.steps(Interval(Phase.BACKWARD, call), self._keep)
+        yield from (self._change(Kind.RELEASED, storage) for storage in sorted(holds))
+        yield from (Run(0, -2 * held.change) for held in self._private(call))
+
+    def _steps_again(self, call: int) -> Steps:
         """It runs as if it kept all."""
-        return [*self._private(call), *self._model.steps(Interval(Phase.FORWARD, call), self._keep)]
-
-    def _backward(self, call: int, *, is_first: bool) -> Steps:
-        """All is there already."""
-        own = self._model.holds(call, self._full) if is_first else self.holds(call)
-        released = [self._change(Kind.RELEASED, storage) for storage in sorted(own)]
-        private = [Run(0, -2 * held.change) for held in self._private(call)]
-        gone = [] if is_first else [self._change(Kind.GONE, self._handed[call])]
-        return [*self._model.steps(Interval(Phase.BACKWARD, call), self._keep), *released, *private, *gone]
+        return Steps([*self._private(call), *self._model.steps(Interval(Phase.FORWARD, call), self._keep)])
 
     def _backward_of_last(self, call: int) -> Steps:
         """It runs again, as if it alone was recomputed."""
         steps = self._model.steps(Interval(Phase.BACKWARD, call), self._full)
         handed = self._handed[call]
-        return [self._change(Kind.HELD, handed), *steps, self._change(Kind.GONE, handed)]
-
-    def handed(self, call: int) -> int:
-        """Returns the number of the storage that the call before hands on to a call."""
-        return self._handed[call]
-
-    def holds(self, call: int) -> frozenset[int]:
-        """Returns the shared storages that a joined call holds until its backward."""
-        return self._model.holds(call, self._full) - {self._handed[call]}
+        return Steps([self._change(Kind.HELD, handed), *steps, self._change(Kind.GONE, handed)])
 
     def _private(self, call: int) -> list[Run]:
         """Returns what a call keeps beside its inputs, such as buffers as they were; to set them back takes as much."""

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
+from typing import TYPE_CHECKING, final
 
 from graphckpt.planning.program import Role, Run
 from graphckpt.planning.trace import Interval, Kind, Phase
+from graphckpt.planning.walk import Change, State, Steps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from graphckpt.planning.program import BlockProgram, Log
-
-
-Steps: TypeAlias = "list[Run | Change]"
-"""What happens in an interval, in order."""
-
-
-class Change(NamedTuple):
-    """A storage that several parts of the step see comes, goes, is held or let go."""
-
-    kind: Kind
-    storage: int
-    num_bytes: int
 
 
 @final
@@ -35,44 +23,6 @@ class Level:
     interval: Interval
     start: int
     peak: int
-
-
-@final
-class State:
-    """Who holds what at a moment: a shared storage lives as long as a block holds it, or anybody else does."""
-
-    __slots__ = ("holders", "level", "others", "peak")
-
-    def __init__(self, level: int = 0, others: Iterable[int] = (), holders: Iterable[int] = ()) -> None:
-        self.level = self.peak = level
-        self.others = set(others)
-        self.holders = Counter(holders)
-
-    def walk(self, steps: Iterable[Run | Change]) -> None:
-        """Goes through an interval."""
-        for step in steps:
-            if isinstance(step, Run):
-                self.peak = max(self.peak, self.level + step.peak)
-                self.level += step.change
-            else:
-                self._change(*step)
-
-    def _change(self, kind: Kind, storage: int, num_bytes: int) -> None:
-        was_alive = storage in self.others or self.holders[storage] > 0
-        if kind is Kind.BORN:
-            self.others.add(storage)
-        elif kind is Kind.GONE:
-            self.others.discard(storage)
-        elif kind is Kind.HELD:
-            self.holders[storage] += 1
-        else:
-            self.holders[storage] -= 1
-        is_alive = storage in self.others or self.holders[storage] > 0
-        if is_alive and not was_alive:
-            self.level += num_bytes
-            self.peak = max(self.peak, self.level)
-        elif was_alive and not is_alive:
-            self.level -= num_bytes
 
 
 @final
@@ -94,7 +44,7 @@ class Model:
         self._program_of = program_of
         self._storages = [{role: storage for storage, role in base.roles(c).items()} for c in range(len(base.calls))]
         self._late: dict[Interval, list[int]] = {}
-        self._outside = {i: list(self._outside_steps(i, ends)) for i in self.intervals if not i.is_of_block}
+        self._outside = {i: Steps(self._outside_steps(i, ends)) for i in self.intervals if not i.is_of_block}
         for storage, (where, _) in ends.items():
             if where.is_of_block:  # for options that do not show it: at the end of that interval
                 self._late.setdefault(where, []).append(storage)
@@ -115,7 +65,8 @@ class Model:
             ]
             gone = {step.storage for step in found if isinstance(step, Change) and step.kind is Kind.GONE}
             late = [storage for storage in self._late.get(interval, ()) if storage not in gone]
-            self._steps[key] = found + [Change(Kind.GONE, storage, self.base.sizes[storage]) for storage in late]
+            found += [Change(Kind.GONE, storage, self.base.sizes[storage]) for storage in late]
+            self._steps[key] = Steps(found)
         return self._steps[key]
 
     def storage(self, call: int, role: Role, option: int) -> int:
@@ -141,7 +92,7 @@ class Model:
             state.walk(self.steps(interval, 0))
         return state.level
 
-    def levels(self, plan: Sequence[int], joined: Mapping[Interval, Steps] | None = None) -> Iterator[Level]:
+    def levels(self, plan: Sequence[int], joined: Mapping[Interval, Sequence[Steps]] | None = None) -> Iterator[Level]:
         """Yields the levels of a step, interval by interval.
 
         Args:
@@ -153,10 +104,11 @@ class Model:
         for interval in self.intervals:
             option = plan[self.block_of_call[interval.call]] if interval.is_of_block else 0
             start = state.peak = state.level
-            state.walk(joined[interval] if interval in joined else self.steps(interval, option))
+            for steps in joined.get(interval) or [self.steps(interval, option)]:
+                state.walk(steps)
             yield Level(interval, start, state.peak)
 
-    def highest(self, plan: Sequence[int], joined: Mapping[Interval, Steps] | None = None) -> Level:
+    def highest(self, plan: Sequence[int], joined: Mapping[Interval, Sequence[Steps]] | None = None) -> Level:
         """Returns the interval with the highest level; of equal ones the first."""
         return max(self.levels(plan, joined), key=lambda level: level.peak)
 

@@ -124,13 +124,16 @@ class Front:
 
     def pareto(self, most: int = 64) -> list[tuple[int, float, Plan]]:
         """See :func:`pareto`."""
+        return [(peak(self._chain, plan), seconds(self._chain, plan), plan) for plan in self.plans(most)]
+
+    def plans(self, most: int = 64) -> list[Plan]:
+        """Returns the plans of :meth:`pareto` alone."""
         needs, _ = self._labels[0][self._chain.start]
         chosen = list(range(len(needs)))
         if len(needs) > most:
             marks = np.linspace(needs[0], needs[-1], max(2, most))
             chosen = sorted({int(np.searchsorted(needs, mark, "right")) - 1 for mark in marks})
-        plans = [self._plan(label) for label in chosen]
-        return [(peak(self._chain, plan), seconds(self._chain, plan), plan) for plan in plans]
+        return [self._plan(label) for label in chosen]
 
     def _plan(self, label: int) -> Plan:
         """Follows a label from the first block to the last, and takes the first option that leads to its seconds."""
