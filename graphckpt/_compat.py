@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch._C import DispatchKey, _len_torch_dispatch_stack, _len_torch_function_stack, _SetExcludeDispatchKeyGuard
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FakeTensorMode",
     "NoValueError",
+    "WithoutValues",
     "abandon_capture",
     "all_gather_bytes",
     "assert_on_device",
@@ -61,6 +62,33 @@ def is_fake(value: Any) -> bool:
     No public name exists for the mode or for its tensors; both come with ``import torch`` itself.
     """
     return isinstance(value, FakeTensor)
+
+
+class WithoutValues(torch.Tensor):
+    """A tensor of some size, dtype and device that has no memory, and that no op can read.
+
+    PyTorch has no public constructor for one; those of its own subclasses are made like this.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def like(cls, kind: Any) -> Self:
+        """Returns one, from ``(size, stride, offset, dtype, device)``."""
+        size, strides, offset, dtype, device = kind
+        made: Self = torch.Tensor._make_wrapper_subclass(
+            cls, size, strides=strides, storage_offset=offset, dtype=dtype, device=device
+        )
+        return made
+
+    def twin(self) -> Self:
+        """Returns another one like it."""
+        return self.like((self.size(), self.stride(), self.storage_offset(), self.dtype, self.device))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Refuses every op."""
+        raise RuntimeError(f"{func} reads a tensor that this run has left out")
 
 
 def forget_fake(mode: FakeTensorMode, *tensors: torch.Tensor) -> None:

@@ -133,8 +133,14 @@ class _GivenContexts:
         del frame
         return self._second
 
+    def saves(self, tensor: torch.Tensor) -> None:
+        """PyTorch's contexts do not ask."""
+
     def settle(self, frame: Frame) -> None:
         """PyTorch's contexts look after themselves."""
+
+    def run_all(self) -> bool:
+        return False
 
     def paused(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -138,6 +138,11 @@ class Recorder:
         if not self._again:
             self.bytes_after[block] += self._kept.add(tensor)
 
+    def let_go(self, block: str, tensor: torch.Tensor) -> None:
+        """The rule of ``block`` does not keep ``tensor`` after all."""
+        if not self._again:
+            self.bytes_after[block] -= self._kept.remove(tensor)
+
     @contextmanager
     def passing_on(self) -> Iterator[None]:
         """What is packed now is kept by a rule, and not saved by an op."""
@@ -212,6 +217,15 @@ class _Storages:
         if seen is not None and seen() is storage:
             return 0
         self._seen[id(storage)] = weakref.ref(storage)
+        return storage.nbytes()
+
+    def remove(self, tensor: torch.Tensor) -> int:
+        """Returns the bytes of the tensor's storage, which is new again, if it was seen."""
+        storage = tensor.untyped_storage()
+        seen = self._seen.get(id(storage))
+        if seen is None or seen() is not storage:
+            return 0
+        del self._seen[id(storage)]
         return storage.nbytes()
 
 

@@ -20,7 +20,7 @@ from graphckpt.errors import RecomputeError
 from graphckpt.objects import rewind_objects, settle_objects, take_objects
 from graphckpt.rng import set_random_state, take_random_state
 from graphckpt.rules.handed import Handed, Returned, last_returned, tensors_in
-from graphckpt.rules.kept import Kept, Slot, twin_of
+from graphckpt.rules.kept import Kept, Same, Slot, twin_of
 from graphckpt.rules.mismatch import begins_to_move, differs, edited, edits_argument, iterator_argument
 from graphckpt.rules.passes import Contexts, Run, SecondRun, Stop, pause, running
 from graphckpt.stores import DeviceStore
@@ -39,23 +39,13 @@ if TYPE_CHECKING:
 
 
 @final
-class _Same:
-    """Stands for an argument that is the same object as an earlier one."""
-
-    __slots__ = ("position",)
-
-    def __init__(self, position: int) -> None:
-        self.position = position
-
-
-@final
 class Frame:
     """What one call of a block keeps, and how to run it again."""
 
     __slots__ = (
-        "__weakref__", "_ambient", "_before", "_early_stop", "_function", "_is_complete", "_joins", "_leaves",
-        "_objects", "_random", "_shape", "_slots", "_snapshot", "_state", "_strict", "contexts", "devices", "edited",
-        "group", "handed", "holes", "outer", "site",
+        "__weakref__", "_ambient", "_before", "_function", "_is_complete", "_joins", "_leaves", "_objects", "_random",
+        "_shape", "_slots", "_snapshot", "_state", "_strict", "contexts", "devices", "edited", "group", "handed",
+        "holes", "outer", "site", "stops_early",
     )  # fmt: skip
 
     def __init__(
@@ -70,7 +60,7 @@ class Frame:
     ) -> None:
         self.site = site
         self.contexts = contexts
-        self._early_stop = early_stop
+        self.stops_early = early_stop
         self._strict = strict
         self._joins = joins
         self._before: Frame | None = None
@@ -98,7 +88,7 @@ class Frame:
         self._ambient = take_ambient(self.devices)
         self._snapshot = state.take()
         learning = site.learns and not state.has_learnt(self._snapshot)
-        self._early_stop &= not learning  # the first call's second run goes on to its end, and must save no more
+        self.stops_early &= not learning  # the first call's second run goes on to its end, and must save no more
         watch = state.watch() if learning else None
         function = self._function if watch is None else watch.around(self._function)
         returned = last_returned.get() if self._joins and self.outer is None else None
@@ -132,6 +122,8 @@ class Frame:
         """Answers autograd, which wants ``tensor`` saved."""
         slot = Slot(tensor)
         self._slots.append(weakref.ref(slot))
+        if self.contexts is not None:
+            self.contexts.saves(tensor)
         return slot
 
     def unpack(self, slot: Slot) -> torch.Tensor:
@@ -158,7 +150,7 @@ class Frame:
             if isinstance(leaf, torch.Tensor):
                 first = first_of.setdefault(id(leaf), position)
                 if first != position:  # `attention(x, x, x)` takes another path than three equal tensors
-                    leaves[position] = _Same(first)
+                    leaves[position] = Same(first)
                     continue
                 # An argument that forward edits in place is kept as a copy. Which ones these are shows on the first
                 # call, for which every argument is copied, one block's at a time.
@@ -212,7 +204,7 @@ class Frame:
     def _take_all(self) -> list[Any]:
         taken: list[Any] = []
         for position, leaf in enumerate(self._leaves):
-            taken.append(taken[leaf.position] if isinstance(leaf, _Same) else self._take(position, leaf))
+            taken.append(taken[leaf.position] if isinstance(leaf, Same) else self._take(position, leaf))
         if self._before is not None:
             self._before.handed = None
         return taken
@@ -246,9 +238,15 @@ class Frame:
             recorder.second_run(self.site.name)
         try:
             # A backward within forward comes before the first run has made all of its slots.
-            early_stop = not hands_on and (self._early_stop or not self._is_complete)
+            early_stop = not hands_on and (self.stops_early or not self._is_complete)
             run = SecondRun(self, self._slots, early_stop=early_stop, hands_on=hands_on)
-            self._second_run(run)
+            try:
+                self._second_run(run)
+            except Exception:
+                if self.contexts is None or not self.contexts.run_all():
+                    raise  # else code that is no op, such as a kernel, may have asked for what was left out
+                run = SecondRun(self, self._slots, early_stop=early_stop, hands_on=hands_on)
+                self._second_run(run)
             fault = run.fault()
             if fault is not None and (self._strict or isinstance(fault.first, int)):
                 probe = SecondRun(self, self._slots, early_stop=False)

@@ -12,6 +12,16 @@ if TYPE_CHECKING:
 
 
 @final
+class Same:
+    """Stands for an argument that is the same object as an earlier one."""
+
+    __slots__ = ("position",)
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+
+@final
 class Slot:
     """Stands in autograd's graph for a tensor that the second run will make again."""
 
@@ -61,6 +71,13 @@ class Kept:
             else:
                 with recorder.passing_on():
                     self._held = pack(tensor)
+
+    def let_go(self, keeper: Keeper) -> None:
+        """Says that the tensor is not kept after all; nobody may ask for it any more."""
+        recorder = keeper.site.recorder
+        if recorder is not None and self._store is not None and isinstance(self._held, torch.Tensor):
+            recorder.let_go(keeper.site.name, self._held)
+        self._held = None
 
     def take(self) -> torch.Tensor | None:
         """Returns the tensor, cut off from its history; ``None`` if it was edited in place since."""

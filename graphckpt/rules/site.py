@@ -33,7 +33,9 @@ class Site:
         learns: ``False`` for a function that is seen once: nothing can be learnt from a first call.
     """
 
-    __slots__ = ("_parts", "_roots", "edited", "is_placed", "learns", "name", "notes", "recorder", "state", "store")
+    __slots__ = (
+        "_parts", "_roots", "edited", "is_placed", "learns", "name", "notes", "recorder", "state", "store", "unneeded",
+    )  # fmt: skip
 
     def __init__(
         self, name: str, roots: Iterable[nn.Module], store: Store | None = None, *, learns: bool = True
@@ -46,6 +48,8 @@ class Site:
         self.learns = learns
         self.edited: frozenset[int] = frozenset()
         """Positions of the tensor arguments that forward edits in place, as first calls have shown."""
+        self.unneeded: dict[tuple[Any, int], bool] = {}
+        """Of chosen ops, by how often they were called before: whether no second run has a use for their results."""
         self.recorder: Recorder | None = None
         self.notes: dict[str, None] = {}
         """What ``explain()`` must say about this block, in order, each once."""

@@ -1,0 +1,177 @@
+"""Which op of a block's forward needs the results of which others, and what autograd saves of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, final
+
+import torch
+
+from graphckpt._compat import is_fake, pytree
+from graphckpt.state import edited_by
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator
+
+Op: TypeAlias = Any
+"""A ``torch._ops.OpOverload`` such as ``torch.ops.aten.mm.default``."""
+
+
+class Kind(NamedTuple):
+    """What is known of a tensor without its values."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+    dtype: torch.dtype
+    device: torch.device
+
+
+_COMMUNICATE = frozenset({"c10d", "c10d_functional", "_c10d_functional", "symm_mem"})
+
+
+@final
+@dataclass(slots=True)
+class OpCall:
+    """One op, as the first run has seen it. ``number`` counts the calls of the same op before."""
+
+    func: Op
+    number: int
+    inputs: frozenset[int]
+    """The calls that have made what it reads, as far as they are in the block."""
+    outputs: tuple[Any, ...]
+    """The :class:`Kind` of each tensor that it returns, and what else it returns."""
+    spec: Any
+    """Of the value that holds the outputs; ``None`` if it is one tensor."""
+    edits: bool = False
+    """It edits its first argument, a result of the block, and returns it."""
+    is_view: bool = False
+    must_run: bool = False
+    """It does something that results do not show: writes to what is not the block's, talks to other processes."""
+    is_random: bool = False
+    is_edited: bool = False
+    """A later op writes to a result of it."""
+    is_read: bool = False
+    """Another op reads a result of it."""
+    num_bytes: int = 0
+    """Of the results, where they are new tensors."""
+
+    @property
+    def can_be_kept(self) -> bool:
+        """Whether its results are new tensors: those of others cost nothing, or are no values of their own."""
+        return not (self.is_view or self.edits or self.must_run or self.is_edited)
+
+
+@final
+@dataclass(slots=True)
+class OpLog:
+    """The ops of one forward, in order."""
+
+    calls: list[OpCall] = field(default_factory=list)
+    saved: set[int] = field(default_factory=set)
+    """The calls whose results autograd saves."""
+    saved_bytes: int = 0
+    """Of what they have made."""
+    num_saving: int = 0
+    """How many calls there are up to the last tensor that autograd saves: a second run ends there."""
+    is_whole: bool = True
+    """Whether all that the block does can be seen here. Ops of tensor subclasses, such as DTensor, cannot."""
+    _saved_storages: set[int] = field(default_factory=set)
+    _maker: dict[int, int] = field(default_factory=dict)  # by id of a storage: the call that has written it last
+
+    def add(self, func: Op, number: int, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Notes an op that has run."""
+        schema = getattr(func, "_schema", None)
+        given = list(_tensors(chain(args, kwargs.values())))
+        leaves, spec = ([output], None) if isinstance(output, torch.Tensor) else pytree.tree_flatten(output)
+        results = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if schema is None or not all(map(_is_plain, chain(given, results))):
+            self.is_whole = False
+            return
+        makers = frozenset(m for t in given if (m := self._maker.get(id(t.untyped_storage()))) is not None)
+        call = OpCall(func, number, makers, tuple(map(_kind, leaves)), spec)
+        own = len(self.calls)
+        if schema.is_mutable:
+            written = list(edited_by(func, args, kwargs))
+            call.edits = len(written) == 1 and written[0] is output and args[0] is output
+            call.must_run = not call.edits or id(output.untyped_storage()) not in self._maker
+            for tensor in written:
+                maker = self._maker.get(id(tensor.untyped_storage()))
+                if maker is not None:
+                    self.calls[maker].is_edited = True
+                self._maker[id(tensor.untyped_storage())] = own
+        else:
+            call.is_view = any(result.alias_info is not None for result in schema.returns)
+        call.must_run |= not results or func.namespace in _COMMUNICATE
+        call.is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if call.can_be_kept:
+            storages = {id(s := result.untyped_storage()): s for result in results}
+            call.num_bytes = sum(storage.nbytes() for storage in storages.values())
+            self._maker.update(dict.fromkeys(storages, own))
+        if not call.is_view:
+            for maker in makers:
+                self.calls[maker].is_read = True
+        self.calls.append(call)
+
+    def saves(self, tensor: torch.Tensor) -> None:
+        """Autograd saves a tensor."""
+        self.num_saving = len(self.calls)
+        if not _is_plain(tensor):
+            self.is_whole = False
+            return
+        storage = tensor.untyped_storage()
+        maker = self._maker.get(id(storage))
+        if maker is not None:
+            self.saved_bytes += 0 if id(storage) in self._saved_storages else storage.nbytes()
+            self._saved_storages.add(id(storage))
+            self.saved.add(maker)
+
+    def close(self) -> None:
+        """The forward is over: no storage can be known by its id any more."""
+        self._maker.clear()
+        self._saved_storages.clear()
+
+    def roots(self) -> set[int]:
+        """Returns the calls that backward needs whatever is kept.
+
+        Those are what autograd saves, what is done for its effect, random ops, which move on the stream for all that
+        come after, and results that no op reads: code that is no op of PyTorch may read them, such as a kernel.
+        """
+        roots = {
+            number
+            for number, call in enumerate(self.calls[: self.num_saving])
+            if call.must_run or call.is_random or not (call.is_read or call.is_view)
+        }
+        return roots | self.saved
+
+    def needed(self, is_kept: Callable[[OpCall], bool]) -> set[int]:
+        """Returns the calls whose results a second run cannot do without."""
+        needed: set[int] = set()
+        todo = list(self.roots())
+        while todo:
+            number = todo.pop()
+            if number not in needed:
+                needed.add(number)
+                if not is_kept(self.calls[number]):
+                    todo.extend(self.calls[number].inputs)
+        return needed
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    kinds: Collection[type] = (torch.Tensor, torch.nn.Parameter)
+    return (type(tensor) in kinds or is_fake(tensor)) and tensor.layout is torch.strided
+
+
+def _kind(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return Kind(leaf.size(), leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.device)
