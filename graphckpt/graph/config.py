@@ -152,7 +152,7 @@ _FIELDS = (
     "memory_budget", "plan_options",
 )  # fmt: skip
 
-_PLAN_OPTIONS = ("offload", "host_budget", "blocks", "rules", "head")
+_PLAN_OPTIONS = ("offload", "host_budget", "blocks", "rules", "head", "group")
 
 
 def _accept(*args: object, **kwargs: object) -> None:

@@ -72,6 +72,7 @@ class Inspected:
         blocks: Selector | Iterable[Selector] | None = None,
         rules: Iterable[Any] | None = None,
         head: Mapping[str, Any] | None = None,
+        group: Any = None,
         **kwargs: Any,
     ) -> Plan:
         """Chooses the policies of the layers for inputs like these, and sets them on the blocks.
@@ -89,6 +90,7 @@ class Inspected:
             blocks: selectors of what to decide about, such as ``"model.layers.*"``; ``None`` finds the layers.
             rules: what to consider beside ``keep``.
             head: the block that computes the loss, and the rules under which it may run in slices.
+            group: the processes that run this step together; ``None`` is all. All of them call this, and get one plan.
             kwargs: inputs of a call.
 
         Raises:
@@ -97,5 +99,5 @@ class Inspected:
             PlanError: no plan fits; the message names the least peak and what sets it.
         """
         wanted: dict[str, Any] = {"memory_budget": memory_budget, "offload": offload, "host_budget": host_budget}
-        wanted |= {"blocks": blocks, "rules": rules, "head": head}
+        wanted |= {"blocks": blocks, "rules": rules, "head": head, "group": group}
         return self._planned.plan(self.__dict__, self.build, args, kwargs, wanted)

@@ -11,6 +11,7 @@ from torch import nn
 from graphckpt.blocks.layers import layers
 from graphckpt.errors import ConfigError, GraphError
 from graphckpt.graph.verify import unchanged
+from graphckpt.planning.agree import team_of
 from graphckpt.planning.plan_step import found_blocks, plan_step
 from graphckpt.planning.real import RealStep
 from graphckpt.tree import flatten_call
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from graphckpt.blocks.proxy import BlockTree
     from graphckpt.graph.step import Step
     from graphckpt.planning import Plan
+    from graphckpt.planning.agree import Team
 
 _NOTHING = dict.fromkeys(("activation_checkpointing", "segments", "tiles", "offload"))
 
@@ -51,12 +53,24 @@ class Planned:
         wanted: Mapping[str, Any],
     ) -> Plan:
         """Plans for inputs like these, and sets the policies."""
+        options = dict(wanted)
+        with team_of(options.pop("group", None)) as team:
+            return self._planned(fields, build, args, kwargs, options, team)
+
+    def _planned(
+        self,
+        fields: dict[str, Any],
+        build: Callable[..., Any],
+        args: Any,
+        kwargs: dict[str, Any],
+        options: dict[str, Any],
+        team: Team,
+    ) -> Plan:
         step = self._step
         if not step.update.optimizers:
             raise GraphError(f"{step.name}.plan: an evaluation graph keeps nothing · fix: plan the training graph")
         step.prepare()
         model = _Roots(step.roots)
-        options = dict(wanted)
         selectors = options.pop("blocks", None)
         if selectors is None:
             selectors = [".".join(filter(None, (root, n))) for root, m in step.roots.items() for n in layers(m)]
@@ -65,17 +79,22 @@ class Planned:
         blocks = found_blocks(model, selectors)
         real = RealStep(model, lambda: step.call(fields, build, args, kwargs))
         with step.bare():
-            plan = plan_step(real, model, blocks, unchanged(step), **options)
+            plan = plan_step(real, model, blocks, unchanged(step), team, **options)
         self._set(model, plan)
         return plan
 
     def see_to_it(self, fields: dict[str, Any], build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
-        """Has the plan in force that ``config.memory_budget`` asks for with inputs like these."""
+        """Has the plan in force that ``config.memory_budget`` asks for with inputs like these.
+
+        Several processes plan together, at the first call: later ones may bring new shapes to some of them alone.
+        """
         config = self._step.config
         shapes = tuple(
             (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else None
             for leaf in flatten_call(args, kwargs)[0]
         )
+        if team_of(config.plan_options.get("group")).size > 1:
+            shapes = ()
         key = shapes, str(config.memory_budget), tuple(sorted((k, str(v)) for k, v in config.plan_options.items()))
         if key == self._in_force:
             return

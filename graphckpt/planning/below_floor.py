@@ -16,11 +16,12 @@ from graphckpt.planning.plan import Plan, PlanRow
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from graphckpt.planning.agree import Team
     from graphckpt.planning.planner import Planner
     from graphckpt.planning.real import RealStep
 
 
-def plan_below_floor(step: RealStep, planner: Planner, budget: int) -> Plan | None:
+def plan_below_floor(step: RealStep, planner: Planner, budget: int, team: Team) -> Plan | None:
     """Returns the plan if it fits in ``budget``, as measured; else ``None``.
 
     Only the children of one ``nn.Sequential`` can be halved: what calls them is known.
@@ -30,10 +31,15 @@ def plan_below_floor(step: RealStep, planner: Planner, budget: int) -> Plan | No
     if name is None:
         return None
     row = PlanRow(block=name, option="segments(log)", fields={"segments": "log"})
-    plan = replace(planner.described(planner.floor, budget), rows=(row, *planner.also), stages=())
+    rows = (row, *planner.also)
+
+    def described() -> Plan:
+        return replace(planner.described(planner.floor, budget), rows=rows, stages=())
+
+    plan = replace(team.plan(described, [row.fields for row in rows], model), rows=rows)
     with plan.apply(model):
-        peak = step.peak()
-        seconds = step.seconds()
+        peak = team.most(step.peak())
+        seconds = team.most(step.seconds())
     if peak > budget:
         return None
     return replace(
@@ -42,7 +48,7 @@ def plan_below_floor(step: RealStep, planner: Planner, budget: int) -> Plan | No
         predicted_peak_bytes=peak,
         predicted_step_seconds=seconds,
         binding="measured, and not foretold",
-        floor_bytes=min(peak, planner.floor.peak),
+        floor_bytes=min(peak, plan.floor_bytes),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from typing import TypeAlias
 
 import torch
@@ -62,11 +63,34 @@ def in_bytes(budget: Budget, *, floor: int, static: int, plain_peak: int, availa
     return parse_bytes(budget)
 
 
-def available_bytes(device: torch.device, alive: int) -> int:
-    """Returns what a step may take on ``device``: what is free, and the ``alive`` bytes that the step has already."""
+def available_bytes(device: torch.device, alive: int, sharers: int = 1) -> int:
+    """Returns what a step may take on ``device``: what is free, and the ``alive`` bytes that the step has already.
+
+    Args:
+        device: where it runs.
+        alive: what it has there.
+        sharers: processes that run it on that device, of which each may have as much of what is free.
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return free + unused + alive
+        return free // sharers + unused + alive
     pages = os.sysconf("SC_AVPHYS_PAGES") if hasattr(os, "sysconf") else 0
-    return pages * os.sysconf("SC_PAGE_SIZE") + alive
+    return pages * os.sysconf("SC_PAGE_SIZE") // sharers + alive
+
+
+def place_of(device: torch.device) -> str:
+    """Returns what tells the memory of ``device`` from that of all others, on any machine."""
+    own = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
+    return f"{socket.gethostname()} {own}"
+
+
+def kind_of(budget: Budget) -> str:
+    """Returns how a budget is said.
+
+    >>> kind_of("12GiB"), kind_of("max"), kind_of(0.5), kind_of("min")
+    ('a size', 'a size', 'a share', 'min')
+    """
+    if isinstance(budget, float):
+        return "a share"
+    return "min" if budget == "min" else "a size"

@@ -26,7 +26,11 @@ class Step(Protocol):
 
 
 def measure(
-    step: Step, blocks: Blocks, options: Sequence[Option], progress: Callable[[int, int], None] | None = None
+    step: Step,
+    blocks: Blocks,
+    options: Sequence[Option],
+    progress: Callable[[int, int], None] | None = None,
+    classes: Callable[[Sequence[int]], Sequence[int]] = list,
 ) -> Measured:
     """Measures every option on every block. Equal blocks take turns, so that each option runs on one of them.
 
@@ -35,6 +39,7 @@ def measure(
         blocks: what a plan decides about.
         options: the first one must be ``keep``.
         progress: called with the runs done, and the runs in all.
+        classes: given the classes of the blocks, returns those that several processes agree upon.
 
     Raises:
         PlanError: no block runs with gradients.
@@ -47,7 +52,7 @@ def measure(
         raise PlanError("no block ran with gradients on · fix: let step_fn run forward and backward of this model")
     if all(interval.phase is not Phase.BACKWARD for interval in base.intervals):
         raise PlanError("no backward went through the blocks · fix: let step_fn call loss.backward()")
-    found = Found(base, _classes(base, blocks))
+    found = Found(base, classes(_classes(base, blocks)))
     found.add(kept, every, [0] * len(every))
     some = _excerpt(found.classes, len(options))
     with step.only(blocks, some) as is_shorter:

@@ -13,8 +13,8 @@ from graphckpt.blocks.layers import layers
 from graphckpt.blocks.select import select
 from graphckpt.errors import ConfigError, did_you_mean
 from graphckpt.planning import budget as budgets
-from graphckpt.planning.below_floor import plan_below_floor
-from graphckpt.planning.choose import Rates
+from graphckpt.planning.agree import Team, team_of
+from graphckpt.planning.checked import checked, limit_of, rates_of
 from graphckpt.planning.measure import PlanError, measure
 from graphckpt.planning.options import joins, options
 from graphckpt.planning.plan import Plan, PlanRow
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]
 """Called with the runs of the step that are done, and how many there are."""
 
-_TOLERANCE = 0.01  # a check that is further off than this is taken into account
-_MOST_CHECKS = 3  # another plan may run other ops at its peak
-
 
 def plan(
     model: nn.Module,
@@ -46,6 +43,7 @@ def plan(
     blocks: Selector | Iterable[Selector] | None = None,
     rules: Iterable[Any] | None = None,
     head: Mapping[str, Any] | None = None,
+    group: Any = None,
     check: bool = True,
     progress: Progress | None = None,
 ) -> Plan:
@@ -66,12 +64,14 @@ def plan(
             ``full``, three levels of ``selective``, and ``joined`` runs of layers, which need ``full`` too.
         head: the block that computes the loss, and how it may run in slices: ``{"loss_head": Tiles(8, reduce="sum")}``,
             or a list of rules to choose from. Each is measured as well, and taken where it is faster or alone fits.
+        group: the processes that run this step together, all of which must call this: a ``ProcessGroup``; ``None`` is
+            all, where ``torch.distributed`` is initialised; ``False`` is this one alone. All get the same plan.
         check: run the step under the plan, and plan again if it is over the budget, or more than 1 % off.
         progress: told how many runs are done.
 
     Raises:
         ConfigError: an argument cannot be read, or the model has no layers that can be found.
-        PlanError: no plan fits; the message names the least peak and what sets it.
+        PlanError: no plan fits; the message names the least peak and what sets it. Or another process has failed.
 
     >>> import torch
     >>> from torch import nn
@@ -81,20 +81,22 @@ def plan(
     >>> found.predicted_peak_bytes <= found.budget_bytes < found.plain_peak_bytes
     True
     """
-    step = RealStep(model, step_fn)
-    return plan_step(
-        step,
-        model,
-        found_blocks(model, blocks),
-        step.undone(),
-        memory_budget=memory_budget,
-        offload=offload,
-        host_budget=host_budget,
-        rules=rules,
-        head=head,
-        check=check,
-        progress=progress,
-    )
+    with team_of(group) as team:
+        step = RealStep(model, step_fn)
+        return plan_step(
+            step,
+            model,
+            found_blocks(model, blocks),
+            step.undone(),
+            team,
+            memory_budget=memory_budget,
+            offload=offload,
+            host_budget=host_budget,
+            rules=rules,
+            head=head,
+            check=check,
+            progress=progress,
+        )
 
 
 def plan_step(
@@ -102,6 +104,7 @@ def plan_step(
     model: nn.Module,
     blocks: Sequence[tuple[str, nn.Module]],
     undone: AbstractContextManager[None],
+    team: Team,
     *,
     memory_budget: budgets.Budget,
     offload: bool | str = False,
@@ -111,24 +114,34 @@ def plan_step(
     check: bool = True,
     progress: Progress | None = None,
 ) -> Plan:
-    """Plans a step that can be run; ``undone`` puts back what runs change. See :func:`plan`."""
+    """Plans a step that can be run, by all of ``team``; ``undone`` puts back what runs change. See :func:`plan`."""
     budgets.check(memory_budget)
     host_bytes = None if host_budget is None else parse_bytes(host_budget)
     rates = None
     rules = None if rules is None else list(rules)
     considered = options(offload, rules)
+    heads = head_rows(model, head, blocks)
+    known = [option.fields for option in considered] + [row.fields for rows in heads for row in rows]
+    team.check_alike(
+        memory_budget=budgets.kind_of(memory_budget),
+        check=check,
+        blocks=[name for name, _ in blocks],
+        options=[option.name for option in considered],
+        head=[[row.block, row.option] for rows in heads for row in rows],
+    )
     notes = []
     if any(option.is_far for option in considered):
-        rates = _rates_of(step, offload)
+        rates = rates_of(step, offload, team)
         if rates is None:
             considered = options(False, rules)
             notes.append("offload='cpu' does nothing here: the tensors are in host memory already")
-    heads = head_rows(model, head, blocks)
-    planners = []
+    planners: list[Planner] = []
     with undone:
         for rows in heads:
             with apply(model, {row.block: row.fields for row in rows}) if rows else nullcontext():
-                measured = measure(step, Blocks(blocks), considered, progress)
+                measured = team.times(measure(step, Blocks(blocks), considered, progress, team.classes))
+            if not planners:
+                notes += team.settle(measured.model.highest([0] * len(blocks)).peak)
             planners.append(
                 Planner(
                     measured,
@@ -141,40 +154,19 @@ def plan_step(
                     also=rows,
                 )
             )
-        available = budgets.available_bytes(step.device, planners[0].measured.model.static_bytes)
-        is_least = memory_budget == "min"
-        limit = 0 if is_least else planners[0].bytes_of(memory_budget, available)
+        limit = limit_of(memory_budget, planners[0], step, team)
         found: list[Plan] = []
         faults: list[tuple[int, PlanError]] = []
         for planner in planners:
-            own = planner.floor.peak if is_least else limit
             try:
-                found.append(_planned(planner, step, own, is_least=is_least, check=check))
+                found.append(checked(planner, step, limit, team=team, known=known, check=check))
             except PlanError as fault:
-                faults.append((planner.floor.peak, fault))
+                if team.is_over:
+                    raise
+                faults.append((team.decided(planner.least), fault))
     if not found:
         raise min(faults, key=lambda row: row[0])[1]
-    return min(found, key=lambda p: p.predicted_peak_bytes if is_least else p.predicted_step_seconds)
-
-
-def _planned(planner: Planner, step: RealStep, limit: int, *, is_least: bool, check: bool) -> Plan:
-    """Plans, and has the plan run to see whether it keeps its word."""
-    try:
-        found = planner.plan(limit)
-    except PlanError:
-        below = plan_below_floor(step, planner, limit)
-        if below is None:
-            raise
-        return below
-    for _ in range(_MOST_CHECKS if check else 0):
-        with found.apply():
-            off = step.peak() - (found.predicted_peak_bytes - found.correction_bytes)
-        surprise = off - found.correction_bytes
-        is_over = found.predicted_peak_bytes + surprise > found.budget_bytes
-        if not is_over and abs(surprise) <= _TOLERANCE * found.predicted_peak_bytes:
-            break
-        found = planner.plan(limit + max(0, off) if is_least else limit, correction=off)
-    return found
+    return min(found, key=lambda p: p.predicted_peak_bytes if limit is None else p.predicted_step_seconds)
 
 
 def head_rows(
@@ -233,13 +225,3 @@ def found_blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | No
                 "fix: model.gradient_checkpointing_disable()"
             )
     return found
-
-
-def _rates_of(step: RealStep, offload: bool | str) -> Rates | None:
-    """Returns how fast the machine copies; ``None`` if offloading has no meaning on it."""
-    from graphckpt.planning.profile_device import copy_rates  # noqa: PLC0415 - measures when it is asked
-
-    place = "disk" if str(offload).startswith("disk") else "host"
-    if step.device.type == "cpu" and place == "host":
-        return None
-    return Rates(*copy_rates(step.device, place))

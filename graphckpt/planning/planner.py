@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 from typing import TYPE_CHECKING, final
 
 from graphckpt.planning import budget as budgets
@@ -35,7 +36,6 @@ class Planner:
         self.measured = measured
         self.chooser = Chooser(measured, rates, host_budget, joins=joins)
         self.plain = self.chooser.judged((0,) * len(measured.names))
-        self.floor = self.chooser.floor()
         self.model = model
         self.also = also
         """What plans say about other blocks, as it was when the step was measured."""
@@ -43,11 +43,20 @@ class Planner:
         self._notes = tuple(notes)
         self._without = " without moving any" if rates is not None else ""
 
+    @cached_property
+    def floor(self) -> Choice:
+        """The choice with the lowest peak."""
+        return self.chooser.floor()
+
+    def least(self) -> int:
+        """Returns the lowest peak of any plan."""
+        return self.floor.peak
+
     def bytes_of(self, budget: budgets.Budget, available: int) -> int:
         """Returns a budget in bytes; ``available`` are those of the device."""
         return budgets.in_bytes(
             budget,
-            floor=self.floor.peak,
+            floor=self.floor.peak if budget == "min" else 0,
             static=self.measured.model.static_bytes,
             plain_peak=self.plain.peak,
             available=available,

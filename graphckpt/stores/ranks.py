@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
@@ -11,11 +10,10 @@ import torch.distributed as dist
 
 from graphckpt._compat import all_gather_bytes
 from graphckpt.errors import StoreError
+from graphckpt.stores.meeting import Absent, meet
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-_LONGEST_SLEEP = 0.01  # seconds between two looks for the other ranks' words
 
 
 @final
@@ -98,36 +96,19 @@ class Ranks:
         return Arrival(self, slices, block)
 
     def exchange(self, message: bytes, block: str) -> list[bytes]:
-        """Returns the messages of all ranks, in order of rank. Holds up the host, but no stream.
-
-        They go through the group's key-value store: there, ranks that have come to different points meet as well,
-        messages may differ in length, and one that never comes can be named.
+        """Returns the messages of all ranks, in order of rank; see :func:`~graphckpt.stores.meeting.meet`.
 
         Raises:
             StoreError: A rank is gone, or has not come in time.
         """
         try:
-            store = self.process_group.get_group_store()
-            number = store.add(f"graphckpt/{self.rank}", 1)
-            keys = [f"graphckpt/{number}/{rank}" for rank in range(self.size)]
-            store.set(keys[self.rank], message)
-            deadline = time.monotonic() + self.limit.total_seconds()
-            pause = _LONGEST_SLEEP / 100
-            while not store.check(keys):
-                if time.monotonic() > deadline:
-                    here = zip(self.members, keys, strict=True)
-                    missing = [member for member, key in here if not store.check([key])]
-                    self.fail(block, f"rank {', '.join(map(str, missing))} has not come to this block")
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_SLEEP)
-            messages: list[bytes] = store.multi_get(keys)
-            if number > 1:  # who is here has read the messages before these
-                store.delete_key(f"graphckpt/{number - 1}/{self.rank}")
+            return meet(
+                self.process_group, self.members, message, topic="graphckpt", seconds=self.limit.total_seconds()
+            )
+        except Absent as absent:
+            self.fail(block, f"{absent} to this block")
         except RuntimeError as error:
-            if isinstance(error, StoreError):
-                raise
             self.fail(block, "the ranks could not be asked what they keep", error)
-        return messages
 
     def fail(self, block: str, what: str, cause: Exception | None = None) -> NoReturn:
         """Raises the error of a rank that is gone or late."""

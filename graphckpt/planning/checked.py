@@ -1,0 +1,86 @@
+"""Has a plan run, to see whether it keeps its word, and plans again if it does not."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from graphckpt.planning import budget as budgets
+from graphckpt.planning.below_floor import plan_below_floor
+from graphckpt.planning.choose import Rates
+from graphckpt.planning.measure import PlanError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from graphckpt.planning.agree import Team
+    from graphckpt.planning.plan import Plan
+    from graphckpt.planning.planner import Planner
+    from graphckpt.planning.real import RealStep
+
+_TOLERANCE = 0.01  # a check that is further off than this is taken into account
+_MOST_CHECKS = 3  # another plan may run other ops at its peak
+
+
+def checked(
+    planner: Planner, step: RealStep, limit: int | None, *, team: Team, known: Sequence[Mapping[str, Any]], check: bool
+) -> Plan:
+    """Returns the plan of ``team``, which has run, where ``check`` says so.
+
+    Args:
+        planner: asked on the process that decides.
+        step: run on all processes, of which the one that takes the most counts.
+        limit: of the peak in bytes; ``None`` is the least that is possible.
+        team: the processes that plan together.
+        known: fields of policies that all of them have.
+        check: run the step under the plan, and plan again if it is over the budget, or more than 1 % off.
+
+    Raises:
+        PlanError: no plan fits.
+    """
+
+    def chosen(correction: int = 0) -> Plan:
+        bound = planner.floor.peak + max(0, correction) if limit is None else limit
+        return planner.plan(bound, correction=correction)
+
+    try:
+        found = team.plan(chosen, known, planner.model)
+    except PlanError:
+        below = None if team.is_over or limit is None else plan_below_floor(step, planner, limit, team)
+        if below is None:
+            raise
+        return below
+    for _ in range(_MOST_CHECKS if check else 0):
+        with found.apply():
+            off = team.most(step.peak()) - (found.predicted_peak_bytes - found.correction_bytes)
+        surprise = off - found.correction_bytes
+        is_over = found.predicted_peak_bytes + surprise > found.budget_bytes
+        if not is_over and abs(surprise) <= _TOLERANCE * found.predicted_peak_bytes:
+            break
+        found = team.plan(partial(chosen, off), known, planner.model)
+    return found
+
+
+def limit_of(budget: budgets.Budget, planner: Planner, step: RealStep, team: Team) -> int | None:
+    """Returns the bytes that a step of any process may take; ``None`` is the least possible.
+
+    Of sizes it is the smallest that any process says or has, of a share that of the process that decides.
+    """
+    if budget == "min":
+        return None
+    static = planner.measured.model.static_bytes
+    place = budgets.place_of(step.device)
+    sharers = team.gathered(place).count(place)
+    limits = team.gathered(planner.bytes_of(budget, budgets.available_bytes(step.device, static, sharers)))
+    return int(limits[team.decider] if isinstance(budget, float) else min(limits))
+
+
+def rates_of(step: RealStep, offload: bool | str, team: Team) -> Rates | None:
+    """Returns how fast the machine copies, all processes at once; ``None`` if offloading has no meaning on it."""
+    from graphckpt.planning.profile_device import copy_rates  # noqa: PLC0415 - measures when it is asked
+
+    place = "disk" if str(offload).startswith("disk") else "host"
+    if step.device.type == "cpu" and place == "host":
+        return None
+    out, back = zip(*team.gathered(copy_rates(step.device, place)), strict=True)
+    return Rates(min(out), min(back))

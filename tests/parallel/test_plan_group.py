@@ -1,0 +1,212 @@
+"""Several processes that plan together: one plan for all, whatever they measure, and one error for all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_on_ranks
+from torch import Tensor, nn
+
+import graphckpt
+from graphckpt import ConfigError, Graph
+from graphckpt.ledger.live import LiveBytes
+from graphckpt.planning import Plan, PlanError, budget
+
+pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+
+D = 16  # width
+
+
+class Layer(nn.Module):
+    """May be slow, and may raise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(D, 4 * D), nn.Linear(4 * D, D), nn.Dropout(0.1)
+        self.seconds = 0.0
+        self.runs_left = -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs_left -= 1
+        if self.runs_left == 0:
+            raise ValueError("out of data")
+        until = time.process_time() + self.seconds
+        while time.process_time() < until:
+            pass
+        return x + self.drop(self.down(torch.tanh(self.up(x))))
+
+
+class Other(Layer):
+    """Of another class, so that its times are its own."""
+
+
+class Model(nn.Module):
+    def __init__(self, *kinds: type[Layer]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(kind() for kind in kinds)
+        self.head = nn.Linear(D, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Case:
+    """A model with its step, whose gradients are averaged over the ranks, and what such a step really takes."""
+
+    def __init__(self, *kinds: type[Layer], rows: int = 256) -> None:
+        self.model = Model(*(kinds or [Layer] * 4))
+        self.x = torch.randn(rows, D)
+
+    def step(self) -> None:
+        torch.manual_seed(5)
+        self.model(self.x).square().mean().backward()
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+        self.model.zero_grad()
+
+    def plan(self, memory_budget: Any, **wanted: Any) -> Plan:
+        return graphckpt.plan(self.model, self.step, memory_budget=memory_budget, **wanted)
+
+    def peak(self) -> int:
+        self.step()
+        live = LiveBytes(record_timeline=False)
+        live.track([*self.model.parameters(), self.x])
+        with live:
+            self.step()
+        return live.peak_bytes
+
+
+def shared(value: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def policies(plan: Plan) -> list[str]:
+    return [row.option for row in plan.rows]
+
+
+# ---- two ranks
+
+
+def agree(rank: int, folder: Path) -> None:
+    del folder
+    one_is_slow(rank)
+    one_has_less_memory(rank)
+    one_takes_more(rank)
+    a_graph_plans_at_its_first_call(rank)
+
+
+def one_is_slow(rank: int) -> None:
+    """What costs one rank much is spared, and all have the same plan, with the same numbers in it."""
+    case = Case(Layer, Other, Layer, Layer)
+    layer: Any = case.model.layers[1]
+    layer.seconds = 0.01 * rank
+    both = shared(case.plan(0.8).below("nowhere"))
+    assert both[0] == both[1]
+    assert policies(both[0])[1] == "keep", policies(both[0])
+    assert len(set(policies(both[0]))) > 1
+    assert both[0].plain_step_seconds > 0.02  # of the slow one
+    with both[0].apply(case.model):
+        assert case.peak() == both[0].predicted_peak_bytes <= both[0].budget_bytes
+
+
+def one_has_less_memory(rank: int) -> None:
+    case = Case()
+    plain = case.plan(1.0).plain_peak_bytes
+    own = plain if rank == 0 else plain * 3 // 4
+    both = shared(case.plan(own).below("nowhere"))
+    assert both[0] == both[1]
+    assert both[0].predicted_peak_bytes <= both[0].budget_bytes == plain * 3 // 4
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(budget, "available_bytes", lambda device, alive, sharers: own // (3 - sharers))
+        assert shared(case.plan("max").budget_bytes) == [plain * 3 // 4] * 2
+
+
+def one_takes_more(rank: int) -> None:
+    """The one that takes the most decides, and none is over the budget."""
+    case = Case(rows=256 + 128 * rank)
+    found = case.plan(0.6)
+    assert "the processes differ in bytes; planned for rank 1, which takes the most" in found.notes
+    both = shared(found.below("nowhere"))
+    assert both[0] == both[1]
+    with found.apply():
+        peaks = shared(case.peak())
+    assert peaks[0] < peaks[1] == found.predicted_peak_bytes <= found.budget_bytes
+
+
+def a_graph_plans_at_its_first_call(rank: int) -> None:
+    """Later shapes may be new to one rank alone, which would wait for the other."""
+
+    class Trained(Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Model(Layer, Layer)
+            self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
+
+        def build(self, x: Tensor) -> Tensor:
+            loss = self.model(x).square().mean()
+            loss.backward()
+            return loss
+
+    step = Trained()
+    step.config.memory_budget = "min"
+    for rows in (64, 64 + 8 * rank, 64):
+        step(torch.ones(rows, D))
+    assert step.model.layers[0].config.activation_checkpointing is not None
+    step.config.memory_budget = "1GiB"  # on all
+    step(torch.ones(64, D))
+
+
+def fail(rank: int, folder: Path) -> None:
+    del folder
+    case = Case(Layer, Layer)
+    plain = shared(case.plan("1GiB").plain_peak_bytes)[0]
+    one = {"head": {"heads": "full"}}
+    raises(rank, 0, lambda: case.plan("min", **one if rank == 0 else {}), ConfigError, "no block 'heads'")
+    layer: Any = case.model.layers[1]
+    layer.runs_left = 3 if rank == 1 else -1
+    reduce, dist.all_reduce = dist.all_reduce, lambda grad: None  # which would wait for the one that is gone
+    raises(rank, 1, lambda: case.plan("min"), ValueError, "rank 1: ValueError: out of data · fix: see what")
+    dist.all_reduce = reduce
+    layer.runs_left = -1
+    raises(None, 0, lambda: case.plan(plain // 4), PlanError, "no plan fits · the least possible is")
+    raises(None, 0, lambda: case.plan(0.5 if rank else "min"), PlanError, "memory_budget: rank 0 has 'min', rank 1 'a")
+    raises(None, 0, lambda: case.plan("min", blocks=f"layers.{rank}"), PlanError, "blocks: rank 0 has ['layers.0'], ra")
+    raises(None, 0, lambda: case.plan("min", group="all"), ConfigError, "group: 'all': is no group")
+    alone = dist.new_group([1])
+    if rank == 1:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "all_reduce", lambda grad: None)
+            assert policies(case.plan("min", group=alone)) == policies(case.plan("min", group=False))
+    else:
+        raises(None, 0, lambda: case.plan("min", group=alone), ConfigError, "this process is not in it")
+    shared(None)
+    assert shared(policies(case.plan(0.9))) == [policies(case.plan(0.9))] * 2  # after all that
+
+
+def raises(rank: int | None, culprit: int, action: Callable[[], object], kind: type[Exception], text: str) -> None:
+    """Raises ``kind`` on the culprit, and what became of it on the others; on all alike if ``rank`` is ``None``."""
+    with pytest.raises(kind if rank in (None, culprit) else PlanError) as error:
+        action()
+    own = text.removeprefix(f"rank {culprit}: {kind.__name__}: ").partition(" · fix: ")[0]
+    expected = own if rank == culprit else text
+    assert expected in str(error.value), str(error.value)
+
+
+def test_all_ranks_have_the_same_plan(tmp_path: Path) -> None:
+    run_on_ranks(agree, tmp_path)
+
+
+def test_an_error_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    run_on_ranks(fail, tmp_path)
