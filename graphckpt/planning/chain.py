@@ -139,7 +139,7 @@ class StepChain:
         stretch = self._stretches.get(own)
         if stretch is None:
             others = (self._model.steps(each, 0) for each in self._until_next(interval)[1:])
-            stretch = self._stretches[own] = Steps(step for each in (own, *others) for step in each)
+            stretch = self._stretches[own] = self._model.steps_of(step for each in (own, *others) for step in each)
         state.walk(stretch)
 
     @property

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import swap_tensors
 
-from graphckpt._compat import FakeTensorMode, NoValueError, backward_within, forget_fake, is_fake
+from graphckpt._compat import FakeTensors, NoValueError, backward_within, forget_fake, is_fake
 from graphckpt.errors import ConfigError
 from graphckpt.planning.kernels import FULL_PRECISION, CudaKernels, drop, in_full_precision
 
@@ -51,7 +51,7 @@ class FakeDevice:
     def __init__(self, machine: Machine, *, is_padded: bool = True) -> None:
         self.machine = machine
         self._is_padded = is_padded
-        self._tensors = FakeTensorMode(allow_non_fake_inputs=True)
+        self._tensors = FakeTensors(allow_non_fake_inputs=True)
         self._functions = _Functions(CudaKernels(machine) if machine.kind == "cuda" else None)
         self._entered: list[ExitStack] = []
 

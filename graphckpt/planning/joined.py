@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, TypeAlias, final
 from graphckpt.planning.program import Run
 from graphckpt.planning.run import KEEP, Option
 from graphckpt.planning.trace import Interval, Kind, Phase
-from graphckpt.planning.walk import Change, Steps
+from graphckpt.planning.walk import Change
 from graphckpt.rules import Full, Joined
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from graphckpt.planning.measured import Measured
+    from graphckpt.planning.walk import Steps
 
 Runs: TypeAlias = "tuple[tuple[int, int], ...]"
 """The first block of each run, and the one behind its last."""
@@ -128,7 +129,7 @@ class Joints:
     def _as_first(self, call: int) -> _Call:
         holds = self._model.holds(call, self._full)
         forward = self._model.steps(Interval(Phase.FORWARD, call), self._full)
-        return _Call(holds, forward, Steps(self._backward(call, holds)))
+        return _Call(holds, forward, self._model.steps_of(self._backward(call, holds)))
 
     def _as_behind(self, call: int) -> _Call:
         """The input is not held, and goes when it has been used."""
@@ -140,7 +141,8 @@ class Joints:
             if isinstance(step, Run) or step.storage != handed or step.kind not in (Kind.HELD, Kind.RELEASED)
         ]
         gone = self._change(Kind.GONE, handed)
-        return _Call(holds, Steps([*forward, gone]), Steps([*self._backward(call, holds), gone]))
+        backward = [*self._backward(call, holds), gone]
+        return _Call(holds, self._model.steps_of([*forward, gone]), self._model.steps_of(backward))
 
     def _backward(self, call: int, holds: frozenset[int]) -> Iterator[Run | Change]:
         yield from self._model.steps(Interval(Phase.BACKWARD, call), self._keep)
@@ -149,13 +151,14 @@ class Joints:
 
     def _steps_again(self, call: int) -> Steps:
         """It runs as if it kept all."""
-        return Steps([*self._private(call), *self._model.steps(Interval(Phase.FORWARD, call), self._keep)])
+        forward = self._model.steps(Interval(Phase.FORWARD, call), self._keep)
+        return self._model.steps_of([*self._private(call), *forward])
 
     def _backward_of_last(self, call: int) -> Steps:
         """It runs again, as if it alone was recomputed."""
         steps = self._model.steps(Interval(Phase.BACKWARD, call), self._full)
         handed = self._handed[call]
-        return Steps([self._change(Kind.HELD, handed), *steps, self._change(Kind.GONE, handed)])
+        return self._model.steps_of([self._change(Kind.HELD, handed), *steps, self._change(Kind.GONE, handed)])
 
     def _private(self, call: int) -> list[Run]:
         """Returns what a call keeps beside its inputs, such as buffers as they were; to set them back takes as much."""

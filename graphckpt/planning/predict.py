@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, final
 
 from graphckpt.planning.program import Role, Run
 from graphckpt.planning.trace import Interval, Kind, Phase
-from graphckpt.planning.walk import Change, State, Steps
+from graphckpt.planning.walk import Change, State, Steps, Walked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from graphckpt.planning.program import BlockProgram, Log
 
@@ -44,7 +44,8 @@ class Model:
         self._program_of = program_of
         self._storages = [{role: storage for storage, role in base.roles(c).items()} for c in range(len(base.calls))]
         self._late: dict[Interval, list[int]] = {}
-        self._outside = {i: Steps(self._outside_steps(i, ends)) for i in self.intervals if not i.is_of_block}
+        self._walked: Walked = {}
+        self._outside = {i: self.steps_of(self._outside_steps(i, ends)) for i in self.intervals if not i.is_of_block}
         for storage, (where, _) in ends.items():
             if where.is_of_block:  # for options that do not show it: at the end of that interval
                 self._late.setdefault(where, []).append(storage)
@@ -66,8 +67,12 @@ class Model:
             gone = {step.storage for step in found if isinstance(step, Change) and step.kind is Kind.GONE}
             late = [storage for storage in self._late.get(interval, ()) if storage not in gone]
             found += [Change(Kind.GONE, storage, self.base.sizes[storage]) for storage in late]
-            self._steps[key] = Steps(found)
+            self._steps[key] = self.steps_of(found)
         return self._steps[key]
+
+    def steps_of(self, steps: Iterable[Run | Change]) -> Steps:
+        """Returns what happens in an interval, in order, in a form that is quickly walked."""
+        return Steps(steps, self._walked)
 
     def storage(self, call: int, role: Role, option: int) -> int:
         """Returns the number of a storage in ``base``; one that only this option leaves gets a number of its own."""

@@ -123,6 +123,8 @@ class Trace(LiveBytes):
     ) -> Any:
         """Runs one op, and adds what it would take on the device."""
         self._num_ops += 1
+        if getattr(func, "namespace", "") == "prim":  # asks for a device: of the calls of a fake step, two out of three
+            return func(*args, **(kwargs or {}))
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if self._op_seconds is not None and result is not NotImplemented:
             interval = self.stretches[-1].interval

@@ -1,12 +1,13 @@
 """Walks what happens in an interval: how high the level rises, where it ends, and who holds what then. Integers only.
 
 What an interval leads to depends on its beginning alone: on who holds the few shared storages that it touches. So each
-interval is walked in full once for each such beginning; from then on one sum, and one highest level, are added.
+interval is walked in full once for each such beginning, and once for all equal blocks; from then on one sum, and one
+highest level, are added.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
 
 from graphckpt.planning.program import Run
 from graphckpt.planning.trace import Kind
@@ -34,17 +35,26 @@ class Outcome(NamedTuple):
     holders: tuple[int, ...]
 
 
+Walked: TypeAlias = "dict[tuple[Run | Change, ...], dict[tuple[int, ...], Outcome]]"
+"""By what happens, with storages numbered as they come: by their holders at the beginning, what it leads to."""
+
+
 @final
 class Steps:
-    """What happens in an interval, in order. Equal to itself alone."""
+    """What happens in an interval, in order. Equal to itself alone.
+
+    Args:
+        steps: what happens.
+        walked: is looked up, and added to, by all intervals that may be alike.
+    """
 
     __slots__ = ("_outcomes", "_steps", "storages")
 
-    def __init__(self, steps: Iterable[Run | Change] = ()) -> None:
+    def __init__(self, steps: Iterable[Run | Change], walked: Walked | None = None) -> None:
         self._steps = tuple(steps)
         self.storages = tuple(dict.fromkeys(step.storage for step in self._steps if isinstance(step, Change)))
         """The shared storages that it touches."""
-        self._outcomes: dict[tuple[int, ...], Outcome] = {}
+        self._outcomes = ({} if walked is None else walked).setdefault(self._renumbered(), {})
 
     def __iter__(self) -> Iterator[Run | Change]:
         return iter(self._steps)
@@ -55,6 +65,12 @@ class Steps:
         if found is None:
             found = self._outcomes[holders] = self._walk(dict(zip(self.storages, holders, strict=True)))
         return found
+
+    def _renumbered(self) -> tuple[Run | Change, ...]:
+        numbers = {storage: number for number, storage in enumerate(self.storages)}
+        return tuple(
+            [s if isinstance(s, Run) else Change(s.kind, numbers[s.storage], s.num_bytes) for s in self._steps]
+        )
 
     def _walk(self, holders: dict[int, int]) -> Outcome:
         level = peak = 0

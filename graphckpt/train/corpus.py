@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -137,9 +138,11 @@ def split(documents: Sequence[Document], *, eval_fraction: float, max_bytes: int
 
 def _standard_library() -> Iterator[tuple[Path, str]]:
     root = Path(sysconfig.get_path("stdlib"))
-    for path in sorted(root.rglob("*.py")):
-        if not _SKIPPED.intersection(path.relative_to(root).parts):
-            yield path, _group(path, root)
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = set(folders) - _SKIPPED  # with all packages in one of them
+        found += [Path(folder, name) for name in files if name.endswith(".py")]
+    yield from ((path, _group(path, root)) for path in sorted(found))
 
 
 def _group(path: Path, root: Path) -> str:
