@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 import torch
 
 if TYPE_CHECKING:
+    from graphckpt.rng import RandomState
     from graphckpt.rules.site import Site
     from graphckpt.stores import Group, Store
 
@@ -86,6 +88,36 @@ class Kept:
         if tensor is None or (self._version is not None and tensor._version != self._version):
             return None
         return tensor.detach().requires_grad_() if self._requires_grad else tensor.detach()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class KeptResult:
+    """What an op has returned."""
+
+    leaves: list[Any]
+    spec: Any
+    """``None`` if it is one tensor."""
+    versions: list[tuple[torch.Tensor, int]]
+    random: RandomState | None  # after an op that draws: the second run must not lose its place in the stream
+
+    def is_edited(self) -> bool:
+        """Whether a tensor of it was edited in place since."""
+        return any(tensor._version != version for tensor, version in self.versions)
+
+    def take(self) -> list[Any] | None:
+        """Returns its leaves; ``None`` if one was edited."""
+        if self.is_edited():
+            return None  # by code after the block: the op runs again
+        taken = [leaf.take() if isinstance(leaf, Kept) else leaf for leaf in self.leaves]
+        edited = any(isinstance(leaf, Kept) and value is None for leaf, value in zip(self.leaves, taken, strict=True))
+        return None if edited else taken
+
+    def let_go(self, keeper: Keeper) -> None:
+        """Says that it is not kept after all."""
+        for leaf in self.leaves:
+            if isinstance(leaf, Kept):
+                leaf.let_go(keeper)
 
 
 def twin_of(tensor: torch.Tensor) -> torch.Tensor:

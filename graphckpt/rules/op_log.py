@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, final
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, final
 
 import torch
 
@@ -26,6 +26,11 @@ class Kind(NamedTuple):
     offset: int | torch.SymInt
     dtype: torch.dtype
     device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Self:
+        """Returns what is known of a tensor."""
+        return cls(tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
 
 
 _COMMUNICATE = frozenset({"c10d", "c10d_functional", "_c10d_functional", "symm_mem"})
@@ -172,6 +177,4 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _kind(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return Kind(leaf.size(), leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.device)
+    return Kind.of(leaf) if isinstance(leaf, torch.Tensor) else leaf

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol, final
 
+from graphckpt._compat import WithoutValues
 from graphckpt.rules.mismatch import Fault
 
 if TYPE_CHECKING:
@@ -96,6 +97,8 @@ class SecondRun(Run):
         self.cursor = position + 1
         if self.on_pack is not None:
             self.on_pack(position)
+        if type(tensor) is WithoutValues:
+            raise RuntimeError(f"{self.frame.site.name}: tensor {position} is saved, and was left out")
         if tensor.requires_grad:
             tensor = tensor.detach()
         if position < len(self._slots):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container
 
     from graphckpt.rules.op_log import Op
-    from graphckpt.rules.op_memory import Policy
+    from graphckpt.rules.recipe import Policy
     from graphckpt.rules.site import Site
 
 
@@ -74,7 +74,9 @@ class Selective(Rule):
 
     def run(self, site: Site, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs the block; backward will run it again, but for the chosen ops."""
-        return Frame(site, function, OpMemory(self._policy)).run(args, kwargs)  # type: ignore[attr-defined]
+        policy: Policy = self._policy  # type: ignore[attr-defined]
+        is_fixed = isinstance(self.save, str) or not callable(self.save)
+        return Frame(site, function, OpMemory(policy, _kind(args, kwargs) if is_fixed else None)).run(args, kwargs)
 
     def describe(self) -> str:
         """Names the preset, the ops or the policy function."""
@@ -83,6 +85,12 @@ class Selective(Rule):
         if callable(self.save):
             return f"selective({getattr(self.save, '__name__', 'policy')})"
         return f"selective({', '.join(str(op) for op in self.save)})"
+
+
+def _kind(args: Any, kwargs: dict[str, Any]) -> object:
+    """Returns what calls with the same ops have in common, as a rule."""
+    tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+    return tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors)
 
 
 def _policy(save: Any) -> Policy:

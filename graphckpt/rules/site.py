@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from graphckpt.ledger.recorder import Recorder
+    from graphckpt.rules.recipe import Recipe
     from graphckpt.stores import Store
 
 
@@ -34,7 +35,7 @@ class Site:
     """
 
     __slots__ = (
-        "_parts", "_roots", "edited", "is_placed", "learns", "name", "notes", "recorder", "state", "store", "unneeded",
+        "_parts", "_roots", "edited", "is_placed", "learns", "name", "notes", "recipes", "recorder", "state", "store",
     )  # fmt: skip
 
     def __init__(
@@ -48,8 +49,8 @@ class Site:
         self.learns = learns
         self.edited: frozenset[int] = frozenset()
         """Positions of the tensor arguments that forward edits in place, as first calls have shown."""
-        self.unneeded: dict[tuple[Any, int], bool] = {}
-        """Of chosen ops, by how often they were called before: whether no second run has a use for their results."""
+        self.recipes: dict[object, Recipe] = {}
+        """What calls have shown of the block's ops, by what calls that are alike have in common."""
         self.recorder: Recorder | None = None
         self.notes: dict[str, None] = {}
         """What ``explain()`` must say about this block, in order, each once."""
