@@ -121,6 +121,10 @@ class Team:
             return action()
         return _unpacked(self.decided(lambda: _packed(action(), known)), known, model)
 
+    def told(self, value: Any) -> Any:
+        """Returns the plain value that the process which decides calls this with."""
+        return self.gathered(value)[self.decider]
+
     def most(self, value: float) -> Any:
         """Returns the most that any process says."""
         return max(self.gathered(value))
@@ -200,10 +204,16 @@ _PLAIN = [field.name for field in fields(Plan) if field.name not in ("rows", "st
 
 
 def _packed(plan: Plan, known: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns a plan in plain words; fields that all processes have are sent as their numbers."""
-    numbers = {id(each): number for number, each in enumerate(known)}
+    """Returns a plan in plain words; values that all processes have are sent as their numbers."""
+    numbers = {id(value): number for number, value in enumerate(_values(known))}
     rows = [
-        [row.block, row.option, numbers.get(id(row.fields), row.fields), row.extra_seconds, row.moved_bytes]
+        [
+            row.block,
+            row.option,
+            {n: _said(v, numbers) for n, v in row.fields.items()},
+            row.extra_seconds,
+            row.moved_bytes,
+        ]
         for row in plan.rows
     ]
     stages = [[stage.name, stage.start_bytes, stage.peak_bytes] for stage in plan.stages]
@@ -211,9 +221,11 @@ def _packed(plan: Plan, known: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _unpacked(words: Mapping[str, Any], known: Sequence[Mapping[str, Any]], model: nn.Module | None) -> Plan:
-    def row(block: str, option: str, said: Any, seconds: float, num_bytes: int) -> PlanRow:
-        means = known[said] if isinstance(said, int) else said
-        return PlanRow(block=block, option=option, fields=means, extra_seconds=seconds, moved_bytes=num_bytes)
+    values = _values(known)
+
+    def row(block: str, option: str, said: Mapping[str, Any], seconds: float, num_bytes: int) -> PlanRow:
+        fields = {name: values[value] if kind == "known" else value for name, (kind, value) in said.items()}
+        return PlanRow(block=block, option=option, fields=fields, extra_seconds=seconds, moved_bytes=num_bytes)
 
     return Plan(
         **{name: words[name] for name in _PLAIN},
@@ -222,6 +234,14 @@ def _unpacked(words: Mapping[str, Any], known: Sequence[Mapping[str, Any]], mode
         notes=tuple(words["notes"]),
         model=model,
     )
+
+
+def _values(known: Sequence[Mapping[str, Any]]) -> list[Any]:
+    return [value for fields in known for value in fields.values()]
+
+
+def _said(value: Any, numbers: Mapping[int, int]) -> tuple[str, Any]:
+    return ("known", numbers[id(value)]) if id(value) in numbers else ("plain", value)
 
 
 def _short(value: Any) -> str:

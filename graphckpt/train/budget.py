@@ -6,14 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from graphckpt.errors import ConfigError
 from graphckpt.planning.report import summary
 from graphckpt.train.blocks import units
+from graphckpt.train.saved import unwritable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from graphckpt.planning import Plan
     from graphckpt.train.graphs import TrainGraph
+    from graphckpt.train.parallel import Ranks
     from graphckpt.train.report import Report
     from graphckpt.train.settings import ActivationCheckpointConfig
 
@@ -21,9 +25,12 @@ PLAN = "plan.yaml"
 
 
 def within_budget(
-    graph: TrainGraph, config: ActivationCheckpointConfig, report: Report, folder: Path
+    graph: TrainGraph, config: ActivationCheckpointConfig, report: Report, folder: Path, ranks: Ranks
 ) -> Callable[..., Any]:
-    """Returns what to call with each batch: the graph, which the first call plans for, if there is a budget."""
+    """Returns what to call with each batch: the graph, which the first call plans for, if there is a budget.
+
+    All processes plan together; the main one writes the plan.
+    """
     if config.memory_budget is None:
         return graph
     todo = [config.memory_budget]
@@ -40,7 +47,14 @@ def within_budget(
             )
             for line in summary(found):
                 report.line(f"plan: {line}")
-            found.below("model").save(folder / PLAN)
+            ranks.main_does(lambda: _save(found.below("model"), folder), ConfigError)
         return graph(**batch)
 
     return call
+
+
+def _save(plan: Plan, folder: Path) -> None:
+    try:
+        plan.save(folder / PLAN)
+    except OSError as error:
+        raise unwritable(folder, error) from error

@@ -62,8 +62,9 @@ class ActivationCheckpointConfig:
     """Whether it lies in one slab, as big as the first step needs."""
 
     memory_budget: int | float | str | None = None
-    """Bytes, ``"12GiB"``, ``"max"``, ``"min"`` or a share of what the plain step keeps: before the first update, each
-    unit gets the policy with which the step is fastest within it; ``offload`` says where tensors may go."""
+    """Bytes of each process, ``"12GiB"``, ``"max"``, ``"min"`` or a share of what the plain step keeps: before the first
+    update, each unit gets the policy with which the step is fastest within it. Beside it, ``offload`` says where tensors
+    may go, ``partition`` that they may be cut, and ``contiguous`` that what is kept lies in one slab."""
 
     @property
     def placement(self) -> dict[str, bool | str]:
@@ -78,9 +79,8 @@ class ActivationCheckpointConfig:
                 budget.check(self.memory_budget)
             except ConfigError as error:
                 yield str(error)
-            for name in ("blocks", "partition", "contiguous"):
-                if getattr(self, name) is not None:
-                    yield f"memory_budget: the plan chooses, and {name} is set as well · fix: unset one of them"
+            if self.blocks is not None:
+                yield "memory_budget: the plan chooses, and blocks is set as well · fix: unset one of them"
         for name, value in self.placement.items():
             try:
                 BlockConfig("").update({name: value})
@@ -230,8 +230,9 @@ class TrainConfig:
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(self.dist, name) > 1 and self.amp.enabled and self.amp.dtype == "float16":
                 yield f"amp.dtype: 'float16' does not go with dist.{name} above 1 · fix: use 'bfloat16'"
-        if self.activation_checkpoint.memory_budget is not None and self.dist.num_processes > 1:
-            yield "activation_checkpoint.memory_budget: each process would plan for itself · fix: name the blocks"
+        if self.activation_checkpoint.memory_budget is not None and self.dist.pipeline_parallel_size > 1:
+            what = "the stages of a pipeline have different blocks, and a plan is for equal processes"
+            yield f"activation_checkpoint.memory_budget: {what} · fix: name the blocks"
         if self.device and self.device.startswith("meta"):
             yield f"device: {self.device!r} holds no values · fix: leave the key out, and the device is picked"
         if not self.output_dir:
@@ -268,7 +269,8 @@ class TrainConfig:
             return
         if self.capture == "cuda_graph":
             yield f"capture: 'cuda_graph' does not go with dist.{above} above 1 · fix: use 'eager'"
-        if checkpoint.enabled and checkpoint.partition and dist.tensor_parallel_size == 1:
+        is_on = checkpoint.enabled or checkpoint.memory_budget is not None
+        if is_on and checkpoint.partition and dist.tensor_parallel_size == 1:
             what = "activation_checkpoint.partition: processes that do not share matrices keep different tensors"
             yield f"{what} · fix: raise dist.tensor_parallel_size, or leave the key out"
 

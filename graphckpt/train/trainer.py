@@ -147,7 +147,7 @@ class Trainer:
             + (f" x {opened.tokens_each} tokens" if opened.text else "")
         )
         order = ShuffledOrder(num_sequences=len(opened.train), seed=settings.seed)
-        update = within_budget(graph, settings.activation_checkpoint, self.report, self.folder)
+        update = within_budget(graph, settings.activation_checkpoint, self.report, self.folder, self.ranks)
 
         def step(iteration: int) -> dict[str, Tensor]:
             started = time.perf_counter()

@@ -41,7 +41,8 @@ def test_weights_are_those_of_the_plain_run(place, capsys):
         ([f"{BUDGET}=1.5"], "memory_budget: 1.5 is no share"),
         ([f"{BUDGET}=12G"], "no unit is called 'G'"),
         ([f"{BUDGET}=1KiB"], "no plan fits"),
-        ([f"{BUDGET}=min", "train.activation_checkpoint.contiguous=True"], "the plan chooses, and contiguous is set"),
+        ([f"{BUDGET}=min", "train.activation_checkpoint.blocks={h.0: true}"], "the plan chooses, and blocks is set"),
+        ([f"{BUDGET}=min", "train.dist.pipeline_parallel_size=2"], "the stages of a pipeline have different blocks"),
     ],
 )
 def test_faults_are_one_clear_error(words, message, capsys):
