@@ -1,9 +1,14 @@
 """GPT-2 of 12 layers of 768 with 12 heads: 124 million parameters."""
 
+from graphckpt.config import LazyCall
+from graphckpt.train.tasks import CausalLM
+
 from .common.data import data
 from .common.models.gpt2 import model
 from .common.optim import optim
 from .common.train import train
+
+task = LazyCall(CausalLM)(loss_head=False)  # True: logits and loss in a block of their own, which may run in slices
 
 data.vocab_size = 50257
 data.seq_length = 1024

@@ -1,9 +1,14 @@
 """A small GPT-2 learns the source text of Python's standard library: minutes on two cores."""
 
+from graphckpt.config import LazyCall
+from graphckpt.train.tasks import CausalLM
+
 from .common.data import data
 from .common.models.gpt2 import model
 from .common.optim import optim
 from .common.train import train
+
+task = LazyCall(CausalLM)(loss_head=False)  # True: logits and loss in a block of their own, which may run in slices
 
 data.vocab_size = 4096
 data.seq_length = 128

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 if TYPE_CHECKING:
-    from graphckpt.planning.planner import Planner
+    from graphckpt.planning.planners import Planners
 
 _PLAN_EXAMPLES = """\
 examples:
@@ -22,6 +22,8 @@ examples:
   graphckpt plan --config-file configs/llama_pretrain.py --device rtx4090 --memory-budget max --offload cpu
   graphckpt plan --config-file configs/gpt2_pretrain.py --device a100-80g --memory-budget 0.5 --save plan.yaml
   graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --sweep front.png
+  graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --memory-budget min \\
+      --head loss_head=tiles:8:sum task.loss_head=True
 
 The device need not be there: no tensor has memory here. The file of --save holds a section `blocks` for
 train.activation_checkpoint.
@@ -54,6 +56,14 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     parser.add_argument("--offload", default=None, metavar="PLACE", help="where kept tensors may go: cpu or disk")
     parser.add_argument("--host-budget", default=None, metavar="SIZE", help="the most bytes that may be there")
+    parser.add_argument(
+        "--head",
+        action="append",
+        default=[],
+        metavar="NAME=RULE",
+        help="the block that computes the loss and how it may run beside whole, such as loss_head=tiles:8:sum: in 8 "
+        "slices, of which the losses are added up; several may be given, to choose from",
+    )
     parser.add_argument("--save", default=None, metavar="FILE", help="write the plan as YAML")
     parser.add_argument("--plot", default=None, metavar="FILE", help="draw the step's memory: .png or .svg")
     parser.add_argument("--sweep", default=None, metavar="FILE", help="draw peak against step time for all budgets")
@@ -88,6 +98,7 @@ def _plan(parsed: argparse.Namespace) -> int:
             device=parsed.device,
             offload=parsed.offload or False,
             host_budget=parsed.host_budget,
+            head=_heads(parsed.head),
             progress=progress,
         )
     if parsed.sweep:
@@ -103,7 +114,7 @@ def _plan(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _sweep(planner: Planner, path: str) -> None:
+def _sweep(planner: Planners, path: str) -> None:
     from graphckpt.planning.picture import draw_sweep  # noqa: PLC0415 - loads matplotlib
     from graphckpt.planning.report import print_sweep  # noqa: PLC0415
 
@@ -136,6 +147,31 @@ def _budget(text: str) -> int | float | str:
     except ValueError:
         return text
     return share if "." in text else int(share)
+
+
+def _heads(words: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
+    """Reads ``NAME=RULE``, where ``tiles`` may have a number of slices and how to join their results behind it.
+
+    >>> _heads(["loss_head=tiles:8:sum"])
+    {'loss_head': [{'rule': 'tiles', 'num_tiles': 8, 'reduce': 'sum'}]}
+    """
+    from graphckpt.errors import ConfigError  # noqa: PLC0415
+    from graphckpt.rules import parse_rule  # noqa: PLC0415 - loads torch
+
+    found: dict[str, list[dict[str, Any]]] = {}
+    for word in words:
+        name, _, text = word.partition("=")
+        rule, *settings = text.split(":")
+        if not name or not rule:
+            raise ConfigError(f"--head {word!r}: names no block and rule · fix: --head loss_head=tiles:8:sum")
+        fields: dict[str, Any] = {"rule": rule}
+        fields |= {"num_tiles" if s.isdigit() else "reduce": int(s) if s.isdigit() else s for s in settings}
+        try:
+            parse_rule(fields)
+        except ConfigError as error:
+            raise ConfigError(f"--head {word!r}: {error}") from None
+        found.setdefault(name, []).append(fields)
+    return found
 
 
 @contextmanager

@@ -40,6 +40,7 @@ train = {
         "partition": None,
         "contiguous": None,
         "memory_budget": None,  # "12GiB": policies are planned for it, in place of the keys above
+        "head": None,  # beside it: {"loss_head": {"rule": "tiles", "num_tiles": 8, "reduce": "sum"}}
     },
     "evaluation": {
         "enabled": True,

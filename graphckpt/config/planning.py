@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from graphckpt.blocks.apply import apply
 from graphckpt.config import overrides as _overrides
 from graphckpt.config import own_modules
 from graphckpt.config.load import importable_from, load
@@ -21,11 +22,12 @@ from graphckpt.planning.fake import FakeDevice
 from graphckpt.planning.machine import Machine, machine
 from graphckpt.planning.measure import measure
 from graphckpt.planning.options import options
-from graphckpt.planning.plan_step import Progress
+from graphckpt.planning.plan_step import Progress, head_rows
 from graphckpt.planning.planner import Planner
+from graphckpt.planning.planners import Planners
 from graphckpt.planning.pretend import FakeStep
 from graphckpt.planning.run import Blocks
-from graphckpt.train.blocks import units
+from graphckpt.train.blocks import head_of, units
 from graphckpt.train.graphs import sum_of_losses
 from graphckpt.train.report import Report
 from graphckpt.units import parse_bytes
@@ -38,8 +40,9 @@ def planner_from(
     device: str,
     offload: bool | str = False,
     host_budget: str | None = None,
+    head: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
-) -> tuple[Planner, Machine]:
+) -> tuple[Planners, Machine]:
     """Returns the planner of the step that a config describes, and the device that it is for.
 
     Nothing runs on a real device: model, gradients and optimizer take no memory, whatever their size.
@@ -50,6 +53,7 @@ def planner_from(
         device: the name of a device profile, or the file of one.
         offload: where kept tensors may go.
         host_budget: the most bytes that may be there.
+        head: the block that computes the loss, and how it may run; what the config says of it, if nothing.
         progress: told how many runs are done.
 
     Raises:
@@ -74,12 +78,21 @@ def planner_from(
             rates = Rates(out, back) if out > 0 and back > 0 else None
             if rates is None:
                 considered = options()
-        measured = measure(step, blocks, considered, progress)
-    notes = (
-        [] if rates is not None or not offload else [f"offload: {target.name} has no rates of copies in its profile"]
-    )
-    host_bytes = None if host_budget is None else parse_bytes(host_budget)
-    return Planner(measured, device=target.name, rates=rates, host_budget=host_bytes, notes=notes), target
+        notes = (
+            []
+            if rates is not None or not offload
+            else [f"offload: {target.name} has no rates of copies in its profile"]
+        )
+        host_bytes = None if host_budget is None else parse_bytes(host_budget)
+        planners = []
+        heads = head_of(model, head or run.train.activation_checkpoint.head)
+        for rows in head_rows(model, heads, list(zip(blocks.names, blocks.modules, strict=True))):
+            with apply(model, {row.block: row.fields for row in rows}) if rows else nullcontext():
+                measured = measure(step, blocks, considered, progress)
+            planners.append(
+                Planner(measured, device=target.name, rates=rates, host_budget=host_bytes, notes=notes, also=rows)
+            )
+    return Planners(planners), target
 
 
 def _step(run: RunConfig, fake: FakeDevice) -> tuple[FakeStep, nn.Module]:
@@ -89,7 +102,7 @@ def _step(run: RunConfig, fake: FakeDevice) -> tuple[FakeStep, nn.Module]:
     numbers = np.arange(sizes.micro_batch, dtype=np.int64) % max(1, len(opened.train))
     sample = opened.train.batch(numbers)
     with fake:
-        model: Any = run.model()
+        model: Any = task.prepare(run.model())
         model.train()
         optimizer = optimizer_of(run, model, fake.machine.kind)
         batch = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in sample.items()}

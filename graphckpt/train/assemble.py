@@ -11,6 +11,7 @@ from torch import nn
 
 from graphckpt.errors import ConfigError
 from graphckpt.train.blocks import checkpointed_blocks, layers_of
+from graphckpt.train.loss_head import NAME as LOSS_HEAD
 from graphckpt.train.parallel import Ranks
 from graphckpt.train.settings import TrainConfig
 from graphckpt.train.state import seed_all, seed_apart
@@ -41,8 +42,11 @@ def assembled(
         ConfigError: nobody knows how to cut the model, or a size does not divide.
     """
     seed_all(settings.seed)
-    model = make_model()
+    model = task.prepare(make_model())
     architecture = type(model).__name__  # what is cut gets another class
+    if settings.dist.num_processes > 1 and hasattr(model, LOSS_HEAD):
+        what = "task.loss_head: processes that share a model call it as a whole"
+        raise ConfigError(f"{what} · fix: leave the key out, or train on one process")
     pipeline = None if ranks.stage_mesh is None else _pipeline(model, task, settings, ranks, device)
     model = (model if pipeline is not None else model.to(device)).train()
     tensor_mesh, data_mesh = ranks.tensor_mesh, ranks.data_mesh

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -46,6 +46,21 @@ def checkpointed_blocks(model: nn.Module, config: ActivationCheckpointConfig) ->
     if faults:
         raise ConfigError(bullets(f"{_WHERE} cannot act", faults) if len(faults) > 1 else faults[0])
     return settings
+
+
+def head_of(model: nn.Module, head: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns how the block that computes the loss may run, by its name in ``model``.
+
+    Raises:
+        ConfigError: there is no such block.
+    """
+    known = [name for name, _ in model.named_modules()]
+    for name in head or ():
+        if name not in known:
+            hint = did_you_mean(name, [name for name, _ in model.named_children()])
+            fix = "task.loss_head=True gives a causal language model the block 'loss_head'"
+            raise ConfigError(f"{_WHERE}.head: there is no block {name!r}{hint} · fix: {fix}")
+    return dict(head or {})
 
 
 def layers_of(model: nn.Module, config: ActivationCheckpointConfig) -> list[str]:

@@ -8,7 +8,7 @@ from torch import nn
 
 from graphckpt.errors import ConfigError
 from graphckpt.planning.report import summary
-from graphckpt.train.blocks import units
+from graphckpt.train.blocks import head_of, units
 from graphckpt.train.saved import unwritable
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def within_budget(
                 memory_budget=todo.pop(),
                 offload=config.offload or False,
                 blocks=[f"model.{name}" for name in units(model, config)],
+                head={f"model.{name}": rules for name, rules in head_of(model, config.head).items()},
             )
             for line in summary(found):
                 report.line(f"plan: {line}")

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from graphckpt.blocks.config import OTHER_NAMES, BlockConfig
 from graphckpt.errors import ConfigError
 from graphckpt.planning import budget
+from graphckpt.rules import parse_rule
 from graphckpt.train.optim import warmup_cosine_lr
 from graphckpt.train.reserved import (
     CHECKPOINT_WITHOUT_MEANING,
@@ -62,9 +63,12 @@ class ActivationCheckpointConfig:
     """Whether it lies in one slab, as big as the first step needs."""
 
     memory_budget: int | float | str | None = None
-    """Bytes of each process, ``"12GiB"``, ``"max"``, ``"min"`` or a share of what the plain step keeps: before the first
-    update, each unit gets the policy with which the step is fastest within it. Beside it, ``offload`` says where tensors
-    may go, ``partition`` that they may be cut, and ``contiguous`` that what is kept lies in one slab."""
+    """Bytes of each process, ``"12GiB"``, ``"max"``, ``"min"`` or a share of what the plain step keeps: before the
+    first update, each unit gets the policy with which the step is fastest within it. Beside it, ``offload`` says where
+    tensors may go, ``partition`` that they may be cut, and ``contiguous`` that what is kept lies in one slab."""
+    head: dict[str, Any] | None = None
+    """Beside it, the block that computes the loss, and one way or a list of ways in which it may run:
+    ``{"loss_head": {"rule": "tiles", "num_tiles": 8, "reduce": "sum"}}``, with ``task.loss_head=True``."""
 
     @property
     def placement(self) -> dict[str, bool | str]:
@@ -81,11 +85,22 @@ class ActivationCheckpointConfig:
                 yield str(error)
             if self.blocks is not None:
                 yield "memory_budget: the plan chooses, and blocks is set as well · fix: unset one of them"
+        yield from self._head_faults()
         for name, value in self.placement.items():
             try:
                 BlockConfig("").update({name: value})
             except ConfigError as error:
                 yield str(error).removeprefix(".")
+
+    def _head_faults(self) -> Iterator[str]:
+        if self.head and self.memory_budget is None:
+            yield "head: no memory_budget is set to plan it for · fix: set one, or name the block in blocks"
+        for name, value in (self.head or {}).items():
+            try:
+                if any(parse_rule(one) is None for one in (value if isinstance(value, list) else [value])):
+                    yield f"head.{name}: None is no rule · fix: {{'rule': 'tiles', 'num_tiles': 8, 'reduce': 'sum'}}"
+            except ConfigError as error:
+                yield f"head.{name}: {error}"
 
 
 @final

@@ -100,9 +100,25 @@ def test_the_command_plans_a_config_for_another_device(tmp_path, capsys):
     assert set(plan.blocks) <= {f"transformer.h.{n}" for n in range(4)}
 
 
+def test_the_command_cuts_the_head_in_slices(tmp_path):
+    words = ["model.config.n_layer=2", "train.train_micro_batch_size=16", "task.loss_head=True"]
+    saved = tmp_path / "plan.yaml"
+    flags = ["--device", "h200", "--memory-budget", "min", "--save", str(saved)]
+    floors = []
+    for head in ([], ["--head", "loss_head=tiles:4:sum"], ["--head", "loss_head=tiles:16:sum"]):
+        assert main(["plan", "--config-file", "configs/quickstart.py", *flags, *head, *words]) == 0
+        floors.append(Plan.load(saved).predicted_peak_bytes)
+    assert floors[0] > 1.2 * floors[1] >= 1.2 * floors[2]
+    assert Plan.load(saved).blocks["loss_head"]["activation_checkpointing"]["num_tiles"] == 16
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--head", "loss_head"], "--head 'loss_head': names no block and rule · fix: --head loss_head=tiles:8:sum"),
+        (["--head", "loss_head=tiles:8:avg"], "reduce 'avg' is unknown"),
+        (["--head", "loss_head=full:8"], "rule 'full' has no setting 'num_tiles'"),
+        (["--head", "loss_head=tiles:8:sum"], "there is no block 'loss_head'"),
         (["--device", "h2000"], "did you mean 'h200'"),
         (["--memory-budget", "1 fortnight"], "no unit is called"),
         (["--memory-budget", "1MiB", "model.config.n_layer=2"], "no plan fits"),

@@ -58,6 +58,10 @@ class Task(ABC):
     metric_mode: ClassVar[Literal["min", "max"]] = "min"
     """Whether a low or a high value of it is good."""
 
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Returns the model, before anything else is done with it, with blocks that the task needs in it."""
+        return model
+
     @abstractmethod
     def losses(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the mean losses of a batch; those with ``loss`` in their names are summed and learned from."""

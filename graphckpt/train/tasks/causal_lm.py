@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from graphckpt.train.loss_head import add_loss_head, differences, loss_of
 from graphckpt.train.tasks.base import Samples, TextTask, perplexity, summed
 from graphckpt.train.tokens import Prepared, TokenFile
 
@@ -32,9 +33,29 @@ class CausalLM(TextTask):
     """For ``GPT2LMHeadModel``, ``LlamaForCausalLM`` and their like.
 
     A batch is ``input_ids`` and equal ``labels`` (the model shifts them), int64 of shape [B, T].
+
+    Args:
+        loss_head: compute logits and loss in a block of its own, ``loss_head``, which may have a policy: see
+            :class:`~graphckpt.train.loss_head.LossHead`. The loss is the same up to rounding.
     """
 
     metric: ClassVar[str] = "eval_ppl"
+
+    def __init__(self, *, loss_head: bool = False) -> None:
+        self._has_head = loss_head
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Returns the model, with the loss head if it is asked for."""
+        if self._has_head:
+            add_loss_head(model)
+        return model
+
+    def check(self, model: nn.Module, text: Prepared) -> Iterator[str]:
+        """Yields what about ``model`` does not fit the text, or the loss head."""
+        faults = list(super().check(model, text))
+        yield from faults
+        if self._has_head and not faults:
+            yield from differences(model)
 
     def samples(self, tokens: TokenFile, text: Prepared, seed: int) -> Samples:
         """Returns the sequences of the file as they stand."""
@@ -55,6 +76,8 @@ class CausalLM(TextTask):
         return {"eval_loss": means["loss"], "eval_ppl": perplexity(means["loss"])}
 
     def _loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        if self._has_head:
+            return loss_of(model, batch)
         known: Any = model
         if getattr(known, "loss_type", "") is None:
             known.loss_type = "ForCausalLM"  # what Transformers takes for GPT-2 anyway, with a warning
