@@ -32,6 +32,7 @@ __all__ = [
     "forget_half_a_step",
     "has_function_modes",
     "is_fake",
+    "is_watched",
     "override_stale_capture_stream",
     "packed_shard",
     "pytree",
@@ -260,6 +261,11 @@ def unseen_by_modes() -> AbstractContextManager[Any]:
     PyTorch has no public way to set modes aside from within.
     """
     return _disable_current_modes() if _len_torch_dispatch_stack() else nullcontext()
+
+
+def is_watched() -> bool:
+    """Returns whether a dispatch mode sees the ops of this thread, such as one that counts bytes."""
+    return bool(_len_torch_dispatch_stack())
 
 
 def all_gather_bytes(process_group: Any, output: torch.Tensor, sent: torch.Tensor, limit: timedelta) -> Any:

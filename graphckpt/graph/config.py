@@ -56,7 +56,8 @@ class GraphConfig:
         """Bytes, ``"12GiB"``, ``"max"``, ``"min"`` or a share: policies are planned for it at the first call, and for
         each new shape of inputs. See :meth:`graphckpt.Graph.plan`."""
         self.plan_options: dict[str, Any] = {}
-        """What such plans may use beside: ``offload``, ``host_budget``, ``blocks``, ``rules``."""
+        """What such plans may use beside: ``offload``, ``host_budget``, ``blocks``, ``rules``, ``head``, ``partition``,
+        ``contiguous``, ``group``."""
         for name, value in settings.items():
             setattr(self, name, value)
         object.__setattr__(self, "_changed", changed)
@@ -152,7 +153,7 @@ _FIELDS = (
     "memory_budget", "plan_options",
 )  # fmt: skip
 
-_PLAN_OPTIONS = ("offload", "host_budget", "blocks", "rules", "head", "group")
+_PLAN_OPTIONS = ("offload", "host_budget", "blocks", "rules", "head", "partition", "contiguous", "group")
 
 
 def _accept(*args: object, **kwargs: object) -> None:

@@ -72,6 +72,8 @@ class Inspected:
         blocks: Selector | Iterable[Selector] | None = None,
         rules: Iterable[Any] | None = None,
         head: Mapping[str, Any] | None = None,
+        partition: Any = None,
+        contiguous: bool = False,
         group: Any = None,
         **kwargs: Any,
     ) -> Plan:
@@ -90,6 +92,8 @@ class Inspected:
             blocks: selectors of what to decide about, such as ``"model.layers.*"``; ``None`` finds the layers.
             rules: what to consider beside ``keep``.
             head: the block that computes the loss, and the rules under which it may run in slices.
+            partition: the ranks over which kept tensors may be cut.
+            contiguous: what is kept lies in one slab.
             group: the processes that run this step together; ``None`` is all. All of them call this, and get one plan.
             kwargs: inputs of a call.
 
@@ -100,4 +104,5 @@ class Inspected:
         """
         wanted: dict[str, Any] = {"memory_budget": memory_budget, "offload": offload, "host_budget": host_budget}
         wanted |= {"blocks": blocks, "rules": rules, "head": head, "group": group}
+        wanted |= {"partition": partition, "contiguous": contiguous}
         return self._planned.plan(self.__dict__, self.build, args, kwargs, wanted)

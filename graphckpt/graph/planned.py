@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from graphckpt.planning import Plan
     from graphckpt.planning.agree import Team
 
-_NOTHING = dict.fromkeys(("activation_checkpointing", "segments", "tiles", "offload"))
+_NOTHING = dict.fromkeys(("activation_checkpointing", "segments", "tiles", "offload", "partition", "contiguous"))
 
 
 @final

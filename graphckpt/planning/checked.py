@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from graphckpt.planning import budget as budgets
 from graphckpt.planning.below_floor import plan_below_floor
 from graphckpt.planning.choose import Rates
+from graphckpt.planning.joined import JOINED
 from graphckpt.planning.measure import PlanError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from graphckpt.planning.agree import Team
-    from graphckpt.planning.plan import Plan
+    from graphckpt.planning.plan import Plan, PlanRow
     from graphckpt.planning.planner import Planner
     from graphckpt.planning.real import RealStep
 
@@ -23,7 +25,14 @@ _MOST_CHECKS = 3  # another plan may run other ops at its peak
 
 
 def checked(
-    planner: Planner, step: RealStep, limit: int | None, *, team: Team, known: Sequence[Mapping[str, Any]], check: bool
+    planner: Planner,
+    step: RealStep,
+    limit: int | None,
+    *,
+    team: Team,
+    known: Sequence[Mapping[str, Any]],
+    check: bool,
+    has_slabs: bool = False,
 ) -> Plan:
     """Returns the plan of ``team``, which has run, where ``check`` says so.
 
@@ -34,6 +43,7 @@ def checked(
         team: the processes that plan together.
         known: fields of policies that all of them have.
         check: run the step under the plan, and plan again if it is over the budget, or more than 1 % off.
+        has_slabs: what is kept lies in slabs. What these take beyond what is in them shows when the plan is run.
 
     Raises:
         PlanError: no plan fits.
@@ -41,7 +51,8 @@ def checked(
 
     def chosen(correction: int = 0) -> Plan:
         bound = planner.floor.peak + max(0, correction) if limit is None else limit
-        return planner.plan(bound, correction=correction)
+        plan = planner.plan(bound, correction=correction)
+        return _with_slabs(plan, planner.also) if has_slabs else plan
 
     try:
         found = team.plan(chosen, known, planner.model)
@@ -59,6 +70,17 @@ def checked(
             break
         found = team.plan(partial(chosen, off), known, planner.model)
     return found
+
+
+def _with_slabs(plan: Plan, others: Sequence[PlanRow]) -> Plan:
+    """Returns a plan in which each layer that keeps something on the device keeps it in a slab."""
+    return replace(plan, rows=tuple(row if row in others else _with_slab(row) for row in plan.rows))
+
+
+def _with_slab(row: PlanRow) -> PlanRow:
+    if row.fields == JOINED.fields or "offload" in row.fields:
+        return row
+    return replace(row, option=f"{row.option} + slab", fields={**row.fields, "contiguous": True})
 
 
 def limit_of(budget: budgets.Budget, planner: Planner, step: RealStep, team: Team) -> int | None:

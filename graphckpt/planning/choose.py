@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, final
 from graphckpt.planning.chain import StepChain
 from graphckpt.planning.joined import Joints
 from graphckpt.planning.offload_time import Timing, improve, schedule
+from graphckpt.planning.parts import with_gathers
 from graphckpt.planning.solve import Front
 from graphckpt.planning.trace import Interval, Phase
 
@@ -170,7 +171,7 @@ class Chooser:
     def levels(self, plan: Sequence[int], runs: Runs) -> Iterator[Level]:
         """Yields the levels of a step, interval by interval."""
         joined = {} if self.joints is None else self.joints.steps_of(runs)
-        return self.measured.model.levels(plan, joined)
+        return self.measured.model.levels(plan, with_gathers(self.measured, plan, joined))
 
     def _judged(self, chain: StepChain, choices: Sequence[int]) -> Choice:
         return self.judged(chain.plan(choices), chain.runs(choices))
@@ -199,7 +200,7 @@ class Chooser:
                 improved = improve(chain, timing, budget, start)
                 if improved.plan is not None and (found is None or improved.seconds < found.seconds):
                     plan = chain.plan(improved.plan)
-                    highest = self.measured.model.highest(plan)
+                    highest = max(self.levels(plan, ()), key=lambda level: level.peak)
                     peak = max(improved.peak, highest.peak)
                     if peak <= budget:
                         found = Choice(plan, peak, highest.interval, improved.seconds, improved.notes)

@@ -43,6 +43,7 @@ class Found:
         self._extra: dict[tuple[int, int, Phase], list[float]] = {}
         """The same, beyond what the block took without a policy beside that run."""
         self._far: dict[tuple[int, int], int] = {}
+        self._ahead: dict[tuple[int, int], list[int]] = {}
 
     def add(self, sample: Sample, numbers: Sequence[int], turn: Sequence[int]) -> None:
         """Takes in one run, in which block ``numbers[n]`` had option ``turn[n]``.
@@ -71,6 +72,7 @@ class Found:
                 plain = sum(sample.plain_seconds.get(interval, 0.0) for interval in intervals)
                 self._seconds.setdefault((self.classes[block], 0, phase), []).append(plain)
                 self._extra.setdefault((*key, phase), []).append(took - plain)
+            self._ahead.setdefault(key, [sample.ahead_bytes.get(call, 0) for call in calls[block]])
             self._far.setdefault(key, sum(sample.far_bytes.get(call, 0) for call in calls[block]))
 
     def measured(self, blocks: Blocks, options: Sequence[Option], step_seconds: float, num_runs: int) -> Measured:
@@ -96,6 +98,12 @@ class Found:
             forward_seconds=self._by_block(Phase.FORWARD, len(options), programs),
             backward_seconds=self._by_block(Phase.BACKWARD, len(options), programs),
             far_bytes=tuple(tuple(self._far[kind, o] for o in every) for kind in self.classes),
+            ahead_bytes={
+                (call, option): num_bytes
+                for call, block in enumerate(block_of)
+                for option in every
+                if (num_bytes := self._ahead[self.classes[block], option][self._place[call]])
+            },
             step_seconds=step_seconds,
             num_runs=num_runs,
             notes=tuple(self.notes),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, final
 
 from graphckpt.errors import GraphckptError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from graphckpt.planning.predict import Model
     from graphckpt.planning.run import Option
     from graphckpt.planning.trace import Interval, Trace
@@ -31,6 +33,8 @@ class Sample:
     """Of the step without policies, where it was run, or else with these."""
     plain_seconds: dict[Interval, float] | None = None
     """Without policies, timed beside ``seconds``; ``None``: what one run shows holds for all, as nothing disturbs."""
+    ahead_bytes: dict[int, int] = field(default_factory=dict)
+    """By the number of a call: what a gather of its parts takes until they are used."""
 
 
 @final
@@ -51,5 +55,7 @@ class Measured:
     """Of the step with everything kept."""
     num_runs: int
     """Times that the step ran to be logged."""
+    ahead_bytes: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    """By call and option: what a gather takes that begins before the call's own backward."""
     notes: tuple[str, ...] = ()
     """Where the prediction is not exact, and why."""

@@ -116,14 +116,21 @@ class Plan:
         draw_plan(self, path)
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan as YAML: its section ``blocks`` is one of ``train.activation_checkpoint``."""
+        """Writes the plan as YAML: its section ``blocks`` is one of ``train.activation_checkpoint``.
+
+        Raises:
+            ConfigError: it cuts tensors over a process group, which no file can hold.
+        """
         head = "".join(f"# {line}\n" for line in summary(self))
         numbers = {name: getattr(self, name) for name in _NUMBERS}
         rows = [
             {"block": row.block, "option": row.option, "fields": dict(row.fields), "extra_seconds": row.extra_seconds}
             for row in self.rows
         ]
-        text = yaml.dump({"blocks": self.blocks, "plan": {**numbers, "rows": rows}}, Dumper=_Plain, sort_keys=False)
+        try:
+            text = yaml.dump({"blocks": self.blocks, "plan": {**numbers, "rows": rows}}, Dumper=_Plain, sort_keys=False)
+        except yaml.representer.RepresenterError as error:
+            raise ConfigError(f"Plan.save: {error} · fix: partition=True, and plain values in `rules`") from None
         Path(path).write_text(head + text, encoding="utf-8")
 
     @classmethod

@@ -17,6 +17,7 @@ from graphckpt.planning.agree import Team, team_of
 from graphckpt.planning.checked import checked, limit_of, rates_of
 from graphckpt.planning.measure import PlanError, measure
 from graphckpt.planning.options import joins, options
+from graphckpt.planning.parts import asked, parted
 from graphckpt.planning.plan import Plan, PlanRow
 from graphckpt.planning.planner import Planner
 from graphckpt.planning.real import RealStep
@@ -43,6 +44,8 @@ def plan(
     blocks: Selector | Iterable[Selector] | None = None,
     rules: Iterable[Any] | None = None,
     head: Mapping[str, Any] | None = None,
+    partition: Any = None,
+    contiguous: bool = False,
     group: Any = None,
     check: bool = True,
     progress: Progress | None = None,
@@ -64,6 +67,9 @@ def plan(
             ``full``, three levels of ``selective``, and ``joined`` runs of layers, which need ``full`` too.
         head: the block that computes the loss, and how it may run in slices: ``{"loss_head": Tiles(8, reduce="sum")}``,
             or a list of rules to choose from. Each is measured as well, and taken where it is faster or alone fits.
+        partition: the ranks over which kept tensors may be cut, as the flag takes them: ``True``, a ``ProcessGroup``
+            or a ``DeviceMesh``.
+        contiguous: what is kept lies in one slab.
         group: the processes that run this step together, all of which must call this: a ``ProcessGroup``; ``None`` is
             all, where ``torch.distributed`` is initialised; ``False`` is this one alone. All get the same plan.
         check: run the step under the plan, and plan again if it is over the budget, or more than 1 % off.
@@ -94,6 +100,8 @@ def plan(
             host_budget=host_budget,
             rules=rules,
             head=head,
+            partition=partition,
+            contiguous=contiguous,
             check=check,
             progress=progress,
         )
@@ -111,6 +119,8 @@ def plan_step(
     host_budget: int | str | None = None,
     rules: Iterable[Any] | None = None,
     head: Mapping[str, Any] | None = None,
+    partition: Any = None,
+    contiguous: bool = False,
     check: bool = True,
     progress: Progress | None = None,
 ) -> Plan:
@@ -119,7 +129,10 @@ def plan_step(
     host_bytes = None if host_budget is None else parse_bytes(host_budget)
     rates = None
     rules = None if rules is None else list(rules)
+    ranks, notes = asked(partition, team)
     considered = options(offload, rules)
+    if ranks is not None:
+        considered = parted(considered, ranks)
     heads = head_rows(model, head, blocks)
     known = [option.fields for option in considered] + [row.fields for rows in heads for row in rows]
     team.check_alike(
@@ -129,11 +142,10 @@ def plan_step(
         options=[option.name for option in considered],
         head=[[row.block, row.option] for rows in heads for row in rows],
     )
-    notes = []
     if any(option.is_far for option in considered):
         rates = rates_of(step, offload, team)
         if rates is None:
-            considered = options(False, rules)
+            considered = tuple(option for option in considered if not option.is_far)
             notes.append("offload='cpu' does nothing here: the tensors are in host memory already")
     planners: list[Planner] = []
     with undone:
@@ -159,7 +171,7 @@ def plan_step(
         faults: list[tuple[int, PlanError]] = []
         for planner in planners:
             try:
-                found.append(checked(planner, step, limit, team=team, known=known, check=check))
+                found.append(checked(planner, step, limit, team=team, known=known, check=check, has_slabs=contiguous))
             except PlanError as fault:
                 if team.is_over:
                     raise

@@ -10,6 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphckpt.planning.measured import Sample
+from graphckpt.planning.parts import PartStore
 from graphckpt.planning.run import Blocks
 from graphckpt.planning.trace import Interval, Phase, Trace
 from graphckpt.planning.traced_store import TracedStore
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from graphckpt.planning.run import Option
+    from graphckpt.stores import Store
 
 _TIMED_RUNS = 2  # of which the fastest counts: what else the machine does only ever adds
 
@@ -43,6 +45,7 @@ class RealStep:
         tensors = list(self._model_tensors())
         self.device = next((t.device for t in tensors), torch.device("cpu"))
         self._optimizers: dict[int, Optimizer] = {}
+        self._parts: PartStore | None = None
 
     def sample(self, blocks: Blocks, options: Sequence[Option]) -> Sample:
         """Runs the step with one option on each block: once to warm up, once logged, and some times by the clock.
@@ -50,24 +53,41 @@ class RealStep:
         Each timed run comes beside one without policies, so that what else the machine does lengthens both alike.
         """
         stores = {far: TracedStore(is_far=far, min_elements=self._min_elements) for far in (False, True)}
-        with register_hook(self._meet), blocks.under(options, lambda option: stores[option.is_far]) as without:
+        parts = self._parts_of(options)
+
+        def store_of(option: Option) -> Store | None:
+            return parts if option.is_part else stores[option.is_far]
+
+        with register_hook(self._meet), blocks.under(options, store_of) as without:
             self._step_fn()
+            if parts is not None:
+                parts.learn(self._step_fn)
             trace = self._trace()
             for store in stores.values():
                 store.trace = trace
                 store.far_bytes.clear()
+            if parts is not None:
+                parts.listen(trace)
             with blocks.marked(trace), trace:
                 self._step_fn()
             far_bytes = dict(stores[True].far_bytes)
             for store in stores.values():
                 store.trace = None
+            ahead_bytes = {} if parts is None else parts.listen(None)
             clocks, plain = [], []
             for _ in range(_TIMED_RUNS):
                 clocks.append(self._timed(blocks))
                 with without():
                     plain.append(self._timed(blocks))
         total = min(clock.total for clock in plain)
-        return Sample(trace, far_bytes, _fastest(clocks), total, _fastest(plain))
+        return Sample(trace, far_bytes, _fastest(clocks), total, _fastest(plain), ahead_bytes)
+
+    def _parts_of(self, options: Sequence[Option]) -> PartStore | None:
+        """Returns the store of what is cut, which knows from earlier runs what is equal on all ranks."""
+        cut = next((option for option in options if option.is_part), None)
+        if cut is not None and self._parts is None:
+            self._parts = PartStore(cut.fields["partition"], self._min_elements)
+        return self._parts if cut is not None else None
 
     def only(self, blocks: Blocks, numbers: Sequence[int]) -> AbstractContextManager[bool]:
         """A real step is run whole: its times are measured on many blocks."""

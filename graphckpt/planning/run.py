@@ -10,7 +10,6 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphckpt.blocks.forward import BlockForward
-from graphckpt.planning.traced_store import TracedStore
 from graphckpt.rules import Keep, Rule
 from graphckpt.tree import flatten_call, flatten_value
 
@@ -19,6 +18,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from torch import nn
+
+    from graphckpt.stores import Store
 
 
 @final
@@ -33,6 +34,8 @@ class Option:
     rule: Rule
     is_far: bool = False
     """What is kept leaves the device."""
+    is_part: bool = False
+    """What is kept is cut over ranks."""
 
 
 KEEP = Option("keep", {"activation_checkpointing": False}, Keep())
@@ -75,7 +78,7 @@ class Blocks:
 
     @contextmanager
     def under(
-        self, options: Sequence[Option], store: Callable[[Option], TracedStore | None], *, learns: bool = True
+        self, options: Sequence[Option], store: Callable[[Option], Store | None], *, learns: bool = True
     ) -> Iterator[Callable[[], AbstractContextManager[None]]]:
         """Puts an option on each block; with ``learns=False`` a first call is like all others, and sees no edits.
 
@@ -120,7 +123,7 @@ def _without(wrappers: Sequence[BlockForward]) -> Iterator[None]:
 class _Stored:
     """Stands as the placement of a block whose store is given."""
 
-    def __init__(self, store: TracedStore | None) -> None:
+    def __init__(self, store: Store | None) -> None:
         self.store = store
 
 

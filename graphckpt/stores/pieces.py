@@ -45,6 +45,7 @@ class Piece:
         self._bin = freed
 
     def __del__(self) -> None:
+        self.ticket.let_go()
         self._bin.append((self.place, self.ticket))  # a destructor runs anywhere: what is to be done waits in the bin
 
 
@@ -94,6 +95,11 @@ class WrappedKey:
         parts = {name: getattr(tensor, name) for name in names}
         self._keys = {name: keep(part) for name, part in parts.items() if isinstance(part, torch.Tensor)}
         self._others = {name: part for name, part in parts.items() if name not in self._keys}  # such as a DeviceMesh
+
+    @property
+    def keys(self) -> list[object]:
+        """The keys."""
+        return list(self._keys.values())
 
     def join(self, take: Callable[[object], torch.Tensor | None]) -> torch.Tensor | None:
         """Returns the wrapper around what ``take`` gives for each key."""

@@ -8,12 +8,42 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 import torch
 import torch.distributed as dist
 
-from graphckpt._compat import all_gather_bytes
+from graphckpt._compat import all_gather_bytes, is_watched, unseen_by_modes
 from graphckpt.errors import StoreError
 from graphckpt.stores.meeting import Absent, meet
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+
+# Note [A watched gather is over at once]
+# A thread of gloo lets go of the bytes of a gather some time after it is over, so that where a dispatch mode counts
+# live bytes, they would differ from run to run. There the bytes are gathered in copies that nobody counts, and what
+# counts is held as long as the gather's object is, which is what gloo and NCCL do.
+
+
+@final
+class _Over:
+    """Stands for a gather that is over, and holds what it held."""
+
+    __slots__ = ("_held",)
+
+    def __init__(self, *held: torch.Tensor) -> None:
+        self._held = held
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+
+def _watched(process_group: Any, output: torch.Tensor, sent: torch.Tensor, limit: timedelta) -> Any:
+    """Gathers as :func:`all_gather_bytes`; see Note [A watched gather is over at once]."""
+    if output.device.type != "cpu":
+        return all_gather_bytes(process_group, output, sent, limit)
+    with unseen_by_modes():
+        copy = torch.empty_like(output)
+        all_gather_bytes(process_group, copy, sent.clone(), limit).wait()
+        output.copy_(copy)
+    return _Over(output, sent)
 
 
 @final
@@ -38,7 +68,9 @@ class Arrival:
         self._whole: torch.Tensor | None = sent.new_empty(sent.numel() * ranks.size)
         self._runs: list[torch.Tensor | None] = []
         try:
-            self._work: Any = all_gather_bytes(ranks.process_group, self._whole, sent, ranks.limit)
+            self._work: Any = (_watched if is_watched() else all_gather_bytes)(
+                ranks.process_group, self._whole, sent, ranks.limit
+            )
         except RuntimeError as error:
             ranks.fail(block, f"{self._whole.numel()} bytes could not be gathered", error)
 

@@ -62,6 +62,10 @@ class _Cut(Ticket):
         assert arrival is not None
         return arrival.take(self._run)[: self.num_bytes]
 
+    def let_go(self) -> None:
+        """Lets go of the slice; a gather that has begun holds it itself."""
+        self.slice = self.whole = None
+
     def drop(self) -> None:
         """Lets go of all bytes."""
         if self._arrival is not None:
@@ -110,6 +114,15 @@ class Shard(Place):
     def stored_bytes(self, num_bytes: int) -> int:
         """Returns the bytes of one slice."""
         return self._bytes_here(self._slice_bytes(num_bytes))
+
+    @property
+    def num_ranks(self) -> int:
+        """Into how many slices a piece is cut."""
+        return self._ranks.size
+
+    def gathered_bytes(self, num_bytes: int) -> int:
+        """Returns the bytes of all slices of a piece."""
+        return self._slice_bytes(num_bytes) * self._ranks.size
 
     def put(self, data: torch.Tensor, group: Group) -> Ticket:
         """Cuts at once what is known to be equal on all ranks; the rest waits whole until the call is over."""
@@ -237,6 +250,11 @@ class Shard(Place):
 
     def _bytes_here(self, num_bytes: int) -> int:
         return num_bytes if self._inner is None else self._inner.stored_bytes(num_bytes)
+
+
+def left_whole(ticket: Ticket) -> torch.Tensor | None:
+    """Returns all bytes of a piece, flat, where it has not been cut, or not yet."""
+    return ticket.whole if isinstance(ticket, _Cut) else None
 
 
 def _cuts(tickets: Sequence[Ticket]) -> list[_Cut]:

@@ -43,6 +43,8 @@ def within_budget(
                 **batch,
                 memory_budget=todo.pop(),
                 offload=config.offload or False,
+                partition=config.partition,
+                contiguous=bool(config.contiguous),
                 blocks=[f"model.{name}" for name in units(model, config)],
                 head={f"model.{name}": rules for name, rules in head_of(model, config.head).items()},
             )

@@ -16,7 +16,14 @@ from torch import Tensor, nn
 import graphckpt
 from graphckpt import ConfigError, Graph
 from graphckpt.ledger.live import LiveBytes
-from graphckpt.planning import Plan, PlanError, budget
+from graphckpt.planning import Plan, PlanError, budget, real
+from graphckpt.planning.measure import measure
+from graphckpt.planning.options import options as options_of
+from graphckpt.planning.parts import parted
+from graphckpt.planning.plan_step import found_blocks
+from graphckpt.planning.planner import Planner
+from graphckpt.planning.real import RealStep
+from graphckpt.planning.run import Blocks
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
@@ -47,7 +54,7 @@ class Other(Layer):
 
 
 class Model(nn.Module):
-    def __init__(self, *kinds: type[Layer]) -> None:
+    def __init__(self, *kinds: type[nn.Module]) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(kind() for kind in kinds)
@@ -62,7 +69,7 @@ class Model(nn.Module):
 class Case:
     """A model with its step, whose gradients are averaged over the ranks, and what such a step really takes."""
 
-    def __init__(self, *kinds: type[Layer], rows: int = 256) -> None:
+    def __init__(self, *kinds: type[nn.Module], rows: int = 256) -> None:
         self.model = Model(*(kinds or [Layer] * 4))
         self.x = torch.randn(rows, D)
 
@@ -99,8 +106,81 @@ def policies(plan: Plan) -> list[str]:
 # ---- two ranks
 
 
+class Thin(nn.Module):
+    """Keeps little beside its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+def part(rank: int, folder: Path) -> None:
+    del folder
+    real._TIMED_RUNS = 1
+    predictions_hold()
+    parts_take_less(rank)
+    slabs_keep_the_budget(rank)
+
+
+def predictions_hold() -> None:
+    """Whatever is mixed, the peak is to the byte as foretold."""
+    case = Case(*[Layer] * 3)
+    case.x = shared(case.x)[0]
+    options = parted(options_of(only=["full", {"rule": "selective", "save": "matmul"}]), True)
+    assert [o.name for o in options[3:]] == ["keep + part", "full + part", "selective(matmul) + part"]
+    blocks = Blocks(found_blocks(case.model, None))
+    planner = Planner(measure(RealStep(case.model, case.step), blocks, options), model=case.model)
+    assert planner.measured.notes == ()
+    for plan in ((3, 3, 3), (4, 4, 4), (5, 5, 5), (3, 4, 5), (5, 1, 3), (4, 0, 2), (1, 5, 4)):
+        choice = planner.chooser.judged(plan)
+        with planner.described(choice, choice.peak).apply():
+            assert case.peak() == choice.peak, plan
+
+
+def parts_take_less(rank: int) -> None:
+    case = Case(*[Thin] * 10, rows=1024)
+    case.x = shared(case.x)[0]
+    rules: Any = {"rules": ["full"], "memory_budget": "min"}
+    whole, cut = case.plan(**rules), case.plan(**rules, partition=True)
+    assert "full + part" in policies(cut)
+    peaks, gradients = [], []
+    for plan in (whole, cut):
+        with plan.apply():
+            peaks.append(case.peak())
+            torch.manual_seed(5)
+            case.model(case.x).square().mean().backward()
+            gradients.append([parameter.grad for parameter in case.model.parameters()])
+            case.model.zero_grad()
+    assert peaks == [whole.predicted_peak_bytes, cut.predicted_peak_bytes], (peaks, whole, cut)
+    assert peaks[1] < 0.8 * peaks[0]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    between = sum(peaks) // 2
+    found = case.plan(between, rules=["full"], partition=True)
+    assert shared(policies(found)) == [policies(found)] * 2
+    with found.apply():
+        assert peaks[1] <= case.peak() <= between
+    raises(None, 0, lambda: case.plan("min", partition=True, group=False), ConfigError, "have to plan together")
+    with pytest.raises(ConfigError, match=r"Plan\.save: .* · fix: partition=True"):
+        case.plan("min", rules=["full"], partition=dist.group.WORLD, check=False).save(f"/tmp/plan of {rank}.yaml")
+
+
+def slabs_keep_the_budget(rank: int) -> None:
+    case = Case()
+    found = case.plan(0.7, contiguous=True)
+    assert all(row.fields["contiguous"] is True for row in found.rows if row.option != "joined")
+    assert any(row.option.endswith(" + slab") for row in found.rows)
+    assert shared(policies(found)) == [policies(found)] * 2
+    with found.apply():
+        case.step()
+        assert case.peak() <= found.budget_bytes
+
+
 def agree(rank: int, folder: Path) -> None:
     del folder
+    real._TIMED_RUNS = 1
     one_is_slow(rank)
     one_has_less_memory(rank)
     one_takes_more(rank)
@@ -170,6 +250,7 @@ def a_graph_plans_at_its_first_call(rank: int) -> None:
 
 def fail(rank: int, folder: Path) -> None:
     del folder
+    real._TIMED_RUNS = 1
     case = Case(Layer, Layer)
     plain = shared(case.plan("1GiB").plain_peak_bytes)[0]
     one = {"head": {"heads": "full"}}
@@ -206,6 +287,10 @@ def raises(rank: int | None, culprit: int, action: Callable[[], object], kind: t
 
 def test_all_ranks_have_the_same_plan(tmp_path: Path) -> None:
     run_on_ranks(agree, tmp_path)
+
+
+def test_parts_and_slabs_keep_the_budget(tmp_path: Path) -> None:
+    run_on_ranks(part, tmp_path)
 
 
 def test_an_error_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ def runs(rank: int, folder: Path) -> None:
     real._TIMED_RUNS = 1
     for name, words in {"data": DATA, "tensor": TENSOR, "zero": ZERO}.items():
         assert train(f"{name} plain", *words) == 0
-        assert train(f"{name} planned", *words, f"{CHECKPOINT}.memory_budget=0.6") == 0
+        more = [f"{CHECKPOINT}.partition=True", f"{CHECKPOINT}.contiguous=True"] if name == "tensor" else []
+        assert train(f"{name} planned", *words, f"{CHECKPOINT}.memory_budget=0.6", *more) == 0
     assert train("too small", *DATA, f"{CHECKPOINT}.memory_budget=1KiB") == 2
 
 
