@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any, final
@@ -75,8 +75,15 @@ class Found:
             self._ahead.setdefault(key, [sample.ahead_bytes.get(call, 0) for call in calls[block]])
             self._far.setdefault(key, sum(sample.far_bytes.get(call, 0) for call in calls[block]))
 
-    def measured(self, blocks: Blocks, options: Sequence[Option], step_seconds: float, num_runs: int) -> Measured:
-        """Returns all that was found."""
+    def measured(
+        self,
+        blocks: Blocks,
+        options: Sequence[Option],
+        own: Mapping[int, Sequence[Option]],
+        step_seconds: float,
+        num_runs: int,
+    ) -> Measured:
+        """Returns all that was found. ``own`` says by class what each option is there."""
         base, block_of = self._base, [call.block for call in self._base.calls]
         self._name_roles()
         ends = self._ends()
@@ -86,14 +93,17 @@ class Found:
             return programs[self.classes[block_of[call]], option][self._place[call]]
 
         for call, block in enumerate(block_of):
-            for number, option in enumerate(options):
+            for number in range(len(options)):
                 if program_of(call, number).left != program_of(call, 0).left:
                     text = "leaves other tensors behind than when all is kept; the peak is an estimate there"
-                    self.notes.setdefault(f"{blocks.names[block]}: its backward under {option.name} {text}")
+                    self.notes.setdefault(
+                        f"{blocks.names[block]}: its backward under {own[self.classes[block]][number].name} {text}"
+                    )
         every = range(len(options))
         return Measured(
             names=tuple(blocks.names),
             options=tuple(options),
+            own=tuple(tuple(own[kind]) for kind in self.classes),
             model=Model(base, program_of, ends),
             forward_seconds=self._by_block(Phase.FORWARD, len(options), programs),
             backward_seconds=self._by_block(Phase.BACKWARD, len(options), programs),

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from graphckpt.planning.gather import Found
 from graphckpt.planning.measured import Measured, PlanError, Sample
+from graphckpt.planning.op_levels import Ops, with_levels
 from graphckpt.planning.program import Log
 from graphckpt.planning.run import KEEP, Blocks, Option
 from graphckpt.planning.trace import Phase
@@ -21,6 +22,9 @@ class Step(Protocol):
     def sample(self, blocks: Blocks, options: Sequence[Option]) -> Sample:
         """Runs it once, logged."""
 
+    def ops(self, blocks: Blocks) -> list[list[Ops]]:
+        """Runs it with nothing but an eye on the ops of the blocks; returns by block those of each forward."""
+
     def only(self, blocks: Blocks, numbers: Sequence[int]) -> AbstractContextManager[bool]:
         """Has the step run without the other blocks, as far as it can, and says whether it does."""
 
@@ -31,6 +35,7 @@ def measure(
     options: Sequence[Option],
     progress: Callable[[int, int], None] | None = None,
     classes: Callable[[Sequence[int]], Sequence[int]] = list,
+    told: Callable[[Any], Any] = lambda value: value,
 ) -> Measured:
     """Measures every option on every block. Equal blocks take turns, so that each option runs on one of them.
 
@@ -40,6 +45,7 @@ def measure(
         options: the first one must be ``keep``.
         progress: called with the runs done, and the runs in all.
         classes: given the classes of the blocks, returns those that several processes agree upon.
+        told: given a plain value, returns that of the process by whose times several of them go.
 
     Raises:
         PlanError: no block runs with gradients.
@@ -57,15 +63,17 @@ def measure(
     some = _excerpt(found.classes, len(options))
     with step.only(blocks, some) as is_shorter:
         numbers = some if is_shorter else list(every)
-        turns = list(_turns([found.classes[number] for number in numbers], len(options), is_shorter=is_shorter))
         part = Blocks([(blocks.names[number], blocks.modules[number]) for number in numbers])
+        kinds = [found.classes[number] for number in numbers]
+        options, own = with_levels(options, kinds, lambda: step.ops(part), told)
+        turns = list(_turns(kinds, len(options), is_shorter=is_shorter))
         for done, turn in enumerate(turns, start=1):
             if progress is not None:
                 progress(done, len(turns) + 1)
-            found.add(step.sample(part, [options[option] for option in turn]), numbers, turn)
+            found.add(step.sample(part, [own[kind][o] for kind, o in zip(kinds, turn, strict=True)]), numbers, turn)
     if progress is not None:
         progress(len(turns) + 1, len(turns) + 1)
-    return found.measured(blocks, options, kept.step_seconds, len(turns) + 1)
+    return found.measured(blocks, options, own, kept.step_seconds, len(turns) + 1)
 
 
 def _excerpt(classes: Sequence[int], num_options: int) -> list[int]:

@@ -44,6 +44,9 @@ class Measured:
 
     names: tuple[str, ...]
     options: tuple[Option, ...]
+    """In general; ``own`` says what each is for a block."""
+    own: tuple[tuple[Option, ...], ...]
+    """By block and option: what the block gets."""
     model: Model
     forward_seconds: tuple[tuple[float, ...], ...]
     """By block and option: of all its forwards in a step."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from graphckpt.errors import ConfigError
+from graphckpt.planning.op_levels import MOST, Level
 from graphckpt.planning.run import KEEP, Option
-from graphckpt.rules import Full, Joined, Keep, Selective, parse_rule
+from graphckpt.rules import Full, Joined, Keep, parse_rule
 from graphckpt.stores import parse_offload
 
 if TYPE_CHECKING:
@@ -21,13 +22,9 @@ _FLAG = "activation_checkpointing"
 NEAR: tuple[Option, ...] = (
     KEEP,
     Option("full", {_FLAG: True}, Full()),
-    *(
-        Option(f"selective({level})", {_FLAG: {"rule": "selective", "save": level}}, Selective(level))
-        for level in ("attention", "matmul", "matmul+attention")
-    ),
+    *(Option(Level(number).describe(), {}, Level(number)) for number in range(MOST)),
 )
-"""What a block keeps on its device: everything, its inputs alone, or the results of some of its ops beside them. Of
-options that do the same, such as the second and the third in a block without attention, the first is taken."""
+"""What a block keeps on its device: everything, its inputs alone, or the results of some of its ops beside them."""
 
 
 def options(offload: bool | str = False, only: Iterable[Any] | None = None) -> tuple[Option, ...]:

@@ -64,7 +64,8 @@ def plan(
         host_budget: the most bytes that may be there at once.
         blocks: selectors of the blocks to decide about; ``None`` finds the model's layers.
         rules: what to consider beside ``keep``, as ``activation_checkpointing`` takes it; ``None`` is all of
-            ``full``, three levels of ``selective``, and ``joined`` runs of layers, which need ``full`` too.
+            ``full``, up to four levels of ``selective`` that are found op by op for each kind of layer, and ``joined``
+            runs of layers, which need ``full`` too.
         head: the block that computes the loss, and how it may run in slices: ``{"loss_head": Tiles(8, reduce="sum")}``,
             or a list of rules to choose from. Each is measured as well, and taken where it is faster or alone fits.
         partition: the ranks over which kept tensors may be cut, as the flag takes them: ``True``, a ``ProcessGroup``
@@ -151,7 +152,7 @@ def plan_step(
     with undone:
         for rows in heads:
             with apply(model, {row.block: row.fields for row in rows}) if rows else nullcontext():
-                measured = team.times(measure(step, Blocks(blocks), considered, progress, team.classes))
+                measured = team.times(measure(step, Blocks(blocks), considered, progress, team.classes, team.told))
             if not planners:
                 notes += team.settle(measured.model.highest([0] * len(blocks)).peak)
             planners.append(

@@ -92,7 +92,7 @@ class Planner:
         known, names = self.measured, self.measured.names
         joined = {block for first, end in choice.runs for block in range(first + 1, end)}
         extra = self.chooser.extra_seconds(choice)
-        chosen = [JOINED if block in joined else known.options[option] for block, option in enumerate(choice.plan)]
+        chosen = [JOINED if block in joined else known.own[block][option] for block, option in enumerate(choice.plan)]
         rows = tuple(
             PlanRow(
                 block=names[block],

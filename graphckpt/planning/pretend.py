@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from graphckpt.planning.measure import Sample
+from graphckpt.planning.op_levels import Look, Ops
+from graphckpt.planning.run import Option
 from graphckpt.planning.trace import Trace
 from graphckpt.planning.traced_store import TracedStore
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from graphckpt.planning.fake import FakeDevice
-    from graphckpt.planning.run import Blocks, Option
+    from graphckpt.planning.run import Blocks
 
 
 @final
@@ -59,6 +61,15 @@ class FakeStep:
             for store in stores.values():
                 store.trace = None
         return Sample(trace, dict(stores[True].far_bytes), trace.seconds, sum(trace.seconds.values()))
+
+    def ops(self, blocks: Blocks) -> list[list[Ops]]:
+        """Runs the step once, and reckons what each op of the blocks takes."""
+        seen: list[list[Ops]] = [[] for _ in blocks.names]
+        seconds = self._device.machine.op_seconds
+        looks = [Option("look", {}, Look(each, lambda: 0.0, seconds)) for each in seen]
+        with self._device, blocks.under(looks, lambda _: None):
+            self._step_fn()
+        return seen
 
     @contextmanager
     def only(self, blocks: Blocks, numbers: Sequence[int]) -> Iterator[bool]:

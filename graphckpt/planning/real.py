@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any, final
 
@@ -10,8 +11,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphckpt.planning.measured import Sample
+from graphckpt.planning.op_levels import Look, Ops
 from graphckpt.planning.parts import PartStore
-from graphckpt.planning.run import Blocks
+from graphckpt.planning.run import Blocks, Option
 from graphckpt.planning.trace import Interval, Phase, Trace
 from graphckpt.planning.traced_store import TracedStore
 from graphckpt.rng import random_devices, set_random_state, take_random_state
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from graphckpt.planning.run import Option
     from graphckpt.stores import Store
 
 _TIMED_RUNS = 2  # of which the fastest counts: what else the machine does only ever adds
@@ -88,6 +89,15 @@ class RealStep:
         if cut is not None and self._parts is None:
             self._parts = PartStore(cut.fields["partition"], self._min_elements)
         return self._parts if cut is not None else None
+
+    def ops(self, blocks: Blocks) -> list[list[Ops]]:
+        """Runs the step some times with the clock on each op of the blocks."""
+        seen: list[list[Ops]] = [[] for _ in blocks.names]
+        looks = [Option("look", {}, Look(each, partial(_now, self.device))) for each in seen]
+        with blocks.under(looks, lambda _: None):
+            for _ in range(_TIMED_RUNS):
+                self._step_fn()
+        return seen
 
     def only(self, blocks: Blocks, numbers: Sequence[int]) -> AbstractContextManager[bool]:
         """A real step is run whole: its times are measured on many blocks."""
@@ -183,7 +193,7 @@ class _Clock:
         self._running: list[int] = []
         self._begun: set[int] = set()
         self._interval = Interval(Phase.BEFORE)
-        self._since = self._start = self._now()
+        self._since = self._start = _now(self._device)
         self.seconds: dict[Interval, float] = {}
         self.total = 0.0
 
@@ -230,16 +240,17 @@ class _Clock:
         self.total = self._since - self._start
 
     def _mark(self, interval: Interval) -> None:
-        now = self._now()
+        now = _now(self._device)
         self.seconds[self._interval] = self.seconds.get(self._interval, 0.0) + now - self._since
         self._interval, self._since = interval, now
 
-    def _now(self) -> float:
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
-        elif torch.get_num_threads() == 1:
-            return process_time()
-        return perf_counter()
+
+def _now(device: torch.device) -> float:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    elif torch.get_num_threads() == 1:
+        return process_time()
+    return perf_counter()
 
 
 def _fastest(clocks: Sequence[_Clock]) -> dict[Interval, float]:

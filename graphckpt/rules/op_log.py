@@ -107,7 +107,8 @@ class OpLog:
                     self.calls[maker].is_edited = True
                 self._maker[id(tensor.untyped_storage())] = own
         else:
-            call.is_view = any(result.alias_info is not None for result in schema.returns)
+            mine = {id(tensor.untyped_storage()) for tensor in given}
+            call.is_view = any(id(result.untyped_storage()) in mine for result in results)
         call.must_run |= not results or func.namespace in _COMMUNICATE
         call.is_random = torch.Tag.nondeterministic_seeded in func.tags
         if call.can_be_kept:

@@ -198,10 +198,9 @@ class _Mode(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if self.is_paused or func.namespace == "prim":  # which asks a fake tensor for its device, and makes nothing
-            return func(*args, **(kwargs or {}))
-        if func is DETACH:
-            return args[0].twin() if isinstance(args[0], WithoutValues) else func(*args, **(kwargs or {}))
+        if self.is_paused or not is_counted(func):
+            has_values = func is not DETACH or not isinstance(args[0], WithoutValues)
+            return func(*args, **(kwargs or {})) if has_values else args[0].twin()
         return self._call(func, args, kwargs or {})
 
     def _call(self, func: Op, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -309,7 +308,14 @@ class _HandBackInOrder(_Mode):
 
 
 DETACH = torch.ops.aten.detach.default
-"""Is not counted: the hooks of the two runs detach unlike often."""
+
+
+def is_counted(func: Op) -> bool:
+    """Whether an op is one of the block's own.
+
+    The hooks of the two runs detach unlike often, and ``prim`` ops ask a fake tensor for its device.
+    """
+    return func is not DETACH and func.namespace != "prim"
 
 
 def _makes_new_tensors(func: Op) -> bool:

@@ -15,7 +15,7 @@ from graphckpt.rules.frame import Frame
 from graphckpt.rules.op_memory import OpMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container
+    from collections.abc import Callable, Container, Iterator
 
     from graphckpt.rules.op_log import Op
     from graphckpt.rules.recipe import Policy
@@ -56,7 +56,8 @@ class Selective(Rule):
     Args:
         save: ``"matmul"``, ``"attention"``, ``"matmul+attention"``; or a list of ops, each an ``OpOverload`` or its
             name: ``"aten.mm.default"`` is all of its results, ``"aten.mm.default[0,2]"`` those of its first and third
-            call in the block; or a policy ``(context, op, *args, **kwargs)`` that returns a bool or
+            call in the block, and ``"attention[0]"`` that of the first call of whichever op of the preset; or a
+            policy ``(context, op, *args, **kwargs)`` that returns a bool or
             a ``CheckpointPolicy``, as for ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
 
     Raises:
@@ -98,7 +99,7 @@ def _policy(save: Any) -> Policy:
     if isinstance(save, str) and save in PRESETS:
         chosen = dict.fromkeys(PRESETS[save], _ALL)
     elif isinstance(save, (list, tuple, set, frozenset)):
-        chosen = dict(map(_op_and_numbers, save))
+        chosen = {op: numbers for each in save for op, numbers in _ops_and_numbers(each)}
     elif callable(save) and not isinstance(save, str):
         return lambda output, func, args, kwargs, _number: _decides(save, output, func, args, kwargs)
     else:
@@ -110,11 +111,13 @@ def _policy(save: Any) -> Policy:
     return lambda _output, func, _args, _kwargs, number: func in chosen and number in chosen[func]
 
 
-def _op_and_numbers(op: Any) -> tuple[Op, Container[int]]:
-    some = _SOME.fullmatch(op) if isinstance(op, str) else None
-    if some is None:
-        return _op(op), _ALL
-    return _op(some["op"]), frozenset(map(int, some["numbers"].split(",")))
+def _ops_and_numbers(entry: Any) -> Iterator[tuple[Op, Container[int]]]:
+    """Yields the ops that an entry of a list means, and which of their results."""
+    some = _SOME.fullmatch(entry) if isinstance(entry, str) else None
+    numbers = _ALL if some is None else frozenset(map(int, some["numbers"].split(",")))
+    name = entry if some is None else some["op"]
+    ops = PRESETS[name] if isinstance(name, str) and name in PRESETS else [_op(name)]
+    return ((op, numbers) for op in ops)
 
 
 def _op(op: Any) -> Op:

@@ -169,7 +169,7 @@ def test_a_larger_budget_is_never_slower(known):
 def test_no_uniform_policy_that_fits_is_faster(known):
     _, planner = known
     uniform = [choice for _, choice in planner.chooser.uniform()]
-    assert len(uniform) == len(NEAR)
+    assert len(uniform) == len(planner.measured.options)
     for budget in budgets(planner, 20):
         chosen = planner.chooser.cheapest(budget)
         for choice in uniform:
@@ -250,7 +250,7 @@ def test_plan_takes_budgets_of_every_kind(budget):
     told = []
     found = plan(case.model, case.step, memory_budget=budget, progress=lambda done, all_runs: told.append(done))
     assert found.predicted_peak_bytes <= found.budget_bytes
-    assert told == [1, 2, 3], "two equal layers take turns with four options"
+    assert told == [1, 2], "two equal layers take turns with two options: full, and one level"
     assert found.blocks or budget not in ("min", 0.7)
     with found.apply():
         assert case.peak() == found.predicted_peak_bytes

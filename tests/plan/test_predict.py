@@ -60,6 +60,11 @@ def trained(model, inputs, loss_of):
     return step, tracked
 
 
+def fields_of(known, plan):
+    """Returns what `apply` takes for a plan."""
+    return {name: own[o].fields for name, own, o in zip(known.names, known.own, plan, strict=True)}
+
+
 def plans(num_blocks, num_options, count, seed=0):
     rng = random.Random(seed)
     uniform = [[option] * num_blocks for option in range(num_options)]
@@ -76,9 +81,9 @@ def test_predicted_is_tracked(architecture, monkeypatch):
     step, tracked = trained(model, architecture.inputs(), architecture.loss)
     blocks = Blocks(list(architecture.layer_modules(model).items()))
     known = measure(RealStep(model, step), blocks, NEAR)
-    for plan in plans(len(blocks.names), len(NEAR), 3):
+    for plan in plans(len(blocks.names), len(known.options), 3):
         predicted = known.model.highest(plan).peak
-        really = tracked({name: NEAR[option].fields for name, option in zip(blocks.names, plan, strict=True)})
+        really = tracked(fields_of(known, plan))
         if known.notes:
             assert 0 <= predicted - really <= 0.02 * really, (plan, known.notes)
         else:
@@ -154,13 +159,13 @@ def test_odd_chains_are_predicted_near_and_far(seed, monkeypatch):
     known = measure(whole, blocks, considered)
     assert not known.notes
     chain = StepChain(known)
-    for plan in plans(len(blocks.names), len(considered), 12, seed):
+    for plan in plans(len(blocks.names), len(known.options), 12, seed):
         predicted = known.model.highest(plan).peak
-        assert predicted == whole.sample(blocks, [considered[option] for option in plan]).trace.peak_bytes, plan
+        chosen = [own[option] for own, option in zip(known.own, plan, strict=True)]
+        assert predicted == whole.sample(blocks, chosen).trace.peak_bytes, plan
         assert predicted == peak(chain, plan), "the solver sees the same level"
-        if not any(considered[option].is_far for option in plan):
-            fields = {name: considered[option].fields for name, option in zip(blocks.names, plan, strict=True)}
-            assert predicted == tracked(fields)
+        if not any(option.is_far for option in chosen):
+            assert predicted == tracked(fields_of(known, plan))
 
 
 def test_equal_blocks_share_the_runs():
