@@ -153,7 +153,7 @@ class OpMemory:
         recipes[self._kind] = recipe
         while len(recipes) > _MOST_RECIPES:
             del recipes[next(iter(recipes))]
-        if recipe.is_of_use and frame.stops_early:
+        if recipe.is_of_use:
             self.recipe = recipe
             for position in recipe.left_out:
                 result = self.results.pop(recipe.keys[position], None)

@@ -1,0 +1,298 @@
+"""What a second run under `selective` leaves out, and what the first one does not keep: ops counted, bytes measured."""
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import graphckpt
+from graphckpt.ledger.live import LiveBytes
+from graphckpt.rules import Selective
+
+# Legend: N rows, D width, H hidden width
+
+
+class Counts(TorchDispatchMode):
+    """Counts the ops that really run."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = str(func).removeprefix("aten.")
+        self.ops[name] = self.ops.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+class Block(nn.Module):
+    """Seven cheap ops between two products, as GPT-2's GELU."""
+
+    def __init__(self, width=32, hidden=128):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x_ND):
+        h_NH = self.up(self.norm(x_ND))
+        g_NH = 0.5 * h_NH * (1.0 + torch.tanh(0.8 * (h_NH + 0.04 * torch.pow(h_NH, 3.0))))
+        return x_ND + self.down(g_NH)
+
+
+def made(block=Block, num=3, rows=64):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(block() for _ in range(num)))
+    return model, torch.randn(rows, 32)
+
+
+def step(model, x):
+    torch.manual_seed(1)
+    model.zero_grad(set_to_none=True)
+    model(x).square().sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+def under(model, save, **more):
+    return graphckpt.apply(model, {"*": {"activation_checkpointing": Selective(save), **more}})
+
+
+def counted(model, x, save, **more):
+    """Returns the ops of a third step, its peak, and whether the gradients are those of the plain step."""
+    expected = step(model, x)
+    with under(model, save, **more):
+        for _ in range(2):
+            step(model, x)
+        with Counts() as counts:
+            found = step(model, x)
+        with LiveBytes(record_timeline=False) as live:
+            live.track(model.parameters())
+            step(model, x)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    return counts.ops, live.peak_bytes
+
+
+TANH = ["aten.addmm.default[0]", "aten.tanh.default"]
+
+
+def test_what_leads_up_to_a_kept_result_is_not_run_again():
+    model, x = made()
+    plain, _ = counted(model, x, [])
+    ops, _ = counted(model, x, TANH)
+    # a forward of each block, and in backward what a product with the hidden size is made of, but for the tanh
+    assert plain["tanh.default"] == 6
+    assert ops["tanh.default"] == 3
+    assert plain["pow.Tensor_Scalar"] - ops["pow.Tensor_Scalar"] == 3, "it only leads up to tanh; the other 3: backward"
+    assert plain["addmm.default"] == 9, "the product that ends a block is not run again in any case"
+    assert ops["addmm.default"] == 6
+
+
+def test_a_result_that_no_second_run_asks_for_is_not_kept():
+    model, x = made(rows=1024)
+    both, peak_of_both = counted(model, x, "matmul")
+    one, peak_of_one = counted(model, x, ["aten.addmm.default[0]"])
+    assert both == one
+    assert peak_of_both == peak_of_one
+
+
+def test_the_second_product_of_a_block_alone_can_be_named():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other, self.last = (nn.Linear(32, 32) for _ in range(3))
+
+        def forward(self, x):
+            return self.last(torch.sin(self.other(torch.sin(self.one(x)))))
+
+    model, x = made(Two)
+    ops, _ = counted(model, x, ["aten.addmm.default[1]"])
+    assert ops["addmm.default"] == 9 + 3, "the first one runs again, as the sine behind it saves it"
+    ops, _ = counted(model, x, ["aten.addmm.default[0,1]"])
+    assert ops["addmm.default"] == 9
+
+
+@pytest.mark.parametrize("name", ["aten.addmm.default[0,]", "aten.addmm.default[]", "aten.addmm.default[a]"])
+def test_numbers_that_mean_nothing_are_refused(name):
+    with pytest.raises(graphckpt.ConfigError, match="there is no op"):
+        Selective([name])
+
+
+def test_the_first_call_of_a_block_keeps_what_its_own_second_run_asks_for():
+    model, x = made()
+    expected = step(model, x)
+    with under(model, TANH):
+        for _ in range(3):
+            assert all(torch.equal(a, b) for a, b in zip(expected, step(model, x), strict=True))
+
+
+def test_other_shapes_leave_recipes_of_their_own():
+    model, _ = made()
+    sizes = [8, 64, 8, 32, 64, 8]
+    batches = [torch.randn(n, 32) for n in sizes]
+    expected = [step(model, x) for x in batches]
+    with under(model, TANH):
+        for x, grads in zip(batches, expected, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(grads, step(model, x), strict=True))
+
+
+class TwoWays(nn.Module):
+    """Takes another way each time, with tensors of the same shapes."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+        self.up, self.down = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def way(self):
+        self.calls += 1
+        return self.calls // 2 % 2  # a first and a second run make two calls
+
+    def forward(self, x):
+        h = self.up(x)
+        if torch.is_grad_enabled() and x.sum() > 0:
+            h = torch.tanh(torch.sin(h) + torch.cos(h))
+        else:
+            h = torch.tanh(torch.cos(h) * torch.sin(h).exp())
+        return self.down(h)
+
+
+def test_a_block_that_takes_another_way_is_run_as_it_is():
+    model, _ = made(TwoWays, num=1)
+    batches = [sign * torch.rand(16, 32) for sign in (1, 1, -1, 1, -1, -1, 1)]
+    expected = [step(model, x) for x in batches]
+    with under(model, ["aten.tanh.default"]):
+        for x, grads in zip(batches, expected, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(grads, step(model, x), strict=True))
+
+
+class ReadsBeside(nn.Module):
+    """A kernel that is no op of PyTorch reads what the ops only hand on: seen by nobody."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        h = self.up(x)
+        y = torch.sin(h)
+        beside = torch.from_numpy(y.detach().numpy().copy())
+        return self.down(torch.tanh(y.detach() * 2) + h + beside)
+
+
+def test_what_a_foreign_kernel_reads_is_made_after_all():
+    model, x = made(ReadsBeside)
+    ops, _ = counted(model, x, ["aten.addmm.default[0]", "aten.tanh.default"])
+    assert ops["sin.default"] == 6, "the sine is asked for, by no op"
+
+
+class Drops(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(32, 64), nn.Linear(64, 32), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.drop(self.down(torch.tanh(self.drop(torch.sin(self.up(x))))))
+
+
+def test_random_ops_keep_their_place_in_the_stream():
+    model, x = made(Drops)
+    ops, _ = counted(model, x, ["aten.tanh.default"])
+    assert ops["tanh.default"] == 3
+    counted(model, x, ["aten.addmm.default[0]"])
+
+
+class InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        h = torch.sin(self.up(x))
+        h += 1
+        h.mul_(2.0)
+        h = torch.tanh(h.relu_())
+        return x + self.down(h)
+
+
+def test_edits_of_what_is_left_out_are_left_out_with_it():
+    model, x = made(InPlace)
+    plain, _ = counted(model, x, [])
+    ops, _ = counted(model, x, TANH)
+    assert ops["tanh.default"] == 3
+    assert plain["sin.default"] - ops["sin.default"] in (0, 3)
+    counted(model, x, ["aten.sin.default"])  # edited after it was kept
+
+
+def test_batch_statistics_move_once():
+    def build():
+        return nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 32))
+
+    model, x = made(build)
+    twin, _ = made(build)
+    with under(model, "matmul"):
+        for _ in range(4):
+            step(model, x)
+    for _ in range(4):
+        step(twin, x)
+    for one, other in zip(model.buffers(), twin.buffers(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_backward_twice_through_one_graph():
+    model, x = made()
+    with under(model, TANH):
+        for _ in range(3):
+            loss = model(x).square().sum()
+            first = torch.autograd.grad(loss, model.parameters(), retain_graph=True)
+            second = torch.autograd.grad(loss, model.parameters())
+            assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_policy_function_is_asked_about_each_op_each_time():
+    asked = []
+
+    def every_second(context, func, *args, **kwargs):
+        asked.append(func)
+        return func is torch.ops.aten.addmm.default and len(asked) % 2 == 0
+
+    model, x = made()
+    expected = step(model, x)
+    numbers = []
+    with under(model, every_second):
+        for _ in range(3):
+            asked.clear()
+            assert all(torch.equal(a, b) for a, b in zip(expected, step(model, x), strict=True))
+            numbers.append(len(asked))
+    assert numbers[0] == numbers[1] == numbers[2] > 0
+
+
+class Tag:
+    """Lives as long as what it is put on."""
+
+
+def test_nothing_of_a_call_outlives_it():
+    model, x = made(num=1)
+    with under(model, TANH):
+        for _ in range(3):
+            out = model(x)
+            held = weakref.ref(out.grad_fn.metadata.setdefault("here", Tag()))
+            out.sum().backward()
+            del out
+            assert held() is None
+
+
+@pytest.mark.parametrize("place", ["disk"])
+def test_kept_results_may_be_far(place):
+    model, x = made(rows=256)
+    near, _ = counted(model, x, TANH)
+    far, _ = counted(model, x, TANH, offload=place, min_elements=1)
+    assert near["tanh.default"] == far["tanh.default"] == 3
+
+
+def test_explain_counts_no_result_that_is_not_kept():
+    model, x = made(rows=256)
+    with under(model, "matmul") as handle:
+        step(model, x)
+        rows = {row.block: row.bytes_after for row in handle.explain(show=False).rows}
+    hidden, width = 256 * 128 * 4, 256 * 32 * 4
+    assert rows["1"] == hidden + width, "the product of the hidden size and the block's input"
