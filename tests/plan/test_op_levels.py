@@ -1,0 +1,151 @@
+"""The levels of a block: cheapest for their price by brute force, apart from each other, and what they say they are."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import graphckpt
+from graphckpt.ledger.live import LiveBytes
+from graphckpt.planning import op_levels, real
+from graphckpt.planning.measure import measure
+from graphckpt.planning.op_levels import Ops, levels
+from graphckpt.planning.options import NEAR
+from graphckpt.planning.plan_step import found_blocks
+from graphckpt.planning.real import RealStep
+from graphckpt.planning.run import Blocks
+from graphckpt.rules import Selective
+from graphckpt.rules.op_log import OpCall, OpLog
+
+
+def drawn(seed):
+    """Returns a log of some ops at random, and what they take."""
+    rng = random.Random(seed)
+    log = OpLog()
+    for number in range(8):
+        inputs = frozenset(rng.sample(range(number), min(number, rng.choice((1, 1, 2)))))
+        call = OpCall("op", number, inputs, (), None, num_bytes=rng.choice((0, 40, 100, 400)), is_read=True)
+        call.is_random = rng.random() < 0.1
+        call.is_edited = rng.random() < 0.1
+        log.calls.append(call)
+    log.num_saving = 8
+    log.saved = set(rng.sample(range(8), 4)) | {7}
+    log.saved_bytes = sum(log.calls[number].num_bytes for number in log.saved)
+    return log, [rng.randrange(1, 50) for _ in range(8)]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_cut_is_the_cheapest_choice_for_its_price(seed):
+    log, ticks = drawn(seed)
+    able = [number for number, call in enumerate(log.calls) if call.can_be_kept]
+    for price in (0.01, 0.1, 0.5, 3.0):
+
+        def cost(kept, price=price):
+            again = log.needed(lambda call: call.number in kept) - kept
+            num_bytes = sum(round(price * log.calls[number].num_bytes) for number in kept)
+            return num_bytes + sum(ticks[number] for number in again)
+
+        chosen = op_levels._cut(log, ticks, price)
+        subsets = itertools.chain.from_iterable(itertools.combinations(able, n) for n in range(len(able) + 1))
+        assert cost(chosen.kept) == min(cost(frozenset(subset)) for subset in subsets)
+        again = log.needed(lambda call, kept=chosen.kept: call.number in kept) - chosen.kept
+        assert chosen.ticks == sum(ticks[number] for number in again)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_front_falls_in_bytes_and_rises_ever_steeper_in_time(seed):
+    front = op_levels._cheapest(*drawn(seed))[:-1]
+    assert all(one.num_bytes > other.num_bytes for one, other in itertools.pairwise(front[1:]))
+    assert all(one.ticks < other.ticks for one, other in itertools.pairwise(front[1:]))
+    slopes = [(b.ticks - a.ticks) / (a.num_bytes - b.num_bytes) for a, b in itertools.pairwise(front[1:])]
+    assert slopes == sorted(slopes)
+
+
+def gpt2():
+    torch.manual_seed(0)
+    none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    config = GPT2Config(n_layer=6, n_embd=64, n_head=4, vocab_size=64, n_positions=64, use_cache=False, **none)
+    model = GPT2LMHeadModel(config)
+    tokens = torch.randint(0, 64, (4, 64))
+
+    def step():
+        model(input_ids=tokens, labels=tokens).loss.backward()
+
+    return model.train(), step
+
+
+@pytest.fixture(scope="module")
+def known():
+    model, step = gpt2()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(real, "_TIMED_RUNS", 1)
+        return measure(RealStep(model, step), Blocks(found_blocks(model, None)), NEAR)
+
+
+def test_equal_layers_have_equal_levels_between_keep_and_full(known):
+    assert all(own == known.own[0] for own in known.own)
+    names = [option.name for option in known.own[0]]
+    count = len(names) - 2
+    assert 2 <= count <= op_levels.MOST
+    assert names == ["keep", "full", *(f"selective(level {n + 1} of {count})" for n in range(count))]
+    peaks = [known.model.highest([option] * 6).peak for option in (0, *range(2, len(names)), 1)]
+    assert peaks == sorted(set(peaks), reverse=True), "each level takes less than the one before"
+
+
+def test_a_level_keeps_what_it_says(known):
+    model, step = gpt2()
+    step()
+    for option in range(len(known.options)):
+        with graphckpt.apply(
+            model, {name: own[option].fields for name, own in zip(known.names, known.own, strict=True)}
+        ):
+            step()
+            live = LiveBytes(record_timeline=False)
+            live.track([*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters())])
+            with live:
+                step()
+        assert live.peak_bytes == known.model.highest([option] * 6).peak
+
+
+def test_attention_is_named_in_a_way_that_holds_on_other_devices(known):
+    saves = [name for option in known.own[0][2:] for name in option.fields["activation_checkpointing"]["save"]]
+    assert "attention[0]" in saves
+    assert not any("scaled_dot_product" in name for name in saves)
+    for option in known.own[0][2:]:
+        assert Selective(option.fields["activation_checkpointing"]["save"])
+
+
+def test_a_block_whose_ops_cannot_be_seen_has_the_presets():
+    assert levels([]) == []
+    blind = Ops()
+    blind.log.is_whole = False
+    assert levels([blind]) == []
+    some, own = op_levels.with_levels(NEAR, [0], lambda: [[blind]])
+    assert len(some) == 2 + len(op_levels._PRESETS)
+    assert [option.rule.save for option in own[0][2:]] == ["matmul+attention", "matmul", "attention"]
+
+
+def test_an_op_that_two_processes_time_unlike_is_decided_by_one():
+    log, ticks = drawn(3)
+    seen = [[Ops(log, [tick / op_levels._TICKS for tick in ticks])]]
+    told = []
+
+    def tell(value):
+        told.append(value)
+        return [[["aten.addmm.default[0]"]]]
+
+    _, own = op_levels.with_levels(NEAR, [0], lambda: seen, tell)
+    assert len(told) == 1
+    assert own[0][2].fields["activation_checkpointing"] == {"rule": "selective", "save": ["aten.addmm.default[0]"]}
+
+
+def test_a_layer_of_one_linear_has_nothing_between():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    x = torch.randn(16, 8, requires_grad=True)
+    found = measure(RealStep(model, lambda: model(x).sum().backward()), Blocks(found_blocks(model, "*")), NEAR)
+    assert found.num_runs >= 2
+    assert not found.notes
