@@ -139,7 +139,8 @@ class _GivenContexts:
     def settle(self, frame: Frame) -> None:
         """PyTorch's contexts look after themselves."""
 
-    def run_all(self) -> bool:
+    def run_all(self, frame: Frame) -> bool:
+        del frame
         return False
 
     def paused(self) -> AbstractContextManager[None]:

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphckpt.planning.run import Option
 from graphckpt.rules import Rule, Selective
 from graphckpt.rules.op_log import OpLog
-from graphckpt.rules.op_memory import is_counted
+from graphckpt.rules.op_modes import is_counted
 from graphckpt.rules.selective import PRESETS
 from graphckpt.rules.stored import IN_PLACE
 

@@ -243,7 +243,7 @@ class Frame:
             try:
                 self._second_run(run)
             except Exception:
-                if self.contexts is None or not self.contexts.run_all():
+                if self.contexts is None or not self.contexts.run_all(self):
                     raise  # else code that is no op, such as a kernel, may have asked for what was left out
                 run = SecondRun(self, self._slots, early_stop=early_stop, hands_on=hands_on)
                 self._second_run(run)

@@ -34,7 +34,7 @@ class Contexts(Protocol):
     def settle(self, frame: Frame) -> None:
         """The first run is over."""
 
-    def run_all(self) -> bool:
+    def run_all(self, frame: Frame) -> bool:
         """A second run has failed: has the next one leave nothing out; returns whether that is any different."""
 
     def paused(self) -> AbstractContextManager[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeAlias, final
@@ -20,6 +20,27 @@ Key: TypeAlias = "tuple[Op, int]"
 
 Policy: TypeAlias = Callable[[Any, Any, Any, dict[str, Any], int], bool]
 """Called with an op's result, the op, its arguments, and how often it was called before in the block."""
+
+
+@final
+class Chosen:
+    """The policy that keeps what is named: an op, or its results with some numbers."""
+
+    def __init__(self, numbers: Mapping[Op, Container[int]]) -> None:
+        self.numbers = numbers
+
+    def __call__(self, output: Any, func: Op, args: Any, kwargs: dict[str, Any], number: int) -> bool:
+        """Returns whether the result is named."""
+        return func in self.numbers and number in self.numbers[func]
+
+
+ALL = range(1 << 62)
+"""The numbers of all results of an op."""
+
+
+def is_chosen_whole(policy: Policy, func: Op) -> bool:
+    """Returns whether a policy keeps all results of an op, so that it does not matter which is which number."""
+    return isinstance(policy, Chosen) and policy.numbers.get(func) == ALL
 
 
 class Act(Enum):

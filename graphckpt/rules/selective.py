@@ -13,6 +13,7 @@ from graphckpt.errors import ConfigError, did_you_mean
 from graphckpt.rules.base import Rule
 from graphckpt.rules.frame import Frame
 from graphckpt.rules.op_memory import OpMemory
+from graphckpt.rules.recipe import ALL, Chosen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator
@@ -41,7 +42,6 @@ PRESETS: dict[str, frozenset[Op]] = {
 PRESETS["matmul+attention"] = PRESETS["matmul"] | PRESETS["attention"]
 
 _SOME = re.compile(r"(?P<op>[^\[\]]+)\[(?P<numbers>\d+(,\d+)*)\]")
-_ALL = range(1 << 62)
 _SAVES = frozenset({CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE})
 _OFFLOADS = frozenset({CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD})
 
@@ -76,8 +76,8 @@ class Selective(Rule):
     def run(self, site: Site, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs the block; backward will run it again, but for the chosen ops."""
         policy: Policy = self._policy  # type: ignore[attr-defined]
-        is_fixed = isinstance(self.save, str) or not callable(self.save)
-        return Frame(site, function, OpMemory(policy, _kind(args, kwargs) if is_fixed else None)).run(args, kwargs)
+        kind = _kind(args, kwargs) if isinstance(policy, Chosen) else None
+        return Frame(site, function, OpMemory(policy, kind)).run(args, kwargs)
 
     def describe(self) -> str:
         """Names the preset, the ops or the policy function."""
@@ -97,7 +97,7 @@ def _kind(args: Any, kwargs: dict[str, Any]) -> object:
 def _policy(save: Any) -> Policy:
     chosen: dict[Op, Container[int]]
     if isinstance(save, str) and save in PRESETS:
-        chosen = dict.fromkeys(PRESETS[save], _ALL)
+        chosen = dict.fromkeys(PRESETS[save], ALL)
     elif isinstance(save, (list, tuple, set, frozenset)):
         chosen = {op: numbers for each in save for op, numbers in _ops_and_numbers(each)}
     elif callable(save) and not isinstance(save, str):
@@ -108,13 +108,13 @@ def _policy(save: Any) -> Policy:
             f"selective.save: there is no preset {save!r}{did_you_mean(str(save), PRESETS)} · "
             f"fix: use one of {known}, a list of ops, or a policy function"
         )
-    return lambda _output, func, _args, _kwargs, number: func in chosen and number in chosen[func]
+    return Chosen(chosen)
 
 
 def _ops_and_numbers(entry: Any) -> Iterator[tuple[Op, Container[int]]]:
     """Yields the ops that an entry of a list means, and which of their results."""
     some = _SOME.fullmatch(entry) if isinstance(entry, str) else None
-    numbers = _ALL if some is None else frozenset(map(int, some["numbers"].split(",")))
+    numbers = ALL if some is None else frozenset(map(int, some["numbers"].split(",")))
     name = entry if some is None else some["op"]
     ops = PRESETS[name] if isinstance(name, str) and name in PRESETS else [_op(name)]
     return ((op, numbers) for op in ops)

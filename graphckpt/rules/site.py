@@ -35,7 +35,8 @@ class Site:
     """
 
     __slots__ = (
-        "_parts", "_roots", "edited", "is_placed", "learns", "name", "notes", "recipes", "recorder", "state", "store",
+        "_parts", "_roots", "edited", "is_placed", "learns", "name", "notes", "num_strays", "recipes", "recorder",
+        "state", "store",
     )  # fmt: skip
 
     def __init__(
@@ -51,6 +52,8 @@ class Site:
         """Positions of the tensor arguments that forward edits in place, as first calls have shown."""
         self.recipes: dict[object, Recipe] = {}
         """What calls have shown of the block's ops, by what calls that are alike have in common."""
+        self.num_strays = 0
+        """Calls that did not follow what those before have shown."""
         self.recorder: Recorder | None = None
         self.notes: dict[str, None] = {}
         """What ``explain()`` must say about this block, in order, each once."""

@@ -194,6 +194,31 @@ class Drops(nn.Module):
         return self.drop(self.down(torch.tanh(self.drop(torch.sin(self.up(x))))))
 
 
+class Shared(nn.Module):
+    """One block that runs three times: within autocast its weights are cast by the first run, and by no other."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.block(self.block(self.block(x)))
+
+
+@pytest.mark.parametrize(
+    "save", ["matmul", ["aten._to_copy.default[0,1,2]"], ["aten._to_copy.default", "aten.tanh.default[0]"]]
+)
+def test_casts_that_one_run_of_two_makes_are_not_taken_for_one_another(save):
+    model, x = made(Shared, num=1)
+    expected = step(model, x)
+    with graphckpt.apply(model, {"0.block": {"activation_checkpointing": Selective(save)}}) as handle:
+        for _ in range(8):
+            assert all(torch.equal(a, b) for a, b in zip(expected, step(model, x), strict=True))
+        if save != "matmul":
+            assert "by number are not kept" in str(handle.explain(show=False))
+
+
 def test_random_ops_keep_their_place_in_the_stream():
     model, x = made(Drops)
     ops, _ = counted(model, x, ["aten.tanh.default"])
