@@ -26,7 +26,7 @@ from graphckpt.stores.pieces import Key, WrappedKey
 from graphckpt.stores.shard import Shard, left_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from graphckpt.planning.agree import Team
     from graphckpt.planning.measured import Measured
@@ -79,15 +79,8 @@ class PartStore(Store):
         self._stores: dict[str, Store] = {}
         self._trace: Trace | None = None
         self._ahead_bytes: dict[int, int] = {}
-        self._has_asked = False
-
-    def learn(self, step: Callable[[], object]) -> None:
-        """Runs a step until nothing waits whole in it any more for the ranks to be asked; all of them see the same."""
-        for _ in range(_MOST_RUNS):
-            if not self._has_asked:
-                break
-            self._has_asked = False
-            step()
+        self.has_asked = False
+        """Whether something was kept whole until the ranks had been asked; they are not when the same is kept again."""
 
     def listen(self, trace: Trace | None) -> dict[int, int]:
         """Has a trace told from now on, or nobody.
@@ -123,7 +116,7 @@ class PartStore(Store):
         with warnings.catch_warnings():  # that an option cuts little shows in its bytes
             warnings.filterwarnings("ignore", message=".*already sharded, left whole")
             self._stores[group.block].seal(group)
-        self._has_asked |= len(_pieces(group, is_cut=False)) < num_whole
+        self.has_asked |= len(_pieces(group, is_cut=False)) < num_whole
         cut = _pieces(group, is_cut=True)
         sizes = [piece.place.gathered_bytes(piece.ticket.num_bytes) for piece in cut if isinstance(piece.place, Shard)]
         if len(sizes) > 1:
@@ -131,6 +124,16 @@ class PartStore(Store):
         if sizes and self._trace is not None:
             call = len(self._trace.calls) - 1
             self._ahead_bytes[call] = self._ahead_bytes.get(call, 0) + sum(sizes)
+
+
+def learn(stores: Collection[PartStore], step: Callable[[], object]) -> None:
+    """Runs a step until nothing waits whole in it any more for the ranks to be asked; all of them see the same."""
+    for _ in range(_MOST_RUNS):
+        if not any(store.has_asked for store in stores):
+            break
+        for store in stores:
+            store.has_asked = False
+        step()
 
 
 def _pieces(group: Group, *, is_cut: bool) -> list[Piece]:

@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphckpt.planning.measured import Sample
 from graphckpt.planning.op_levels import Look, Ops
-from graphckpt.planning.parts import PartStore
+from graphckpt.planning.parts import PartStore, learn
 from graphckpt.planning.run import Blocks, Option
 from graphckpt.planning.trace import Interval, Phase, Trace
 from graphckpt.planning.traced_store import TracedStore
@@ -46,7 +46,8 @@ class RealStep:
         tensors = list(self._model_tensors())
         self.device = next((t.device for t in tensors), torch.device("cpu"))
         self._optimizers: dict[int, Optimizer] = {}
-        self._parts: PartStore | None = None
+        self._parts: dict[str, PartStore] = {}
+        """By option: what the ranks have been asked holds for blocks that keep the same."""
 
     def sample(self, blocks: Blocks, options: Sequence[Option]) -> Sample:
         """Runs the step with one option on each block: once to warm up, once logged, and some times by the clock.
@@ -57,24 +58,23 @@ class RealStep:
         parts = self._parts_of(options)
 
         def store_of(option: Option) -> Store | None:
-            return parts if option.is_part else stores[option.is_far]
+            return parts[option.name] if option.is_part else stores[option.is_far]
 
         with register_hook(self._meet), blocks.under(options, store_of) as without:
             self._step_fn()
-            if parts is not None:
-                parts.learn(self._step_fn)
+            learn(parts.values(), self._step_fn)
             trace = self._trace()
             for store in stores.values():
                 store.trace = trace
                 store.far_bytes.clear()
-            if parts is not None:
-                parts.listen(trace)
+            for part in parts.values():
+                part.listen(trace)
             with blocks.marked(trace), trace:
                 self._step_fn()
             far_bytes = dict(stores[True].far_bytes)
             for store in stores.values():
                 store.trace = None
-            ahead_bytes = {} if parts is None else parts.listen(None)
+            ahead_bytes = {call: size for part in parts.values() for call, size in part.listen(None).items()}
             clocks, plain = [], []
             for _ in range(_TIMED_RUNS):
                 clocks.append(self._timed(blocks))
@@ -83,12 +83,13 @@ class RealStep:
         total = min(clock.total for clock in plain)
         return Sample(trace, far_bytes, _fastest(clocks), total, _fastest(plain), ahead_bytes)
 
-    def _parts_of(self, options: Sequence[Option]) -> PartStore | None:
-        """Returns the store of what is cut, which knows from earlier runs what is equal on all ranks."""
-        cut = next((option for option in options if option.is_part), None)
-        if cut is not None and self._parts is None:
-            self._parts = PartStore(cut.fields["partition"], self._min_elements)
-        return self._parts if cut is not None else None
+    def _parts_of(self, options: Sequence[Option]) -> dict[str, PartStore]:
+        """Returns the stores of what is cut, by option."""
+        names = dict.fromkeys(option.name for option in options if option.is_part)
+        for option in options:
+            if option.is_part and option.name not in self._parts:
+                self._parts[option.name] = PartStore(option.fields["partition"], self._min_elements)
+        return {name: self._parts[name] for name in names}
 
     def ops(self, blocks: Blocks) -> list[list[Ops]]:
         """Runs the step some times with the clock on each op of the blocks."""

@@ -28,6 +28,7 @@ from graphckpt.planning.run import Blocks
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
 D = 16  # width
+FULL: dict[str, Any] = {"rules": ["full"]}
 
 
 class Layer(nn.Module):
@@ -143,7 +144,7 @@ def predictions_hold() -> None:
 def parts_take_less(rank: int) -> None:
     case = Case(*[Thin] * 10, rows=1024)
     case.x = shared(case.x)[0]
-    rules: Any = {"rules": ["full"], "memory_budget": "min"}
+    rules: Any = {**FULL, "memory_budget": "min"}
     whole, cut = case.plan(**rules), case.plan(**rules, partition=True)
     assert "full + part" in policies(cut)
     peaks, gradients = [], []
@@ -158,18 +159,18 @@ def parts_take_less(rank: int) -> None:
     assert peaks[1] < 0.8 * peaks[0]
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     between = sum(peaks) // 2
-    found = case.plan(between, rules=["full"], partition=True)
+    found = case.plan(between, **FULL, partition=True)
     assert shared(policies(found)) == [policies(found)] * 2
     with found.apply():
         assert peaks[1] <= case.peak() <= between
     raises(None, 0, lambda: case.plan("min", partition=True, group=False), ConfigError, "have to plan together")
     with pytest.raises(ConfigError, match=r"Plan\.save: .* · fix: partition=True"):
-        case.plan("min", rules=["full"], partition=dist.group.WORLD, check=False).save(f"/tmp/plan of {rank}.yaml")
+        case.plan("min", **FULL, partition=dist.group.WORLD, check=False).save(f"/tmp/plan of {rank}.yaml")
 
 
 def slabs_keep_the_budget(rank: int) -> None:
     case = Case()
-    found = case.plan(0.7, contiguous=True)
+    found = case.plan(0.7, contiguous=True, **FULL)
     assert all(row.fields["contiguous"] is True for row in found.rows if row.option != "joined")
     assert any(row.option.endswith(" + slab") for row in found.rows)
     assert shared(policies(found)) == [policies(found)] * 2
@@ -203,20 +204,20 @@ def one_is_slow(rank: int) -> None:
 
 def one_has_less_memory(rank: int) -> None:
     case = Case()
-    plain = case.plan(1.0).plain_peak_bytes
+    plain = case.plan(1.0, **FULL).plain_peak_bytes
     own = plain if rank == 0 else plain * 3 // 4
-    both = shared(case.plan(own).below("nowhere"))
+    both = shared(case.plan(own, **FULL).below("nowhere"))
     assert both[0] == both[1]
     assert both[0].predicted_peak_bytes <= both[0].budget_bytes == plain * 3 // 4
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(budget, "available_bytes", lambda device, alive, sharers: own // (3 - sharers))
-        assert shared(case.plan("max").budget_bytes) == [plain * 3 // 4] * 2
+        assert shared(case.plan("max", **FULL).budget_bytes) == [plain * 3 // 4] * 2
 
 
 def one_takes_more(rank: int) -> None:
     """The one that takes the most decides, and none is over the budget."""
     case = Case(rows=256 + 128 * rank)
-    found = case.plan(0.6)
+    found = case.plan(0.6, **FULL)
     assert "the processes differ in bytes; planned for rank 1, which takes the most" in found.notes
     both = shared(found.below("nowhere"))
     assert both[0] == both[1]
@@ -240,6 +241,7 @@ def a_graph_plans_at_its_first_call(rank: int) -> None:
             return loss
 
     step = Trained()
+    step.config.plan_options = FULL
     step.config.memory_budget = "min"
     for rows in (64, 64 + 8 * rank, 64):
         step(torch.ones(rows, D))
@@ -252,16 +254,16 @@ def fail(rank: int, folder: Path) -> None:
     del folder
     real._TIMED_RUNS = 1
     case = Case(Layer, Layer)
-    plain = shared(case.plan("1GiB").plain_peak_bytes)[0]
+    plain = shared(case.plan("1GiB", **FULL).plain_peak_bytes)[0]
     one = {"head": {"heads": "full"}}
     raises(rank, 0, lambda: case.plan("min", **one if rank == 0 else {}), ConfigError, "no block 'heads'")
     layer: Any = case.model.layers[1]
     layer.runs_left = 3 if rank == 1 else -1
     reduce, dist.all_reduce = dist.all_reduce, lambda grad: None  # which would wait for the one that is gone
-    raises(rank, 1, lambda: case.plan("min"), ValueError, "rank 1: ValueError: out of data · fix: see what")
+    raises(rank, 1, lambda: case.plan("min", **FULL), ValueError, "rank 1: ValueError: out of data · fix: see what")
     dist.all_reduce = reduce
     layer.runs_left = -1
-    raises(None, 0, lambda: case.plan(plain // 4), PlanError, "no plan fits · the least possible is")
+    raises(None, 0, lambda: case.plan(plain // 4, **FULL), PlanError, "no plan fits · the least possible is")
     raises(None, 0, lambda: case.plan(0.5 if rank else "min"), PlanError, "memory_budget: rank 0 has 'min', rank 1 'a")
     raises(None, 0, lambda: case.plan("min", blocks=f"layers.{rank}"), PlanError, "blocks: rank 0 has ['layers.0'], ra")
     raises(None, 0, lambda: case.plan("min", group="all"), ConfigError, "group: 'all': is no group")
@@ -269,11 +271,11 @@ def fail(rank: int, folder: Path) -> None:
     if rank == 1:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dist, "all_reduce", lambda grad: None)
-            assert policies(case.plan("min", group=alone)) == policies(case.plan("min", group=False))
+            assert policies(case.plan("min", group=alone, **FULL)) == policies(case.plan("min", group=False, **FULL))
     else:
         raises(None, 0, lambda: case.plan("min", group=alone), ConfigError, "this process is not in it")
     shared(None)
-    assert shared(policies(case.plan(0.9))) == [policies(case.plan(0.9))] * 2  # after all that
+    assert shared(policies(case.plan(0.9, **FULL))) == [policies(case.plan(0.9, **FULL))] * 2  # after all that
 
 
 def raises(rank: int | None, culprit: int, action: Callable[[], object], kind: type[Exception], text: str) -> None:
