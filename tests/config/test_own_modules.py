@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -81,3 +82,8 @@ def test_a_module_that_cannot_be_imported_is_named(place, capsys):
     )
     assert _train("broken.yaml") == 2
     assert "model: _target_ 'broken_module.f': importing broken_module raised SyntaxError" in capsys.readouterr().err
+
+
+def test_transformers_is_loaded_for_its_models_alone():
+    code = "import sys, graphckpt.config.planning; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
