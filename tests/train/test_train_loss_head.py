@@ -14,7 +14,10 @@ import graphckpt
 from graphckpt import ConfigError, Tiles
 from graphckpt.ledger.live import LiveBytes
 from graphckpt.planning.plan import Plan
+from graphckpt.train.assemble import assembled
 from graphckpt.train.loss_head import add_loss_head, differences
+from graphckpt.train.settings import TrainConfig
+from graphckpt.train.spread import DistConfig
 from graphckpt.train.tasks import CausalLM
 
 __all__ = ["place"]
@@ -142,6 +145,19 @@ def test_a_run_in_slices_has_a_lower_floor_and_the_same_losses(place, capsys):
     assert "loss_head" not in (place / "sliced" / "model_final" / "model.safetensors").read_bytes()[:4096].decode(
         "latin1"
     )
+
+
+def test_it_is_cut_by_name_without_a_budget(place, capsys):
+    (place / "tiny.py").write_text(CONFIG + WIDE, encoding="utf-8")
+    cut = 'train.activation_checkpoint.blocks={"loss_head": {"rule": "tiles", "num_tiles": 4, "reduce": "sum"}}'
+    assert train("train.activation_checkpoint.enabled=True", "train.activation_checkpoint.rule=null", cut) == 0
+    assert "tiles(4, sum)" in capsys.readouterr().out
+
+
+def test_several_processes_are_refused():
+    settings = TrainConfig(dist=DistConfig(data_parallel_size=2))
+    with pytest.raises(ConfigError, match=r"task\.loss_head: processes that share a model call it as a whole"):
+        assembled(gpt2, CausalLM(loss_head=True), settings, ranks=None, device=torch.device("cpu"))
 
 
 def last_loss(folder):
