@@ -82,6 +82,10 @@ class WithoutValues(torch.Tensor):
         )
         return made
 
+    def with_any_values(self) -> torch.Tensor:
+        """Returns a tensor like it that has memory, and nothing in it that means anything."""
+        return torch.empty_strided(self.size(), self.stride(), dtype=self.dtype, device=self.device)
+
     def twin(self) -> Self:
         """Returns another one like it."""
         return self.like((self.size(), self.stride(), self.storage_offset(), self.dtype, self.device))

@@ -33,6 +33,15 @@ class Kind(NamedTuple):
         return cls(tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
 
 
+BY_SIZE = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
+        "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full",
+    )
+)  # fmt: skip
+"""Ops that want the size of a tensor and not its values, as for the mask of a dropout."""
+
 _COMMUNICATE = frozenset({"c10d", "c10d_functional", "_c10d_functional", "symm_mem"})
 
 
@@ -118,6 +127,8 @@ class OpLog:
         if not call.is_view:
             for maker in makers:
                 self.calls[maker].is_read = True
+        if func in BY_SIZE:
+            call.inputs = frozenset()
         self.calls.append(call)
 
     def saves(self, tensor: torch.Tensor) -> None:

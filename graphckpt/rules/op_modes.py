@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphckpt._compat import WithoutValues
+from graphckpt.rules.op_log import BY_SIZE
 from graphckpt.rules.passes import running
 from graphckpt.rules.recipe import Act, Recipe
 
@@ -150,7 +151,11 @@ class HandBackInOrder(Mode):
         if act is Act.LEAVE_OUT and self._leaves_out:
             return recipe.without_values(position, args)
         output = self._memory.hand_back(recipe.keys[position]) if act is Act.HAND_BACK else None
-        return func(*args, **kwargs) if output is None else output
+        if output is not None:
+            return output
+        if func in BY_SIZE and isinstance(args[0], WithoutValues):
+            args = (args[0].with_any_values(), *args[1:])
+        return func(*args, **kwargs)
 
 
 DETACH = torch.ops.aten.detach.default
