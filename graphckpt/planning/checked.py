@@ -63,7 +63,7 @@ def checked(
         return below
     for _ in range(_MOST_CHECKS if check else 0):
         with found.apply():
-            off = team.most(_peak(step, team)) - (found.predicted_peak_bytes - found.correction_bytes)
+            off = team.most(_peak(step, team, found)) - (found.predicted_peak_bytes - found.correction_bytes)
         surprise = off - found.correction_bytes
         is_over = found.predicted_peak_bytes + surprise > found.budget_bytes
         if not is_over and abs(surprise) <= _TOLERANCE * found.predicted_peak_bytes:
@@ -72,13 +72,14 @@ def checked(
     return found
 
 
-def _peak(step: RealStep, team: Team) -> int:
-    """Returns what a step takes.
+def _peak(step: RealStep, team: Team, plan: Plan) -> int:
+    """Returns what a step takes under a plan.
 
-    The thread by which gloo talks lets go of the tensors of a collective late, sometimes: so the least of two counts.
+    The thread by which gloo talks lets go of the tensors of a collective late, sometimes: so the least of two counts,
+    where nothing moves to other places, whose copies are late as well, and do count.
     """
-    peaks = [step.peak() for _ in range(2 if team.size > 1 and step.device.type == "cpu" else 1)]
-    return min(peaks)
+    is_twice = team.size > 1 and step.device.type == "cpu" and not any(row.moved_bytes for row in plan.rows)
+    return min(step.peak() for _ in range(1 + is_twice))
 
 
 def _with_slabs(plan: Plan, others: Sequence[PlanRow]) -> Plan:

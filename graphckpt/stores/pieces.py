@@ -45,7 +45,7 @@ class Piece:
         self._bin = freed
 
     def __del__(self) -> None:
-        self.ticket.let_go()
+        self.ticket.release_own()
         self._bin.append((self.place, self.ticket))  # a destructor runs anywhere: what is to be done waits in the bin
 
 

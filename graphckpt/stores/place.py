@@ -21,7 +21,7 @@ class Ticket:
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
 
-    def let_go(self) -> None:
+    def release_own(self) -> None:
         """Nobody will ask for the bytes again; called anywhere, and before :meth:`Place.free`, which waits its turn.
 
         Here goes what is the ticket's alone and can go at once.

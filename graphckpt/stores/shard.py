@@ -62,7 +62,7 @@ class _Cut(Ticket):
         assert arrival is not None
         return arrival.take(self._run)[: self.num_bytes]
 
-    def let_go(self) -> None:
+    def release_own(self) -> None:
         """Lets go of the slice; a gather that has begun holds it itself."""
         self.slice = self.whole = None
 
