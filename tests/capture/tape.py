@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import graphckpt.rng
 import graphckpt.rules.frame
 import graphckpt.rules.hole
-import graphckpt.rules.selective
+import graphckpt.rules.op_memory
 from graphckpt.capture import Recording, Runner
 
-USERS_OF_RANDOM_STATE = (graphckpt.rules.frame, graphckpt.rules.hole, graphckpt.rules.selective)
+USERS_OF_RANDOM_STATE = (graphckpt.rules.frame, graphckpt.rules.hole, graphckpt.rules.op_memory)
 
 
 class Tape(TorchDispatchMode):

@@ -175,6 +175,9 @@ POLICIES: dict[str, SetUp] = {
     "full": on_blocks(activation_checkpointing=True),
     "selective": on_blocks(activation_checkpointing=Selective("matmul")),
     "random ops kept": on_blocks(activation_checkpointing=Selective(["aten.native_dropout.default"])),
+    "results by number": on_blocks(
+        activation_checkpointing=Selective(["aten.addmm.default[0]", "aten.tanh.default[0]", "aten.mul.Tensor[1]"])
+    ),
     "segments": segments,
     "joined": joined,
     "holes": holes,

@@ -19,6 +19,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "full": {"[123]": True},
     "selective": {"[123]": Selective("matmul")},
     "random ops kept": {"[123]": Selective(["aten.native_dropout.default"])},
+    "results by number": {"[123]": Selective(["aten.addmm.default[0]", "aten.tanh.default[0]", "aten.mul.Tensor[1]"])},
     "segments": {"": Segments("sqrt")},
     "log": {"": Segments("log")},
     "tiles": {"[123]": Tiles(1)},
