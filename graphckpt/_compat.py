@@ -97,26 +97,20 @@ class WithoutValues(torch.Tensor):
 
 
 _aten = torch.ops.aten
-_VIEWS = frozenset(
-    {
-        _aten.detach.default, _aten.t.default, _aten.transpose.int, _aten.view.default, _aten._unsafe_view.default,
-        _aten.slice.Tensor, _aten.unsqueeze.default, _aten.expand.default,
-    }
-)  # fmt: skip
+_VIEWS = {
+    _aten.detach.default, _aten.t.default, _aten.transpose.int, _aten.view.default, _aten._unsafe_view.default,
+    _aten.slice.Tensor, _aten.unsqueeze.default, _aten.expand.default,
+}  # fmt: skip
 
 
 class FakeTensors(FakeTensorMode):
-    """Does as ``FakeTensorMode`` does, in a quarter less time: three of five ops of a step are views.
-
-    What it does inside, neither torch function modes nor the compiler get to see.
-    """
+    """``FakeTensorMode`` in a quarter less time: of five ops of a step three are views, which need no cache."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # the guard would cost 5 us an op
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs one op without values; a view has the device of what it views, and needs no look at a cache."""
         with torch._C.DisableTorchFunction():
             if func not in _VIEWS or not isinstance(args[0], FakeTensor):
                 return self.dispatch(func, types, args, kwargs or {})
