@@ -258,7 +258,7 @@ def unseen_by_modes() -> AbstractContextManager[Any]:
 
     PyTorch has no public way to set modes aside from within.
     """
-    return _disable_current_modes() if _len_torch_dispatch_stack() else nullcontext()
+    return _disable_current_modes() if is_watched() else nullcontext()
 
 
 def is_watched() -> bool:
@@ -269,8 +269,8 @@ def is_watched() -> bool:
 def all_gather_bytes(process_group: Any, output: torch.Tensor, sent: torch.Tensor, limit: timedelta) -> Any:
     """Starts to gather ``sent`` of all ranks, in order of rank, in ``output``; returns the ``Work`` to wait for.
 
-    The public ``all_gather_into_tensor`` of torch 2.11 is deprecated in 2.13, whose ``all_gather_single`` 2.11 does not
-    have; and neither takes a time limit for this one call, after which gloo gives up (NCCL keeps to its group's own).
+    ``all_gather_into_tensor`` is deprecated in torch 2.13, 2.11 does not have ``all_gather_single``, and neither takes a
+    time limit for this one call, after which gloo gives up (NCCL keeps to its group's own).
     """
     from torch._C._distributed_c10d import AllgatherOptions  # noqa: PLC0415 - not there on a build without distributed
 
