@@ -269,7 +269,7 @@ def is_watched() -> bool:
 def all_gather_bytes(process_group: Any, output: torch.Tensor, sent: torch.Tensor, limit: timedelta) -> Any:
     """Starts to gather ``sent`` of all ranks, in order of rank, in ``output``; returns the ``Work`` to wait for.
 
-    ``all_gather_into_tensor`` is deprecated in torch 2.13, 2.11 does not have ``all_gather_single``, and neither takes a
+    ``all_gather_into_tensor`` is deprecated in torch 2.13, ``all_gather_single`` is not in 2.11, and neither takes a
     time limit for this one call, after which gloo gives up (NCCL keeps to its group's own).
     """
     from torch._C._distributed_c10d import AllgatherOptions  # noqa: PLC0415 - not there on a build without distributed
