@@ -17,7 +17,6 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, final
 
-import networkx as nx
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -214,6 +213,8 @@ def _cheapest(log: OpLog, ticks: Sequence[int]) -> list[_Choice]:
 
 def _cut(log: OpLog, ticks: Sequence[int], price: float) -> _Choice:
     """Returns the cheapest choice when a byte costs so many ticks."""
+    import networkx as nx  # noqa: PLC0415 - a third of a second that only levels take
+
     graph = nx.DiGraph()
     roots = log.roots()
     dear = sum(ticks) + 1
