@@ -11,6 +11,7 @@ from graphckpt.planning.measured import Measured, PlanError, Sample
 from graphckpt.planning.predict import Model
 from graphckpt.planning.program import BlockProgram, End, Log, with_holds
 from graphckpt.planning.trace import Interval, Phase
+from graphckpt.rules import Selective
 
 if TYPE_CHECKING:
     from graphckpt.planning.run import Blocks, Option
@@ -105,8 +106,8 @@ class Found:
             options=tuple(options),
             own=tuple(tuple(own[kind]) for kind in self.classes),
             model=Model(base, program_of, ends),
-            forward_seconds=self._by_block(Phase.FORWARD, len(options), programs),
-            backward_seconds=self._by_block(Phase.BACKWARD, len(options), programs),
+            forward_seconds=self._by_block(Phase.FORWARD, own, programs),
+            backward_seconds=self._by_block(Phase.BACKWARD, own, programs),
             far_bytes=tuple(tuple(self._far[kind, o] for o in every) for kind in self.classes),
             ahead_bytes={
                 (call, option): num_bytes
@@ -120,22 +121,23 @@ class Found:
         )
 
     def _by_block(
-        self, phase: Phase, num_options: int, programs: dict[tuple[int, int], list[BlockProgram]]
+        self, phase: Phase, own: Mapping[int, Sequence[Option]], programs: dict[tuple[int, int], list[BlockProgram]]
     ) -> tuple[tuple[float, ...], ...]:
         """Returns the median of all blocks of a class that had an option, or one that does the same to the byte."""
         by_class: dict[int, tuple[float, ...]] = {}
         for kind in set(self.classes):
             keep = median(self._seconds[kind, 0, phase])
             pools: dict[Any, list[float]] = {}
-            for option in range(1, num_options):
+            others = range(1, len(own[kind]))
+            for option in others:
                 extra = self._extra.get((kind, option, phase))
                 if extra is None:
                     extra = [took - keep for took in self._seconds[kind, option, phase]]
                 pools.setdefault(self._doing(kind, option, programs), []).extend(extra)
-            by_class[kind] = (
-                keep,  # less than to keep all is noise
-                *(keep + max(0.0, median(pools[self._doing(kind, o, programs)])) for o in range(1, num_options)),
-            )
+            found = {option: median(pools[self._doing(kind, option, programs)]) for option in others}
+            if all((kind, option, phase) in self._extra for option in others):
+                found |= _smoothed(own[kind], found, phase)
+            by_class[kind] = (keep, *(keep + max(0.0, found[option]) for option in others))  # less than that is noise
         return tuple(by_class[kind] for kind in self.classes)
 
     def _doing(self, kind: int, option: int, programs: dict[tuple[int, int], list[BlockProgram]]) -> Any:
@@ -214,6 +216,27 @@ class Found:
         own = Interval(Phase.BACKWARD, call)
         early = [role for s, role in self._base.roles(call).items() if s in ends and ends[s].interval != own]
         return with_holds(run.log.program(run.calls[block][place]), early)
+
+
+def _smoothed(options: Sequence[Option], found: Mapping[int, float], phase: Phase) -> dict[int, float]:
+    """Returns the seconds that options take beyond keeping all, as far as their ops have been timed one by one.
+
+    Each op's time is the least of many, where whole blocks are timed a few times. What a level takes beyond its ops is
+    the price of seeing them, the same for all levels; to run all again has no such price.
+    """
+    ops = {
+        number: option.again_seconds * (phase is Phase.BACKWARD)
+        for number, option in enumerate(options)
+        if option.again_seconds is not None
+    }
+    levels = [number for number in ops if isinstance(options[number].rule, Selective)]
+    if not levels:
+        return {}
+    beyond = max(0.0, median(found[number] - ops[number] for number in levels))
+    return {
+        number: least + (beyond if number in levels else min(beyond, max(0.0, found[number] - least)))
+        for number, least in ops.items()
+    }
 
 
 def _calls_by_block(log: Log, numbers: Sequence[int]) -> dict[int, list[int]]:

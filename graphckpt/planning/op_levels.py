@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, final
 
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphckpt.planning.run import Option
-from graphckpt.rules import Rule, Selective
+from graphckpt.rules import Full, Rule, Selective
 from graphckpt.rules.op_log import OpLog
 from graphckpt.rules.op_modes import is_counted
 from graphckpt.rules.selective import PRESETS
@@ -36,8 +37,12 @@ if TYPE_CHECKING:
 MOST = 4
 """Levels of a block. More of them cost runs, and plans mix two that lie around what they need."""
 
-_PRESETS = ("matmul+attention", "matmul", "attention")
+_BY_HAND: tuple[tuple[list[str], float | None], ...] = (
+    *(([name], None) for name in ("matmul+attention", "matmul", "attention")),
+    ([], None),
+)
 """The levels of a block whose ops cannot be seen."""
+_FULL = {"activation_checkpointing": True}
 _TICKS = 10**12  # of a second: sums of whole numbers do not depend on their order
 _NEAR_ALL = 0.98  # a level that keeps more than this share of what `keep` keeps is no other policy
 
@@ -131,8 +136,10 @@ class _Choice(NamedTuple):
     kept: frozenset[int]
 
 
-def levels(seen: Sequence[Ops], most: int = MOST) -> list[list[str]]:
-    """Returns the ops that each level keeps, as ``selective`` takes them; the level that keeps most comes first.
+def levels(seen: Sequence[Ops], most: int = MOST) -> list[tuple[list[str], float]]:
+    """Returns what each level keeps, as ``selective`` takes it, and the seconds of its second run.
+
+    The level that keeps most comes first; behind the last there is one that keeps nothing.
 
     Args:
         seen: calls of equal blocks, of which the fastest counts op by op.
@@ -142,11 +149,15 @@ def levels(seen: Sequence[Ops], most: int = MOST) -> list[list[str]]:
     alike = [ops for ops in seen if ops.log.is_whole and len(ops.log.calls) == len(log.calls)]
     if not log.is_whole or not alike:
         return []
-    ticks = [round(min(each) * _TICKS) for each in zip(*(ops.seconds for ops in alike), strict=True)]
+    seconds = [min(each) for each in zip(*(ops.seconds for ops in alike), strict=True)]
+    views = [took for took, call in zip(seconds, log.calls, strict=True) if call.is_view]
+    idle = median(views) if views else 0.0  # an op that computes nothing: what it takes to call one, and to look
+    ticks = [round(max(0.0, took - idle) * _TICKS) for took in seconds]
     found = _cheapest(log, ticks[: log.num_saving])
     while len(found) > most + 2:  # beside the ends
         del found[min(range(1, len(found) - 1), key=lambda n: _bulge(*found[n - 1 : n + 2]))]
-    return [_names(log, choice.kept) for choice in found[1:-1]]
+    nothing: tuple[list[str], float] = [], sum(ticks[: log.num_saving]) / _TICKS
+    return [*((_names(log, choice.kept), choice.ticks / _TICKS) for choice in found[1:-1]), nothing]
 
 
 def with_levels(
@@ -168,26 +179,32 @@ def with_levels(
     seen: dict[int, list[Ops]] = {kind: [] for kind in kinds}
     for kind, calls in zip(kinds, look(), strict=True):
         seen[kind] += calls
-    saves = told([levels(calls) or [[name] for name in _PRESETS] for calls in seen.values()])
-    found = dict(zip(seen, saves, strict=True))
-    most = max(map(len, found.values()))
+    found = dict(zip(seen, told([levels(calls) or _BY_HAND for calls in seen.values()]), strict=True))
+    most = max(map(len, found.values())) - 1
     some = [o for o in options if not isinstance(o.rule, Level) or o.rule.number < most]
-    return some, {kind: [_own(option, saves) for option in some] for kind, saves in found.items()}
+    return some, {kind: [_own(option, own) for option in some] for kind, own in found.items()}
 
 
-def _own(option: Option, saves: Sequence[Sequence[str]]) -> Option:
+def _own(option: Option, found: Sequence[tuple[Sequence[str], float | None]]) -> Option:
     """Returns what an option is for a block with these levels; the last one stands for those that it does not have."""
+    *between, (_, all_again) = found
+    is_near = not (option.is_far or option.is_part)
+    if option.rule == Full() and is_near:
+        return replace(option, again_seconds=all_again)
     if not isinstance(option.rule, Level):
         return option
-    number = min(option.rule.number, len(saves) - 1)
-    names = saves[number]
+    if not between:
+        return replace(option, name="full", fields={**_FULL, **option.fields}, rule=Full(), again_seconds=all_again)
+    number = min(option.rule.number, len(between) - 1)
+    names, again = between[number]
     save = names[0] if names[0] in PRESETS else list(names)
-    label = f"selective({save})" if isinstance(save, str) else f"selective(level {number + 1} of {len(saves)})"
+    label = f"selective({save})" if isinstance(save, str) else f"selective(level {number + 1} of {len(between)})"
     return replace(
         option,
         name=option.name.replace(option.rule.describe(), label),
         fields={"activation_checkpointing": {"rule": "selective", "save": save}, **option.fields},
         rule=Selective(save),
+        again_seconds=again if is_near else None,
     )
 
 

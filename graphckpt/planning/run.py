@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 import torch
@@ -34,6 +34,8 @@ class Option:
     rule: Rule
     is_far: bool = False
     """What is kept leaves the device."""
+    again_seconds: float | None = field(default=None, compare=False)
+    """What its second run takes, by a clock on each op; ``None`` if nobody has looked."""
     is_part: bool = False
     """What is kept is cut over ranks."""
 

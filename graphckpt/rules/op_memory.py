@@ -76,9 +76,9 @@ class OpMemory:
     def second_run(self, frame: Frame) -> AbstractContextManager[None]:
         """Returns the context that hands them back."""
         run = running.get()
-        stops_early = isinstance(run, SecondRun) and run.frame is frame and run.stops_early
+        is_for_backward = isinstance(run, SecondRun) and run.frame is frame and not run.hands_on
         if self.recipe is not None and self.recipe.is_of_use and self._is_settled:
-            return self._in_force(HandBackInOrder(self, frame, self.recipe, leaves_out=stops_early))
+            return self._in_force(HandBackInOrder(self, frame, self.recipe, leaves_out=is_for_backward))
         return self._in_force(HandBack(self, frame))
 
     def saves(self, tensor: torch.Tensor) -> None:

@@ -124,7 +124,7 @@ def test_a_block_whose_ops_cannot_be_seen_has_the_presets():
     blind.log.is_whole = False
     assert levels([blind]) == []
     some, own = op_levels.with_levels(NEAR, [0], lambda: [[blind]])
-    assert len(some) == 2 + len(op_levels._PRESETS)
+    assert len(some) == 2 + 3
     assert [option.rule.save for option in own[0][2:]] == ["matmul+attention", "matmul", "attention"]
 
 
@@ -135,7 +135,7 @@ def test_an_op_that_two_processes_time_unlike_is_decided_by_one():
 
     def tell(value):
         told.append(value)
-        return [[["aten.addmm.default[0]"]]]
+        return [[[["aten.addmm.default[0]"], 0.1], [[], 0.5]]]
 
     _, own = op_levels.with_levels(NEAR, [0], lambda: seen, tell)
     assert len(told) == 1

@@ -174,7 +174,9 @@ def test_equal_blocks_share_the_runs():
     model = nn.Sequential(nn.Linear(8, 8), *layers, nn.Linear(8, 1))  # the first layer's input needs a gradient too
     x = torch.randn(64, 8)
 
-    def known(names, considered=NEAR):
+    four = ["full", *({"rule": "selective", "save": save} for save in ("attention", "matmul", "matmul+attention"))]
+
+    def known(names, considered=options(False, four)):
         blocks = Blocks([(str(n), model[n]) for n in names])
         return measure(RealStep(model, lambda: model(x).sum().backward()), blocks, considered)
 
@@ -184,3 +186,4 @@ def test_equal_blocks_share_the_runs():
     assert known(range(1, 3)).num_runs == 3, "two layers take two turns"
     assert known(range(9)).num_runs == 5, "a layer that is the only one of its class needs a run for each option"
     assert known(range(1, 9), NEAR[:1]).num_runs == 1
+    assert known(range(1, 9), NEAR).num_runs == 2, "a product and a tanh have no levels between all and nothing"

@@ -81,7 +81,7 @@ def test_bytes_fall_on_a_transformer(rule: Any) -> None:
     inputs = GPT2.inputs()
 
     def added(model: nn.Module) -> int:
-        GPT2.loss(model(**inputs)).backward()
+        GPT2.loss(model(**inputs, use_cache=False)).backward()
         with LiveBytes() as live:
             live.track([*model.parameters(), *model.buffers(), *inputs.values()])
             before = live.live_bytes
@@ -133,7 +133,7 @@ def test_selective_runs_no_kept_op_again() -> None:
     assert again["aten.addmm.default"] == 0
     assert again["aten.gelu.default"] == 3
     again = ops_run_again({"[123]": Selective(["aten.gelu.default"])})
-    assert again["aten.addmm.default"] == 2 * 3
+    assert again["aten.addmm.default"] == 3, "the second product of a block is wanted by nobody"
     assert again["aten.gelu.default"] == 0
 
 
