@@ -43,9 +43,9 @@ class Frame:
     """What one call of a block keeps, and how to run it again."""
 
     __slots__ = (
-        "__weakref__", "_ambient", "_before", "_function", "_is_complete", "_joins", "_leaves", "_objects", "_random",
-        "_shape", "_slots", "_snapshot", "_state", "_strict", "contexts", "devices", "edited", "group", "handed",
-        "holes", "outer", "site", "stops_early",
+        "__weakref__", "_ambient", "_before", "_early_stop", "_function", "_is_complete", "_joins", "_leaves",
+        "_objects", "_random", "_shape", "_slots", "_snapshot", "_state", "_strict", "contexts", "devices", "edited",
+        "group", "handed", "holes", "outer", "site",
     )  # fmt: skip
 
     def __init__(
@@ -60,7 +60,7 @@ class Frame:
     ) -> None:
         self.site = site
         self.contexts = contexts
-        self.stops_early = early_stop
+        self._early_stop = early_stop
         self._strict = strict
         self._joins = joins
         self._before: Frame | None = None
@@ -88,7 +88,7 @@ class Frame:
         self._ambient = take_ambient(self.devices)
         self._snapshot = state.take()
         learning = site.learns and not state.has_learnt(self._snapshot)
-        self.stops_early &= not learning  # the first call's second run goes on to its end, and must save no more
+        self._early_stop &= not learning  # the first call's second run goes on to its end, and must save no more
         watch = state.watch() if learning else None
         function = self._function if watch is None else watch.around(self._function)
         returned = last_returned.get() if self._joins and self.outer is None else None
@@ -238,7 +238,7 @@ class Frame:
             recorder.second_run(self.site.name)
         try:
             # A backward within forward comes before the first run has made all of its slots.
-            early_stop = not hands_on and (self.stops_early or not self._is_complete)
+            early_stop = not hands_on and (self._early_stop or not self._is_complete)
             run = SecondRun(self, self._slots, early_stop=early_stop, hands_on=hands_on)
             try:
                 self._second_run(run)

@@ -23,7 +23,7 @@ from graphckpt.rules.kept import Kept, KeptResult
 from graphckpt.rules.op_log import OpLog
 from graphckpt.rules.op_modes import Follow, HandBack, HandBackInOrder, Keep
 from graphckpt.rules.passes import SecondRun, running
-from graphckpt.rules.recipe import is_chosen_whole, learn
+from graphckpt.rules.recipe import Chosen, learn
 from graphckpt.state import edited_by
 
 if TYPE_CHECKING:
@@ -153,6 +153,9 @@ class OpMemory:
         recipe.is_of_use = log.is_whole and not frame.holes
         if not recipe.is_of_use:
             self._note(frame)
+        elif isinstance(self.policy, Chosen):
+            for word in self.policy.missed(recipe.ops):
+                frame.site.note(f"selective: no {word} has run in it, and so nothing of it is kept")
         recipes = frame.site.recipes
         recipes[self._kind] = recipe
         while len(recipes) > _MOST_RECIPES:
@@ -189,9 +192,11 @@ class OpMemory:
 
         A cast cannot: autocast casts a weight once for all calls around which it stands, in one of the runs alone.
         """
-        return func is not _CAST and (self._kind is None or is_chosen_whole(self.policy, func))
+        return func is not _CAST and (self._kind is None or func in getattr(self.policy, "whole", ()))
 
     def _note(self, frame: Frame) -> None:
+        if not (isinstance(self.policy, Chosen) and self.policy.some):
+            return
         frame.site.note(
             "selective: its calls, or their two runs, are not alike op by op, or not all ops are seen; all that is not "
             "kept runs again, and results that are named by number are not kept"

@@ -74,7 +74,7 @@ class Stop(BaseException):  # not an Exception: a forward that catches those mus
 class SecondRun(Run):
     """Fills the slots of a frame while its block runs again."""
 
-    __slots__ = ("_first_fault", "_last", "_slots", "cursor", "hands_on", "hole_cursor", "on_pack", "stops_early")
+    __slots__ = ("_early_stop", "_first_fault", "_last", "_slots", "cursor", "hands_on", "hole_cursor", "on_pack")
 
     def __init__(
         self, frame: Frame, slots: list[weakref.ref[Slot]], *, early_stop: bool, hands_on: bool = False
@@ -85,7 +85,7 @@ class SecondRun(Run):
         self.hole_cursor = 0
         self.on_pack: Callable[[int], None] | None = None
         self._slots = slots
-        self.stops_early = early_stop
+        self._early_stop = early_stop
         self._last = len(slots) - 1  # of the slots that are alive
         while self._last >= 0 and slots[self._last]() is None:
             self._last -= 1
@@ -110,7 +110,7 @@ class SecondRun(Run):
                     )
                 slot.value = tensor
                 slot.version = tensor._version
-            if position == self._last and self.stops_early:
+            if position == self._last and self._early_stop:
                 raise Stop(self)
         return tensor
 
@@ -123,5 +123,5 @@ class SecondRun(Run):
         if self._first_fault is not None:
             return self._first_fault
         short = self.cursor <= self._last
-        long = not self.stops_early and self.cursor > len(self._slots)
+        long = not self._early_stop and self.cursor > len(self._slots)
         return Fault(self.cursor - 1, len(self._slots), self.cursor) if short or long else None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
@@ -23,24 +23,24 @@ Policy: TypeAlias = Callable[[Any, Any, Any, dict[str, Any], int], bool]
 
 
 @final
+@dataclass(frozen=True, slots=True)
 class Chosen:
-    """The policy that keeps what is named: an op, or its results with some numbers."""
+    """The policy that keeps what is named."""
 
-    def __init__(self, numbers: Mapping[Op, Container[int]]) -> None:
-        self.numbers = numbers
+    whole: Collection[Op]
+    """Ops of which all results are kept."""
+    some: Mapping[Op, Collection[int]] = field(default_factory=dict)
+    """Ops of which those with some numbers are."""
+    words: Mapping[str, Collection[Op]] = field(default_factory=dict)
+    """What a user has named one by one, and the ops that each word means."""
 
     def __call__(self, output: Any, func: Op, args: Any, kwargs: dict[str, Any], number: int) -> bool:
         """Returns whether the result is named."""
-        return func in self.numbers and number in self.numbers[func]
+        return func in self.whole or number in self.some.get(func, ())
 
-
-ALL = range(1 << 62)
-"""The numbers of all results of an op."""
-
-
-def is_chosen_whole(policy: Policy, func: Op) -> bool:
-    """Returns whether a policy keeps all results of an op, so that it does not matter which is which number."""
-    return isinstance(policy, Chosen) and policy.numbers.get(func) == ALL
+    def missed(self, ops: Collection[Op]) -> list[str]:
+        """Returns the words for which none of ``ops`` stands."""
+        return [word for word, meant in self.words.items() if not any(op in ops for op in meant)]
 
 
 class Act(Enum):

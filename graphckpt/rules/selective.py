@@ -13,10 +13,10 @@ from graphckpt.errors import ConfigError, did_you_mean
 from graphckpt.rules.base import Rule
 from graphckpt.rules.frame import Frame
 from graphckpt.rules.op_memory import OpMemory
-from graphckpt.rules.recipe import ALL, Chosen
+from graphckpt.rules.recipe import Chosen
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator
+    from collections.abc import Callable, Iterable
 
     from graphckpt.rules.op_log import Op
     from graphckpt.rules.recipe import Policy
@@ -95,29 +95,35 @@ def _kind(args: Any, kwargs: dict[str, Any]) -> object:
 
 
 def _policy(save: Any) -> Policy:
-    chosen: dict[Op, Container[int]]
     if isinstance(save, str) and save in PRESETS:
-        chosen = dict.fromkeys(PRESETS[save], ALL)
-    elif isinstance(save, (list, tuple, set, frozenset)):
-        chosen = {op: numbers for each in save for op, numbers in _ops_and_numbers(each)}
-    elif callable(save) and not isinstance(save, str):
+        return Chosen(PRESETS[save])
+    if isinstance(save, (list, tuple, set, frozenset)):
+        return _read(save)
+    if callable(save) and not isinstance(save, str):
         return lambda output, func, args, kwargs, _number: _decides(save, output, func, args, kwargs)
-    else:
-        known = ", ".join(repr(name) for name in PRESETS)
-        raise ConfigError(
-            f"selective.save: there is no preset {save!r}{did_you_mean(str(save), PRESETS)} · "
-            f"fix: use one of {known}, a list of ops, or a policy function"
-        )
-    return Chosen(chosen)
+    known = ", ".join(repr(name) for name in PRESETS)
+    raise ConfigError(
+        f"selective.save: there is no preset {save!r}{did_you_mean(str(save), PRESETS)} · "
+        f"fix: use one of {known}, a list of ops, or a policy function"
+    )
 
 
-def _ops_and_numbers(entry: Any) -> Iterator[tuple[Op, Container[int]]]:
-    """Yields the ops that an entry of a list means, and which of their results."""
-    some = _SOME.fullmatch(entry) if isinstance(entry, str) else None
-    numbers = ALL if some is None else frozenset(map(int, some["numbers"].split(",")))
-    name = entry if some is None else some["op"]
-    ops = PRESETS[name] if isinstance(name, str) and name in PRESETS else [_op(name)]
-    return ((op, numbers) for op in ops)
+def _read(entries: Iterable[Any]) -> Chosen:
+    """Returns the policy that a list of ops means."""
+    whole: set[Op] = set()
+    some: dict[Op, set[int]] = {}
+    words: dict[str, frozenset[Op]] = {}
+    for entry in entries:
+        numbered = _SOME.fullmatch(entry) if isinstance(entry, str) else None
+        name = entry if numbered is None else numbered["op"]
+        is_preset = isinstance(name, str) and name in PRESETS
+        words[str(entry)] = ops = PRESETS[name] if is_preset else frozenset([_op(name)])
+        if numbered is None:
+            whole |= ops
+            continue
+        for op in ops:
+            some.setdefault(op, set()).update(map(int, numbered["numbers"].split(",")))
+    return Chosen(whole, some, words)
 
 
 def _op(op: Any) -> Op:

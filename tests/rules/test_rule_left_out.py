@@ -111,6 +111,23 @@ def test_the_second_product_of_a_block_alone_can_be_named():
     assert ops["addmm.default"] == 9
 
 
+def test_ops_that_do_not_run_are_named():
+    model, x = made(num=1)
+    with under(model, ["aten.addmm.default[0]", "aten.relu.default", "attention[0]"]) as handle:
+        step(model, x)
+        notes = str(handle.explain(show=False))
+    assert "no aten.relu.default has run in it" in notes
+    assert "no attention[0] has run in it" in notes
+    assert "no aten.addmm" not in notes
+
+
+def test_numbers_of_one_op_may_be_named_apart():
+    model, x = made(num=1)
+    apart, _ = counted(model, x, ["aten.mul.Tensor[0]", "aten.mul.Tensor[3]"])
+    together, _ = counted(model, x, ["aten.mul.Tensor[0,3]"])
+    assert apart == together
+
+
 @pytest.mark.parametrize("name", ["aten.addmm.default[0,]", "aten.addmm.default[]", "aten.addmm.default[a]"])
 def test_numbers_that_mean_nothing_are_refused(name):
     with pytest.raises(graphckpt.ConfigError, match="there is no op"):
