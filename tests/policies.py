@@ -33,9 +33,11 @@ NESTED: dict[str, dict[str, Any]] = {
     for inner in ON_CHAIN
     if inner not in ("segments", "joined")
 }
-HOLES: dict[str, dict[str, Any]] = {
+NESTED |= {
     "results by number": {"[123]": Selective(["aten.addmm.default[0]", "aten.tanh.default[0]", "aten.mul.Tensor[1]"])},
-    "results by number in a child": {"[123]": Selective(["aten.addmm.default[1]"]), "re:[123]\\.(act|a|first)": True},
+    "results by number around full": {"[123]": Selective(["aten.addmm.default[1]"]), "re:[123]\\.(act|a|first)": True},
+}
+HOLES: dict[str, dict[str, Any]] = {
     "every second child kept": {"[123]": True, "re:[123]\\.[a-z]*[aeiou]": False},
     "a child kept in nested blocks": {
         "": True,

@@ -43,6 +43,7 @@ _BY_HAND: tuple[tuple[list[str], float | None], ...] = (
 )
 """The levels of a block whose ops cannot be seen."""
 _FULL = {"activation_checkpointing": True}
+_MOST_CUTS = 16
 _TICKS = 10**12  # of a second: sums of whole numbers do not depend on their order
 _NEAR_ALL = 0.98  # a level that keeps more than this share of what `keep` keeps is no other policy
 
@@ -209,13 +210,20 @@ def _own(option: Option, found: Sequence[tuple[Sequence[str], float | None]]) ->
 
 
 def _cheapest(log: OpLog, ticks: Sequence[int]) -> list[_Choice]:
-    """Returns the cheapest choices for all prices of a byte: from what autograd keeps to nothing."""
+    """Returns the cheapest choices for many prices of a byte: from what autograd keeps to nothing.
+
+    The price at which two neighbours are equally good shows whether there is another one between them. The pair with
+    most room between them is asked about first.
+    """
     keep = _Choice(log.saved_bytes, 0, frozenset(log.saved))
     nothing = _cut(log, ticks, price=float("inf"))
     found = {choice.kept: choice for choice in (keep, nothing)}
     todo = [(keep, nothing)]
-    while todo:
-        one, other = todo.pop()
+    for _ in range(_MOST_CUTS):
+        if not todo:
+            break
+        one, other = pair = max(todo, key=_room)
+        todo.remove(pair)
         if one.num_bytes <= other.num_bytes:
             continue
         price = (other.ticks - one.ticks) / (one.num_bytes - other.num_bytes)
@@ -254,6 +262,11 @@ def _cut(log: OpLog, ticks: Sequence[int], price: float) -> _Choice:
     kept = frozenset(node[1] for node in near if node[0] == "wanted") - again_too
     num_bytes = sum(log.calls[number].num_bytes for number in kept)
     return _Choice(num_bytes, sum(ticks[number] for number in again_too), kept)
+
+
+def _room(pair: tuple[_Choice, _Choice]) -> int:
+    one, other = pair
+    return (one.num_bytes - other.num_bytes) * (other.ticks - one.ticks)
 
 
 def _bulge(before: _Choice, choice: _Choice, after: _Choice) -> float:
