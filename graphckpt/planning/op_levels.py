@@ -42,7 +42,6 @@ _BY_HAND: tuple[tuple[list[str], float | None], ...] = (
     ([], None),
 )
 """The levels of a block whose ops cannot be seen."""
-_FULL = {"activation_checkpointing": True}
 _MOST_CUTS = 16
 _TICKS = 10**12  # of a second: sums of whole numbers do not depend on their order
 _NEAR_ALL = 0.98  # a level that keeps more than this share of what `keep` keeps is no other policy
@@ -188,23 +187,26 @@ def with_levels(
 
 def _own(option: Option, found: Sequence[tuple[Sequence[str], float | None]]) -> Option:
     """Returns what an option is for a block with these levels; the last one stands for those that it does not have."""
+    value: Any
+    rule: Rule
     *between, (_, all_again) = found
     is_near = not (option.is_far or option.is_part)
     if option.rule == Full() and is_near:
         return replace(option, again_seconds=all_again)
     if not isinstance(option.rule, Level):
         return option
-    if not between:
-        return replace(option, name="full", fields={**_FULL, **option.fields}, rule=Full(), again_seconds=all_again)
-    number = min(option.rule.number, len(between) - 1)
-    names, again = between[number]
-    save = names[0] if names[0] in PRESETS else list(names)
-    label = f"selective({save})" if isinstance(save, str) else f"selective(level {number + 1} of {len(between)})"
+    label, value, rule, again = "full", True, Full(), all_again  # a block with nothing between all and nothing
+    if between:
+        number = min(option.rule.number, len(between) - 1)
+        names, again = between[number]
+        save = names[0] if names[0] in PRESETS else list(names)
+        label = f"selective({save})" if isinstance(save, str) else f"selective(level {number + 1} of {len(between)})"
+        value, rule = {"rule": "selective", "save": save}, Selective(save)
     return replace(
         option,
         name=option.name.replace(option.rule.describe(), label),
-        fields={"activation_checkpointing": {"rule": "selective", "save": save}, **option.fields},
-        rule=Selective(save),
+        fields={"activation_checkpointing": value, **option.fields},
+        rule=rule,
         again_seconds=again if is_near else None,
     )
 

@@ -13,7 +13,7 @@ from graphckpt.ledger.live import LiveBytes
 from graphckpt.planning import op_levels, real
 from graphckpt.planning.measure import measure
 from graphckpt.planning.op_levels import Ops, levels
-from graphckpt.planning.options import NEAR
+from graphckpt.planning.options import NEAR, options
 from graphckpt.planning.plan_step import found_blocks
 from graphckpt.planning.real import RealStep
 from graphckpt.planning.run import Blocks
@@ -140,6 +140,20 @@ def test_an_op_that_two_processes_time_unlike_is_decided_by_one():
     _, own = op_levels.with_levels(NEAR, [0], lambda: seen, tell)
     assert len(told) == 1
     assert own[0][2].fields["activation_checkpointing"] == {"rule": "selective", "save": ["aten.addmm.default[0]"]}
+
+
+def test_a_class_without_levels_has_full_in_their_place_near_and_far():
+    found = [[[["aten.addmm.default[0]"], 0.1], [[], 0.5]], [[[], 0.5]]]
+    some, own = op_levels.with_levels(options("disk"), [0, 1], lambda: [[], []], lambda _: found)
+    near = len(some) // 2
+    assert [option.name for option in own[1]] == [
+        "keep",
+        *["full"] * (near - 1),
+        "keep + disk",
+        *["full + disk"] * (near - 1),
+    ]
+    assert all(option.again_seconds is None for option in (*own[0][near:], *own[1][near:]))
+    assert all(option.fields["offload"] == "disk" for option in own[1][near:])
 
 
 def test_a_layer_of_one_linear_has_nothing_between():
