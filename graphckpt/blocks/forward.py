@@ -90,18 +90,18 @@ class BlockForward:
         return self._module()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's forward under its rule; without gradients, as it is."""
+        """Runs the module's forward under its rule."""
         function = self._function()
         if self.compile_options is not None and self._is_on and not torch.compiler.is_compiling():
             function = self._compiled = self._compiled or torch.compile(function, **self.compile_options)
-        if self.is_part:
-            return function(*args, **kwargs)
-        if not torch.is_grad_enabled() or _disabled.get() or not self._is_on:
+        if self.is_part or _disabled.get() or not self._is_on:
             return function(*args, **kwargs)
         if torch.compiler.is_compiling():
-            if isinstance(self.rule, Keep):
+            if isinstance(self.rule, Keep) or not torch.is_grad_enabled():
                 return function(*args, **kwargs)
             return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+        if not torch.is_grad_enabled():
+            return self.rule.run_without_gradients(self.name, function, args, kwargs)
         site = self._site or self.site
         if self._rivals is not None:
             alone = self._rivals.set_aside(site, function)

@@ -33,6 +33,11 @@ class Rule(ABC):
     def run(self, site: Site, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs ``function(*args, **kwargs)``, the block's forward, with autograd on."""
 
+    def run_without_gradients(self, name: str, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs the forward of the block ``name`` with autograd off, where nothing is kept anyway: as it is."""
+        del name
+        return function(*args, **kwargs)
+
     def describe(self) -> str:
         """Returns the rule as tables show it: its name, and its settings that are not the default."""
         settings = [

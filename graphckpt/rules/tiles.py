@@ -34,7 +34,8 @@ class Tiles(Rule):
         num_tiles: How many slices.
         tile_dim: The dimension to cut.
         reduce: How outputs without dimensions are joined: ``"sum"`` for a loss that sums over the cut dimension,
-            ``"mean"`` for one that averages over it (slices weigh by their size).
+            ``"mean"`` for one that averages over it (slices weigh by their size). With it, slices are taken without
+            gradients too, as in evaluation.
 
     Raises:
         ConfigError: A setting is out of range; at the call: the outputs of the slices cannot be joined.
@@ -55,60 +56,71 @@ class Tiles(Rule):
 
     def run(self, site: Site, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs the block slice by slice."""
+        return self._in_slices(site.name, lambda *tile: Frame(site, function).run(*tile), args, kwargs)
+
+    def run_without_gradients(self, name: str, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs a loss in slices: what is too big for training at once is too big for evaluation.
+
+        Others run as they are: a block may be generating text, with a cache that cannot be cut.
+        """
+        if self.reduce is None:
+            return function(*args, **kwargs)
+        return self._in_slices(name, lambda args, kwargs: function(*args, **kwargs), args, kwargs)
+
+    def _in_slices(
+        self, name: str, run: Callable[[Any, dict[str, Any]], Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
         leaves, shape = flatten_call(args, kwargs)
-        size, tiled = self._tiled(site, leaves)
+        size, tiled = self._tiled(name, leaves)
         num_tiles = min(self.num_tiles, size)
         if num_tiles == 1:
-            return Frame(site, function).run(args, kwargs)
+            return run(args, kwargs)
         cuts = {i: torch.tensor_split(leaves[i], num_tiles, self.tile_dim) for i in tiled}
         outputs, sizes = [], []
         for number in range(num_tiles):
             slices = [cuts[i][number] if i in cuts else leaf for i, leaf in enumerate(leaves)]
             sizes.append(slices[tiled[0]].shape[self.tile_dim])
-            tile_args, tile_kwargs = shape.assemble(slices)
-            outputs.append(Frame(site, function).run(tile_args, tile_kwargs))
-        return self._join(site, outputs, sizes)
+            outputs.append(run(*shape.assemble(slices)))
+        return self._join(name, outputs, sizes)
 
-    def _tiled(self, site: Site, leaves: Sequence[Any]) -> tuple[int, list[int]]:
+    def _tiled(self, name: str, leaves: Sequence[Any]) -> tuple[int, list[int]]:
         dims = range(-self.tile_dim, 1 << 30) if self.tile_dim < 0 else range(self.tile_dim + 1, 1 << 30)
         able = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim() in dims]
         if not able or not leaves[able[0]].shape[self.tile_dim]:
             raise ConfigError(
-                f"{site.name}: tiles found no tensor argument with a dimension {self.tile_dim} · fix: set tile_dim"
+                f"{name}: tiles found no tensor argument with a dimension {self.tile_dim} · fix: set tile_dim"
             )
         size = leaves[able[0]].shape[self.tile_dim]
         return size, [i for i in able if leaves[i].shape[self.tile_dim] == size]
 
-    def _join(self, site: Site, outputs: list[Any], sizes: list[int]) -> Any:
+    def _join(self, name: str, outputs: list[Any], sizes: list[int]) -> Any:
         flat = [flatten_value(output) for output in outputs]
         joined = [
-            self._join_leaves(site, leaves, sizes) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)
+            self._join_leaves(name, leaves, sizes) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)
         ]
         return build_value(flat[0][1], joined)
 
-    def _join_leaves(self, site: Site, leaves: tuple[Any, ...], sizes: list[int]) -> Any:
+    def _join_leaves(self, name: str, leaves: tuple[Any, ...], sizes: list[int]) -> Any:
         first = leaves[0]
         if not isinstance(first, torch.Tensor):
             if any(leaf is not first and leaf != first for leaf in leaves):
-                raise ConfigError(
-                    f"{site.name}: tiles returned different values of {type(first).__name__}, not tensors"
-                )
+                raise ConfigError(f"{name}: tiles returned different values of {type(first).__name__}, not tensors")
             return first
         if first.dim() == 0:
-            return self._reduce(site, leaves, sizes)
+            return self._reduce(name, leaves, sizes)
         if any(leaf.dim() <= max(self.tile_dim, -self.tile_dim - 1) for leaf in leaves) or any(
             leaf.shape[self.tile_dim] != size for leaf, size in zip(leaves, sizes, strict=True)
         ):
             raise ConfigError(
-                f"{site.name}: a tile of {sizes[0]} along dimension {self.tile_dim} gave an output of shape "
+                f"{name}: a tile of {sizes[0]} along dimension {self.tile_dim} gave an output of shape "
                 f"{list(first.shape)}, which cannot be joined · fix: tile a block that keeps this dimension"
             )
         return torch.cat(leaves, self.tile_dim)
 
-    def _reduce(self, site: Site, leaves: tuple[torch.Tensor, ...], sizes: list[int]) -> torch.Tensor:
+    def _reduce(self, name: str, leaves: tuple[torch.Tensor, ...], sizes: list[int]) -> torch.Tensor:
         if self.reduce is None:
             raise ConfigError(
-                f"{site.name}: tiles gave outputs without dimensions, and how to join them is not said · fix: use "
+                f"{name}: tiles gave outputs without dimensions, and how to join them is not said · fix: use "
                 f"activation_checkpointing = Tiles({self.num_tiles}, reduce='sum') for a summed loss, 'mean' for a mean"
             )
         total = sum(sizes)

@@ -260,6 +260,17 @@ def test_tiles_agree_with_a_float64_reference(reduce: str, rows: int) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(("reduce", "most_rows"), [("sum", 3), (None, 9)])
+def test_without_gradients_a_loss_is_cut_and_nothing_else(reduce: str | None, most_rows: int) -> None:
+    block, x, rows = nn.Linear(4, 4), torch.randn(9, 4), []
+    block.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
+    model = nn.Sequential(block)
+    with graphckpt.apply(model, {"": Tiles(3, reduce=reduce)}), torch.no_grad():
+        cut = model(x)
+    assert max(rows) == most_rows
+    torch.testing.assert_close(cut, nn.functional.linear(x, block.weight, block.bias))
+
+
 def test_tile_dim_one_cuts_tokens() -> None:
     block, x = Mlp(p=0.0).double(), torch.randn(2, 9, 16, dtype=torch.float64, requires_grad=True)
     (plain,) = torch.autograd.grad(block(x).sum(), x)

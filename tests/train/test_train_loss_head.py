@@ -108,6 +108,19 @@ def test_logits_of_one_slice_are_alive_at_a_time():
     assert peaks[0] - peaks[1] > logits
 
 
+def test_evaluation_makes_the_logits_of_one_slice_at_a_time():
+    model, batch = made(gpt2)
+    task = CausalLM(loss_head=True)
+    task.prepare(model)
+    rows = []
+    for policy in (False, Tiles(NUM_TILES, reduce="sum")):
+        with graphckpt.apply(model, {"loss_head": policy}), Products() as products, torch.no_grad():
+            task.tally(model.eval(), batch)
+        rows.append(products.rows)
+    num_tokens = batch["labels"].numel()
+    assert rows == [[num_tokens], [num_tokens // NUM_TILES] * NUM_TILES]
+
+
 def test_a_model_that_caps_its_logits_is_refused():
     model, _ = made(lambda: llama(Gemma2ForCausalLM, Gemma2Config, head_dim=8, final_logit_softcapping=30.0))
     add_loss_head(model)
