@@ -46,6 +46,7 @@ from transformers.utils import logging
 import graphckpt
 from graphckpt.ledger.live import LiveBytes
 from graphckpt.planning import PlanError
+from graphckpt.planning.compiled import compiled as compiled_layers
 from graphckpt.planning.measure import measure
 from graphckpt.planning.options import options as rules
 from graphckpt.planning.plan_step import found_blocks
@@ -152,6 +153,11 @@ class Method:
     is_compiled: bool = False
     row: dict[str, Any] = field(default_factory=dict)
     """What was found."""
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is a plan."""
+        return self.family.startswith(OURS)
 
 
 @contextmanager
@@ -303,19 +309,32 @@ class Measurer:
 # ---- ours
 
 
-def plans(case: Case, measurer: Measurer, plain: Method, shares: list[float]) -> Iterator[Method]:
-    """Yields a method for each budget, planned from one measurement, and the two ends of what plans can reach."""
+def plans(
+    case: Case, measurer: Measurer, plain: Method, budgets: dict[float, int], backend: str | None = None
+) -> Iterator[Method]:
+    """Yields a method for each budget, planned from one measurement.
+
+    Args:
+        case: the model.
+        measurer: runs its steps.
+        plain: the step that keeps everything.
+        budgets: bytes by share; those that are 0 are filled in.
+        backend: of ``torch.compile``, which compiles each layer; ``None`` runs them as they are.
+    """
     blocks = Blocks(found_blocks(case.model, case.layers))
     step = RealStep(case.model, lambda: measurer.step(plain))
+    compiles = None if backend is None else {"backend": backend}
+    family, ending = (OURS, "plan") if backend is None else (f"{OURS}, layers by {backend}", f"plan, {backend}")
     with step.undone():
         begin = process_time()
-        measured = measure(step, blocks, rules(False))
+        with compiled_layers(blocks.modules, compiles):
+            measured = measure(step, blocks, rules(False, sees_ops=backend is None))
         measuring = process_time() - begin
-        planner = Planner(measured, model=case.model)
-        rotor = Rotor(measured) if case.in_order is not None else None
-        for share in shares:
-            budget = planner.bytes_of(share, available=0)
-            method = Method(f"{share:.0%} plan".replace("%", " %"), OURS, plain.call, knob=share)
+        planner = Planner(measured, model=case.model, compiles=compiles)
+        rotor = Rotor(measured) if case.in_order is not None and backend is None else None
+        for share, known_budget in budgets.items():
+            budget = budgets[share] = known_budget or planner.bytes_of(share, available=0)
+            method = Method(f"{share:.0%} {ending}".replace("%", " %"), family, plain.call, knob=share)
             begin = process_time()
             row = {"share": share, "budget_bytes": budget, "measuring_cpu_seconds": measuring}
             row["floor_bytes"] = planner.floor.peak
@@ -371,15 +390,17 @@ def run(model_name: str, arguments: argparse.Namespace) -> tuple[list[dict[str, 
     methods = list(peers(case, blocks, arguments, model_name))
     plain = methods[0]
     measurer.step(plain)  # gradients are there from now on
-    methods[1:1] = plans(case, measurer, plain, [share / 100 for share in arguments.budgets])
+    budgets = {share / 100: 0 for share in arguments.budgets}
+    backends = [None, *(b for b in arguments.backends if b == "inductor" and model_name in arguments.compiled)]
+    methods[1:1] = [each for backend in backends for each in plans(case, measurer, plain, budgets, backend)]
     left_out = [method for method in methods if "infeasible" in method.row]
     methods = [method for method in methods if "infeasible" not in method.row]
     for method in list(methods):
         try:
-            if method.family != OURS:  # those were run when they were planned
+            if not method.is_ours:  # those were run when they were planned
                 method.row |= measurer.bytes_of(method)
         except Exception as error:  # a peer that cannot run is a row as well
-            if method.family == OURS:
+            if method.is_ours:
                 raise
             method.row["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             methods.remove(method)
@@ -437,9 +458,9 @@ def fastest_inside(rows: list[dict[str, Any]], budget: int) -> dict[str, Any] | 
 def text(model_name: str, rows: list[dict[str, Any]], left_out: list[dict[str, Any]]) -> str:
     """Returns the tables of one model."""
     plain = rows[0]
-    others = [row for row in rows if row["family"] != OURS]
+    others = [row for row in rows if not row["family"].startswith(OURS)]
     lines, losses, num_kept = [], [], [0, 0]
-    ours = [row for row in rows if row["family"] == OURS]
+    ours = [row for row in rows if row["family"].startswith(OURS)]
     for row in ours:
         budget = row["budget_bytes"]
         kept = [row[key] <= budget for key in ("live_peak_bytes", "allocator_peak_bytes")]
@@ -449,7 +470,7 @@ def text(model_name: str, rows: list[dict[str, Any]], left_out: list[dict[str, A
         rotor = row.get("rotor_predicted_ratio")
         lines.append(
             [
-                f"{row['share']:.0%}".replace("%", " %"), _mib(budget), _mib(row["live_peak_bytes"]),
+                row["method"], _mib(budget), _mib(row["live_peak_bytes"]),
                 _mib(row["allocator_peak_bytes"]), ", ".join("yes" if is_kept else "no" for is_kept in kept),
                 _ratio(row), *cells,
                 f"{row['predicted_ratio']:.2f}", "-" if rotor is None else f"{rotor:.2f}",
@@ -465,14 +486,13 @@ def text(model_name: str, rows: list[dict[str, Any]], left_out: list[dict[str, A
             rotor = row.get("rotor_predicted_ratio")
             best = fastest_inside(others, row["budget_bytes"])
             cells = [best["method"], _mib(best["allocator_peak_bytes"]), _ratio(best)] if best else ["none", "-", "-"]
-            share = f"{row['share']:.0%}".replace("%", " %")
-            lines.append([share, _mib(row["budget_bytes"]), "-", "-", "no plan fits", "-", *cells, "-"])
+            lines.append([row["method"], _mib(row["budget_bytes"]), "-", "-", "no plan fits", "-", *cells, "-"])
             lines[-1].append("-" if rotor is None else f"{rotor:.2f}")
             if best:
                 losses.append(f"{row['method']}: no plan fits, but {best['method']} does")
     columns = [
-        "budget", "MiB", "ours, live MiB", "allocator MiB", "inside", "x plain", "fastest peer inside", "its MiB",
-        "its x plain", "ours, predicted", "rotor DP, predicted",
+        "ours", "budget, MiB", "live MiB", "allocator MiB", "inside", "x plain", "fastest peer inside", "its MiB",
+        "its x plain", "predicted", "rotor DP, predicted",
     ]  # fmt: skip
     every_one = []
     for row in rows:

@@ -20,28 +20,12 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 __all__ = [
-    "FakeTensors",
-    "NoValueError",
-    "WithoutValues",
-    "abandon_capture",
-    "all_gather_bytes",
-    "assert_on_device",
-    "at_end_of_backward",
-    "backward_within",
-    "forget_fake",
-    "forget_half_a_step",
-    "has_function_modes",
-    "is_fake",
-    "is_watched",
-    "override_stale_capture_stream",
-    "packed_shard",
-    "pytree",
-    "saved_tensor_hooks_in_force",
-    "share_version_counter",
-    "silence_capturable",
-    "unseen_by_modes",
+    "FakeTensors", "NoValueError", "WithoutValues", "abandon_capture", "all_gather_bytes", "assert_on_device",
+    "at_end_of_backward", "backward_within", "forget_fake", "forget_half_a_step", "has_compiled_call",
+    "has_function_modes", "is_fake", "is_watched", "override_stale_capture_stream", "packed_shard", "pytree",
+    "saved_tensor_hooks_in_force", "share_version_counter", "silence_capturable", "unseen_by_modes",
     "version_sharing_detach",
-]
+]  # fmt: skip
 
 # `pytree` holds every container type that users and Transformers registered (ModelOutput among them). The public
 # `torch.utils.pytree` does not exist before torch 2.14.
@@ -63,6 +47,14 @@ def is_fake(value: Any) -> bool:
     No public name exists for the mode or for its tensors; both come with ``import torch`` itself.
     """
     return isinstance(value, FakeTensor)
+
+
+def has_compiled_call(module: torch.nn.Module) -> bool:
+    """Whether ``module.compile()`` or ``torch.compile(module)`` has compiled its whole call, hooks and forward in one.
+
+    Both leave a mark, and neither a public one.
+    """
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
 class WithoutValues(torch.Tensor):

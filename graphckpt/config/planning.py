@@ -83,6 +83,8 @@ def planner_from(
             if rates is not None or not offload
             else [f"offload: {target.name} has no rates of copies in its profile"]
         )
+        if run.train.activation_checkpoint.compile:
+            notes.append("compile: what it makes of a layer shows on the device alone; planned without")
         host_bytes = None if host_budget is None else parse_bytes(host_budget)
         planners = []
         heads = head_of(model, head or run.train.activation_checkpoint.head)

@@ -57,7 +57,7 @@ class GraphConfig:
         each new shape of inputs. See :meth:`graphckpt.Graph.plan`."""
         self.plan_options: dict[str, Any] = {}
         """What such plans may use beside: ``offload``, ``host_budget``, ``blocks``, ``rules``, ``head``, ``partition``,
-        ``contiguous``, ``group``."""
+        ``contiguous``, ``compile``, ``group``."""
         for name, value in settings.items():
             setattr(self, name, value)
         object.__setattr__(self, "_changed", changed)
@@ -153,7 +153,7 @@ _FIELDS = (
     "memory_budget", "plan_options",
 )  # fmt: skip
 
-_PLAN_OPTIONS = ("offload", "host_budget", "blocks", "rules", "head", "partition", "contiguous", "group")
+_PLAN_OPTIONS = ("offload", "host_budget", "blocks", "rules", "head", "partition", "contiguous", "compile", "group")
 
 
 def _accept(*args: object, **kwargs: object) -> None:

@@ -74,6 +74,7 @@ class Inspected:
         head: Mapping[str, Any] | None = None,
         partition: Any = None,
         contiguous: bool = False,
+        compile: bool | dict[str, Any] | None = None,  # noqa: A002 - as the field of a block
         group: Any = None,
         **kwargs: Any,
     ) -> Plan:
@@ -94,6 +95,7 @@ class Inspected:
             head: the block that computes the loss, and the rules under which it may run in slices.
             partition: the ranks over which kept tensors may be cut.
             contiguous: what is kept lies in one slab.
+            compile: whether each layer is compiled inside of its policy; ``None`` is what the blocks say.
             group: the processes that run this step together; ``None`` is all. All of them call this, and get one plan.
             kwargs: inputs of a call.
 
@@ -104,5 +106,5 @@ class Inspected:
         """
         wanted: dict[str, Any] = {"memory_budget": memory_budget, "offload": offload, "host_budget": host_budget}
         wanted |= {"blocks": blocks, "rules": rules, "head": head, "group": group}
-        wanted |= {"partition": partition, "contiguous": contiguous}
+        wanted |= {"partition": partition, "contiguous": contiguous, "compile": compile}
         return self._planned.plan(self.__dict__, self.build, args, kwargs, wanted)

@@ -17,14 +17,16 @@ from graphckpt.planning.real import RealStep
 from graphckpt.tree import flatten_call
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from graphckpt.blocks.proxy import BlockTree
     from graphckpt.graph.step import Step
     from graphckpt.planning import Plan
     from graphckpt.planning.agree import Team
 
-_NOTHING = dict.fromkeys(("activation_checkpointing", "segments", "tiles", "offload", "partition", "contiguous"))
+_NOTHING = dict.fromkeys(
+    ("activation_checkpointing", "segments", "tiles", "offload", "partition", "contiguous", "compile")
+)
 
 
 @final
@@ -77,11 +79,29 @@ class Planned:
         if not selectors:
             raise ConfigError(f"{step.name}.plan: no module has a list of layers · fix: blocks='model.layers.*'")
         blocks = found_blocks(model, selectors)
+        if options.get("compile") is None:
+            options["compile"] = self._compile_of(blocks)
         real = RealStep(model, lambda: step.call(fields, build, args, kwargs))
         with step.bare():
             plan = plan_step(real, model, blocks, unchanged(step), team, **options)
         self._set(model, plan)
         return plan
+
+    def _compile_of(self, blocks: Sequence[tuple[str, nn.Module]]) -> Any:
+        """Returns how the blocks are compiled already, which a plan takes over.
+
+        Raises:
+            ConfigError: not all of them alike.
+        """
+        fields = {module: fields for module, _, fields in self._tree.policies()}
+        values = [fields.get(module, {}).get("compile") or None for _, module in blocks]
+        inside = [child for _, module in blocks for child in list(module.modules())[1:]]
+        if any(value != values[0] for value in values) or any(fields.get(child, {}).get("compile") for child in inside):
+            raise ConfigError(
+                f"{self._step.name}.plan: not all of the planned blocks are compiled alike and as a whole · "
+                "fix: set `compile` on all of them, or plan with compile=True or compile=False"
+            )
+        return values[0]
 
     def see_to_it(self, fields: dict[str, Any], build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
         """Has the plan in force that ``config.memory_budget`` asks for with inputs like these.

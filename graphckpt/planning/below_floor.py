@@ -31,7 +31,9 @@ def plan_below_floor(step: RealStep, planner: Planner, budget: int, team: Team) 
     if name is None:
         return None
     row = PlanRow(block=name, option="segments(log)", fields={"segments": "log"})
-    rows = (row, *planner.also)
+    layers = planner.measured.names if planner.compiled else ()
+    others = (*(PlanRow(block=name, option="compiled", fields=planner.compiled) for name in layers), *planner.also)
+    rows = (row, *others)
 
     def described() -> Plan:
         return replace(planner.described(planner.floor, budget), rows=rows, stages=())
@@ -44,7 +46,7 @@ def plan_below_floor(step: RealStep, planner: Planner, budget: int, team: Team) 
         return None
     return replace(
         plan,
-        rows=(replace(row, extra_seconds=seconds - planner.measured.step_seconds), *planner.also),
+        rows=(replace(row, extra_seconds=seconds - planner.measured.step_seconds), *others),
         predicted_peak_bytes=peak,
         predicted_step_seconds=seconds,
         binding="measured, and not foretold",

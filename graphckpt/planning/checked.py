@@ -88,7 +88,7 @@ def _with_slabs(plan: Plan, others: Sequence[PlanRow]) -> Plan:
 
 
 def _with_slab(row: PlanRow) -> PlanRow:
-    if row.fields == JOINED.fields or "offload" in row.fields:
+    if JOINED.fields.items() <= row.fields.items() or "offload" in row.fields:
         return row
     return replace(row, option=f"{row.option} + slab", fields={**row.fields, "contiguous": True})
 

@@ -114,6 +114,11 @@ class _Watch(TorchDispatchMode):
         self._op_seconds = op_seconds
         self._calls: dict[Any, int] = defaultdict(int)
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Sees nothing of what compiled code does, which else would not run as such."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         begin = self._clock()

@@ -27,18 +27,24 @@ NEAR: tuple[Option, ...] = (
 """What a block keeps on its device: everything, its inputs alone, or the results of some of its ops beside them."""
 
 
-def options(offload: bool | str = False, only: Iterable[Any] | None = None) -> tuple[Option, ...]:
+def options(
+    offload: bool | str = False, only: Iterable[Any] | None = None, *, sees_ops: bool = True
+) -> tuple[Option, ...]:
     """Returns the options, ``keep`` first.
 
     Args:
         offload: where kept tensors may go: ``True`` or ``"cpu"``, ``"disk"``, ``"disk:/a/folder"``.
         only: rules to consider beside ``keep``, as ``activation_checkpointing`` takes them; ``None`` is all. That
             blocks may be ``joined`` is no option of one of them: see :func:`joins`.
+        sees_ops: whether the ops of blocks can be seen, so that there may be levels between keeping all and nothing.
 
     Raises:
         ConfigError: there is no such place or rule.
     """
-    near = NEAR if only is None else (KEEP, *(_option(value) for value in only if not isinstance(_rule(value), Joined)))
+    known = NEAR if sees_ops else NEAR[:-MOST]
+    near = (
+        known if only is None else (KEEP, *(_option(value) for value in only if not isinstance(_rule(value), Joined)))
+    )
     if parse_offload(offload) is None:
         return near
     place = "cpu" if offload is True else offload

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from graphckpt._compat import has_compiled_call
 from graphckpt.blocks.apply import apply
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.blocks.layers import layers
@@ -15,6 +16,7 @@ from graphckpt.errors import ConfigError, did_you_mean
 from graphckpt.planning import budget as budgets
 from graphckpt.planning.agree import Team, team_of
 from graphckpt.planning.checked import checked, limit_of, rates_of
+from graphckpt.planning.compiled import compile_options, compiled
 from graphckpt.planning.measure import PlanError, measure
 from graphckpt.planning.options import joins, options
 from graphckpt.planning.parts import asked, parted
@@ -46,6 +48,7 @@ def plan(
     head: Mapping[str, Any] | None = None,
     partition: Any = None,
     contiguous: bool = False,
+    compile: bool | dict[str, Any] | None = None,  # noqa: A002 - as the field of a block
     group: Any = None,
     check: bool = True,
     progress: Progress | None = None,
@@ -71,6 +74,8 @@ def plan(
         partition: the ranks over which kept tensors may be cut, as the flag takes them: ``True``, a ``ProcessGroup``
             or a ``DeviceMesh``.
         contiguous: what is kept lies in one slab.
+        compile: ``True``, or what ``torch.compile`` is called with: each layer runs compiled inside of its policy,
+            while it is measured and under the plan. Levels of ``selective`` are not considered then: nobody sees ops.
         group: the processes that run this step together, all of which must call this: a ``ProcessGroup``; ``None`` is
             all, where ``torch.distributed`` is initialised; ``False`` is this one alone. All get the same plan.
         check: run the step under the plan, and plan again if it is over the budget, or more than 1 % off.
@@ -103,6 +108,7 @@ def plan(
             head=head,
             partition=partition,
             contiguous=contiguous,
+            compile=compile,
             check=check,
             progress=progress,
         )
@@ -122,6 +128,7 @@ def plan_step(
     head: Mapping[str, Any] | None = None,
     partition: Any = None,
     contiguous: bool = False,
+    compile: bool | dict[str, Any] | None = None,  # noqa: A002 - as the field of a block
     check: bool = True,
     progress: Progress | None = None,
 ) -> Plan:
@@ -131,16 +138,19 @@ def plan_step(
     rates = None
     rules = None if rules is None else list(rules)
     ranks, notes = asked(partition, team)
-    considered = options(offload, rules)
+    compiling = compile_options(compile)
+    considered = options(offload, rules, sees_ops=compiling is None)
     if ranks is not None:
         considered = parted(considered, ranks)
     heads = head_rows(model, head, blocks)
     known = [option.fields for option in considered] + [row.fields for rows in heads for row in rows]
+    known.append({"compile": compile})
     team.check_alike(
         memory_budget=budgets.kind_of(memory_budget),
         check=check,
         blocks=[name for name, _ in blocks],
         options=[option.name for option in considered],
+        compile=repr(compile),
         head=[[row.block, row.option] for rows in heads for row in rows],
     )
     if any(option.is_far for option in considered):
@@ -151,7 +161,8 @@ def plan_step(
     planners: list[Planner] = []
     with undone:
         for rows in heads:
-            with apply(model, {row.block: row.fields for row in rows}) if rows else nullcontext():
+            on_head = apply(model, {row.block: row.fields for row in rows}) if rows else nullcontext()
+            with on_head, compiled((module for _, module in blocks), compiling):
                 measured = team.times(measure(step, Blocks(blocks), considered, progress, team.classes, team.told))
             if not planners:
                 notes += team.settle(measured.model.highest([0] * len(blocks)).peak)
@@ -165,6 +176,7 @@ def plan_step(
                     joins=joins((module for _, module in blocks), rules),
                     notes=notes,
                     also=rows,
+                    compiles=compile if compiling is not None else None,
                 )
             )
         limit = limit_of(memory_budget, planners[0], step, team)
@@ -232,6 +244,11 @@ def found_blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | No
         if any(isinstance(part.forward, BlockForward) for part in module.modules()):
             raise ConfigError(f"{name}: it has a policy already · fix: remove() the handle before planning")
     for name, part in model.named_modules():
+        if has_compiled_call(part):
+            raise ConfigError(
+                f"{name or type(model).__name__}: its whole call is compiled, and no policy can act around its parts · "
+                "fix: leave that out, and plan with compile=True, which compiles each layer inside of its policy"
+            )
         if getattr(part, "gradient_checkpointing", False) is True:
             raise ConfigError(
                 f"{name or type(model).__name__}: its own gradient checkpointing is on, and would act beside a plan · "

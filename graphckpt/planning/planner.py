@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 from graphckpt.planning import budget as budgets
 from graphckpt.planning.choose import Choice, Chooser, Rates, described
@@ -32,6 +32,7 @@ class Planner:
         joins: bool = True,
         notes: Iterable[str] = (),
         also: tuple[PlanRow, ...] = (),
+        compiles: bool | dict[str, Any] | None = None,
     ) -> None:
         self.measured = measured
         self.chooser = Chooser(measured, rates, host_budget, joins=joins)
@@ -39,6 +40,8 @@ class Planner:
         self.model = model
         self.also = also
         """What plans say about other blocks, as it was when the step was measured."""
+        self.compiled: dict[str, Any] = {} if compiles is None else {"compile": compiles}
+        """What plans say about all layers beside their policies."""
         self._device = device
         self._notes = tuple(notes)
         self._without = " without moving any" if rates is not None else ""
@@ -96,8 +99,8 @@ class Planner:
         rows = tuple(
             PlanRow(
                 block=names[block],
-                option=chosen[block].name,
-                fields=chosen[block].fields,
+                option=f"{chosen[block].name}, compiled" if self.compiled else chosen[block].name,
+                fields={**chosen[block].fields, **self.compiled},
                 extra_seconds=extra[block],
                 moved_bytes=known.far_bytes[block][option],
             )

@@ -20,7 +20,8 @@ _FLAG = "activation_checkpointing"
 def checkpointed_blocks(model: nn.Module, config: ActivationCheckpointConfig) -> dict[str, dict[str, Any]]:
     """Returns the settings of each block to set, by its name in ``model``.
 
-    ``rule`` and where its bytes go hold for every unit; what ``blocks`` says of a pattern comes on top, field by field.
+    ``rule``, where its bytes go and ``compile`` hold for every unit; what ``blocks`` says of a pattern comes on top,
+    field by field.
 
     Raises:
         ConfigError: a name matches no block, a value cannot act, or the model has no unit that can be found.
@@ -31,7 +32,7 @@ def checkpointed_blocks(model: nn.Module, config: ActivationCheckpointConfig) ->
     faults: list[str] = []
     try:
         fields: dict[str, Any] = {_FLAG: config.rule} if config.rule is not None else {}
-        fields |= config.placement
+        fields |= config.beside_rule
         settings = {name: dict(fields) for name in units(model, config)} if fields else {}
     except ConfigError as error:
         faults.append(str(error))

@@ -45,6 +45,7 @@ def within_budget(
                 offload=config.offload or False,
                 partition=config.partition,
                 contiguous=bool(config.contiguous),
+                compile=config.compile,
                 blocks=[f"model.{name}" for name in units(model, config)],
                 head={f"model.{name}": rules for name, rules in head_of(model, config.head).items()},
             )

@@ -61,19 +61,23 @@ class ActivationCheckpointConfig:
     """Whether it is cut over the processes of ``train.dist.tensor_parallel_size``."""
     contiguous: bool | None = None
     """Whether it lies in one slab, as big as the first step needs."""
+    compile: bool | dict[str, Any] | None = None
+    """Whether each unit is compiled inside of its policy; or what ``torch.compile`` is called with."""
 
     memory_budget: int | float | str | None = None
     """Bytes of each process, ``"12GiB"``, ``"max"``, ``"min"`` or a share of what the plain step keeps: before the
     first update, each unit gets the policy with which the step is fastest within it. Beside it, ``offload`` says where
-    tensors may go, ``partition`` that they may be cut, and ``contiguous`` that what is kept lies in one slab."""
+    tensors may go, ``partition`` that they may be cut, and ``contiguous`` that what is kept lies in one slab. Units
+    that ``compile`` are planned as they run then."""
     head: dict[str, Any] | None = None
     """Beside it, the block that computes the loss, and one way or a list of ways in which it may run:
     ``{"loss_head": {"rule": "tiles", "num_tiles": 8, "reduce": "sum"}}``, with ``task.loss_head=True``."""
 
     @property
-    def placement(self) -> dict[str, bool | str]:
-        """The keys that say where what is kept goes, as far as they are set."""
-        values = {"offload": self.offload, "partition": self.partition, "contiguous": self.contiguous}
+    def beside_rule(self) -> dict[str, Any]:
+        """The keys that hold for every unit, whatever its rule, as far as they are set."""
+        names = ("offload", "partition", "contiguous", "compile")
+        values = {name: getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
 
     def faults(self) -> Iterator[str]:
@@ -86,7 +90,7 @@ class ActivationCheckpointConfig:
             if self.blocks is not None:
                 yield "memory_budget: the plan chooses, and blocks is set as well · fix: unset one of them"
         yield from self._head_faults()
-        for name, value in self.placement.items():
+        for name, value in self.beside_rule.items():
             try:
                 BlockConfig("").update({name: value})
             except ConfigError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from small_run import CONFIG, place, same_weights, train
 
 from graphckpt.planning.plan import Plan
@@ -35,9 +36,27 @@ def test_weights_are_those_of_the_plain_run(place, capsys):
     assert same_weights(place / "plain", place / "again")
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+def test_layers_are_compiled_where_the_config_says_so(place):
+    (place / "tiny.py").write_text(CONFIG + WIDE, encoding="utf-8")
+    assert train("train.output_dir=plain", "train.train_iter=1") == 0
+    compiled = "train.activation_checkpoint.compile={backend: eager}"
+    assert train("train.output_dir=planned", f"{BUDGET}=0.5", compiled, "train.train_iter=1") == 0
+    torch._dynamo.reset()
+    plan = Plan.load(place / "planned" / "plan.yaml")
+    assert all(row.option.endswith(", compiled") for row in plan.rows)
+    assert all(fields["compile"] == {"backend": "eager"} for fields in plan.blocks.values())
+    assert same_weights(place / "plain", place / "planned")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (
+            [f"{BUDGET}=min", "train.activation_checkpoint.compile=fast"],
+            "compile: expects bool or mapping or null, got",
+        ),
         ([f"{BUDGET}=1.5"], "memory_budget: 1.5 is no share"),
         ([f"{BUDGET}=12G"], "no unit is called 'G'"),
         ([f"{BUDGET}=1KiB"], "no plan fits"),

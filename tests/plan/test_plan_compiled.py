@@ -1,0 +1,251 @@
+"""Layers that are compiled are planned as they run then: the bytes are foretold, and the code runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import graphckpt
+from graphckpt import ConfigError, Graph, PlanError
+from graphckpt.blocks.forward import BlockForward
+from graphckpt.ledger.live import LiveBytes
+from graphckpt.planning import Plan, real
+
+pytestmark = [  # the compiler reads `.grad` of what it is given, and says so
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning"),
+]
+
+EAGER = {"backend": "eager"}  # runs what it has traced as it is
+AOT = {"backend": "aot_eager"}
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch):
+    monkeypatch.setattr(real, "_TIMED_RUNS", 1)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(16, 64), nn.Linear(64, 16), nn.Dropout(0.1)
+
+    def forward(self, x):
+        return x + self.drop(self.down(F.gelu(self.up(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, kind=nn.ModuleList):
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
+        self.layers = kind([Layer() for _ in range(5)]) if kind is nn.ModuleList else kind(*(Layer() for _ in range(5)))
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+X = torch.randn(256, 16, generator=torch.Generator().manual_seed(2))
+
+
+def stack():
+    torch.manual_seed(0)
+    model = Net()
+
+    def step():
+        model.zero_grad()
+        model(X).square().mean().backward()
+
+    return model, step
+
+
+def gpt2():
+    torch.manual_seed(0)
+    sizes = {"n_layer": 3, "n_embd": 16, "n_head": 2, "n_positions": 32, "vocab_size": 32, "use_cache": False}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    ids = torch.randint(0, 32, (4, 24))
+
+    def step():
+        model.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+
+    return model, step
+
+
+def peak_of(model, step):
+    step()
+    live = LiveBytes(record_timeline=False)
+    live.track([*model.parameters(), *model.buffers()])
+    model.zero_grad()
+    with live:
+        step()
+    return live.peak_bytes
+
+
+@pytest.mark.parametrize("build", [stack, gpt2])
+@pytest.mark.parametrize("share", [0.8, 0.5])
+def test_a_plan_takes_what_it_says(build, share):
+    model, step = build()
+    found = graphckpt.plan(model, step, memory_budget=share, compile=AOT, check=False)
+    assert found.predicted_peak_bytes <= found.budget_bytes < found.plain_peak_bytes
+    assert {row.option for row in found.rows} & {"full, compiled", "joined, compiled"}
+    assert all(fields["compile"] == AOT for fields in found.blocks.values())
+    assert len(found.blocks) == len(found.rows), "a layer that keeps everything is compiled too"
+    assert not any(isinstance(module.forward, BlockForward) for module in model.modules())
+    assert not any("forward" in vars(module) for module in model.modules())
+    with found.apply():
+        assert peak_of(model, step) == found.predicted_peak_bytes
+
+
+def test_bits_are_those_of_compiled_layers_without_a_plan():
+    model, step = stack()
+    with graphckpt.apply(model, {"layers.*": {"compile": AOT}}):
+        torch.manual_seed(5)
+        step()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    found = graphckpt.plan(model, step, memory_budget="min", compile=AOT)
+    with found.apply():
+        torch.manual_seed(5)
+        step()
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), expected, strict=True))
+
+
+def test_compiled_code_runs_while_the_step_is_measured_and_under_the_plan():
+    model, step = stack()
+    counter = CompileCounterWithBackend("aot_eager")
+    found = graphckpt.plan(model, step, memory_budget=0.5, compile={"backend": counter}, check=False)
+    assert counter.frame_count >= 1
+    first = counter.frame_count
+    step()
+    assert counter.frame_count == first, "nothing is compiled behind the plan's back"
+    torch._dynamo.reset()
+    with found.apply():
+        step()
+    assert counter.frame_count > first
+
+
+def test_layers_that_their_owner_has_compiled_are_planned_as_they_are():
+    model, step = stack()
+    for layer in model.layers:
+        layer.forward = torch.compile(layer.forward, backend="aot_eager")
+    found = graphckpt.plan(model, step, memory_budget=0.5)
+    assert not any("level" in row.option for row in found.rows)
+    with found.apply():
+        assert peak_of(model, step) == found.predicted_peak_bytes <= found.budget_bytes
+
+
+def test_a_part_that_its_owner_has_compiled_runs_again_with_its_layer():
+    model, step = stack()
+    for layer in model.layers:
+        layer.up.forward = torch.compile(layer.up.forward, backend="aot_eager")
+    torch.manual_seed(5)
+    step()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    rules = [graphckpt.plan(model, step, memory_budget=share).blocks for share in (0.8, 0.5, "min")]
+    for rule in (*rules, {"layers.*": "selective"}, {"layers.*": graphckpt.Selective("attention")}):
+        with graphckpt.apply(model, rule):
+            for _ in range(2):  # a first call learns
+                torch.manual_seed(5)
+                step()
+        assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), expected, strict=True))
+
+
+def test_a_plan_with_compiled_layers_can_be_saved(tmp_path):
+    model, step = stack()
+    found = graphckpt.plan(model, step, memory_budget=0.5, compile=EAGER)
+    found.save(tmp_path / "plan.yaml")
+    again = Plan.load(tmp_path / "plan.yaml")
+    assert again.blocks == found.blocks
+    with again.apply(model):
+        assert peak_of(model, step) == found.predicted_peak_bytes
+
+
+def test_halves_of_halves_are_compiled_too():
+    torch.manual_seed(0)
+    model = Net(nn.Sequential)
+    x = torch.randn(2048, 16)
+
+    def step():
+        model.zero_grad()
+        h = model.first(x)
+        model.last(model.layers(h)).square().mean().backward()
+
+    with pytest.raises(PlanError, match="no plan fits") as error:
+        graphckpt.plan(model, step, memory_budget="1KiB", compile=EAGER, rules=["full"])
+    assert "segments" not in str(error.value)
+    floor = graphckpt.plan(model, step, memory_budget="min", compile=EAGER, rules=[]).predicted_peak_bytes
+    found = graphckpt.plan(model, step, memory_budget=floor - 1, compile=EAGER, rules=[])
+    assert [row.option for row in found.rows] == ["segments(log)"] + ["compiled"] * 5
+    with found.apply():
+        assert peak_of(model, step) == found.predicted_peak_bytes < floor
+
+
+@pytest.mark.parametrize("how", ["in place", "from outside"])
+def test_a_model_that_is_compiled_as_a_whole_is_refused(how):
+    model, step = stack()
+    if how == "in place":
+        model.compile(backend="eager")
+    else:
+        model = torch.compile(model, backend="eager")
+    with pytest.raises(ConfigError, match=r"its whole call is compiled.*compile=True"):
+        graphckpt.plan(model, step, memory_budget=0.5, blocks="*layers.*")
+
+
+def test_what_is_no_option_is_refused():
+    model, step = stack()
+    with pytest.raises(ConfigError, match="compile: 'yes' is neither yes nor no nor options"):
+        graphckpt.plan(model, step, memory_budget=0.5, compile="yes")
+
+
+class Step(Graph):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def build(self, x):
+        loss = self.model(x).square().mean()
+        loss.backward()
+        return loss
+
+
+def compiled_of(step):
+    return [step.model.layers[n].config.compile for n in range(5)]
+
+
+def test_a_graph_takes_over_how_its_blocks_are_compiled():
+    step = Step(stack()[0])
+    for layer in step.model.layers:
+        layer.config.compile = EAGER
+    found = step.plan(X, memory_budget=0.5)
+    assert {row.option for row in found.rows} <= {"full, compiled", "joined, compiled", "keep, compiled"}
+    assert compiled_of(step) == [EAGER] * 5
+    step(X)
+    step.plan(X, memory_budget=0.5, compile=False)
+    assert compiled_of(step) == [None] * 5
+
+
+def test_a_graph_compiles_what_its_plan_options_say():
+    step = Step(stack()[0])
+    step.config.plan_options = {"compile": EAGER}
+    step.config.memory_budget = 0.5
+    step(X)
+    assert compiled_of(step) == [EAGER] * 5
+
+
+@pytest.mark.parametrize("name", ["layers.0", "layers.0.up"])
+def test_blocks_that_are_compiled_in_different_ways_are_refused(name):
+    step = Step(stack()[0])
+    block = step.model.layers[0]
+    (block.up if name.endswith("up") else block).config.compile = True
+    with pytest.raises(ConfigError, match=r"plan: not all of the planned blocks are compiled alike"):
+        step.plan(X, memory_budget=0.5)
