@@ -148,9 +148,9 @@ def plan_step(
     team.check_alike(
         memory_budget=budgets.kind_of(memory_budget),
         check=check,
+        compile=repr(compile),
         blocks=[name for name, _ in blocks],
         options=[option.name for option in considered],
-        compile=repr(compile),
         head=[[row.block, row.option] for rows in heads for row in rows],
     )
     if any(option.is_far for option in considered):

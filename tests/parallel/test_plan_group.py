@@ -268,6 +268,7 @@ def fail(rank: int, folder: Path) -> None:
     raises(None, 0, lambda: case.plan(plain // 4, **FULL), PlanError, "no plan fits · the least possible is")
     raises(None, 0, lambda: case.plan(0.5 if rank else "min"), PlanError, "memory_budget: rank 0 has 'min', rank 1 'a")
     raises(None, 0, lambda: case.plan("min", blocks=f"layers.{rank}"), PlanError, "blocks: rank 0 has ['layers.0'], ra")
+    raises(None, 0, lambda: case.plan("min", compile=bool(rank)), PlanError, "compile: rank 0 has 'False', rank 1 'Tr")
     raises(None, 0, lambda: case.plan("min", group="all"), ConfigError, "group: 'all': is no group")
     alone = dist.new_group([1])
     if rank == 1:
