@@ -39,6 +39,7 @@ train = {
         "offload": None,
         "partition": None,
         "contiguous": None,
+        "compile": None,  # torch.compile of each unit, inside of its policy: True, or a dict of options
         "memory_budget": None,  # "12GiB": policies are planned for it, in place of the keys above
         "head": None,  # beside it: {"loss_head": {"rule": "tiles", "num_tiles": 8, "reduce": "sum"}}
     },
