@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from torch._C import DispatchKey, _len_torch_dispatch_stack, _len_torch_function_stack, _SetExcludeDispatchKeyGuard
 from torch._C._autograd import _top_saved_tensors_default_hooks, _unsafe_set_version_counter
+from torch._C._dynamo import eval_frame
 from torch._subclasses.fake_tensor import DataDependentOutputException as NoValueError
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils import _pytree as pytree
@@ -17,13 +18,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from datetime import timedelta
 
+    _Hook = TypeVar("_Hook", bound=Callable[..., Any])
+
     from torch.distributed.tensor.placement_types import Placement
 
 __all__ = [
     "FakeTensors", "NoValueError", "WithoutValues", "abandon_capture", "all_gather_bytes", "assert_on_device",
     "at_end_of_backward", "backward_within", "forget_fake", "forget_half_a_step", "has_compiled_call",
-    "has_function_modes", "is_fake", "is_watched", "override_stale_capture_stream", "packed_shard", "pytree",
-    "saved_tensor_hooks_in_force", "share_version_counter", "silence_capturable", "unseen_by_modes",
+    "has_function_modes", "is_fake", "is_watched", "never_compiled", "override_stale_capture_stream", "packed_shard",
+    "pytree", "saved_tensor_hooks_in_force", "share_version_counter", "silence_capturable", "unseen_by_modes",
     "version_sharing_detach",
 ]  # fmt: skip
 
@@ -50,11 +53,15 @@ def is_fake(value: Any) -> bool:
 
 
 def has_compiled_call(module: torch.nn.Module) -> bool:
-    """Whether ``module.compile()`` or ``torch.compile(module)`` has compiled its whole call, hooks and forward in one.
-
-    Both leave a mark, and neither a public one.
-    """
+    """Whether ``module.compile()`` or ``torch.compile(module)`` has compiled its whole call; no mark is public."""
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+
+
+def never_compiled(function: _Hook) -> _Hook:
+    """Marks a hook, which the compiler must run as it is: ``torch.compiler.disable`` imports it, and costs a call."""
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return function
 
 
 class WithoutValues(torch.Tensor):

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphckpt._compat import is_fake
+from graphckpt._compat import is_fake, never_compiled
 from graphckpt.undo import ABSENT, CONTAINERS, Undo, differs, replace_item
 
 if TYPE_CHECKING:
@@ -187,6 +187,7 @@ class Writes(TorchDispatchMode):
         super().__init__()
         self.storages: dict[int, torch.UntypedStorage] = {}  # held, so that no id stands for two
 
+    @never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         for tensor in chain(edited_by(func, args, kwargs), _running_statistics(func, args, kwargs)):

@@ -6,11 +6,14 @@ import re
 from pathlib import Path
 
 import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphckpt
 from graphckpt import _compat
+from graphckpt._compat import never_compiled
 
 
 def test_hooks_in_force_are_the_innermost_pair() -> None:
@@ -51,6 +54,27 @@ def test_batch_norm_moves_its_statistics_without_a_version_bump() -> None:
     version = norm.running_mean._version
     norm(torch.randn(4, 2))
     assert norm.running_mean._version == version
+
+
+def test_a_hook_within_compiled_code_is_not_compiled() -> None:
+    seen = []
+
+    @never_compiled
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tensor)
+        return looked_at(tensor)
+
+    def looked_at(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach() * 1
+
+    frames = CompileCounterWithBackend("eager")
+    layer = nn.Linear(4, 4)  # PyTorch's own code is not compiled, but what it calls would be
+    layer.compile(backend=frames)
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    torch._dynamo.reset()
+    assert seen
+    assert frames.frame_count == 0
 
 
 def test_nothing_private_is_imported_elsewhere() -> None:

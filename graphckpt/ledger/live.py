@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphckpt._compat import never_compiled
 from graphckpt.ledger.record import Event
 
 
@@ -99,6 +100,7 @@ class LiveBytes(TorchDispatchMode):
         self._depth -= 1
         super().__exit__(*exc)
 
+    @never_compiled
     def __torch_dispatch__(
         self,
         func: Callable[..., Any],

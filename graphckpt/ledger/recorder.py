@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from graphckpt._compat import saved_tensor_hooks_in_force
+from graphckpt._compat import never_compiled, saved_tensor_hooks_in_force
 from graphckpt.ledger.live import inner_tensors
 from graphckpt.ledger.record import Event
 from graphckpt.stores import Traffic
@@ -101,6 +101,7 @@ class Recorder:
             return pack
         self._enter(block)
 
+        @never_compiled
         def look_and_pack(tensor: torch.Tensor) -> Any:
             if not self._is_passing_on:
                 self.bytes_before[self._running[-1][0]] += self._plain.add(tensor)
@@ -121,6 +122,7 @@ class Recorder:
             return pack
         self._enter(block)
 
+        @never_compiled
         def look_and_pack(tensor: torch.Tensor) -> Any:
             self.bytes_before[block] += self._plain.add(tensor)
             if not is_stored:
@@ -187,6 +189,7 @@ class Recorder:
         if not self._again and self._running and self._running[-1][0] == block:
             self._leave(block)
 
+    @never_compiled
     def _save_plainly(self, tensor: torch.Tensor) -> tuple[str, Any]:
         block = self._running[-1][0] if self._running else REST
         if not self._again:
@@ -194,6 +197,7 @@ class Recorder:
             self.bytes_after[block] += self._kept.add(tensor)
         return block, tensor.detach() if self._outer is None else self._outer[0](tensor)
 
+    @never_compiled
     def _give_back(self, saved: tuple[str, Any]) -> torch.Tensor:
         block, held = saved
         if not self._again:

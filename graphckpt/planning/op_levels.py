@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, final
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphckpt._compat import never_compiled
 from graphckpt.planning.run import Option
 from graphckpt.rules import Full, Rule, Selective
 from graphckpt.rules.op_log import OpLog
@@ -95,6 +96,7 @@ class Look(Rule):
         ops = Ops()
         self.seen.append(ops)
 
+        @never_compiled
         def pack(tensor: Any) -> Any:
             ops.log.saves(tensor)
             return IN_PLACE[0](tensor)
@@ -119,6 +121,7 @@ class _Watch(TorchDispatchMode):
         """Sees nothing of what compiled code does, which else would not run as such."""
         return True
 
+    @never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         begin = self._clock()

@@ -244,7 +244,7 @@ def found_blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | No
         if any(isinstance(part.forward, BlockForward) for part in module.modules()):
             raise ConfigError(f"{name}: it has a policy already · fix: remove() the handle before planning")
     for name, part in model.named_modules():
-        if has_compiled_call(part):
+        if has_compiled_call(part) and any(f"{block}.".startswith(f"{name}." if name else "") for block in names):
             raise ConfigError(
                 f"{name or type(model).__name__}: its whole call is compiled, and no policy can act around its parts · "
                 "fix: leave that out, and plan with compile=True, which compiles each layer inside of its policy"

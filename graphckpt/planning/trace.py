@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 
+from graphckpt._compat import never_compiled
 from graphckpt.ledger.live import LiveBytes
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ class Trace(LiveBytes):
         self._num_ops = 0
         self._running: list[int] = []
 
+    @never_compiled
     def __torch_dispatch__(
         self,
         func: Callable[..., Any],

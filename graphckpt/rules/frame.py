@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from graphckpt._compat import never_compiled
 from graphckpt.ambient import enter_ambient, take_ambient
 from graphckpt.errors import RecomputeError
 from graphckpt.objects import rewind_objects, settle_objects, take_objects
@@ -118,6 +119,7 @@ class Frame:
         last_returned.set(Returned(self, output))
         return output
 
+    @never_compiled
     def pack(self, tensor: torch.Tensor) -> Slot:
         """Answers autograd, which wants ``tensor`` saved."""
         slot = Slot(tensor)
@@ -126,14 +128,13 @@ class Frame:
             self.contexts.saves(tensor)
         return slot
 
+    @never_compiled
     def unpack(self, slot: Slot) -> torch.Tensor:
         """Gives autograd the tensor back, running the block again if need be."""
-        value = slot.value
-        if value is None:
+        if slot.value is None:
             self._run_again()
-            value = slot.value
-            assert value is not None
-        slot.value = None
+        value, slot.value = slot.value, None
+        assert value is not None
         if value._version != slot.version:
             raise RecomputeError(edited(self.site.name, "a tensor that one of its ops saves"))
         return value

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphckpt._compat import WithoutValues
+from graphckpt._compat import WithoutValues, never_compiled
 from graphckpt.rules.op_log import BY_SIZE
 from graphckpt.rules.passes import running
 from graphckpt.rules.recipe import Act, Recipe
@@ -34,6 +34,7 @@ class Mode(TorchDispatchMode):
         """Sees nothing of what compiled code does."""
         return True
 
+    @never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if self.is_paused or not is_counted(func):
             has_values = func is not DETACH or not isinstance(args[0], WithoutValues)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol, final
 
-from graphckpt._compat import WithoutValues
+from graphckpt._compat import WithoutValues, never_compiled
 from graphckpt.rules.mismatch import Fault
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ class SecondRun(Run):
             self._last -= 1
         self._first_fault: Fault | None = None
 
+    @never_compiled
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Puts ``tensor`` into the slot whose turn it is."""
         position = self.cursor
@@ -114,6 +115,7 @@ class SecondRun(Run):
                 raise Stop(self)
         return tensor
 
+    @never_compiled
     def unpack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Serves a backward inside of the block's own forward."""
         return tensor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, final
 
+from graphckpt._compat import never_compiled
 from graphckpt.errors import RecomputeError
 from graphckpt.rules.kept import Kept
 from graphckpt.rules.mismatch import edited
@@ -25,10 +26,12 @@ class StoredCall:
         self.site = site
         self.group: Group | None = site.open_group()
 
+    @never_compiled
     def pack(self, tensor: torch.Tensor) -> Kept:
         """Answers autograd, which wants ``tensor`` saved."""
         return Kept(tensor, self, None)
 
+    @never_compiled
     def unpack(self, kept: Kept) -> torch.Tensor:
         """Gives autograd the tensor back.
 
@@ -45,10 +48,12 @@ class StoredCall:
         self.site.store.seal(self.group)
 
 
+@never_compiled
 def _without_history(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()  # a node that holds its own output would never be freed
 
 
+@never_compiled
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 

@@ -76,8 +76,7 @@ class ActivationCheckpointConfig:
     @property
     def beside_rule(self) -> dict[str, Any]:
         """The keys that hold for every unit, whatever its rule, as far as they are set."""
-        names = ("offload", "partition", "contiguous", "compile")
-        values = {name: getattr(self, name) for name in names}
+        values = {name: getattr(self, name) for name in ("offload", "partition", "contiguous", "compile")}
         return {name: value for name, value in values.items() if value is not None}
 
     def faults(self) -> Iterator[str]:

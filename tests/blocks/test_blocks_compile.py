@@ -113,3 +113,19 @@ def test_flags_that_cannot_act_say_so() -> None:
         assert any("cannot see the ops of compiled code" in w for w in handle.explain(show=False).warnings)
     with pytest.raises(ConfigError, match=r"1\.compile: 'yes' is neither yes nor no nor options"):
         graphckpt.apply(model, {"1": {"compile": "yes"}})
+
+
+@pytest.mark.parametrize("policy", [True, "selective", {"offload": "disk", "min_elements": 1}])
+def test_a_part_that_its_owner_has_compiled_in_place_runs_again_with_its_block(policy: Any) -> None:
+    """The compiler then looks at what is called meanwhile, and at hooks as well."""
+    plain = run_steps(chain("mlp"))
+    model = chain("mlp")
+    counter = CompileCounterWithBackend("aot_eager")
+    for number in (1, 2, 3):
+        model[number].up.compile(backend=counter)  # a class of PyTorch, whose own code the compiler passes over
+    fields = policy if isinstance(policy, dict) else {"activation_checkpointing": policy}
+    with graphckpt.apply(model, {"[123]": fields}) as handle:
+        assert differing(run_steps(model), plain) == []
+        with handle.measure():
+            model(torch.randn(300, 16)).sum().backward()
+    assert counter.frame_count == 0, "a hook of ours was compiled"

@@ -189,15 +189,26 @@ def test_halves_of_halves_are_compiled_too():
         assert peak_of(model, step) == found.predicted_peak_bytes < floor
 
 
-@pytest.mark.parametrize("how", ["in place", "from outside"])
+@pytest.mark.parametrize("how", ["in place", "a layer", "from outside"])
 def test_a_model_that_is_compiled_as_a_whole_is_refused(how):
     model, step = stack()
     if how == "in place":
         model.compile(backend="eager")
+    elif how == "a layer":
+        model.layers[2].compile(backend="eager")
     else:
         model = torch.compile(model, backend="eager")
     with pytest.raises(ConfigError, match=r"its whole call is compiled.*compile=True"):
         graphckpt.plan(model, step, memory_budget=0.5, blocks="*layers.*")
+
+
+def test_a_part_beside_the_layers_or_in_one_may_be_compiled_as_a_whole():
+    model, step = stack()
+    model.last.compile(backend="aot_eager")
+    model.layers[1].up.compile(backend="aot_eager")
+    found = graphckpt.plan(model, step, memory_budget=0.6, rules=["full"])
+    with found.apply():
+        assert peak_of(model, step) == found.predicted_peak_bytes <= found.budget_bytes
 
 
 def test_what_is_no_option_is_refused():
