@@ -1,0 +1,69 @@
+"""Plans on a CUDA device: within their budget by the allocator's own count, with compiled layers as with others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import graphckpt
+from graphckpt.planning import Plan
+
+pytestmark = pytest.mark.gpu
+
+D = 512  # width
+OFF = 0.05  # of the peak: what kernels take within an op
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(D, 4 * D), nn.Linear(4 * D, D), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(F.gelu(self.up(x))))
+
+
+class Case:
+    """Eight layers and a step."""
+
+    def __init__(self) -> None:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(Layer() for _ in range(8))).cuda()
+        self.x = torch.randn(8192, D, device="cuda")
+
+    def step(self) -> None:
+        self.model.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = self.model(self.x).float().square().mean()
+        loss.backward()
+
+    def peak(self) -> int:
+        self.step()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        self.step()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+
+    def plan(self, share: float, **wanted: Any) -> Plan:
+        return graphckpt.plan(self.model, self.step, memory_budget=share, blocks="[0-7]", **wanted)
+
+
+@pytest.mark.parametrize("share", [0.8, 0.5])
+@pytest.mark.parametrize("wanted", [{}, {"offload": True}, {"compile": True}], ids=["near", "host", "compiled"])
+@pytest.mark.filterwarnings("ignore")  # of the compiler and its libraries
+def test_a_plan_keeps_its_budget(wanted: dict[str, Any], share: float) -> None:
+    case = Case()
+    plain = case.peak()
+    found = case.plan(share, **wanted)
+    with found.apply():
+        peak = case.peak()
+    assert peak <= found.budget_bytes
+    assert peak < plain
+    assert abs(peak - found.predicted_peak_bytes) <= OFF * found.predicted_peak_bytes
+    assert any(row.option != "keep" for row in found.rows)
