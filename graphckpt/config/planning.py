@@ -18,6 +18,7 @@ from graphckpt.config.load import importable_from, load
 from graphckpt.config.run import existing, optimizer_of
 from graphckpt.config.schema import RunConfig, checked
 from graphckpt.planning.choose import Rates
+from graphckpt.planning.compiled import compile_options
 from graphckpt.planning.fake import FakeDevice
 from graphckpt.planning.machine import Machine, machine
 from graphckpt.planning.measure import measure
@@ -83,7 +84,7 @@ def planner_from(
             if rates is not None or not offload
             else [f"offload: {target.name} has no rates of copies in its profile"]
         )
-        if run.train.activation_checkpoint.compile:
+        if compile_options(run.train.activation_checkpoint.compile) is not None:
             notes.append("compile: what it makes of a layer shows on the device alone; planned without")
         host_bytes = None if host_budget is None else parse_bytes(host_budget)
         planners = []

@@ -93,10 +93,11 @@ class Planned:
         Raises:
             ConfigError: not all of them alike.
         """
-        fields = {module: fields for module, _, fields in self._tree.policies()}
-        values = [fields.get(module, {}).get("compile") or None for _, module in blocks]
-        inside = [child for _, module in blocks for child in list(module.modules())[1:]]
-        if any(value != values[0] for value in values) or any(fields.get(child, {}).get("compile") for child in inside):
+        said = {module: fields.get("compile") for module, _, fields in self._tree.policies()}
+        how = {module: value for module, value in said.items() if value is not False}  # {} is no option, and a yes
+        values = [how.get(module) for _, module in blocks]
+        inside = [how.get(child) for _, module in blocks for child in list(module.modules())[1:]]
+        if any(value != values[0] for value in values) or any(value is not None for value in inside):
             raise ConfigError(
                 f"{self._step.name}.plan: not all of the planned blocks are compiled alike and as a whole · "
                 "fix: set `compile` on all of them, or plan with compile=True or compile=False"

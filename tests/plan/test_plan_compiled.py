@@ -253,10 +253,11 @@ def test_a_graph_compiles_what_its_plan_options_say():
     assert compiled_of(step) == [EAGER] * 5
 
 
+@pytest.mark.parametrize("value", [True, {}])
 @pytest.mark.parametrize("name", ["layers.0", "layers.0.up"])
-def test_blocks_that_are_compiled_in_different_ways_are_refused(name):
+def test_blocks_that_are_compiled_in_different_ways_are_refused(name, value):
     step = Step(stack()[0])
     block = step.model.layers[0]
-    (block.up if name.endswith("up") else block).config.compile = True
+    (block.up if name.endswith("up") else block).config.compile = value
     with pytest.raises(ConfigError, match=r"plan: not all of the planned blocks are compiled alike"):
         step.plan(X, memory_budget=0.5)
