@@ -32,9 +32,9 @@ def compiled(modules: Iterable[nn.Module], options: dict[str, Any] | None) -> It
     before: list[tuple[dict[str, Any], Any]] = []
     try:
         for module in modules if options is not None else ():
-            fields = module.__dict__
+            fields, forward = module.__dict__, torch.compile(module.forward, **(options or {}))
             before.append((fields, fields.get("forward")))
-            fields["forward"] = torch.compile(module.forward, **(options or {}))
+            fields["forward"] = forward
         yield
     finally:
         for fields, forward in before:

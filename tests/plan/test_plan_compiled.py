@@ -217,6 +217,13 @@ def test_what_is_no_option_is_refused():
         graphckpt.plan(model, step, memory_budget=0.5, compile="yes")
 
 
+def test_options_that_the_compiler_does_not_know_are_its_own_error_and_leave_the_model_as_it_was():
+    model, step = stack()
+    with pytest.raises(TypeError, match="nonsense"):
+        graphckpt.plan(model, step, memory_budget=0.5, compile={"nonsense": 1})
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
 class Step(Graph):
     def __init__(self, model):
         super().__init__()
