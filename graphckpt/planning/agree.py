@@ -1,7 +1,8 @@
 """Makes the processes that run one step together come to one plan. Knows plans and words, no solver.
 
 Each process measures, since all of them have to run a step that holds collectives. Then one of them decides, the one
-that takes the most bytes, by the times of the slowest, since the others wait for it; and the others are told.
+that takes the most bytes, by the times of the one that is slowest within the blocks, since the others wait for it; and
+the others are told.
 """
 
 from __future__ import annotations
@@ -135,11 +136,15 @@ class Team:
         return [seen.setdefault(each, len(seen)) for each in zip(*self.gathered(list(own)), strict=True)]
 
     def times(self, measured: Measured) -> Measured:
-        """Returns what is known, with the times of the slowest process."""
-        names = ("step_seconds", "forward_seconds", "backward_seconds")
-        rows = self.gathered([getattr(measured, name) for name in names])
-        step, *tables = max(rows, key=lambda row: row[0])
-        forward, backward = (tuple(map(tuple, table)) for table in tables)
+        """Returns what is known, with the times of the process whose forwards take the longest.
+
+        Their steps tell less: processes that meet in backward, as they do to average gradients, take equally long.
+        """
+        names = ("forward_seconds", "backward_seconds")
+        rows = self.gathered([measured.step_seconds, *(getattr(measured, name) for name in names)])
+        _, *slowest = max(rows, key=lambda row: sum(map(sum, row[1])))
+        forward, backward = (tuple(map(tuple, table)) for table in slowest)
+        step = max(row[0] for row in rows)
         return replace(measured, step_seconds=step, forward_seconds=forward, backward_seconds=backward)
 
     def settle(self, peak: int) -> list[str]:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from graphckpt.planning.clock import Clock, fastest, now
 from graphckpt.planning.measured import Sample
 from graphckpt.planning.op_levels import Look, Ops
 from graphckpt.planning.parts import PartStore, learn
 from graphckpt.planning.run import Blocks, Option
-from graphckpt.planning.trace import Interval, Phase, Trace
+from graphckpt.planning.trace import Trace
 from graphckpt.planning.traced_store import TracedStore
 from graphckpt.rng import random_devices, set_random_state, take_random_state
 
@@ -81,7 +81,7 @@ class RealStep:
                 with without():
                     plain.append(self._timed(blocks))
         total = min(clock.total for clock in plain)
-        return Sample(trace, far_bytes, _fastest(clocks), total, _fastest(plain), ahead_bytes)
+        return Sample(trace, far_bytes, fastest(clocks), total, fastest(plain), ahead_bytes)
 
     def _parts_of(self, options: Sequence[Option]) -> dict[str, PartStore]:
         """Returns the stores of what is cut, by option."""
@@ -94,7 +94,7 @@ class RealStep:
     def ops(self, blocks: Blocks) -> list[list[Ops]]:
         """Runs the step some times with the clock on each op of the blocks."""
         seen: list[list[Ops]] = [[] for _ in blocks.names]
-        looks = [Option("look", {}, Look(each, partial(_now, self.device))) for each in seen]
+        looks = [Option("look", {}, Look(each, partial(now, self.device))) for each in seen]
         with blocks.under(looks, lambda _: None):
             for _ in range(_TIMED_RUNS):
                 self._step_fn()
@@ -169,8 +169,8 @@ class RealStep:
         trace.track([*self._model_tensors(), *gradients, *state])
         return trace
 
-    def _timed(self, blocks: Blocks) -> _Clock:
-        clock = _Clock(self.device)
+    def _timed(self, blocks: Blocks) -> Clock:
+        clock = Clock(self.device)
         with blocks.marked(clock):
             self._step_fn()
         clock.stop()
@@ -179,83 +179,6 @@ class RealStep:
     def _model_tensors(self) -> Iterable[torch.Tensor]:
         yield from self._model.parameters()
         yield from self._model.buffers()
-
-
-@final
-class _Clock:
-    """Times the intervals of a step.
-
-    What one thread computes on the CPU is timed by the time that it had: other processes lengthen that least.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._calls = 0
-        self._running: list[int] = []
-        self._begun: set[int] = set()
-        self._interval = Interval(Phase.BEFORE)
-        self._since = self._start = _now(self._device)
-        self.seconds: dict[Interval, float] = {}
-        self.total = 0.0
-
-    @property
-    def is_in_block(self) -> bool:
-        """Whether the forward of a block runs now."""
-        return bool(self._running)
-
-    def begin_call(self, block: int, tensors: Iterable[torch.Tensor]) -> int:
-        """A block is called."""
-        del block, tensors
-        call = self._calls
-        self._calls += 1
-        self._running.append(call)
-        self._mark(Interval(Phase.FORWARD, call))
-        return call
-
-    def end_call(self, tensors: Iterable[torch.Tensor]) -> int:
-        """The block that was called last returns."""
-        del tensors
-        call = self._running.pop()
-        self._mark(Interval(Phase.AFTER_FORWARD, call))
-        return call
-
-    def gradient_of(self, call: int, output: int, gradient: torch.Tensor) -> None:
-        """The backward of a call begins."""
-        del output, gradient
-        if call not in self._begun:
-            self._begun.add(call)
-            self._mark(Interval(Phase.BACKWARD, call))
-
-    def backward_ends(self, call: int) -> None:
-        """The backward of a call is over."""
-        if self._interval == (Phase.BACKWARD, call):
-            self._mark(Interval(Phase.AFTER_BACKWARD, call))
-
-    def optimizer_begins(self) -> None:
-        """An optimizer begins to step."""
-        self._mark(Interval(Phase.OPTIMIZER))
-
-    def stop(self) -> None:
-        """The step is over."""
-        self._mark(self._interval)
-        self.total = self._since - self._start
-
-    def _mark(self, interval: Interval) -> None:
-        now = _now(self._device)
-        self.seconds[self._interval] = self.seconds.get(self._interval, 0.0) + now - self._since
-        self._interval, self._since = interval, now
-
-
-def _now(device: torch.device) -> float:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    elif torch.get_num_threads() == 1:
-        return process_time()
-    return perf_counter()
-
-
-def _fastest(clocks: Sequence[_Clock]) -> dict[Interval, float]:
-    return {i: min(clock.seconds.get(i, 0.0) for clock in clocks) for i in clocks[0].seconds}
 
 
 @contextmanager

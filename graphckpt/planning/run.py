@@ -62,6 +62,9 @@ class Listener(Protocol):
     def backward_ends(self, call: int) -> None:
         """Backward has the whole gradient of an argument of a call."""
 
+    def parameter_done(self, call: int) -> None:
+        """Backward has added up the gradient of a parameter in a call of whose arguments none asks for one."""
+
     def optimizer_begins(self) -> None:
         """An optimizer begins to step."""
 
@@ -103,7 +106,7 @@ class Blocks:
         """Has ``listener`` told where the calls of the blocks begin and end, forward and backward."""
         with ExitStack() as stack:
             for number, module in enumerate(self.modules):
-                marks = _Marks(listener, number)
+                marks = _Marks(listener, number, stack)
                 stack.callback(module.register_forward_pre_hook(marks.begin, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(marks.end, always_call=True).remove)
             stack.callback(register_optimizer_step_pre_hook(lambda *_: listener.optimizer_begins()).remove)
@@ -133,17 +136,20 @@ class _Stored:
 class _Marks:
     """The hooks of one block."""
 
-    def __init__(self, listener: Listener, block: int) -> None:
+    def __init__(self, listener: Listener, block: int, stack: ExitStack) -> None:
         self._listener = listener
         self._block = block
+        self._stack = stack
 
-    def begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled() and not self._listener.is_in_block:
             tensors = _tensors(flatten_call(args, kwargs)[0])
             call = self._listener.begin_call(self._block, tensors)
-            for tensor in tensors:
-                if tensor.requires_grad and not tensor.is_leaf:
-                    tensor.register_hook(_AfterBackward(self._listener, call))
+            at_end = [tensor for tensor in tensors if tensor.requires_grad and not tensor.is_leaf]
+            for tensor in at_end:
+                tensor.register_hook(_AfterBackward(self._listener, call))
+            if not at_end:
+                self._see_parameters(module, call)
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         del module, args
@@ -153,6 +159,13 @@ class _Marks:
             for number, tensor in enumerate(tensors):
                 if tensor.requires_grad:
                     tensor.register_hook(_Gradient(self._listener, call, number))
+
+    def _see_parameters(self, module: nn.Module, call: int) -> None:
+        """Nothing else tells where the backward of a first block ends, after which processes wait for each other."""
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                hook = parameter.register_post_accumulate_grad_hook(lambda _: self._listener.parameter_done(call))
+                self._stack.callback(hook.remove)
 
 
 @final

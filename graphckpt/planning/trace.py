@@ -173,6 +173,9 @@ class Trace(LiveBytes):
         if self.stretches[-1].interval == (Phase.BACKWARD, call):
             self.mark(Phase.AFTER_BACKWARD, call)
 
+    def parameter_done(self, call: int) -> None:
+        """Ends nothing: what a block holds to the end of the step is its own."""
+
     def optimizer_begins(self) -> None:
         """An optimizer begins to step."""
         self.mark(Phase.OPTIMIZER)

@@ -1,0 +1,87 @@
+"""The clock of a real step: what it counts as a block's own time, and what not."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from graphckpt.planning.clock import Clock
+from graphckpt.planning.plan_step import found_blocks
+from graphckpt.planning.run import Blocks
+from graphckpt.planning.trace import Interval, Phase
+
+BUSY = 0.05  # seconds that count by the clock of a thread, however much else the machine does
+
+
+def be_busy():
+    until = time.process_time() + BUSY
+    while time.process_time() < until:
+        pass
+
+
+class Slow(nn.Module):
+    """Takes long in backward, once the gradient of its second layer is whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.first(x)
+        if x.requires_grad:
+            x.register_hook(lambda _: be_busy())
+        return self.second(x)
+
+
+def timed(model, x, *, after, steps=0):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    clock = Clock(x.device)
+    with Blocks(found_blocks(model, "*")).marked(clock):
+        model(x).sum().backward()
+        after()
+        for _ in range(steps):
+            optimizer.step()
+    clock.stop()
+    return clock
+
+
+@pytest.mark.parametrize("wants_gradient", [False, True], ids=["data", "of-a-stem"])
+def test_what_follows_the_backward_of_the_first_block_is_not_its_own(wants_gradient):
+    """Processes wait for each other there, to average their gradients."""
+    x = torch.ones(2, 4, requires_grad=wants_gradient) * 1
+    clock = timed(nn.Sequential(Slow(), Slow()), x, after=be_busy)
+    backward = [clock.seconds[Interval(Phase.BACKWARD, call)] for call in (0, 1)]
+    assert min(backward) >= BUSY
+    assert max(backward) < 2 * BUSY
+    assert clock.seconds[Interval(Phase.AFTER_BACKWARD, 0)] >= BUSY
+    assert sum(clock.seconds.values()) == pytest.approx(clock.total)
+
+
+def test_what_precedes_the_optimizer_is_not_the_first_blocks_either():
+    clock = timed(nn.Sequential(Slow()), torch.ones(2, 4), after=be_busy, steps=1)
+    assert BUSY <= clock.seconds[Interval(Phase.BACKWARD, 0)] < 2 * BUSY
+    assert clock.seconds[Interval(Phase.AFTER_BACKWARD, 0)] >= BUSY
+    assert Interval(Phase.OPTIMIZER) in clock.seconds
+
+
+def test_a_first_block_without_gradients_of_its_own_keeps_the_time():
+    """All its parameters are frozen: its backward goes through to a tensor that it has beside its arguments."""
+    model = nn.Sequential(Slow())
+    shift = torch.zeros(4, requires_grad=True)
+    model[0].first.register_forward_hook(lambda module, args, output: output + shift)
+    model.requires_grad_(False)
+    clock = Clock(torch.device("cpu"))
+    with Blocks(found_blocks(model, "*")).marked(clock):
+        model(torch.ones(2, 4)).sum().backward()
+    clock.stop()
+    assert clock.seconds[Interval(Phase.BACKWARD, 0)] >= BUSY
+
+
+def test_the_hooks_are_taken_off():
+    model = nn.Sequential(Slow())
+    timed(model, torch.ones(2, 4), after=lambda: None)
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
