@@ -47,6 +47,7 @@ import graphckpt
 from graphckpt.ledger.live import LiveBytes
 from graphckpt.planning import PlanError
 from graphckpt.planning.compiled import compiled as compiled_layers
+from graphckpt.planning.compiled import compiling
 from graphckpt.planning.measure import measure
 from graphckpt.planning.options import options as rules
 from graphckpt.planning.plan_step import found_blocks
@@ -323,14 +324,14 @@ def plans(
     """
     blocks = Blocks(found_blocks(case.model, case.layers))
     step = RealStep(case.model, lambda: measurer.step(plain))
-    compiles = None if backend is None else {"backend": backend}
+    code = compiling(None if backend is None else {"backend": backend})
     family, ending = (OURS, "plan") if backend is None else (f"{OURS}, layers by {backend}", f"plan, {backend}")
     with step.undone():
         begin = process_time()
-        with compiled_layers(blocks.modules, compiles):
-            measured = measure(step, blocks, rules(False, sees_ops=backend is None))
+        with compiled_layers(blocks.modules, code.options):
+            measured = measure(step, blocks, rules(False, sees_ops=backend is None, shares=code.shares))
         measuring = process_time() - begin
-        planner = Planner(measured, model=case.model, compiles=compiles)
+        planner = Planner(measured, model=case.model, compiles=code.field)
         plain.row.setdefault("planner_seconds", planner.measured.step_seconds)
         rotor = Rotor(measured) if case.in_order is not None and backend is None else None
         for share, known_budget in budgets.items():

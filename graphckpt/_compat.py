@@ -1,14 +1,16 @@
-"""The few private names of PyTorch that graphckpt needs, each beside the reason. Nothing else is private."""
+"""The few private names of PyTorch that graphckpt needs, each beside the reason.
+
+Those of its compiler are in `_compat_compiler`. Nothing else is private.
+"""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch._C import DispatchKey, _len_torch_dispatch_stack, _len_torch_function_stack, _SetExcludeDispatchKeyGuard
 from torch._C._autograd import _top_saved_tensors_default_hooks, _unsafe_set_version_counter
-from torch._C._dynamo import eval_frame
 from torch._subclasses.fake_tensor import DataDependentOutputException as NoValueError
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils import _pytree as pytree
@@ -18,16 +20,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from datetime import timedelta
 
-    _Hook = TypeVar("_Hook", bound=Callable[..., Any])
-
     from torch.distributed.tensor.placement_types import Placement
 
 __all__ = [
     "FakeTensors", "NoValueError", "WithoutValues", "abandon_capture", "all_gather_bytes", "assert_on_device",
-    "at_end_of_backward", "backward_within", "forget_fake", "forget_half_a_step", "has_compiled_call",
-    "has_function_modes", "is_fake", "is_watched", "never_compiled", "override_stale_capture_stream", "packed_shard",
-    "pytree", "saved_tensor_hooks_in_force", "share_version_counter", "silence_capturable", "unseen_by_modes",
-    "version_sharing_detach",
+    "at_end_of_backward", "backward_within", "forget_fake", "forget_half_a_step", "has_function_modes", "is_fake",
+    "is_watched", "override_stale_capture_stream", "packed_shard", "pytree", "saved_tensor_hooks_in_force",
+    "share_version_counter", "silence_capturable", "torch_version", "unseen_by_modes", "version_sharing_detach",
 ]  # fmt: skip
 
 # `pytree` holds every container type that users and Transformers registered (ModelOutput among them). The public
@@ -52,18 +51,6 @@ def is_fake(value: Any) -> bool:
     return isinstance(value, FakeTensor)
 
 
-def has_compiled_call(module: torch.nn.Module) -> bool:
-    """Whether ``module.compile()`` or ``torch.compile(module)`` has compiled its whole call; no mark is public."""
-    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
-
-
-def never_compiled(function: _Hook) -> _Hook:
-    """Marks a hook, which the compiler must run as it is: ``torch.compiler.disable`` imports it, and costs a call."""
-    skip = eval_frame._FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
-    return function
-
-
 class WithoutValues(torch.Tensor):
     """A tensor of some size, dtype and device that has no memory, and that no op can read.
 
@@ -80,10 +67,6 @@ class WithoutValues(torch.Tensor):
             cls, size, strides=strides, storage_offset=offset, dtype=dtype, device=device
         )
         return made
-
-    def with_any_values(self) -> torch.Tensor:
-        """Returns a tensor like it that has memory, and nothing in it that means anything."""
-        return torch.empty_strided(self.size(), self.stride(), dtype=self.dtype, device=self.device)
 
     def twin(self) -> Self:
         """Returns another one like it."""
@@ -223,10 +206,10 @@ def abandon_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tup
     index = torch.cuda.current_device() if device.index is None else device.index
     with suppress(RuntimeError):  # says that it has been ended, where it has
         torch._C._cuda_endAllocateToPool(index, pool)
-    if _torch_version() < (2, 14):
+    if torch_version() < (2, 14):
         with suppress(RuntimeError):
             torch._C._cuda_releasePool(index, pool)
-    if _torch_version() < (2, 13):
+    if torch_version() < (2, 13):
         with suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream(device)):
             healing = torch.cuda.CUDAGraph()  # the end of a capture that succeeds takes the generator out of it
             healing.capture_begin(capture_error_mode="thread_local")
@@ -235,7 +218,8 @@ def abandon_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tup
             healing.reset()
 
 
-def _torch_version() -> tuple[int, ...]:
+def torch_version() -> tuple[int, ...]:
+    """Returns major and minor."""
     return tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
 

@@ -18,7 +18,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphckpt._compat import is_fake, never_compiled
+from graphckpt._compat import is_fake
+from graphckpt._compat_compiler import never_compiled
 from graphckpt.undo import ABSENT, CONTAINERS, Undo, differs, replace_item
 
 if TYPE_CHECKING:

@@ -1,19 +1,25 @@
-"""The private names of PyTorch still mean what `_compat` takes them for."""
+"""The private names of PyTorch still mean what `_compat` and `_compat_compiler` take them for."""
 
 from __future__ import annotations
 
+import operator
 import re
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._functorch import config as functorch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphckpt
-from graphckpt import _compat
-from graphckpt._compat import never_compiled
+from graphckpt import _compat, _compat_compiler
+from graphckpt._compat_compiler import never_compiled
 
 
 def test_hooks_in_force_are_the_innermost_pair() -> None:
@@ -77,11 +83,71 @@ def test_a_hook_within_compiled_code_is_not_compiled() -> None:
     assert frames.frame_count == 0
 
 
+class _Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(16, 64), nn.Linear(64, 16), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(F.gelu(self.up(x))))
+
+
+def _gradients(within: AbstractContextManager[Any]) -> list[torch.Tensor | None]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer = _Dropping()
+    run = torch.compile(layer, backend="aot_eager")
+    torch.manual_seed(1)
+    with within:
+        loss = run(torch.ones(64, 16)).square().mean()
+    loss.backward()
+    torch._dynamo.reset()
+    return [parameter.grad for parameter in layer.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+def test_the_compiler_that_saves_less_draws_other_numbers_unless_it_is_told_not_to() -> None:
+    """Once the first half fails, `saving` need mark nothing."""
+    expected = _gradients(nullcontext())
+    knob = _gradients(functorch.patch(activation_memory_budget=0.1))
+    assert not all(torch.equal(a, b) for a, b in zip(knob, expected, strict=True))
+    marked = _gradients(_compat_compiler.saving(0.1))
+    assert all(torch.equal(a, b) for a, b in zip(marked, expected, strict=True))
+    assert functorch.activation_memory_budget == 1.0
+
+
+def test_what_draws_numbers_is_known() -> None:
+    aten = torch.ops.aten
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    draws = [
+        graph.call_function(aten.bernoulli.p, (x, 0.5)),
+        graph.call_function(aten.rand_like.default, (x,)),
+        graph.call_function(aten._scaled_dot_product_flash_attention.default, (x, x, x, 0.1)),
+    ]
+    for node in draws:
+        assert _compat_compiler._is_random(node), node.target
+    for target, args in (
+        (aten.gelu.default, (x,)),
+        (aten._scaled_dot_product_flash_attention.default, (x, x, x, 0.0)),
+        (operator.getitem, (x, 0)),
+    ):
+        assert not _compat_compiler._is_random(graph.call_function(target, args)), target
+
+
+def test_equal_compilers_are_equal() -> None:
+    for backend in ("inductor", "aot_eager"):
+        made = [_compat_compiler.compiler_of(backend, None, None, dynamic) for dynamic in (None, None, True)]
+        one, same, other = made
+        assert one == same
+        assert one != other
+
+
 def test_nothing_private_is_imported_elsewhere() -> None:
     package = Path(graphckpt.__file__).parent
     allowed = {"torch.utils._python_dispatch"}  # TorchDispatchMode lives there; PyTorch documents the class
     for path in package.rglob("*.py"):
-        if path.name != "_compat.py":
+        if path.name not in ("_compat.py", "_compat_compiler.py"):
             found = re.findall(r"(?:from|import) (torch(?:\.\w+)*\._\w+[\w.]*)", path.read_text())
             assert set(found) <= allowed, (path.name, found)
             assert "torch._C" not in path.read_text(), path.name

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, final
 
+from graphckpt.blocks.compiled import check_options
 from graphckpt.errors import ConfigError, did_you_mean
 from graphckpt.rules import Rule, Segments, Tiles, parse_rule
 from graphckpt.stores import parse_contiguous, parse_min_elements, parse_offload, parse_partition
@@ -17,7 +18,8 @@ FIELDS = {
     "partition": "the ranks that each keep a part: None, False, True, a ProcessGroup or a DeviceMesh",
     "contiguous": "whether kept tensors lie in one slab: None, False or True",
     "min_elements": "smaller tensors stay where they are: None or an int; 1024 if nothing says",
-    "compile": "torch.compile of the block's forward, inside of its policy: None, False, True or a dict of options",
+    "compile": "torch.compile of the block's forward, inside of its policy: None, False, True or a dict of options, "
+    "among them activation_memory_budget, the share from 0 to 1 of what the compiler would save for backward",
     "stage_id": "the pipeline stage: None or an int; read by graphckpt.train.pipeline",
 }
 """Every field of a block's config, and its help."""
@@ -123,10 +125,8 @@ def _combine(block: str, values: dict[str, Any]) -> Rule | None:
             )
         if field == "stage_id" and value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise ConfigError(f"{block}.stage_id: {value!r} is no stage · fix: use an int")
-        if field == "compile" and not (value is None or isinstance(value, (bool, dict))):
-            raise ConfigError(
-                f"{block}.compile: {value!r} is neither yes nor no nor options · fix: True, or a dict for torch.compile"
-            )
+        if field == "compile":
+            check_options(block, value)
         if field in PLACEMENT and value is not None:
             _parsed(block, field, _PARSERS[field], value)
     flag, segments, tiles = (values.get(name) for name in ("activation_checkpointing", "segments", "tiles"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from graphckpt.blocks.compiled import SHARE
 from graphckpt.ledger.record import Explanation, Row
 from graphckpt.ledger.recorder import REST, Recorder
 from graphckpt.rules import Keep, Segments, Tiles
@@ -88,7 +89,10 @@ def _rule(wrapper: BlockForward | None) -> str:
     if wrapper is None:
         return Keep.name
     rule = "part" if wrapper.is_part else wrapper.rule.describe()
-    return rule if wrapper.compile_options is None else f"{rule}, compiled"
+    if wrapper.compile_options is None:
+        return rule
+    share = wrapper.compile_options.get(SHARE)
+    return f"{rule}, compiled" if share is None else f"{rule}, compiled at {share:g}"
 
 
 def _warnings(

@@ -12,6 +12,7 @@ from graphckpt.blocks.layers import layers
 from graphckpt.errors import ConfigError, GraphError
 from graphckpt.graph.verify import unchanged
 from graphckpt.planning.agree import team_of
+from graphckpt.planning.compiled import without_share
 from graphckpt.planning.plan_step import found_blocks, plan_step
 from graphckpt.planning.real import RealStep
 from graphckpt.tree import flatten_call
@@ -88,13 +89,13 @@ class Planned:
         return plan
 
     def _compile_of(self, blocks: Sequence[tuple[str, nn.Module]]) -> Any:
-        """Returns how the blocks are compiled already, which a plan takes over.
+        """Returns how the blocks are compiled already, which a plan takes over, but for what they save.
 
         Raises:
             ConfigError: not all of them alike.
         """
         said = {module: fields.get("compile") for module, _, fields in self._tree.policies()}
-        how = {module: value for module, value in said.items() if value is not False}  # {} is no option, and a yes
+        how = {module: without_share(value) for module, value in said.items()}
         values = [how.get(module) for _, module in blocks]
         inside = [how.get(child) for _, module in blocks for child in list(module.modules())[1:]]
         if any(value != values[0] for value in values) or any(value is not None for value in inside):

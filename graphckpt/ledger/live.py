@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphckpt._compat import never_compiled
+from graphckpt._compat_compiler import never_compiled
 from graphckpt.ledger.record import Event
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from graphckpt._compat import never_compiled, saved_tensor_hooks_in_force
+from graphckpt._compat import saved_tensor_hooks_in_force
+from graphckpt._compat_compiler import never_compiled
 from graphckpt.ledger.live import inner_tensors
 from graphckpt.ledger.record import Event
 from graphckpt.stores import Traffic

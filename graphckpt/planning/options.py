@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from graphckpt.blocks.compiled import SHARE
 from graphckpt.errors import ConfigError
 from graphckpt.planning.op_levels import MOST, Level
 from graphckpt.planning.run import KEEP, Option
@@ -28,7 +29,11 @@ NEAR: tuple[Option, ...] = (
 
 
 def options(
-    offload: bool | str = False, only: Iterable[Any] | None = None, *, sees_ops: bool = True
+    offload: bool | str = False,
+    only: Iterable[Any] | None = None,
+    *,
+    sees_ops: bool = True,
+    shares: Iterable[dict[str, Any]] = (),
 ) -> tuple[Option, ...]:
     """Returns the options, ``keep`` first.
 
@@ -37,11 +42,12 @@ def options(
         only: rules to consider beside ``keep``, as ``activation_checkpointing`` takes them; ``None`` is all. That
             blocks may be ``joined`` is no option of one of them: see :func:`joins`.
         sees_ops: whether the ops of blocks can be seen, so that there may be levels between keeping all and nothing.
+        shares: how blocks may be compiled to save less for backward than what the compiler would: levels as well.
 
     Raises:
         ConfigError: there is no such place or rule.
     """
-    known = NEAR if sees_ops else NEAR[:-MOST]
+    known = NEAR if sees_ops else (*NEAR[:-MOST], *(_compiled(options) for options in shares))
     near = (
         known if only is None else (KEEP, *(_option(value) for value in only if not isinstance(_rule(value), Joined)))
     )
@@ -53,6 +59,10 @@ def options(
         Option(f"{option.name} + {name}", {**option.fields, "offload": place}, option.rule, is_far=True)
         for option in near
     )
+
+
+def _compiled(options: dict[str, Any]) -> Option:
+    return Option(f"{KEEP.name} {100 * options[SHARE]:g} %", {**KEEP.fields, "compile": options}, Keep())
 
 
 def joins(blocks: Iterable[nn.Module], only: Iterable[Any] | None = None) -> bool:

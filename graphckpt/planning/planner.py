@@ -100,7 +100,7 @@ class Planner:
             PlanRow(
                 block=names[block],
                 option=f"{chosen[block].name}, compiled" if self.compiled else chosen[block].name,
-                fields={**chosen[block].fields, **self.compiled},
+                fields={**self.compiled, **chosen[block].fields},
                 extra_seconds=extra[block],
                 moved_bytes=known.far_bytes[block][option],
             )

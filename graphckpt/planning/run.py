@@ -92,7 +92,9 @@ class Blocks:
         wrappers = []
         try:
             for name, module, option in zip(self.names, self.modules, options, strict=True):
-                wrapper = BlockForward(module, name, option.rule, _Stored(store(option)))  # type: ignore[arg-type]
+                stored: Any = _Stored(store(option))
+                compiling = option.fields.get("compile")
+                wrapper = BlockForward(module, name, option.rule, stored, compile_options=compiling)
                 wrapper.site.learns = learns
                 wrapper.put_on()
                 wrappers.append(wrapper)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 
-from graphckpt._compat import never_compiled
+from graphckpt._compat_compiler import never_compiled
 from graphckpt.ledger.live import LiveBytes
 
 if TYPE_CHECKING:

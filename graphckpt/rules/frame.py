@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from graphckpt._compat import never_compiled
+from graphckpt._compat_compiler import never_compiled
 from graphckpt.ambient import enter_ambient, take_ambient
 from graphckpt.errors import RecomputeError
 from graphckpt.objects import rewind_objects, settle_objects, take_objects

@@ -92,13 +92,14 @@ def run_hole(site: Site, function: Callable[..., Any], args: Sequence[Any], kwar
 
 def _run_alone(site: Site, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Runs a block with no recompute around it: what it saves goes to its store."""
-    if not site.is_placed:
+    if not site.is_placed and site.recorder is None:
         return function(*args, **kwargs)
     hooks_around = site.hooks_around()
     if hooks_around is not None:
-        site.note("hooks of the caller are in force around it: what it saves goes to them, not to its store")
+        if site.is_placed:
+            site.note("hooks of the caller are in force around it: what it saves goes to them, not to its store")
         return function(*args, **kwargs)
-    stored = _stored(site)
+    stored = _stored(site) if site.is_placed else None
     hooks = IN_PLACE if stored is None else (stored.pack, stored.unpack)
     output = _run_kept([], hooks, site, function, args, kwargs, is_stored=stored is not None)
     if stored is not None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphckpt._compat import WithoutValues, never_compiled
+from graphckpt._compat import WithoutValues
+from graphckpt._compat_compiler import never_compiled
 from graphckpt.rules.op_log import BY_SIZE
 from graphckpt.rules.passes import running
 from graphckpt.rules.recipe import Act, Recipe
@@ -155,8 +156,13 @@ class HandBackInOrder(Mode):
         if output is not None:
             return output
         if func in BY_SIZE and isinstance(args[0], WithoutValues):
-            args = (args[0].with_any_values(), *args[1:])
+            args = (_with_any_values(args[0]), *args[1:])
         return func(*args, **kwargs)
+
+
+def _with_any_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor like it that has memory, and nothing in it that means anything."""
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
 DETACH = torch.ops.aten.detach.default

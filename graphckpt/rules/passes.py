@@ -5,7 +5,8 @@ from __future__ import annotations
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol, final
 
-from graphckpt._compat import WithoutValues, never_compiled
+from graphckpt._compat import WithoutValues
+from graphckpt._compat_compiler import never_compiled
 from graphckpt.rules.mismatch import Fault
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, final
 
-from graphckpt._compat import never_compiled
+from graphckpt._compat_compiler import never_compiled
 from graphckpt.errors import RecomputeError
 from graphckpt.rules.kept import Kept
 from graphckpt.rules.mismatch import edited

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd.graph import saved_tensors_hooks
 from zoo import chain, differing, run_steps
 
 import graphckpt
@@ -129,3 +132,114 @@ def test_a_part_that_its_owner_has_compiled_in_place_runs_again_with_its_block(p
         with handle.measure():
             model(torch.randn(300, 16)).sum().backward()
     assert counter.frame_count == 0, "a hook of ours was compiled"
+
+
+class Layer(nn.Module):
+    """Has something for the compiler to run again, and dropout."""
+
+    def __init__(self, chance: float = 0.5) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(16, 64), nn.Linear(64, 16), nn.Dropout(chance)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(F.gelu(self.up(x))))
+
+
+def layers(count: int = 3) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer() for _ in range(count)))
+
+
+def saved_and_gradients(model: nn.Module) -> tuple[int, dict[str, Any]]:
+    saved = 0
+
+    def pack(tensor: Tensor) -> Tensor:
+        nonlocal saved
+        saved += tensor.nbytes
+        return tensor
+
+    x = torch.randn(256, 16, generator=torch.Generator().manual_seed(2))
+    torch.manual_seed(5)
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(x).square().mean()
+    loss.backward()
+    return saved, {name: copy.deepcopy(parameter.grad) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_share_saves_less_and_changes_no_bit(backend: str) -> None:
+    """Not even with dropout, whose mask the compiler's own knob draws anew in backward."""
+    found = {}
+    for share in (None, 1, 0.8, 0.3, 0):
+        options = {"backend": backend} | ({} if share is None else {"activation_memory_budget": share})
+        model = layers()
+        with graphckpt.apply(model, {re.compile(r"\d+"): {"compile": options}}) as handle:
+            found[share] = saved_and_gradients(model)
+            assert differing(found[share][1], found[None][1]) == [], share
+            with handle.measure():
+                model(torch.ones(256, 16)).sum().backward()
+            row = handle.explain(show=False).rows[1]
+            assert row.bytes_after >= 256 * 16 * 4
+            assert (row.bytes_after > 256 * 64 * 4) == (share in (None, 1, 0.8))
+            assert row.rule == ("keep, compiled" if share is None else f"keep, compiled at {share:g}")
+    saved = {share: found[share][0] for share in found}
+    assert saved[None] == saved[1]
+    assert saved[0] <= saved[0.3] < 0.5 * saved[0.8] < 0.5 * saved[1] * 0.8
+
+
+def test_layers_may_save_different_shares() -> None:
+    """More of them than the compiler takes for one code by itself; those with the same share are compiled once."""
+    counter = CompileCounterWithBackend("aot_eager")
+    shares = [n / 10 for n in range(11)] * 2
+    model = layers(len(shares))
+    rules = {
+        str(n): {"compile": {"backend": counter, "activation_memory_budget": share}} for n, share in enumerate(shares)
+    }
+    with graphckpt.apply(model, rules):
+        saved, gradients = saved_and_gradients(model)
+    assert counter.frame_count == 12  # the first layer's input asks for no gradient
+    model = layers(len(shares))
+    with graphckpt.apply(model, {re.compile(r"\d+"): {"compile": {"backend": "aot_eager"}}}):
+        most, expected = saved_and_gradients(model)
+    assert saved < 0.8 * most
+    assert differing(gradients, expected) == []
+
+
+def test_a_share_goes_with_other_options_of_the_compiler() -> None:
+    model = layers()
+    options = {"mode": "default", "dynamic": False, "fullgraph": True, "activation_memory_budget": 0.3}
+    with graphckpt.apply(model, {re.compile(r"\d+"): {"compile": options}}):
+        saved, _ = saved_and_gradients(model)
+    with graphckpt.apply(model, {re.compile(r"\d+"): {"compile": options | {"activation_memory_budget": 1.0}}}):
+        most, _ = saved_and_gradients(model)
+    assert saved < 0.5 * most
+    with (
+        graphckpt.apply(model, {re.compile(r"\d+"): {"compile": options | {"mode": "nonsense"}}}),
+        pytest.raises(RuntimeError, match="nonsense"),
+    ):
+        saved_and_gradients(model)
+
+
+def test_a_share_counts_within_a_recomputed_block_and_beside_a_store() -> None:
+    options = {"backend": "aot_eager", "activation_memory_budget": 0.3}
+    model = layers()
+    with graphckpt.apply(model, {re.compile(r"\d+"): {"compile": {"backend": "aot_eager"}}}):
+        _, expected = saved_and_gradients(model)
+    for policy in ({"activation_checkpointing": True}, {"offload": "disk", "min_elements": 1}):
+        model = layers()
+        with graphckpt.apply(model, {re.compile(r"\d+"): policy | {"compile": options}}):
+            assert differing(saved_and_gradients(model)[1], expected) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"activation_memory_budget": 1.5}, r"0\.compile: activation_memory_budget 1\.5 is no share · fix: a num"),
+        ({"activation_memory_budget": True}, "True is no share"),
+        ({"activation_memory_budget": "0.5"}, "'0.5' is no share"),
+        ({"activation_memory_budget": 0.5, "backend": "eager"}, r"does nothing with backend 'eager'.*'aot_eager'"),
+    ],
+)
+def test_a_share_that_cannot_act_is_an_error(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        graphckpt.apply(layers(), {"0": {"compile": options}})

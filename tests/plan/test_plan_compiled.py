@@ -97,8 +97,8 @@ def test_a_plan_takes_what_it_says(build, share):
     model, step = build()
     found = graphckpt.plan(model, step, memory_budget=share, compile=AOT, check=False)
     assert found.predicted_peak_bytes <= found.budget_bytes < found.plain_peak_bytes
-    assert {row.option for row in found.rows} & {"full, compiled", "joined, compiled"}
-    assert all(fields["compile"] == AOT for fields in found.blocks.values())
+    assert {row.option for row in found.rows} - {"keep, compiled"}
+    assert all(fields["compile"].items() > AOT.items() for fields in found.blocks.values())
     assert len(found.blocks) == len(found.rows), "a layer that keeps everything is compiled too"
     assert not any(isinstance(module.forward, BlockForward) for module in model.modules())
     assert not any("forward" in vars(module) for module in model.modules())
@@ -112,11 +112,42 @@ def test_bits_are_those_of_compiled_layers_without_a_plan():
         torch.manual_seed(5)
         step()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
-    found = graphckpt.plan(model, step, memory_budget="min", compile=AOT)
-    with found.apply():
-        torch.manual_seed(5)
-        step()
-    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), expected, strict=True))
+    for share in ("min", 0.7):
+        found = graphckpt.plan(model, step, memory_budget=share, compile=AOT)
+        with found.apply():
+            torch.manual_seed(5)
+            step()
+        assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), expected, strict=True))
+
+
+def test_layers_save_as_much_as_fits():
+    """The compiler's own levels, which run nothing twice that it need not, come before a second run of all."""
+    model, step = stack()
+    found = graphckpt.plan(model, step, memory_budget=0.6, compile=AOT, check=False)
+    shares = [fields["compile"]["activation_memory_budget"] for fields in found.blocks.values()]
+    assert 1.0 in shares
+    assert set(shares) & {0.8, 0.5, 0.3, 0.1}
+    assert not any(fields["activation_checkpointing"] for fields in found.blocks.values())
+    peaks = []
+    for share in (1.0, 0.3):
+        with graphckpt.apply(model, {"layers.*": {"compile": AOT | {"activation_memory_budget": share}}}):
+            peaks.append(peak_of(model, step))
+    assert peaks[0] == found.plain_peak_bytes
+    assert peaks[1] < found.predicted_peak_bytes <= found.budget_bytes < peaks[0]
+
+
+def test_a_share_that_is_given_is_that_of_all_layers():
+    model, step = stack()
+    options = AOT | {"activation_memory_budget": 0.5}
+    found = graphckpt.plan(model, step, memory_budget="min", compile=options)
+    assert all(fields["compile"] == options for fields in found.blocks.values())
+    assert {row.option for row in found.rows} <= {"keep, compiled", "full, compiled", "joined, compiled"}
+
+
+def test_rules_that_are_named_leave_out_what_the_compiler_may_do():
+    model, step = stack()
+    found = graphckpt.plan(model, step, memory_budget=0.5, compile=AOT, rules=["full"])
+    assert all(fields["compile"] == AOT for fields in found.blocks.values())
 
 
 def test_compiled_code_runs_while_the_step_is_measured_and_under_the_plan():
@@ -250,6 +281,19 @@ def test_a_graph_takes_over_how_its_blocks_are_compiled():
     step(X)
     step.plan(X, memory_budget=0.5, compile=False)
     assert compiled_of(step) == [None] * 5
+
+
+def test_a_graph_plans_again_what_its_layers_save():
+    step = Step(stack()[0])
+    step.config.plan_options = {"compile": AOT}
+    step.config.memory_budget = 0.6
+    seen = []
+    for rows in (256, 128):
+        step(X[:rows])
+        seen.append(compiled_of(step))
+        assert all(AOT.items() < how.items() for how in seen[-1])
+    assert step.plan(X, memory_budget=0.6).blocks.keys() == {f"model.layers.{n}" for n in range(5)}
+    assert all(AOT.items() < how.items() for how in compiled_of(step))
 
 
 def test_a_graph_compiles_what_its_plan_options_say():

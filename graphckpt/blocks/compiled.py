@@ -1,0 +1,95 @@
+"""``torch.compile`` of one block, which may be told how much of what it saves for backward it may save.
+
+The compiler's own knob holds for a process, and so for all that is compiled in it. A backend of its own for each share
+makes it one of a block.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+import torch
+
+from graphckpt._compat_compiler import compiler_of, saving
+from graphckpt.errors import ConfigError
+
+SHARE = "activation_memory_budget"
+"""The compiler's name of the knob: 1 is what it saves by itself, 0 the inputs alone."""
+
+_PLAIN = ("eager", "eager_debug", "eager_noexcept", "pre_dispatch_eager", "aot_eager_default_partitioner")
+"""Backends that leave it to autograd, or to every op, what is saved."""
+
+_MOST_VARIANTS = 64  # of one code: the compiler gives up at 8, and a plan may ask for five, some of them twice
+
+
+def check_options(block: str, value: Any) -> None:
+    """Sees whether ``value`` says how a block is compiled.
+
+    Raises:
+        ConfigError: it does not, or the share is none, or the backend has no use for one.
+    """
+    if not (value is None or isinstance(value, (bool, dict))):
+        raise ConfigError(
+            f"{block}.compile: {value!r} is neither yes nor no nor options · fix: True, or a dict for torch.compile"
+        )
+    if not isinstance(value, dict) or SHARE not in value:
+        return
+    share, backend = value[SHARE], value.get("backend")
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
+        raise ConfigError(
+            f"{block}.compile: {SHARE} {share!r} is no share · fix: a number from 0, which saves the inputs alone, to "
+            "1, which saves what the compiler saves by itself"
+        )
+    if not takes_share(value):
+        raise ConfigError(
+            f"{block}.compile: {SHARE} does nothing with backend {backend!r}, which does not choose what is saved · "
+            "fix: backend 'inductor' or 'aot_eager', or leave it out"
+        )
+
+
+def takes_share(options: Mapping[str, Any]) -> bool:
+    """Returns whether the backend that options name chooses what is saved; one of a user's own is taken to do so."""
+    return options.get("backend") not in _PLAIN
+
+
+def compile_forward(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Returns ``function`` compiled.
+
+    Args:
+        function: the forward of a block.
+        options: what ``torch.compile`` takes, and ``activation_memory_budget``, the share of what the compiler saves
+            for backward by itself that it may save, from 0 to 1.
+    """
+    if SHARE not in options:
+        return torch.compile(function, **options)
+    rest = {key: value for key, value in options.items() if key not in (SHARE, "backend", "mode", "options")}
+    backend = options.get("backend") or "inductor"
+    compiler = compiler_of(backend, options.get("mode"), options.get("options"), options.get("dynamic"))
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        rest.setdefault("recompile_limit", _MOST_VARIANTS)
+    return torch.compile(function, backend=_WithinBudget(compiler, float(options[SHARE])), **rest)
+
+
+@final
+class _WithinBudget:
+    """A backend: another one that has a share to keep to. Equal ones are one to the compiler's cache."""
+
+    def __init__(self, compiler: Callable[[Any, Any], Any], share: float) -> None:
+        self._compiler = compiler
+        self._share = share
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        with saving(self._share):
+            return self._compiler(graph, inputs)
+
+    def reset(self) -> None:
+        """``torch._dynamo.reset()`` calls this."""
+        self._compiler.reset()  # type: ignore[attr-defined]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _WithinBudget) and (self._compiler, self._share) == (other._compiler, other._share)
+
+    def __hash__(self) -> int:
+        return hash((type(self._compiler), self._share))
