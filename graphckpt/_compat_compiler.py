@@ -60,9 +60,9 @@ def saving(share: float) -> Iterator[None]:
     choose = partitioners.choose_saved_values_set
 
     def choose_beside_random(graph: Any, info: Any, memory_budget: float = 1.0) -> Any:
-        random = [node for node in graph.nodes if _is_random(node)]
+        random = [node for node in graph.nodes if _is_random(node)] if memory_budget < 1.0 else []
         for node in random:
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)  # a checkpoint of the user's draws them again
         heeds = not random or torch_version() >= (2, 13)
         return choose(graph, info, memory_budget=memory_budget if heeds else 1.0)
 

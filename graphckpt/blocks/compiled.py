@@ -54,6 +54,16 @@ def takes_share(options: Mapping[str, Any]) -> bool:
     return options.get("backend") not in _PLAIN
 
 
+def share_of(options: Mapping[str, Any]) -> str:
+    """Returns the share that options name, as tables show it behind a rule.
+
+    >>> share_of({"activation_memory_budget": 0.3})
+    ' at 30 %'
+    """
+    share = options.get(SHARE, 1)
+    return "" if share == 1 else f" at {100 * share:g} %"
+
+
 def compile_forward(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
     """Returns ``function`` compiled.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from graphckpt.blocks.compiled import SHARE
+from graphckpt.blocks.compiled import share_of
 from graphckpt.ledger.record import Explanation, Row
 from graphckpt.ledger.recorder import REST, Recorder
 from graphckpt.rules import Keep, Segments, Tiles
@@ -91,8 +91,7 @@ def _rule(wrapper: BlockForward | None) -> str:
     rule = "part" if wrapper.is_part else wrapper.rule.describe()
     if wrapper.compile_options is None:
         return rule
-    share = wrapper.compile_options.get(SHARE)
-    return f"{rule}, compiled" if share is None else f"{rule}, compiled at {share:g}"
+    return f"{rule}{share_of(wrapper.compile_options)}, compiled"
 
 
 def _warnings(

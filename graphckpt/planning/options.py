@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from graphckpt.blocks.compiled import SHARE
+from graphckpt.blocks.compiled import share_of
 from graphckpt.errors import ConfigError
 from graphckpt.planning.op_levels import MOST, Level
 from graphckpt.planning.run import KEEP, Option
@@ -62,7 +62,7 @@ def options(
 
 
 def _compiled(options: dict[str, Any]) -> Option:
-    return Option(f"{KEEP.name} {100 * options[SHARE]:g} %", {**KEEP.fields, "compile": options}, Keep())
+    return Option(f"{KEEP.name}{share_of(options)}", {**KEEP.fields, "compile": options}, Keep())
 
 
 def joins(blocks: Iterable[nn.Module], only: Iterable[Any] | None = None) -> bool:

@@ -181,7 +181,7 @@ def test_a_share_saves_less_and_changes_no_bit(backend: str) -> None:
             row = handle.explain(show=False).rows[1]
             assert row.bytes_after >= 256 * 16 * 4
             assert (row.bytes_after > 256 * 64 * 4) == (share in (None, 1, 0.8))
-            assert row.rule == ("keep, compiled" if share is None else f"keep, compiled at {share:g}")
+            assert row.rule == ("keep, compiled" if share in (None, 1) else f"keep at {100 * share:g} %, compiled")
     saved = {share: found[share][0] for share in found}
     assert saved[None] == saved[1]
     assert saved[0] <= saved[0.3] < 0.5 * saved[0.8] < 0.5 * saved[1] * 0.8
