@@ -13,13 +13,15 @@ from typing import Any, final
 import torch
 
 from graphckpt._compat_compiler import compiler_of, saving
-from graphckpt.errors import ConfigError
+from graphckpt.errors import ConfigError, did_you_mean
 
 SHARE = "activation_memory_budget"
 """The compiler's name of the knob: 1 is what it saves by itself, 0 the inputs alone."""
 
 _PLAIN = ("eager", "eager_debug", "eager_noexcept", "pre_dispatch_eager", "aot_eager_default_partitioner")
 """Backends that leave it to autograd, or to every op, what is saved."""
+
+_KNOWN = (*(name for name in inspect.signature(torch.compile).parameters if name != "model"), SHARE)
 
 _MOST_VARIANTS = 64  # of one code: the compiler gives up at 8, and a plan may ask for five, some of them twice
 
@@ -28,13 +30,21 @@ def check_options(block: str, value: Any) -> None:
     """Sees whether ``value`` says how a block is compiled.
 
     Raises:
-        ConfigError: it does not, or the share is none, or the backend has no use for one.
+        ConfigError: it does not, names no option, or the share is none, or the backend has no use for one.
     """
     if not (value is None or isinstance(value, (bool, dict))):
         raise ConfigError(
             f"{block}.compile: {value!r} is neither yes nor no nor options · fix: True, or a dict for torch.compile"
         )
-    if not isinstance(value, dict) or SHARE not in value:
+    if not isinstance(value, dict):
+        return
+    for name in value:
+        if name not in _KNOWN:
+            raise ConfigError(
+                f"{block}.compile: torch.compile has no option {name!r}{did_you_mean(str(name), _KNOWN)} · "
+                f"fix: use {', '.join(_KNOWN)}"
+            )
+    if SHARE not in value:
         return
     share, backend = value[SHARE], value.get("backend")
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
@@ -77,7 +87,7 @@ def compile_forward(function: Callable[..., Any], options: Mapping[str, Any]) ->
     rest = {key: value for key, value in options.items() if key not in (SHARE, "backend", "mode", "options")}
     backend = options.get("backend") or "inductor"
     compiler = compiler_of(backend, options.get("mode"), options.get("options"), options.get("dynamic"))
-    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+    if "recompile_limit" in _KNOWN:
         rest.setdefault("recompile_limit", _MOST_VARIANTS)
     return torch.compile(function, backend=_WithinBudget(compiler, float(options[SHARE])), **rest)
 

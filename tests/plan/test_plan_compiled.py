@@ -248,10 +248,16 @@ def test_what_is_no_option_is_refused():
         graphckpt.plan(model, step, memory_budget=0.5, compile="yes")
 
 
-def test_options_that_the_compiler_does_not_know_are_its_own_error_and_leave_the_model_as_it_was():
+def test_options_that_the_compiler_does_not_know_are_an_error_at_once():
     model, step = stack()
-    with pytest.raises(TypeError, match="nonsense"):
-        graphckpt.plan(model, step, memory_budget=0.5, compile={"nonsense": 1})
+    with pytest.raises(ConfigError, match=r"compile: torch\.compile has no option 'dynamik' · did you mean 'dynamic'"):
+        graphckpt.plan(model, step, memory_budget=0.5, compile={"dynamik": True})
+
+
+def test_a_value_that_the_compiler_refuses_is_its_own_error_and_leaves_the_model_as_it_was():
+    model, step = stack()
+    with pytest.raises(RuntimeError, match="nonsense"):
+        graphckpt.plan(model, step, memory_budget=0.5, compile={"mode": "nonsense"})
     assert not any("forward" in vars(module) for module in model.modules())
 
 
