@@ -23,7 +23,7 @@ _PLAIN = ("eager", "eager_debug", "eager_noexcept", "pre_dispatch_eager", "aot_e
 
 _KNOWN = (*(name for name in inspect.signature(torch.compile).parameters if name != "model"), SHARE)
 
-_MOST_VARIANTS = 64  # of one code: the compiler gives up at 8, and a plan may ask for five, some of them twice
+_MOST_VARIANTS = 16  # of one code: the compiler gives up at 8, and a plan may ask for five, some of them twice
 
 
 def check_options(block: str, value: Any) -> None:
