@@ -14,6 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd.graph import saved_tensors_hooks
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 from zoo import chain, differing, run_steps
 
 import graphckpt
@@ -185,6 +193,31 @@ def test_a_share_saves_less_and_changes_no_bit(backend: str) -> None:
     saved = {share: found[share][0] for share in found}
     assert saved[None] == saved[1]
     assert saved[0] <= saved[0.3] < 0.5 * saved[0.8] < 0.5 * saved[1] * 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama"])
+def test_layers_of_transformers_save_less_and_change_no_bit(name: str) -> None:
+    sizes = {"vocab_size": 64, "use_cache": False}
+    others = sizes | {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    kinds: dict[str, Any] = {
+        "gpt2": lambda: GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=32, **sizes)),
+        "bert": lambda: BertForMaskedLM(BertConfig(**others)),
+        "llama": lambda: LlamaForCausalLM(LlamaConfig(**others)),
+    }
+    tokens = torch.randint(0, 64, (2, 24), generator=torch.Generator().manual_seed(1))
+    found = {}
+    for share in (1.0, 0.5, 0.0):
+        torch.manual_seed(0)
+        model = kinds[name]().train()
+        how = {"compile": {"backend": "aot_eager", "activation_memory_budget": share}}
+        with graphckpt.apply(model, {re.compile(r".*\b(h|layers?)\.\d+"): how}):
+            torch.manual_seed(2)
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+        found[share] = {"loss": loss.detach()} | {key: p.grad for key, p in model.named_parameters()}
+    assert differing(found[0.5], found[1.0]) == []
+    assert differing(found[0.0], found[1.0]) == []
 
 
 def test_layers_may_save_different_shares() -> None:
