@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from operator import getitem
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["compiler_of", "has_compiled_call", "never_compiled", "saving"]
 
+_OURS = ("aten", "prims", "prim", "inductor", "_inductor_test", "c10d_functional", "_c10d_functional", "rngprims")
+_NEVER = 1e9  # how far from backward the compiler puts a node that backward has no use for
 _LEAST = 1e-6  # at 0 the compiler saves the inputs and asks for nothing else
 
 
@@ -40,13 +43,15 @@ def compiler_of(backend: Any, mode: str | None, options: Any, dynamic: bool | No
     return torch._TorchCompileWrapper(backend, mode, options, dynamic)
 
 
-# Note [Dropout in code that is compiled to save less]
-# The compiler's knob for what it saves, `activation_memory_budget`, lets it run any op again in backward, random ones
-# as well, with other random numbers: gradients are wrong, without a word (pytorch#190758, seen up to torch 2.13). What
-# the graph marks as to be saved it does save, at any share above 0. So what draws numbers is marked, just before it
-# chooses; of Inductor's own ops these are the seeds alone. Before torch 2.13 we have not seen that it heeds the mark:
-# there a graph with random ops saves what it would. A graph that its cache knows from elsewhere may have been compiled
-# without marks: that cache is left out.
+# Note [What the compiler must not run again]
+# The compiler's knob for what it saves, `activation_memory_budget`, lets it run any op again in backward: random ones,
+# with other random numbers (pytorch#190758), and those that read what the forward has overwritten by its end, such as a
+# buffer that is updated. Gradients are wrong then, without a word; seen in torch 2.13. What the graph marks as to be
+# saved it does save, at any share above 0. So such ops are marked, just before it chooses; of Inductor's random ops
+# these are the seeds alone. Custom ops are marked too, as nobody knows what they read. Before torch 2.13 we have not
+# seen that it heeds the mark: there a graph with such ops saves what it would. An op of several results is marked as a
+# whole, and at times chosen as a whole, which no code can save: its results stand for it then. A graph that the
+# compiler's cache knows from elsewhere may have been compiled without marks: that cache is left out.
 
 
 @contextmanager
@@ -59,14 +64,15 @@ def saving(share: float) -> Iterator[None]:
 
     choose = partitioners.choose_saved_values_set
 
-    def choose_beside_random(graph: Any, info: Any, memory_budget: float = 1.0) -> Any:
-        random = [node for node in graph.nodes if _is_random(node)] if memory_budget < 1.0 else []
-        for node in random:
+    def choose_with_marks(graph: Any, info: Any, memory_budget: float = 1.0) -> Any:
+        marked = _not_repeatable(graph)
+        for node in marked:
             node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)  # a checkpoint of the user's draws them again
-        heeds = not random or torch_version() >= (2, 13)
-        return choose(graph, info, memory_budget=memory_budget if heeds else 1.0)
+        heeds = not marked or torch_version() >= (2, 13)
+        saved = choose(graph, info, memory_budget=memory_budget if heeds else 1.0)
+        return list(dict.fromkeys(each for node in saved for each in _results(node)))
 
-    partitioners.choose_saved_values_set = choose_beside_random  # type: ignore[assignment]
+    partitioners.choose_saved_values_set = choose_with_marks  # type: ignore[assignment]
     try:
         with config.patch(activation_memory_budget=max(share, _LEAST), enable_autograd_cache=False):
             yield
@@ -74,15 +80,57 @@ def saving(share: float) -> Iterator[None]:
         partitioners.choose_saved_values_set = choose
 
 
+def _results(node: Any) -> list[Any]:
+    """Returns a node that has one result, or else its results."""
+    if not isinstance(node.meta.get("val"), (tuple, list)):
+        return [node]
+    return [user for user in node.users if user.target is getitem and user.dist_from_bw < _NEVER]
+
+
+def _not_repeatable(graph: Any) -> list[Any]:
+    """Returns the nodes that would do something else the second time."""
+    changed = {
+        node.args[0]
+        for node in graph.nodes
+        if node.op == "call_function"
+        and node.target is torch.ops.aten.copy_.default
+        and node.args[0].op == "placeholder"
+    }
+    found = []
+    for node in graph.nodes:  # in the order in which they run
+        if node.op != "call_function":
+            continue
+        if changed.intersection(node.all_input_nodes):
+            if getattr(node.target, "is_view", False):
+                changed.add(node)
+            else:
+                found.append(node)
+        elif _is_random(node):
+            found.append(node)
+    return found
+
+
 def _is_random(node: Any) -> bool:
-    """Whether a node draws numbers that nothing can draw again."""
-    if node.op != "call_function":
-        return False
+    """Whether a call draws numbers that nothing can draw again, as far as can be seen."""
     op = node.target
-    if getattr(op, "__name__", "").startswith("inductor_"):
-        return str(op.__name__).startswith("inductor_seed")  # numbers that come of a seed, come of it again
-    if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
-        return False
+    inside = [argument for argument in (*node.args, *node.kwargs.values()) if _draws(argument)]
+    if inside or not isinstance(op, torch._ops.OpOverload):
+        return bool(inside)  # a custom op that edits its arguments stands among those of a call that does not
     names = [argument.name for argument in op._schema.arguments]
-    at = names.index("dropout_p") if "dropout_p" in names else len(node.args)  # of attention, which may draw nothing
-    return bool((node.args[at] if at < len(node.args) else node.kwargs.get("dropout_p", 1.0)) != 0.0)
+    if "dropout_p" in names and _draws(op):  # attention, which may draw nothing
+        at = names.index("dropout_p")
+        return bool((node.args[at] if at < len(node.args) else node.kwargs.get("dropout_p", 1.0)) != 0.0)
+    return _draws(op)
+
+
+def _draws(value: Any) -> bool:
+    """Whether an op draws numbers, or one of a graph does."""
+    if isinstance(value, torch._ops.OpOverload):
+        if value._opname.startswith("inductor_"):
+            return value._opname.startswith("inductor_seed")  # numbers that come of a seed, come of it again
+        return value.namespace not in _OURS or torch.Tag.nondeterministic_seeded in value.tags
+    if getattr(value, "op", None) == "get_attr":
+        value = value.graph.owning_module and getattr(value.graph.owning_module, str(value.target), None)
+    if isinstance(value, torch.fx.GraphModule):
+        return any(node.op == "call_function" and _is_random(node) for node in value.graph.nodes)
+    return False

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from types import FunctionType, MethodType
 from typing import Any, final
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -22,8 +24,6 @@ _PLAIN = ("eager", "eager_debug", "eager_noexcept", "pre_dispatch_eager", "aot_e
 """Backends that leave it to autograd, or to every op, what is saved."""
 
 _KNOWN = (*(name for name in inspect.signature(torch.compile).parameters if name != "model"), SHARE)
-
-_MOST_VARIANTS = 16  # of one code: the compiler gives up at 8, and a plan may ask for five, some of them twice
 
 
 def check_options(block: str, value: Any) -> None:
@@ -74,22 +74,55 @@ def share_of(options: Mapping[str, Any]) -> str:
     return "" if share == 1 else f" at {100 * share:g} %"
 
 
-def compile_forward(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Returns ``function`` compiled.
+@final
+class CompiledForward:
+    """A compiled function that knows what it was.
 
     Args:
-        function: the forward of a block.
+        function: the forward of a block, or another one of these, which is compiled anew.
         options: what ``torch.compile`` takes, and ``activation_memory_budget``, the share of what the compiler saves
             for backward by itself that it may save, from 0 to 1.
     """
+
+    def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+        self._function: Callable[..., Any] = function._function if isinstance(function, CompiledForward) else function
+        self._run = _compiled(self._function, options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs it compiled."""
+        return self._run(*args, **kwargs)
+
+
+def _compiled(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
     if SHARE not in options:
         return torch.compile(function, **options)
     rest = {key: value for key, value in options.items() if key not in (SHARE, "backend", "mode", "options")}
     backend = options.get("backend") or "inductor"
     compiler = compiler_of(backend, options.get("mode"), options.get("options"), options.get("dynamic"))
-    if "recompile_limit" in _KNOWN:
-        rest.setdefault("recompile_limit", _MOST_VARIANTS)
-    return torch.compile(function, backend=_WithinBudget(compiler, float(options[SHARE])), **rest)
+    within = _WithinBudget(compiler, float(options[SHARE]))
+    return torch.compile(_with_own_code(function, within), backend=within, **rest)
+
+
+_twins: WeakKeyDictionary[FunctionType, dict[_WithinBudget, FunctionType]] = WeakKeyDictionary()
+
+
+def _with_own_code(function: Callable[..., Any], backend: _WithinBudget) -> Callable[..., Any]:
+    """Returns the same method with a code of its own for each backend.
+
+    The compiler gives up on a code of which it has made eight variants, and layers that save different shares, each of
+    them in training and evaluation, are soon that many.
+    """
+    if not isinstance(function, MethodType) or not isinstance(function.__func__, FunctionType):
+        return function
+    plain = function.__func__
+    twins = _twins.setdefault(plain, {})
+    if backend not in twins:
+        code = plain.__code__.replace()
+        twin = FunctionType(code, plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__)
+        twin.__kwdefaults__ = plain.__kwdefaults__
+        twin.__dict__.update(plain.__dict__)
+        twins[backend] = twin
+    return MethodType(twins[backend], function.__self__)
 
 
 @final
@@ -107,6 +140,10 @@ class _WithinBudget:
     def reset(self) -> None:
         """``torch._dynamo.reset()`` calls this."""
         self._compiler.reset()  # type: ignore[attr-defined]
+
+    def __repr__(self) -> str:
+        """Stands in the compiler's own errors."""
+        return f"{type(self._compiler).__name__} at {SHARE} {self._share:g}"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _WithinBudget) and (self._compiler, self._share) == (other._compiler, other._share)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.utils import checkpoint as torch_checkpoint
 
-from graphckpt.blocks.compiled import compile_forward
+from graphckpt.blocks.compiled import CompiledForward
 from graphckpt.blocks.rival import Rivals
 from graphckpt.rules import Keep, Rule, Site
 from graphckpt.stores import Placement
@@ -94,7 +94,7 @@ class BlockForward:
         """Runs the module's forward under its rule."""
         function = self._function()
         if self.compile_options is not None and self._is_on and not torch.compiler.is_compiling():
-            function = self._compiled = self._compiled or compile_forward(function, self.compile_options)
+            function = self._compiled = self._compiled or CompiledForward(function, self.compile_options)
         if self.is_part or _disabled.get() or not self._is_on:
             return function(*args, **kwargs)
         if torch.compiler.is_compiling():

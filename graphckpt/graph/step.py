@@ -187,7 +187,7 @@ class Step:
     def _prepare(self) -> None:
         plan = make_plan(self.roots.items(), self._tree.configs)
         blocks = [
-            (w.module, w.rule, w.placement, [ref(m) for m in w.module.modules()])
+            (w.module, w.rule, w.placement, w.compile_options, w.is_part, [ref(m) for m in w.module.modules()])
             for w in plan.wrappers
             if w.module is not None
         ]

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
-from graphckpt.blocks.compiled import SHARE, compile_forward, takes_share
+from graphckpt.blocks.compiled import SHARE, CompiledForward, takes_share
 from graphckpt.blocks.config import BlockConfig
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def compiled(modules: Iterable[nn.Module], options: dict[str, Any] | None) -> It
     before: list[tuple[dict[str, Any], Any]] = []
     try:
         for module in modules if options is not None else ():
-            fields, forward = module.__dict__, compile_forward(module.forward, options or {})
+            fields, forward = module.__dict__, CompiledForward(module.forward, options or {})
             before.append((fields, fields.get("forward")))
             fields["forward"] = forward
         yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils.parametrizations import spectral_norm
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -193,6 +194,78 @@ def test_a_share_saves_less_and_changes_no_bit(backend: str) -> None:
     saved = {share: found[share][0] for share in found}
     assert saved[None] == saved[1]
     assert saved[0] <= saved[0.3] < 0.5 * saved[0.8] < 0.5 * saved[1] * 0.8
+
+
+class Updating(nn.Module):
+    """Overwrites a buffer by what it computes with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        self.register_buffer("scale", torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale.mul_(1.5)
+        return torch.tanh(self.inner(x) * torch.cos(self.scale)) * x
+
+
+class Dropped(nn.Module):
+    """A layer needs both results of the dropout, the output and the mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(F.dropout(self.first(x), 0.3))
+
+
+class Drawing(nn.Module):
+    """Draws numbers by an op that edits its argument and says that it draws, among its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.empty_like(x)
+        fill_with_noise(noise)
+        hidden = self.inner(x)
+        return torch.sigmoid(hidden * noise) * hidden
+
+
+@torch.library.custom_op("graphckpt_tests::fill", mutates_args=("into",), tags=(torch.Tag.nondeterministic_seeded,))
+def fill_with_noise(into: Tensor) -> None:
+    into.uniform_()
+
+
+HARD: dict[str, Callable[[], nn.Module]] = {
+    "a buffer that is overwritten": Updating,
+    "spectral norm": lambda: nn.Sequential(nn.Linear(16, 16), spectral_norm(nn.Linear(16, 16)), nn.Tanh()),
+    "batch norm": lambda: nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh()),
+    "dropout before a layer": Dropped,
+    "a random op of one's own": Drawing,
+    "attention": lambda: nn.TransformerEncoderLayer(16, 2, 32, dropout=0.3, batch_first=True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HARD)
+def test_what_cannot_run_again_is_saved(name: str) -> None:
+    """At no share do gradients or buffers differ from those of the plain block."""
+    found: dict[float | None, Any] = {}
+    x = torch.linspace(-1, 1, 2 * 16 * 16).view(2, 16, 16)
+    x = x if name == "attention" else x.flatten(0, 1)
+    for share in (None, 1.0, 0.5, 0.0):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16), HARD[name](), nn.Linear(16, 16))
+        how = {"compile": {"backend": "aot_eager", "activation_memory_budget": share}}
+        with graphckpt.apply(model, {} if share is None else {"1": how}):
+            for seed in (3, 4):
+                torch.manual_seed(seed)
+                model(x).sum().backward()
+        found[share] = {n: p.grad for n, p in model.named_parameters()} | dict(model.named_buffers())
+        assert differing(found[share], found[None]) == [], share
 
 
 @pytest.mark.slow

@@ -302,6 +302,20 @@ def test_a_graph_plans_again_what_its_layers_save():
     assert all(AOT.items() < how.items() for how in compiled_of(step))
 
 
+def test_a_graph_runs_what_the_plan_says_of_layers_that_were_compiled_before():
+    step = Step(stack()[0])
+    for number, layer in enumerate(step.model.layers):
+        layer.config.compile = AOT | {"activation_memory_budget": (0.3, 0.8)[number % 2]}
+    step(X)
+    found = step.plan(X, memory_budget=0.5)
+    step(X)
+    with LiveBytes(record_timeline=False) as live:
+        step(X)
+    assert live.peak_bytes <= found.predicted_peak_bytes <= found.budget_bytes
+    shown = {row.block: row.rule for row in step.explain(show=False).rows}
+    assert {row.block: row.option for row in found.rows}.items() <= shown.items()
+
+
 def test_a_graph_compiles_what_its_plan_options_say():
     step = Step(stack()[0])
     step.config.plan_options = {"compile": EAGER}
