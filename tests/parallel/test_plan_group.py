@@ -195,6 +195,7 @@ def agree(rank: int, folder: Path) -> None:
     one_has_less_memory(rank)
     one_takes_more(rank)
     a_graph_plans_at_its_first_call(rank)
+    compiled_layers_are_planned_together()
 
 
 def one_is_slow(rank: int) -> None:
@@ -261,6 +262,18 @@ def a_graph_plans_at_its_first_call(rank: int) -> None:
     assert step.model.layers[0].config.activation_checkpointing is not None
     step.config.memory_budget = "1GiB"  # on all
     step(torch.ones(64, D))
+
+
+def compiled_layers_are_planned_together() -> None:
+    case = Case(*[Thin] * 4)
+    case.x = shared(case.x)[0]
+    options = {"backend": "aot_eager"}
+    found = case.plan("min", compile=options, check=False)
+    both = shared(found.below("nowhere"))
+    assert both[0] == both[1]
+    assert all(fields["compile"].items() > options.items() for fields in found.blocks.values())
+    with found.apply():
+        assert case.peak() == found.predicted_peak_bytes
 
 
 def fail(rank: int, folder: Path) -> None:
