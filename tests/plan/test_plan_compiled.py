@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +15,8 @@ import graphckpt
 from graphckpt import ConfigError, Graph, PlanError
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.ledger.live import LiveBytes
-from graphckpt.planning import Plan, real
+from graphckpt.planning import Plan, plan_step, real
+from graphckpt.planning.measure import measure
 
 pytestmark = [  # the compiler reads `.grad` of what it is given, and says so
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
@@ -120,9 +123,21 @@ def test_bits_are_those_of_compiled_layers_without_a_plan():
         assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), expected, strict=True))
 
 
-def test_layers_save_as_much_as_fits():
+def test_layers_save_as_much_as_fits(monkeypatch):
     """The compiler's own levels, which run nothing twice that it need not, come before a second run of all."""
     model, step = stack()
+
+    def measured(*args):
+        found = measure(*args)
+        assert [option.name for option in found.options] == [
+            "keep",
+            "full",
+            *(f"keep at {n} %" for n in (80, 50, 30, 10)),
+        ]
+        seconds = {"forward_seconds": ((1.0,) * 6,) * 5, "backward_seconds": ((1.0, 2.0, 1.1, 1.3, 1.5, 1.7),) * 5}
+        return replace(found, step_seconds=11.0, **seconds)  # so that no noise decides
+
+    monkeypatch.setattr(plan_step, "measure", measured)
     found = graphckpt.plan(model, step, memory_budget=0.6, compile=AOT, check=False)
     shares = [fields["compile"]["activation_memory_budget"] for fields in found.blocks.values()]
     assert 1.0 in shares
