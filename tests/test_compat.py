@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch import config as functorch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from zoo import Mlp
 
 import graphckpt
 from graphckpt import _compat, _compat_compiler
@@ -83,19 +83,10 @@ def test_a_hook_within_compiled_code_is_not_compiled() -> None:
     assert frames.frame_count == 0
 
 
-class _Dropping(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.drop = nn.Linear(16, 64), nn.Linear(64, 16), nn.Dropout(0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.drop(self.down(F.gelu(self.up(x))))
-
-
 def _gradients(within: AbstractContextManager[Any]) -> list[torch.Tensor | None]:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    layer = _Dropping()
+    layer = Mlp(0.5)
     run = torch.compile(layer, backend="aot_eager")
     torch.manual_seed(1)
     with within:

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.utils.parametrizations import spectral_norm
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -23,7 +22,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
 )
-from zoo import chain, differing, run_steps
+from zoo import BatchNorm, Spectral, chain, differing, run_steps
 
 import graphckpt
 from graphckpt import ConfigError
@@ -241,8 +240,8 @@ def fill_with_noise(into: Tensor) -> None:
 
 HARD: dict[str, Callable[[], nn.Module]] = {
     "a buffer that is overwritten": Updating,
-    "spectral norm": lambda: nn.Sequential(nn.Linear(16, 16), spectral_norm(nn.Linear(16, 16)), nn.Tanh()),
-    "batch norm": lambda: nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh()),
+    "spectral norm": Spectral,
+    "batch norm": BatchNorm,
     "dropout before a layer": Dropped,
     "a random op of one's own": Drawing,
     "attention": lambda: nn.TransformerEncoderLayer(16, 2, 32, dropout=0.3, batch_first=True),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from busy import be_busy
 from ranks import run_on_ranks
 from torch import Tensor, nn
 
@@ -29,12 +29,6 @@ pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
 D = 16  # width
 FULL: dict[str, Any] = {"rules": ["full"]}
-
-
-def be_busy(seconds: float) -> None:
-    until = time.process_time() + seconds
-    while time.process_time() < until:
-        pass
 
 
 class Layer(nn.Module):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
+from busy import be_busy
 from torch import nn
 
 from graphckpt.planning.clock import Clock
@@ -13,13 +12,7 @@ from graphckpt.planning.plan_step import found_blocks
 from graphckpt.planning.run import Blocks
 from graphckpt.planning.trace import Interval, Phase
 
-BUSY = 0.05  # seconds that count by the clock of a thread, however much else the machine does
-
-
-def be_busy():
-    until = time.process_time() + BUSY
-    while time.process_time() < until:
-        pass
+BUSY = 0.05  # seconds
 
 
 class Slow(nn.Module):
@@ -32,7 +25,7 @@ class Slow(nn.Module):
     def forward(self, x):
         x = self.first(x)
         if x.requires_grad:
-            x.register_hook(lambda _: be_busy())
+            x.register_hook(lambda _: be_busy(BUSY))
         return self.second(x)
 
 
@@ -52,7 +45,7 @@ def timed(model, x, *, after, steps=0):
 def test_what_follows_the_backward_of_the_first_block_is_not_its_own(wants_gradient):
     """Processes wait for each other there, to average their gradients."""
     x = torch.ones(2, 4, requires_grad=wants_gradient) * 1
-    clock = timed(nn.Sequential(Slow(), Slow()), x, after=be_busy)
+    clock = timed(nn.Sequential(Slow(), Slow()), x, after=lambda: be_busy(BUSY))
     backward = [clock.seconds[Interval(Phase.BACKWARD, call)] for call in (0, 1)]
     assert min(backward) >= BUSY
     assert max(backward) < 2 * BUSY
@@ -61,7 +54,7 @@ def test_what_follows_the_backward_of_the_first_block_is_not_its_own(wants_gradi
 
 
 def test_what_precedes_the_optimizer_is_not_the_first_blocks_either():
-    clock = timed(nn.Sequential(Slow()), torch.ones(2, 4), after=be_busy, steps=1)
+    clock = timed(nn.Sequential(Slow()), torch.ones(2, 4), after=lambda: be_busy(BUSY), steps=1)
     assert BUSY <= clock.seconds[Interval(Phase.BACKWARD, 0)] < 2 * BUSY
     assert clock.seconds[Interval(Phase.AFTER_BACKWARD, 0)] >= BUSY
     assert Interval(Phase.OPTIMIZER) in clock.seconds
