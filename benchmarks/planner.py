@@ -329,7 +329,7 @@ def plans(
     with step.undone():
         begin = process_time()
         with compiled_layers(blocks.modules, code.options):
-            measured = measure(step, blocks, rules(False, sees_ops=backend is None, shares=code.shares))
+            measured = measure(step, blocks, rules(code=code))
         measuring = process_time() - begin
         planner = Planner(measured, model=case.model, compiles=code.field)
         plain.row.setdefault("planner_seconds", planner.measured.step_seconds)

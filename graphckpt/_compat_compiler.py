@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["compiler_of", "has_compiled_call", "never_compiled", "saving"]
 
-_OURS = ("aten", "prims", "prim", "inductor", "_inductor_test", "c10d_functional", "_c10d_functional", "rngprims")
+_PYTORCHS = ("aten", "prims", "prim", "inductor", "_inductor_test", "c10d_functional", "_c10d_functional", "rngprims")
+"""Where PyTorch's own ops stand, which say of themselves whether they draw numbers."""
 _NEVER = 1e9  # how far from backward the compiler puts a node that backward has no use for
 _LEAST = 1e-6  # at 0 the compiler saves the inputs and asks for nothing else
 
@@ -113,14 +114,15 @@ def _not_repeatable(graph: Any) -> list[Any]:
 def _is_random(node: Any) -> bool:
     """Whether a call draws numbers that nothing can draw again, as far as can be seen."""
     op = node.target
-    inside = [argument for argument in (*node.args, *node.kwargs.values()) if _draws(argument)]
-    if inside or not isinstance(op, torch._ops.OpOverload):
-        return bool(inside)  # a custom op that edits its arguments stands among those of a call that does not
+    if any(map(_draws, (*node.args, *node.kwargs.values()))):
+        return True  # a custom op that edits its arguments stands among those of a call that does not
+    if not _draws(op):
+        return False
     names = [argument.name for argument in op._schema.arguments]
-    if "dropout_p" in names and _draws(op):  # attention, which may draw nothing
-        at = names.index("dropout_p")
-        return bool((node.args[at] if at < len(node.args) else node.kwargs.get("dropout_p", 1.0)) != 0.0)
-    return _draws(op)
+    if "dropout_p" not in names:
+        return True
+    at = names.index("dropout_p")  # of attention, which may draw nothing
+    return bool((node.args[at] if at < len(node.args) else node.kwargs.get("dropout_p", 1.0)) != 0.0)
 
 
 def _draws(value: Any) -> bool:
@@ -128,7 +130,7 @@ def _draws(value: Any) -> bool:
     if isinstance(value, torch._ops.OpOverload):
         if value._opname.startswith("inductor_"):
             return value._opname.startswith("inductor_seed")  # numbers that come of a seed, come of it again
-        return value.namespace not in _OURS or torch.Tag.nondeterministic_seeded in value.tags
+        return value.namespace not in _PYTORCHS or torch.Tag.nondeterministic_seeded in value.tags
     if getattr(value, "op", None) == "get_attr":
         value = value.graph.owning_module and getattr(value.graph.owning_module, str(value.target), None)
     if isinstance(value, torch.fx.GraphModule):

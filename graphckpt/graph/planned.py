@@ -94,8 +94,7 @@ class Planned:
         Raises:
             ConfigError: not all of them alike.
         """
-        said = {module: fields.get("compile") for module, _, fields in self._tree.policies()}
-        how = {module: without_share(value) for module, value in said.items()}
+        how = {module: without_share(fields.get("compile")) for module, _, fields in self._tree.policies()}
         values = [how.get(module) for _, module in blocks]
         inside = [how.get(child) for _, module in blocks for child in list(module.modules())[1:]]
         if any(value != values[0] for value in values) or any(value is not None for value in inside):

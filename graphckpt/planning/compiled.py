@@ -34,6 +34,9 @@ class Compiling:
         return compile_options(self.field)
 
 
+NOT_COMPILED = Compiling()
+
+
 def compiling(value: Any, rules: object = None) -> Compiling:
     """Returns how layers are to be compiled that ``value`` says that of.
 
@@ -46,7 +49,7 @@ def compiling(value: Any, rules: object = None) -> Compiling:
     """
     options = compile_options(value)
     if options is None:
-        return Compiling()
+        return NOT_COMPILED
     if rules is not None or SHARE in options or not takes_share(options):
         return Compiling(value)
     return Compiling({**options, SHARE: 1.0}, tuple({**options, SHARE: share} for share in SHARES))

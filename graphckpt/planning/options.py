@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphckpt.blocks.compiled import share_of
 from graphckpt.errors import ConfigError
+from graphckpt.planning.compiled import NOT_COMPILED, Compiling
 from graphckpt.planning.op_levels import MOST, Level
 from graphckpt.planning.run import KEEP, Option
 from graphckpt.rules import Full, Joined, Keep, parse_rule
@@ -32,8 +33,7 @@ def options(
     offload: bool | str = False,
     only: Iterable[Any] | None = None,
     *,
-    sees_ops: bool = True,
-    shares: Iterable[dict[str, Any]] = (),
+    code: Compiling = NOT_COMPILED,
 ) -> tuple[Option, ...]:
     """Returns the options, ``keep`` first.
 
@@ -41,13 +41,13 @@ def options(
         offload: where kept tensors may go: ``True`` or ``"cpu"``, ``"disk"``, ``"disk:/a/folder"``.
         only: rules to consider beside ``keep``, as ``activation_checkpointing`` takes them; ``None`` is all. That
             blocks may be ``joined`` is no option of one of them: see :func:`joins`.
-        sees_ops: whether the ops of blocks can be seen, so that there may be levels between keeping all and nothing.
-        shares: how blocks may be compiled to save less for backward than what the compiler would: levels as well.
+        code: how blocks are compiled. Nobody sees ops then, and the levels between keeping all and nothing are the
+            compiler's.
 
     Raises:
         ConfigError: there is no such place or rule.
     """
-    known = NEAR if sees_ops else (*NEAR[:-MOST], *(_compiled(options) for options in shares))
+    known = NEAR if code.field is None else (*NEAR[:-MOST], *map(_compiled, code.shares))
     near = (
         known if only is None else (KEEP, *(_option(value) for value in only if not isinstance(_rule(value), Joined)))
     )

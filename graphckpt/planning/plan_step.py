@@ -141,7 +141,7 @@ def plan_step(
     rules = None if rules is None else list(rules)
     ranks, notes = asked(partition, team)
     code = compiling(compile, rules)
-    considered = options(offload, rules, sees_ops=code.field is None, shares=code.shares)
+    considered = options(offload, rules, code=code)
     if ranks is not None:
         considered = parted(considered, ranks)
     heads = head_rows(model, head, blocks)

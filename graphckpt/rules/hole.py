@@ -99,7 +99,7 @@ def _run_alone(site: Site, function: Callable[..., Any], args: Sequence[Any], kw
         if site.is_placed:
             site.note("hooks of the caller are in force around it: what it saves goes to them, not to its store")
         return function(*args, **kwargs)
-    stored = _stored(site) if site.is_placed else None
+    stored = _stored(site)
     hooks = IN_PLACE if stored is None else (stored.pack, stored.unpack)
     output = _run_kept([], hooks, site, function, args, kwargs, is_stored=stored is not None)
     if stored is not None:
