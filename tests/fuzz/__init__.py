@@ -1,0 +1,1 @@
+"""Random programmes that compare a model under policies with the plain model, bit by bit."""

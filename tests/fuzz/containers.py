@@ -1,0 +1,198 @@
+"""The containers of random programmes: modules that call their children in some way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import graphckpt
+
+
+class Chain(nn.Sequential):
+    """Calls its children in order."""
+
+
+class Residual(nn.Module):
+    def __init__(self, *children: nn.Module, how: str = "new") -> None:
+        super().__init__()
+        self.inner = nn.Sequential(*children)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        if self.how == "new" or y is x:
+            return y + x
+        if self.how == "edits copy":
+            y = y * 1
+        y += x
+        return y
+
+
+class Listed(nn.Module):
+    """Calls the items of a list, and uses what each of them returned."""
+
+    def __init__(self, *children: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(children)
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = []
+        for child in self.inner:
+            x = child(x)
+            seen.append(x)
+        return torch.stack(seen).mean(0)
+
+
+class Twice(nn.Module):
+    """Calls the same children twice."""
+
+    def __init__(self, *children: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(*children)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.inner(x).tanh())
+
+
+class Gate(nn.Module):
+    """Calls its children in two branches on one argument."""
+
+    def __init__(self, *children: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(*children)
+        self.gate = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = torch.sigmoid(self.gate(x))
+        return self.inner(x) * gate
+
+
+class GradOfChildren(nn.Module):
+    """Differentiates its children inside of forward."""
+
+    def __init__(self, *children: nn.Module, create_graph: bool = True) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(*children)
+        self.create_graph = create_graph
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            at = x if x.requires_grad else x.detach().requires_grad_()
+            energy = self.inner(at)
+            (force,) = torch.autograd.grad(energy.pow(2).sum(), at, create_graph=self.create_graph, retain_graph=True)
+        return energy + force.tanh()
+
+
+class WithoutGradients(nn.Module):
+    """Calls its children once without gradients, and once with."""
+
+    def __init__(self, *children: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(*children)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.inner(x.clone())
+        return self.inner(x) - 0.1 * target
+
+
+class Autocasted(nn.Module):
+    def __init__(self, *children: nn.Module, enabled: bool = True) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(*children)
+        self.enabled = enabled
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.enabled):
+            y = self.inner(x)
+        return y.to(x.dtype)
+
+
+class Catches(nn.Module):
+    """Tries its children on an argument that they cannot take, and then on one that they can."""
+
+    def __init__(self, *children: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(*children)
+        self.failures = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            self.inner(x[:, :3])
+        except (RuntimeError, ValueError):
+            self.failures += 1
+        return self.inner(x)
+
+
+class Caches(nn.Module):
+    """Passes an object by reference to a child, which fills it."""
+
+    def __init__(self, *children: nn.Module) -> None:
+        super().__init__()
+        self.inner = FillsCache(*children)
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache: dict[str, Any] = {"seen": [], "n": 0}
+        y = self.inner(x, cache=cache)
+        y = self.inner(y, cache=cache)
+        return y * cache["n"] + torch.stack(cache["seen"]).sum(0)
+
+
+class FillsCache(nn.Module):
+    def __init__(self, *children: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(*children)
+
+    def forward(self, x: Tensor, *, cache: dict[str, Any]) -> Tensor:
+        cache["n"] += 1
+        for earlier in cache["seen"]:
+            x = x + earlier
+        y = self.inner(x)
+        cache["seen"].append(y)
+        return y
+
+
+class Hooked(nn.Module):
+    """Children with hooks on the module."""
+
+    def __init__(self, *children: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(*children)
+        self.inner.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
+        self.inner.register_forward_hook(lambda module, args, output: output * 0.5)
+        self.inner.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 2,))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class DropIn(nn.Module):
+    """Calls the package's ``checkpoint`` from its own forward."""
+
+    def __init__(self, *children: nn.Module, how: str = "module") -> None:
+        super().__init__()
+        self.inner = nn.Sequential(*children)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "module":
+            return graphckpt.checkpoint(self.inner, x)
+        if self.how == "closure":
+            return graphckpt.checkpoint(lambda value: self.inner(value).sin(), x)
+        return graphckpt.checkpoint_sequential(self.inner, 1 + len(self.inner) // 2, x)
+
+
+class TiesWeights(nn.Module):
+    """Gives the first and the last of its linear layers one weight."""
+
+    def __init__(self, *children: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(*children)
+        linears = [m for m in self.inner.modules() if type(m).__name__ == "Linear" and m.weight.shape == (8, 8)]
+        if linears and "weight" in linears[0]._parameters and "weight" in linears[-1]._parameters:
+            linears[-1].weight = linears[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)

@@ -1,0 +1,564 @@
+"""The layers of random programmes: tensors of shape [B, D] in and out, and each of them hard for recomputation in its own way.
+
+Every class and function of this file is copied into the scripts that the fuzzer prints, so it uses no name that is not
+imported here or defined in this folder.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# Legend: B batch, D width
+D = 8
+
+
+class Linear(nn.Linear):
+    def __init__(self, frozen: str = "") -> None:
+        super().__init__(D, D)
+        for name in frozen.split():
+            getattr(self, name).requires_grad_(False)
+
+
+class Norm(nn.Module):
+    """A normalization over [B, D]; those with running statistics move them without a version bump."""
+
+    def __init__(self, kind: str = "batch") -> None:
+        super().__init__()
+        self.kind = kind
+        self.norm = {
+            "batch": lambda: nn.BatchNorm1d(D),
+            "batch, average": lambda: nn.BatchNorm1d(D, momentum=None),
+            "instance": lambda: nn.InstanceNorm1d(2, affine=True, track_running_stats=True),
+            "group": lambda: nn.GroupNorm(2, D),
+            "layer": lambda: nn.LayerNorm(D),
+            "rms": lambda: nn.RMSNorm(D),
+        }[kind]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.view(-1, 2, D // 2)).view(-1, D) if self.kind == "instance" else self.norm(x)
+
+
+class FrozenStatistics(nn.Module):
+    """A BatchNorm that stays in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(D)
+
+    def train(self, mode: bool = True) -> FrozenStatistics:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+class Activation(nn.Module):
+    def __init__(self, name: str = "GELU", *, inplace: bool = False) -> None:
+        super().__init__()
+        self.act = getattr(nn, name)(inplace=True) if inplace else getattr(nn, name)()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(x)
+
+
+class Dropout(nn.Module):
+    def __init__(self, name: str = "Dropout", *, inplace: bool = False) -> None:
+        super().__init__()
+        self.drop = getattr(nn, name)(0.3, inplace=inplace)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(x)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, name: str = "GRU", *, keeps_state: bool = False) -> None:
+        super().__init__()
+        self.rnn = getattr(nn, name)(D, D, num_layers=2, dropout=0.3, batch_first=True)
+        self.keeps_state = keeps_state
+        self.state: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.stack([x, x.sin()], 1)
+        state = self.state
+        if state is not None and (state[0] if isinstance(state, tuple) else state).shape[1] != len(x):
+            state = None
+        y, state = self.rnn(x, state)
+        if self.keeps_state:
+            self.state = tuple(s.detach() for s in state) if isinstance(state, tuple) else state.detach()
+        return y[:, -1]
+
+
+class Attention(nn.Module):
+    def __init__(self, *, weights: bool = False, same: bool = True) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(D, 2, dropout=0.2, batch_first=True)
+        self.weights = weights
+        self.same = same
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.unsqueeze(0)
+        key = x if self.same else x * 1.0
+        y, weights = self.attention(x, key, key, need_weights=self.weights)
+        return y.squeeze(0) if weights is None else y.squeeze(0) * weights.sum()
+
+
+class ScaledDotProduct(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(D, 3 * D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.view(1, -1, 2, D // 2).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        p = 0.2 if self.training else 0.0
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=p).transpose(1, 2).reshape(-1, D)
+
+
+class Bilinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bilinear = nn.Bilinear(D, D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bilinear(x, x.tanh())
+
+
+class Parametrized(nn.Module):
+    """A weight that is computed anew in every forward; spectral norm also moves two buffers."""
+
+    def __init__(self, kind: str = "spectral") -> None:
+        super().__init__()
+        self.linear = {
+            "spectral": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(D, D)),
+            "spectral, by hook": lambda: nn.utils.spectral_norm(nn.Linear(D, D)),
+            "weight": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(D, D)),
+            "orthogonal": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(D, D)),
+        }[kind]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.pool = nn.Conv1d(1, 2, 3, padding=1), nn.MaxPool1d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pool(self.conv(x.unsqueeze(1))).flatten(1)
+
+
+class Lookup(nn.Module):
+    """Embeddings of indices that are computed from ``x``; ``max_norm`` has the weight edited in forward."""
+
+    def __init__(self, *, max_norm: float | None = None) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, D, max_norm=max_norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        index = (x.detach().float().sum(-1).abs() * 10).long() % 5
+        return x + self.table(index)
+
+
+class EditsItsInput(nn.Module):
+    def __init__(self, how: str = "mul") -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "mul":
+            x.mul_(0.5)
+        elif self.how == "add":
+            x += 1
+        elif self.how == "relu":
+            F.relu_(x)
+        elif self.how == "rows":
+            x[0] = 0.5
+        elif self.how == "view":
+            x.view(-1)[1:3].mul_(2)
+        elif self.how == "detached":
+            x.detach().clamp_(-1, 1)
+        elif self.how == "noise":
+            x.add_(torch.randn_like(x))
+        return self.linear(x).sin()
+
+
+class EditsItsInputLater(nn.Module):
+    """Edits its argument from the second call on only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return self.linear(x.mul_(0.5) if self.count > 1 else x).sin()
+
+
+class EditsChildsOutput(nn.Module):
+    def __init__(self, how: str = "add") -> None:
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(D, D), nn.Dropout(0.3), nn.Linear(D, D)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.drop(self.first(x))
+        if self.how == "add":
+            h += x
+        elif self.how == "relu":
+            F.relu_(h)
+        elif self.how == "twice":
+            h.mul_(2)
+            h.add_(1)
+        elif self.how == "part":
+            h.chunk(2, 1)[0].mul_(2)
+        elif self.how == "after":
+            y = self.last(h) + h.sum()
+            h.detach().add_(0)
+            return y
+        return self.last(h)
+
+
+class TakesViews(nn.Module):
+    """Edits one of its arguments, which share memory."""
+
+    def __init__(self, edits: str = "rows") -> None:
+        super().__init__()
+        self.edits = edits
+
+    def forward(self, flat: Tensor, rows: Any, *, part: Any = None) -> Tensor:
+        row = rows[0] if isinstance(rows, list) else rows
+        first = part["part"] if isinstance(part, dict) else part
+        if self.edits == "rows":
+            row.mul_(2)
+        elif self.edits == "flat":
+            flat.mul_(2)
+        elif self.edits == "part" and first is not None:
+            first.mul_(2)
+        y = flat.view(-1, D).sin() + row.view(-1, D).cos()
+        return y if first is None else y * first.sum()
+
+
+class SharesMemory(nn.Module):
+    """Calls a child with views of one tensor: positional, in a list, by keyword."""
+
+    def __init__(self, how: str = "positional", edits: str = "rows") -> None:
+        super().__init__()
+        self.linear, self.inner = nn.Linear(D, D), TakesViews(edits)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = self.linear(x).view(-1)
+        rows = flat.view(-1, 4)
+        if self.how == "list":
+            return self.inner(flat, [rows, 3])
+        if self.how == "keyword":
+            return self.inner(flat, rows, part=flat[2:6])
+        if self.how == "nested":
+            return self.inner(flat, [rows], part={"part": flat[2:6], "n": 1})
+        if self.how == "detached":
+            return self.inner(flat, flat.detach())
+        return self.inner(flat, rows)
+
+
+class EditsBuffer(nn.Module):
+    """Hands its own buffer to a child, which edits it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = TakesBuffer()
+        self.register_buffer("average", torch.zeros(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, self.average)
+
+
+class TakesBuffer(nn.Module):
+    def forward(self, x: Tensor, average: Tensor) -> Tensor:
+        average.lerp_(x.detach().float().mean(0), 0.1)
+        return torch.sigmoid(x + average)
+
+
+class TakesContainers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(D, D), nn.Dropout(0.2)
+
+    def forward(self, record: dict[str, Any], *pairs: Any, scale: float, bias: Tensor, nothing: None = None) -> Any:
+        h = self.linear(record["h"]) * scale + bias
+        for a, rest in pairs:
+            h = h + torch.cos(a) + (0 if rest is None else rest["b"])
+        return {"h": self.drop(h), "nothing": nothing, "pair": (h.sigmoid(), "text"), "n": 3}
+
+
+class UsesContainers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.bias = TakesContainers(), nn.Parameter(torch.zeros(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.inner({"h": x, "x": x}, (x * 2, None), (x.sin(), {"b": x.detach()}), scale=1.5, bias=self.bias)
+        return out["h"] + out["pair"][0] * out["n"]
+
+
+class LooksAtArgument(nn.Module):
+    """Depends on what its tensor arguments are, not only on their values."""
+
+    def forward(self, x: Tensor, mask: Tensor, weight: Tensor, own: Tensor) -> Tensor:
+        y = x * mask * getattr(mask, "factor", 1.0)
+        y = y * 2 if isinstance(weight, nn.Parameter) else y + 1
+        y = y.sin() if weight is own else y.cos()
+        y = y * 1.5 if x.is_leaf else y
+        y = y * 0.5 if mask._is_view() else y
+        return y * weight.sum() if weight.grad_fn is None and x.requires_grad else y.tanh() * weight.sum()
+
+
+class TensorAttributes(nn.Module):
+    def __init__(self, how: str = "attribute") -> None:
+        super().__init__()
+        self.inner, self.weight = LooksAtArgument(), nn.Parameter(torch.full((D,), 0.3))
+        self.register_buffer("mask", torch.linspace(0.5, 1.5, D))
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = self.mask.view(1, D) if self.how == "view" else self.mask * 1
+        if self.how == "attribute":
+            mask.factor = 0.4
+        weight = self.weight * 1 if self.how == "history" else self.weight
+        return self.inner(x.detach() if self.how == "leaf" else x, mask, weight, self.weight)
+
+
+class GradInside(nn.Module):
+    """Takes a gradient inside of forward, as force fields do."""
+
+    def __init__(self, *, create_graph: bool = True, of: str = "weight") -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.create_graph = create_graph
+        self.of = of
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            at = x.detach().requires_grad_() if self.of == "copy" else x
+            energy = torch.tanh(self.linear(at)).pow(2).sum()
+            wanted = self.linear.weight if self.of == "weight" else at
+            (force,) = torch.autograd.grad(energy, wanted, create_graph=self.create_graph)
+        return x + force.mean() * self.linear(x)
+
+
+class Counts(nn.Module):
+    """Its result depends on how often it ran, and on what it saw last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.count = 0
+        self.last: Tensor | None = None
+        self.seen: list[int] = []
+        self.table: dict[str, Any] = {"n": 0}
+        self.register_buffer("average", torch.zeros(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.seen.append(self.count)
+        self.table["n"] = self.table["n"] + 2
+        y = self.linear(x) * (1 + 0.1 * self.count + 0.01 * self.table["n"] + 0.1 * len(self.seen))
+        if self.last is not None:
+            y = y + self.last.mean()
+        self.last = y.detach()
+        self.average.lerp_(y.detach().float().mean(0), 0.1)
+        return torch.sigmoid(y + self.average)
+
+
+class Codebook(nn.Module):
+    """A buffer that is replaced, not edited."""
+
+    def __init__(self, *, later: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.register_buffer("code", torch.ones(D))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.later = later
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x) * self.code
+        if self.training:
+            self.steps += 1
+            if not self.later or self.steps > 1:
+                self.code = self.code * 0.9 + 0.1 * y.detach().float().mean(0)
+        return y.tanh()
+
+
+class MovesLater(nn.Module):
+    """A buffer that is edited from the second call on only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(D))
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * (1 + self.average)
+        self.count += 1
+        if self.count > 1:
+            self.average.add_(x.detach().float().mean(0))
+        return y.sin()
+
+
+class LowRank(nn.Module):
+    """A frozen weight with a trained update beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(D, D).requires_grad_(False)
+        self.a, self.b, self.drop = nn.Linear(D, 2, bias=False), nn.Linear(2, D, bias=False), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.base(x) + self.b(self.a(self.drop(x))))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+class Noise(nn.Module):
+    """Draws from the random stream in several ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        h = F.dropout(h * torch.rand_like(h), 0.3) + torch.bernoulli(torch.full_like(x, 0.5)) * h
+        return h + torch.empty_like(h).uniform_(-0.1, 0.1) * h
+
+
+class SquashFunction(torch.autograd.Function):
+    """Saves an input, an output and a tensor of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        y = torch.tanh(x * factor)
+        noise = torch.rand_like(x)
+        ctx.save_for_backward(x, y, noise)
+        ctx.factor = factor
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        x, y, noise = ctx.saved_tensors
+        return grad * (1 - y * y) * ctx.factor + 0 * x + 0.01 * noise * grad, None
+
+
+class AddInPlaceFunction(torch.autograd.Function):
+    """Edits its argument and says so; keeps a tensor beside ``save_for_backward``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        ctx.sign = x.detach().sign()
+        return x.add_(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * ctx.sign
+
+
+class OwnFunction(nn.Module):
+    def __init__(self, *, inplace: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.inplace = inplace
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        return AddInPlaceFunction.apply(h) if self.inplace else SquashFunction.apply(h, 0.7)
+
+
+class Indexing(nn.Module):
+    """Sorting, indexing, masking, and a branch that depends on values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        values, order = x.sort(dim=1)
+        y = torch.zeros_like(x).scatter(1, order, values * 2)
+        y = torch.where(x > 0, y, x.exp())
+        y[:, 0] = x[:, 1]
+        y = y.masked_fill(x.abs() > 2, 0.0)
+        return y * 2 if x.detach().float().sum() > 0 else y + x.topk(2, dim=1).values.sum(1, keepdim=True)
+
+
+class ManyOutputs(nn.Module):
+    """A child that returns views and several tensors, of which some are edited and some are not used."""
+
+    def __init__(self, *, edits: bool = False) -> None:
+        super().__init__()
+        self.inner = ReturnsViews()
+        self.edits = edits
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, (right, whole, _) = self.inner(x)
+        if self.edits:
+            whole.mul_(0.5)
+        return torch.cat([right * 2, left.sin()], 1) + whole
+
+
+class ReturnsViews(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.linear(x)
+        return y[:, : D // 2], (y[:, D // 2 :], y, x)
+
+
+class HooksInside(nn.Module):
+    """A hook on a tensor, put there by forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        if h.requires_grad:
+            h.register_hook(lambda grad: grad * 0.5)
+        return h.tanh()
+
+
+class Detaches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.teacher = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.teacher(x)
+            target.add_(torch.rand_like(target))
+        return self.linear(x.detach()) * target + x
+
+
+class ChangesType(nn.Module):
+    """Double precision and complex numbers on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x.double())
+        return torch.fft.ifft(torch.fft.fft(y) * 1j).abs().to(x.dtype)
