@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import graphckpt
+from graphckpt.rules.passes import running
 
 
 class Bench:
@@ -105,8 +106,6 @@ def differing(ours: dict[str, Any], plain: dict[str, Any]) -> list[str]:
 
 def left_behind(stores: set[Any]) -> list[str]:
     """Names what a run has left in force, or in one of its stores, now that its model is gone."""
-    from graphckpt.rules.passes import running
-
     found = []
     if running.get() is not None:
         found.append("a run that has not ended")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 
-DOCUMENTED: tuple[tuple[str, str], ...] = ()
-"""Regular expressions of messages, and where the refusal is documented."""
+DOCUMENTED: tuple[tuple[str, str], ...] = (
+    (r"forward edited its argument `\w+` in place, which it did not do on its first call", "only from a later call on"),
+)
+"""Regular expressions of messages, and the words of docs/limits.md that describe the refusal."""
 
 
 def reason_for(message: str) -> str | None:
-    """Returns where a refusal is documented, or ``None`` if it is not."""
+    """Returns the words that describe a refusal, or ``None`` if none do."""
     return next((reason for pattern, reason in DOCUMENTED if re.search(pattern, message)), None)

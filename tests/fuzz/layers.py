@@ -1,4 +1,4 @@
-"""The layers of random programmes: tensors of shape [B, D] in and out, and each of them hard for recomputation in its own way.
+"""The layers of random programmes, each hard for recomputation in its own way: tensors of shape [B, D] in and out.
 
 Every class and function of this file is copied into the scripts that the fuzzer prints, so it uses no name that is not
 imported here or defined in this folder.

@@ -210,10 +210,9 @@ class _Generator:
     def _policies(
         self, parts: tuple[str, ...], *, is_chain: bool = False, chains: tuple[str, ...] = ()
     ) -> tuple[tuple[str, Fields], ...]:
-        found = []
-        for name in ("", *parts):
-            if self._rng.random() < (self._rate if not name else self._rate / 2):
-                found.append((name, self._fields(is_chain=is_chain if not name else name in chains)))
+        rates = [(name, self._rate if not name else self._rate / 2) for name in ("", *parts)]
+        chosen = [name for name, rate in rates if self._rng.random() < rate]
+        found = [(name, self._fields(is_chain=is_chain if not name else name in chains)) for name in chosen]
         return tuple((name, fields) for name, fields in found if fields)
 
     def _fields(self, *, is_chain: bool) -> Fields:

@@ -1,0 +1,193 @@
+"""Runs random programmes for a time or over a range of seeds, and prints a script for each kind of failure.
+
+python tests/fuzz/run.py --minutes 30 --workers 2
+python tests/fuzz/run.py --seeds 0:300
+python tests/fuzz/run.py --seed 17
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import faulthandler
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from fuzz.apart import execute_apart
+from fuzz.execute import Outcome, execute
+from fuzz.programme import CONTAINERS, LAYERS, SHAPES, Programme, generate, nodes
+from fuzz.script import script_of
+from fuzz.shrink import shrink
+
+_SECONDS = 60  # for one programme, which takes some milliseconds
+
+
+def main() -> int:
+    """Returns 1 if a programme has failed."""
+    arguments = _arguments()
+    torch.set_num_threads(1)
+    for name in arguments.without:
+        for kinds in (LAYERS, CONTAINERS, SHAPES):
+            kinds.pop(name, None)  # type: ignore[attr-defined]
+    if arguments.worker:
+        return _work(*arguments.worker, minutes=arguments.minutes)
+    if arguments.seed is not None:
+        return _run_one(arguments.seed)
+    return _Run(arguments).run()
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--seed", type=int, help="one seed: its outcome, and the smallest programme that fails so")
+    how.add_argument("--seeds", help="a range, such as 0:300")
+    parser.add_argument("--minutes", type=float, default=None, help="how long to go on, from a seed made of the time")
+    parser.add_argument("--workers", type=int, default=1, help="processes")
+    parser.add_argument("--without", nargs="*", default=[], help="kinds of layers, containers or steps to leave out")
+    parser.add_argument("--scripts", type=Path, help="a folder for the scripts, which are printed otherwise")
+    parser.add_argument("--worker", nargs=3, type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.seed is None and arguments.seeds is None and arguments.minutes is None:
+        arguments.minutes = 30.0
+    return arguments
+
+
+class _Run:
+    """Several workers, and what they have found."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._seeds_of: dict[str, list[int]] = {}
+        self._lock = threading.Lock()
+
+    def run(self) -> int:
+        arguments = self._arguments
+        first, end = int(time.time()) % 10**7 * 1000, 2**62
+        if arguments.seeds:
+            first, end = map(int, arguments.seeds.split(":"))
+        begin = time.monotonic()
+        print(f"from seed {first} on, {arguments.workers} workers", flush=True)
+        threads = [threading.Thread(target=self._drive, args=(first + i, end)) for i in range(arguments.workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        counts = ", ".join(f"{count} {kind}" for kind, count in self._counts.most_common())
+        print(f"{sum(self._counts.values())} programmes in {time.monotonic() - begin:.0f} s: {counts}")
+        for key, seeds in self._seeds_of.items():
+            print(f"  {len(seeds)} x {key}: seeds {', '.join(map(str, seeds[:8]))}")
+        return 1 if self._seeds_of else 0
+
+    def _drive(self, seed: int, end: int) -> None:
+        """Has one worker run every so many-th seed, and starts another one in its place when it dies."""
+        arguments = self._arguments
+        until = None if arguments.minutes is None else time.monotonic() + 60 * arguments.minutes
+        while seed < end and (until is None or time.monotonic() < until):
+            words = [sys.executable, __file__, "--worker", str(seed), str(end), str(arguments.workers)]
+            if until is not None:
+                words += ["--minutes", str((until - time.monotonic()) / 60)]
+            words += ["--without", *arguments.without]
+            with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as worker:
+                assert worker.stdout is not None
+                assert worker.stderr is not None
+                is_running = False
+                for line in worker.stdout:
+                    told = json.loads(line)
+                    seed, is_running = told["seed"], "kind" not in told
+                    if not is_running:
+                        self._note(told)
+                error = worker.stderr.read()
+            if worker.returncode and not is_running:
+                raise RuntimeError(error)
+            if is_running:
+                script = error + _shrunk_apart(seed, arguments.without)
+                self._note({"seed": seed, "kind": "died", "key": "died", "script": script})
+            elif not worker.returncode:
+                return
+            seed += arguments.workers
+
+    def _note(self, told: dict[str, Any]) -> None:
+        with self._lock:
+            self._counts[told["kind"]] += 1
+            if not told.get("key"):
+                return
+            seeds = self._seeds_of.setdefault(told["key"], [])
+            seeds.append(told["seed"])
+            if len(seeds) > 1:
+                return
+            folder = self._arguments.scripts
+            if folder is None:
+                print(f"\n{told['script']}", flush=True)
+            else:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / f"{told['seed']}.py").write_text(told["script"], encoding="utf-8")
+                print(f"seed {told['seed']}: {told['key']}", flush=True)
+
+
+def _work(seed: int, end: int, stride: int, *, minutes: float | None) -> int:
+    """Runs seeds, and writes a line before and after each."""
+    until = None if minutes is None else time.monotonic() + 60 * minutes
+    faulthandler.enable()
+    while seed < end and (until is None or time.monotonic() < until):
+        print(json.dumps({"seed": seed}), flush=True)
+        faulthandler.dump_traceback_later(_SECONDS, exit=True)
+        programme = generate(seed)
+        outcome = execute(programme)
+        told = {"seed": seed, "kind": outcome.kind}
+        if outcome.failed:
+            faulthandler.dump_traceback_later(20 * _SECONDS, exit=True)
+            small, outcome = _shrunk(programme, outcome)
+            told |= {"key": _key(small, outcome), "script": script_of(small, outcome, f"seed {seed}")}
+        print(json.dumps(told), flush=True)
+        seed += stride
+    faulthandler.cancel_dump_traceback_later()
+    sys.stdout.flush()
+    os._exit(0)  # threads of stores that a failure has left need not be waited for
+
+
+def _shrunk(programme: Programme, outcome: Outcome) -> tuple[Programme, Outcome]:
+    small = shrink(programme, lambda other: execute(other).is_like(outcome), most=500)
+    return small, execute(small)
+
+
+def _key(programme: Programme, outcome: Outcome) -> str:
+    """Names what failures with one cause have in common, as a rule."""
+    kinds = sorted({node.kind for node in nodes(programme.root)} - {"Linear", "Chain"})
+    values = {dict(fields).get("activation_checkpointing", "a store") for fields in programme.rules().values()}
+    rules = sorted(value.partition("(")[0] for value in values)
+    shapes = sorted({step.shape for step in programme.steps} - {"plain"})
+    return " ".join([outcome.kind, *kinds, "under", *dict.fromkeys(rules), *shapes])
+
+
+def _run_one(seed: int) -> int:
+    """Runs one seed, each programme in a process of its own."""
+    programme = generate(seed)
+    outcome = execute_apart(programme, seconds=_SECONDS)
+    print(f"seed {seed}: {json.dumps(asdict(outcome))}")
+    if not outcome.failed:
+        return 0
+    died = outcome.kind == "died"
+    small = shrink(programme, lambda p: execute_apart(p, seconds=5).is_like(outcome), most=150 if died else 500)
+    print(f"\n{script_of(small, execute_apart(small, seconds=5), f'seed {seed}')}")
+    return 1
+
+
+def _shrunk_apart(seed: int, without: list[str]) -> str:
+    words = [sys.executable, __file__, "--seed", str(seed), "--without", *without]
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""Random programmes of fixed seeds are the same under policies as without; and the fuzzer finds what is not."""
+
+from __future__ import annotations
+
+import collections
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fresh import run_script
+from fuzz.apart import execute_apart
+from fuzz.documented import DOCUMENTED
+from fuzz.execute import Outcome, execute
+from fuzz.programme import CONTAINERS, LAYERS, NAMES, SHAPES, Node, Programme, Step, generate, nodes
+from fuzz.script import script_of
+from fuzz.shrink import shrink
+
+FULL = (("", (("activation_checkpointing", "True"),)),)
+CHUNK = 25
+
+
+@pytest.mark.parametrize("first", range(0, 400, CHUNK))
+def test_fixed_seeds(first: int) -> None:
+    outcomes = {seed: execute(generate(seed)) for seed in range(first, first + CHUNK)}
+    assert {seed: outcome for seed, outcome in outcomes.items() if outcome.failed} == {}
+    assert sum(outcome.kind == "same" for outcome in outcomes.values()) > CHUNK // 3
+
+
+def test_programmes_have_every_kind_of_part() -> None:
+    programmes = [generate(seed) for seed in range(400)]
+    kinds = collections.Counter(node.kind for programme in programmes for node in nodes(programme.root))
+    shapes = collections.Counter(step.shape for programme in programmes for step in programme.steps)
+    assert set(kinds) == {*LAYERS, *CONTAINERS}
+    assert set(shapes) == set(SHAPES)
+    assert min(*kinds.values(), *shapes.values()) > 5
+
+
+def test_a_seed_is_one_programme() -> None:
+    assert generate(3) == generate(3)
+    assert len({generate(seed) for seed in range(50)}) == 50
+
+
+def test_a_broken_engine_is_found_and_the_programme_shrunk(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("graphckpt.rules.frame.set_random_state", lambda state: None)
+    found = ((programme, execute(programme)) for programme in map(generate, range(100)))
+    programme, outcome = next((p, o) for p, o in found if o.failed)
+    small = shrink(programme, lambda other: execute(other).is_like(outcome))
+    assert small.size() <= 6 < programme.size()
+    exec(compile(script_of(small, outcome, "seed"), "script", "exec"), {"__name__": "script"})
+    assert "what differs: ['step 0: " in capsys.readouterr().out
+
+
+
+def test_an_error_of_the_plain_step_is_no_failure() -> None:
+    leaf_is_edited = Programme(Node("Chain", "", (Node("EditsItsInput"),), FULL), (Step("plain"),))
+    assert execute(leaf_is_edited).kind == "invalid"
+
+
+def test_a_process_that_ends_or_hangs_is_an_outcome() -> None:
+    def hangs(_: Programme) -> Outcome:
+        time.sleep(60)
+        return Outcome("same")
+
+    programme = generate(0)
+    assert execute_apart(programme, execute=lambda _: os.abort()) == Outcome("died", "SIGABRT")
+    assert execute_apart(programme, execute=hangs, seconds=0.2) == Outcome("died", "no end within 0.2 seconds")
+    assert execute_apart(programme, execute=lambda _: Outcome("same")) == Outcome("same")
+
+
+def test_a_script_runs_by_itself(tmp_path: Path) -> None:
+    children = (Node("Linear"), Node("Dropout"), Node("SharesMemory", "'list', ''"))
+    programme = Programme(Node("Chain", "", children, FULL), (Step("penalty"), Step("two_losses", autocast=True)))
+    script = tmp_path / "script.py"
+    script.write_text(script_of(programme, execute(programme), "seed 1"))
+    done = run_script(script, folder=tmp_path)
+    assert (done.code, done.stdout, done.stderr) == (0, "what differs: nothing\n", "")
+    assert "fuzz" not in script.read_text()
+
+
+def test_documented_refusals_stand_in_the_documentation() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "limits.md").read_text(encoding="utf-8")
+    assert [words for _, words in DOCUMENTED if words not in text] == []
+
+
+def test_expressions_name_what_scripts_import() -> None:
+    unknown: list[Any] = [name for kind in (LAYERS, CONTAINERS) for name in kind if name not in NAMES]
+    assert unknown == []
