@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SITE := $(VENV)/.installed-site
 
-.PHONY: demo test lint format unit docs wheel clean
+.PHONY: demo test lint format unit fuzz interrupts docs wheel clean
 
 # PASSIVE: threads that wait do not spin; with another process on the two cores that is several times faster.
 demo: $(INSTALLED)
@@ -22,6 +22,17 @@ lint: $(INSTALLED)
 
 unit: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -q
+
+# Random programmes under random policies, beside the plain model: MINUTES of them, or `make fuzz FUZZ="--seeds 0:300"`.
+MINUTES ?= 30
+FUZZ ?= --minutes $(MINUTES) --workers 2
+fuzz: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/run.py $(FUZZ)
+
+# KeyboardInterrupt at COUNT random moments of a step, and the step after each of them.
+COUNT ?= 5000
+interrupts: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/interrupts/run.py --count $(COUNT)
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
