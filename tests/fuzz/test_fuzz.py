@@ -57,7 +57,6 @@ def test_a_broken_engine_is_found_and_the_programme_shrunk(
     assert "what differs: ['step 0: " in capsys.readouterr().out
 
 
-
 def test_an_error_of_the_plain_step_is_no_failure() -> None:
     leaf_is_edited = Programme(Node("Chain", "", (Node("EditsItsInput"),), FULL), (Step("plain"),))
     assert execute(leaf_is_edited).kind == "invalid"

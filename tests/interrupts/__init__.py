@@ -1,0 +1,1 @@
+"""KeyboardInterrupt at every moment of a step, and what the next step finds."""

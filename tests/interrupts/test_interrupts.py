@@ -1,0 +1,38 @@
+"""After KeyboardInterrupt at any moment of a step, the next step is right and nothing is left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from interrupts.harness import POLICIES, Trial, left_in_force
+
+COUNT = 12
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_step_after_an_interrupt_is_right(policy: str) -> None:
+    trial = Trial(policy, seed=1, autocast="selective" in policy)
+    faults = [trial.interrupt() for _ in range(COUNT)]
+    trial.close()
+    assert [str(fault) for fault in faults if fault is not None] == []
+    assert trial.outside < COUNT
+
+
+def test_a_timer_interrupts_too() -> None:
+    trial = Trial("full", seed=2)
+    faults = [trial.interrupt(by_timer=True) for _ in range(COUNT)]
+    trial.close()
+    assert [str(fault) for fault in faults if fault is not None] == []
+
+
+def test_leftovers_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The harness itself: an engine that leaves gradients off, or random state behind, is found."""
+    trial = Trial("full", seed=1)
+    with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        assert left_in_force() == ["gradients are off", "saved-tensor hooks"]
+    assert left_in_force() == []
+    monkeypatch.setattr("graphckpt.rules.frame.set_random_state", lambda state: None)
+    faults = [trial.interrupt() for _ in range(4)]
+    trial.close()
+    assert any("next step differs: gradient" in str(fault) for fault in faults)
