@@ -125,8 +125,8 @@ class ModuleState:
         tensors = [(d, key, d[key], d[key].detach().clone()) for d, key in places if _is_plain(d[key])]
         return Watch(tensors, [(d, _shallow(d)) for d in attributes])
 
-    def learn(self, watch: Watch, snapshot: Snapshot) -> Snapshot:
-        """Notes which places moved since ``watch``, and returns ``snapshot`` with their values of then."""
+    def learn(self, watch: Watch, snapshot: Snapshot) -> tuple[Snapshot, tuple[Moving, ...]]:
+        """Returns ``snapshot`` with the values of all places that moved since ``watch``, and the places."""
         moved: list[tuple[Moving, Any]] = []
         for owner, key, tensor, before in watch.tensors:
             if owner.get(key) is not tensor:
@@ -140,9 +140,12 @@ class ModuleState:
                 moved.append((Moving(owner, key, in_place=True), before))
         for owner, attributes in watch.attributes:
             moved.extend((Moving(owner, key, in_place=False), value) for key, value in _changed(owner, attributes))
-        self._moving[snapshot.modes] = tuple(place for place, _ in moved)
         lasting = tuple((place, value) for place, value in moved if not _sets_up(value, place.owner.get(place.key)))
-        return Snapshot(snapshot.tensors, snapshot.versions, snapshot.modes, lasting)
+        return replace(snapshot, moving=lasting), tuple(place for place, _ in moved)
+
+    def remember(self, snapshot: Snapshot, places: tuple[Moving, ...]) -> None:
+        """Takes ``places`` for what every call with the modules in these modes moves."""
+        self._moving[snapshot.modes] = places
 
     def began_to_move(self, snapshot: Snapshot) -> tuple[str | None, Snapshot]:
         """Returns the name of a buffer that has moved since ``snapshot``, though it did not on the first call.

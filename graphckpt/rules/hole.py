@@ -6,10 +6,10 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from graphckpt.rng import set_random_state, take_random_state
 from graphckpt.rules.frame import Frame
+from graphckpt.rules.guard import Guard
 from graphckpt.rules.kept import Kept
 from graphckpt.rules.mismatch import holes_differ
 from graphckpt.rules.passes import Run, SecondRun, running
@@ -146,15 +146,19 @@ def _run_kept(
 ) -> Any:
     recorder = site.recorder
     pack = keep[0] if recorder is None else recorder.kept_run(site.name, keep[0], is_stored=is_stored)
-    # what runs in here belongs to what is around the outermost block
-    token = running.set(around[-1].outer if around else running.get())
     contexts = [run.frame.contexts for run in around if run.frame.contexts is not None]
+    guard = Guard()
     try:
-        with ExitStack() as stack, saved_tensors_hooks(pack, keep[1]):
+        # what runs in here belongs to what is around the outermost block
+        guard.enter(around[-1].outer if around else running.get(), pack, keep[1])
+        with ExitStack() as stack:
             for context in contexts:
                 stack.enter_context(context.paused())
             return function(*args, **kwargs)
     finally:
-        running.reset(token)
-        if recorder is not None:
-            recorder.kept_run_ended(site.name)
+        try:
+            guard.leave()
+        finally:
+            guard.leave()  # see Note [An interrupt at any moment]
+            if recorder is not None:
+                recorder.kept_run_ended(site.name)

@@ -62,7 +62,7 @@ class Kept:
         recorder = site.recorder
         if outer is None:
             self._held = site.store.put(tensor, keeper.group)
-            if isinstance(self._held, torch.Tensor):  # it stays where it is; other stores see edits themselves
+            if self.stays:  # other stores see edits themselves
                 self._version = None if tensor.is_inference() else tensor._version
                 if recorder is not None:
                     recorder.kept(site.name, tensor)
@@ -73,6 +73,11 @@ class Kept:
             else:
                 with recorder.passing_on():
                     self._held = pack(tensor)
+
+    @property
+    def stays(self) -> bool:
+        """Whether the tensor stays where it is."""
+        return self._store is not None and isinstance(self._held, torch.Tensor)
 
     def let_go(self, keeper: Keeper) -> None:
         """Says that the tensor is not kept after all; nobody may ask for it any more."""
@@ -120,6 +125,12 @@ class KeptResult:
                 leaf.let_go(keeper)
 
 
-def twin_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy without history."""
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+def may_be_filled_later(tensor: torch.Tensor) -> bool:
+    """Whether the op that saves ``tensor`` may write its values only after that, as ``rrelu`` does with its noise."""
+    return (
+        not tensor.requires_grad
+        and type(tensor) is torch.Tensor
+        and tensor.is_floating_point()
+        and not tensor._version
+        and not tensor._is_view()
+    )

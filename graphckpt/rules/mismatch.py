@@ -116,6 +116,22 @@ def edits_argument(block: str, name: str) -> str:
     )
 
 
+def shares_with_buffer(block: str, name: str, buffer: str) -> str:
+    """The message for an argument that is a view of what forward edits in its own modules."""
+    return (
+        f"{block}: argument `{name}` shares memory with `{buffer}` of the block, which forward edits in place; the "
+        "recomputation cannot restore both · fix: pass a clone"
+    )
+
+
+def unknown_alias(block: str, names: Sequence[str]) -> str:
+    """The message for arguments that share memory in a way that copies of them cannot."""
+    return (
+        f"{block}: forward edits one of its arguments {', '.join(f'`{name}`' for name in names)} in place, which share "
+        "memory: expected views of one tensor with one dtype, got other aliases · fix: pass a clone"
+    )
+
+
 def begins_to_move(block: str, name: str) -> str:
     """The warning for a buffer that a later call changes, and the first one did not."""
     return (
