@@ -35,7 +35,7 @@ class Traits:
         self.requires_grad = tensor.requires_grad
         self._has_history = not tensor.is_leaf
         self._kind = type(tensor)
-        self._attributes: dict[str, Any] | None = _own_attributes(tensor) if tensor.__dict__ else None
+        self._attributes: dict[str, Any] | None = own_attributes(tensor) if tensor.__dict__ else None
 
     def give_to(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns ``tensor``, which has no history, with these traits."""
@@ -135,7 +135,7 @@ def as_edited(tensor: torch.Tensor, traits: Traits) -> torch.Tensor:
         return traits.give_class_to(tensor.detach().requires_grad_(traits.requires_grad).clone())
 
 
-def _own_attributes(tensor: Any) -> dict[str, Any]:
+def own_attributes(tensor: Any) -> dict[str, Any]:
     """Returns the Python attributes of a tensor, but for the tensors that a wrapper such as a DTensor holds."""
     inner = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
     return {name: value for name, value in tensor.__dict__.items() if name not in inner}

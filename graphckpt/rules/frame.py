@@ -6,7 +6,6 @@ backward reads starts the second run, which fills them all, in the order in whic
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from contextlib import ExitStack
 from types import GeneratorType
@@ -16,22 +15,23 @@ import torch
 
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.ambient import autocast_depth, enter_ambient, take_ambient
-from graphckpt.errors import RecomputeError
+from graphckpt.errors import EditedError, RecomputeError
 from graphckpt.rng import set_random_state, take_random_state
 from graphckpt.rules.argument import Argument
 from graphckpt.rules.arguments import Arguments
 from graphckpt.rules.guard import Guard
 from graphckpt.rules.handed import Handed, Returned, last_returned, tensors_in
 from graphckpt.rules.kept import Slot
-from graphckpt.rules.mismatch import begins_to_move, differs, edited
+from graphckpt.rules.mismatch import differs, edited, edits_module
 from graphckpt.rules.passes import Contexts, Run, SecondRun, Stop, pause, running
 from graphckpt.stores import DeviceStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from graphckpt.rules.hole import HoleCall
+    from graphckpt.rules.hole import HoleCall, RaisedCall
     from graphckpt.rules.site import Site
+    from graphckpt.state import Watch
     from graphckpt.stores import Group
 
 
@@ -41,8 +41,8 @@ class Frame:
 
     __slots__ = (
         "__weakref__", "_ambient", "_arguments", "_early_stop", "_function", "_is_complete", "_joins", "_random",
-        "_slots", "_snapshot", "_state", "_strict", "before", "contexts", "devices", "group", "handed", "holes",
-        "original", "outer", "site",
+        "_slots", "_snapshot", "_state", "_strict", "_watch", "before", "contexts", "devices", "group", "handed",
+        "holes", "original", "outer", "site",
     )  # fmt: skip
 
     def __init__(
@@ -63,12 +63,13 @@ class Frame:
         self.before: Frame | None = None
         """The call of the recomputed block right before, if the two are recomputed as one."""
         self.handed: list[torch.Tensor] | None = None
-        self.holes: list[HoleCall] = []
+        self.holes: list[HoleCall | RaisedCall] = []
         self.outer: Any = None
         self.original: Run | None = None
         """The original forward while it runs; after that, the one around it."""
         self._function = function
         self._is_complete = False
+        self._watch: Watch | None = None
         self._slots: list[weakref.ref[Slot]] = []
         self.group: Group | None = None
 
@@ -86,7 +87,7 @@ class Frame:
         self._snapshot = state.take()
         learning = site.learns and not state.has_learnt(self._snapshot)
         self._early_stop &= not learning  # the first call's second run goes on to its end, and must save no more
-        watch = state.watch() if learning else None
+        watch = self._watch = state.watch() if learning else None
         function = self._function if watch is None else watch.around(self._function)
         returned = last_returned.get() if self._joins and self.outer is None else None
         arguments.keep(self, self._snapshot, returned, learning=learning)
@@ -94,11 +95,12 @@ class Frame:
         output = self._first_run(function, args, kwargs)
         if isinstance(output, GeneratorType):
             site.note("its forward is a generator: what it yields is made outside of the block, and all of it is kept")
-        moving = None
+        moving = self._watch = None
         if watch is not None:
             self._snapshot, moving = state.learn(watch, self._snapshot)
-        elif self._snapshot.versions:
-            self._see_buffers_begin_to_move()
+        edits = state.edits_unknown(self._snapshot)
+        if edits is not None:
+            raise RecomputeError(edits_module(site.name, edits))
         self._settle(returned, learning=learning)
         if moving is not None:
             state.remember(self._snapshot, moving)
@@ -122,7 +124,7 @@ class Frame:
         value, slot.value = slot.value, None
         assert value is not None
         if value._version != slot.version:
-            raise RecomputeError(edited(self.site.name, "a tensor that one of its ops saves"))
+            raise EditedError(edited(self.site.name, "a tensor that one of its ops saves"))
         return value
 
     def _first_run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -163,11 +165,6 @@ class Frame:
             return Argument(tensor, self, copied)
         self.before = returned.frame()
         return Handed(number, tensor)
-
-    def _see_buffers_begin_to_move(self) -> None:
-        name, self._snapshot = self._state.began_to_move(self._snapshot)
-        if name is not None:
-            warnings.warn(begins_to_move(self.site.name, name), stacklevel=4)
 
     def _settle(self, returned: Returned | None, *, learning: bool) -> None:
         """After the first run: lets go of what the second run does not need."""
@@ -219,8 +216,10 @@ class Frame:
                 recorder.second_run_ended(self.site.name)
 
     def _second_run(self, run: SecondRun) -> None:
-        state = self._state
-        changed = state.edited(self._snapshot)
+        state, snapshot = self._state, self._snapshot
+        if self._watch is not None:  # a backward within the original forward of a first call
+            snapshot, _ = state.learn(self._watch, snapshot)
+        changed = state.edited(snapshot)
         if changed is not None:
             raise RecomputeError(edited(self.site.name, changed))
         random_now = take_random_state(self.devices)
@@ -233,7 +232,7 @@ class Frame:
                 self.before.handed = None
             guard.enter(run, run.pack, run.unpack)
             guard.restore_random_state(random_now)
-            state.rewind(self._snapshot, guard.undo)
+            state.rewind(snapshot, guard.undo)
             args, kwargs = self._arguments.assemble(leaves, guard.undo)
             del leaves
             set_random_state(self._random)

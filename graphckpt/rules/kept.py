@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 
 import torch
 
+from graphckpt.errors import EditedError
+
 if TYPE_CHECKING:
     from graphckpt.rng import RandomState
     from graphckpt.rules.site import Site
@@ -89,7 +91,10 @@ class Kept:
     def take(self) -> torch.Tensor | None:
         """Returns the tensor, cut off from its history; ``None`` if it was edited in place since."""
         tensor: torch.Tensor | None
-        tensor = self._unpack(self._held) if self._store is None else self._store.get(self._held)
+        try:
+            tensor = self._unpack(self._held) if self._store is None else self._store.get(self._held)
+        except EditedError:  # from a block around this one
+            return None
         if tensor is None or (self._version is not None and tensor._version != self._version):
             return None
         return tensor.detach().requires_grad_() if self._requires_grad else tensor.detach()

@@ -132,11 +132,12 @@ def unknown_alias(block: str, names: Sequence[str]) -> str:
     )
 
 
-def begins_to_move(block: str, name: str) -> str:
-    """The warning for a buffer that a later call changes, and the first one did not."""
+def edits_module(block: str, name: str) -> str:
+    """The message for a forward that edits a parameter, or a large buffer for the first time."""
     return (
-        f"{block}: forward changed {name}, a buffer, which it did not do on its first call; this step's second run "
-        "sees the new value, later ones the old · fix: change it from the first forward on, or after backward"
+        f"{block}: forward edited {name} in place, and no copy of it from before the forward exists, which the "
+        "recomputation needs · fix: edit it outside of the block, edit a large buffer from the first call on, or set "
+        "activation_checkpointing = False on this block"
     )
 
 

@@ -10,7 +10,7 @@ import torch
 
 from graphckpt._compat import is_fake, pytree
 from graphckpt.rules.kept import may_be_filled_later
-from graphckpt.state import edited_by
+from graphckpt.writes import edited_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from graphckpt._compat import autograd_sequence_number
 from graphckpt._compat_compiler import never_compiled
-from graphckpt.errors import RecomputeError
+from graphckpt.errors import EditedError
 from graphckpt.rules.kept import Kept, may_be_filled_later
 from graphckpt.rules.mismatch import edited
 
@@ -51,7 +51,7 @@ class StoredCall:
             kept = kept.keep(self)
         tensor = kept.take()
         if tensor is None:
-            raise RecomputeError(edited(self.site.name, "a tensor that one of its ops saves"))
+            raise EditedError(edited(self.site.name, "a tensor that one of its ops saves"))
         return tensor
 
     def seal(self) -> None:
