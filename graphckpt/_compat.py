@@ -9,8 +9,21 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch._C import DispatchKey, _len_torch_dispatch_stack, _len_torch_function_stack, _SetExcludeDispatchKeyGuard
-from torch._C._autograd import _top_saved_tensors_default_hooks, _unsafe_set_version_counter
+from torch._C import (
+    DispatchKey,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+    _pop_torch_dispatch_stack,
+    _pop_torch_function_stack,
+    _SetExcludeDispatchKeyGuard,
+)
+from torch._C._autograd import (
+    _get_sequence_nr,
+    _pop_saved_tensors_default_hooks,
+    _push_saved_tensors_default_hooks,
+    _top_saved_tensors_default_hooks,
+    _unsafe_set_version_counter,
+)
 from torch._subclasses.fake_tensor import DataDependentOutputException as NoValueError
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils import _pytree as pytree
@@ -24,8 +37,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FakeTensors", "NoValueError", "WithoutValues", "abandon_capture", "all_gather_bytes", "assert_on_device",
-    "at_end_of_backward", "backward_within", "forget_fake", "forget_half_a_step", "has_function_modes", "is_fake",
-    "is_watched", "override_stale_capture_stream", "packed_shard", "pytree", "saved_tensor_hooks_in_force",
+    "at_end_of_backward", "autograd_sequence_number", "backward_within", "forget_fake", "forget_half_a_step",
+    "has_function_modes", "is_fake", "is_watched", "num_dispatch_modes", "num_function_modes",
+    "override_stale_capture_stream", "packed_shard", "pop_dispatch_mode", "pop_function_mode",
+    "pop_saved_tensor_hooks", "push_saved_tensor_hooks", "pytree", "saved_tensor_hooks_in_force",
     "share_version_counter", "silence_capturable", "torch_version", "unseen_by_modes", "version_sharing_detach",
 ]  # fmt: skip
 
@@ -41,6 +56,31 @@ def saved_tensor_hooks_in_force() -> tuple[Callable[[torch.Tensor], Any], Callab
     """
     hooks: tuple[Any, Any] | None = _top_saved_tensors_default_hooks(False)
     return hooks
+
+
+# Note [Saved tensor hooks, pushed and popped]: `saved_tensors_hooks` is a context manager written in Python. An
+# interrupt inside of its `__enter__` or `__exit__` leaves the hooks in force for good. One call in C is atomic.
+
+push_saved_tensor_hooks = _push_saved_tensors_default_hooks
+"""Puts a pair of hooks, pack and unpack, in force."""
+
+pop_saved_tensor_hooks = _pop_saved_tensors_default_hooks
+"""Removes the innermost pair of saved tensor hooks."""
+
+num_dispatch_modes = _len_torch_dispatch_stack
+"""Returns the number of dispatch modes in force in this thread."""
+
+num_function_modes = _len_torch_function_stack
+"""Returns the number of torch function modes in force in this thread."""
+
+pop_dispatch_mode = _pop_torch_dispatch_stack
+"""Removes the innermost dispatch mode."""
+
+pop_function_mode = _pop_torch_function_stack
+"""Removes the innermost torch function mode."""
+
+autograd_sequence_number = _get_sequence_nr
+"""Returns the number of autograd nodes that this thread has made: it is the same for all tensors that one op saves."""
 
 
 def is_fake(value: Any) -> bool:

@@ -6,7 +6,7 @@ They are read before the first run and put back for the second, which runs insid
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -19,13 +19,7 @@ Ambient: TypeAlias = tuple[object, ...]
 
 def take_ambient(devices: tuple[torch.device, ...]) -> Ambient:
     """Reads the settings in force for the CPU and for the types of ``devices``."""
-    cuda = torch.backends.cuda
-    kernels = (
-        cuda.math_sdp_enabled(),
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
-    )
+    kernels = tuple([is_enabled() for is_enabled, _ in _KERNEL_SWITCHES])
     device = torch.get_default_device() if has_function_modes() else _CPU
     if not devices:
         return device, kernels, _autocast("cpu")
@@ -45,8 +39,44 @@ def enter_ambient(stack: ExitStack, wanted: Ambient, now: Ambient) -> None:
         stack.enter_context(torch.autocast(kind, enabled=enabled, **dict(zip(_HOW, how, strict=False))))  # type: ignore[has-type]
 
 
+def autocast_depth() -> int:
+    """Returns the number of ``torch.autocast`` contexts that this thread is in."""
+    torch.autocast_increment_nesting()
+    return int(torch.autocast_decrement_nesting())
+
+
+def restore_ambient(wanted: Ambient, depth: int) -> None:
+    """Sets what :func:`take_ambient` read, where an exception kept context managers from doing so.
+
+    Args:
+        wanted: The settings. The default device is not among those that are set.
+        depth: The number of ``torch.autocast`` contexts at the time.
+    """
+    _, kernels, *autocasts = wanted
+    for (_, enable), on in zip(_KERNEL_SWITCHES, kernels, strict=True):  # type: ignore[call-overload]
+        enable(on)
+    for autocast in autocasts:
+        settings: Any = autocast
+        kind, enabled, *how = settings
+        torch.set_autocast_enabled(kind, enabled)
+        if how:
+            torch.set_autocast_dtype(kind, how[0])
+            torch.set_autocast_cache_enabled(how[1])
+    while autocast_depth() > depth:
+        torch.autocast_decrement_nesting()
+    if not depth:
+        torch.clear_autocast_cache()
+
+
 _CPU = torch.device("cpu")
 _KERNELS = (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
+_cuda = torch.backends.cuda
+_KERNEL_SWITCHES = (
+    (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
+    (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
+    (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
+    (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
+)
 _HOW = ("dtype", "cache_enabled")
 
 

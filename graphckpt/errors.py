@@ -23,9 +23,13 @@ class GraphError(GraphckptError, RuntimeError):
     """A Graph was defined or called in a way that has no meaning."""
 
 
-@final
 class RecomputeError(GraphckptError, RuntimeError):
-    """The second run of a block was not the same as its first."""
+    """The recomputation of a block was not the same as its original forward."""
+
+
+@final
+class EditedError(RecomputeError):
+    """A tensor that backward needs was edited in place after the forward."""
 
 
 @final

@@ -1,8 +1,9 @@
 """What a forward changes beside its outputs: buffers, attributes, objects among its arguments.
 
-The first run of a block changes them for good. Before the second run they are put back to what the first run saw, and
-after it to what they were. Which of them move is learnt once, on the first call: version counters alone would miss
-BatchNorm, whose running statistics change without a bump.
+The original forward of a block changes them for good. Before the recomputation they are put back to what the original
+forward saw, and after it to what they were. Which of them move is learnt once, on the first call: version counters
+alone would miss BatchNorm, whose running statistics change without a bump. Small buffers are copied in every call, for
+they may begin to move on a later one.
 """
 
 from __future__ import annotations
@@ -11,21 +12,33 @@ import copy
 import weakref
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, final
+from types import MethodType
+from typing import TYPE_CHECKING, Any, TypeGuard, final
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphckpt._compat import is_fake
-from graphckpt._compat_compiler import never_compiled
+from graphckpt._compat import is_fake, pytree
 from graphckpt.undo import ABSENT, CONTAINERS, Undo, differs, replace_item
+from graphckpt.writes import Writes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
 _OWN = frozenset(nn.Module().__dict__) | {"forward"}  # what torch itself keeps on every module
+_SMALL_BYTES = 64 * 1024  # a copy of such a buffer costs less than it takes to find out whether it moves
+
+
+@final
+class PolicyChanges:
+    """Counts how often a policy was put on a module or taken off."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+
+policy_changes = PolicyChanges()
 
 
 @final
@@ -54,13 +67,24 @@ class Snapshot:
     versions: list[int]
     modes: tuple[bool, ...]
     moving: tuple[tuple[Moving, Any], ...]
+    copies: dict[int, torch.Tensor]
+    """Of small buffers that are not known to move, by their index in ``tensors``."""
+    attributes: list[tuple[weakref.ref[nn.Module], str, torch.Tensor, int]]
+    """Tensors that are attributes of a module and no buffers, as hooks set them, and their versions."""
+    forwards: list[tuple[weakref.ref[nn.Module], Any]]
+    """What stands in place of the ``forward`` of a module's class, such as a policy."""
+    policy_changes: int
+    """How many there had been."""
 
 
 @final
 class ModuleState:
     """The parameters, buffers, modes and moving places of a set of modules."""
 
-    __slots__ = ("_children", "_modules", "_moving", "_num_parameters", "_slots")
+    __slots__ = (
+        "_attributes", "_children", "_forwards", "_modules", "_moving", "_num_parameters", "_policy_changes", "_slots",
+        "_still",
+    )  # fmt: skip
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         found = list(modules)
@@ -71,6 +95,10 @@ class ModuleState:
         self._num_parameters = len(self._slots)
         self._slots += [(m._buffers, key) for m in found for key in m._buffers]
         self._moving: dict[tuple[bool, ...], tuple[Moving, ...]] = {}
+        self._still: dict[tuple[bool, ...], list[int]] = {}  # the buffers that are not known to move
+        self._attributes: dict[tuple[bool, ...], list[tuple[weakref.ref[nn.Module], str]]] = {}
+        self._forwards: list[tuple[weakref.ref[nn.Module], weakref.ref[Any]]] = []
+        self._policy_changes = -1
 
     def is_stale(self) -> bool:
         """Whether a submodule was added, removed or replaced since, as adapters and quantization do."""
@@ -93,11 +121,22 @@ class ModuleState:
         tensors = [owner.get(key) for owner, key in self._slots]
         modes = tuple([ref().training for ref in self._modules])  # type: ignore[union-attr]
         moving = self._moving.get(modes)
+        if self._policy_changes != policy_changes.number:
+            self._policy_changes = policy_changes.number
+            self._forwards = [
+                (ref, weakref.ref(forward))
+                for ref in self._modules
+                if (forward := _fields(ref).get("forward")) is not None and not isinstance(forward, MethodType)
+            ]
         return Snapshot(
             tensors,
             [0 if tensor is None else tensor._version for tensor in tensors],
             modes,
             tuple([(place, place.take()) for place in moving]) if moving else (),
+            {i: t.detach().clone() for i in self._still.get(modes, ()) if _is_small(t := tensors[i])},
+            _read_attributes(self._attributes.get(modes, ())),
+            [(module, forward()) for module, forward in self._forwards],
+            self._policy_changes,
         )
 
     def rewind(self, snapshot: Snapshot, undo: Undo) -> None:
@@ -105,6 +144,15 @@ class ModuleState:
         for (owner, key), tensor in zip(self._slots, snapshot.tensors, strict=True):
             if owner.get(key) is not tensor and not _is_sharding(owner.get(key), tensor):
                 replace_item(owner, key, tensor, undo)  # functional_call had put it in place for the first run
+        for index, copied in snapshot.copies.items():
+            if snapshot.tensors[index]._version != snapshot.versions[index]:
+                replace_item(*self._slots[index], copied.clone(), undo)
+        for ref, key, tensor, _ in snapshot.attributes:
+            present = _fields(ref).get(key)
+            if present is not tensor and not _is_same_memory(present, tensor):
+                replace_item(_fields(ref), key, tensor, undo)
+        if snapshot.policy_changes != policy_changes.number:
+            self._rewind_policies(snapshot, undo)
         for ref, mode in zip(self._modules, snapshot.modes, strict=True):
             module = ref()
             if module is not None and module.training is not mode:
@@ -117,6 +165,14 @@ class ModuleState:
                 fresh = copy.copy(value)
             replace_item(place.owner, place.key, fresh, undo)
 
+    def _rewind_policies(self, snapshot: Snapshot, undo: Undo) -> None:
+        forwards = dict(snapshot.forwards)
+        for ref in self._modules:
+            fields = _fields(ref)
+            present = fields.get("forward")
+            if present is not forwards.get(ref) and not isinstance(present, MethodType):
+                replace_item(fields, "forward", forwards.get(ref, ABSENT), undo)
+
     def watch(self) -> Watch:
         """Begins to learn: what it returns is given to :meth:`learn` after the first run."""
         attributes = [ref().__dict__ for ref in self._modules]
@@ -125,8 +181,8 @@ class ModuleState:
         tensors = [(d, key, d[key], d[key].detach().clone()) for d, key in places if _is_plain(d[key])]
         return Watch(tensors, [(d, _shallow(d)) for d in attributes])
 
-    def learn(self, watch: Watch, snapshot: Snapshot) -> Snapshot:
-        """Notes which places moved since ``watch``, and returns ``snapshot`` with their values of then."""
+    def learn(self, watch: Watch, snapshot: Snapshot) -> tuple[Snapshot, tuple[Moving, ...]]:
+        """Returns ``snapshot`` with the values of all places that moved since ``watch``, and the places."""
         moved: list[tuple[Moving, Any]] = []
         for owner, key, tensor, before in watch.tensors:
             if owner.get(key) is not tensor:
@@ -138,38 +194,81 @@ class ModuleState:
                 )
             elif watch.was_written(tensor) if is_fake(tensor) else not _same_bits(tensor, before):
                 moved.append((Moving(owner, key, in_place=True), before))
+        moved += self._moving_unseen(watch, snapshot, [place for place, _ in moved])
         for owner, attributes in watch.attributes:
             moved.extend((Moving(owner, key, in_place=False), value) for key, value in _changed(owner, attributes))
-        self._moving[snapshot.modes] = tuple(place for place, _ in moved)
         lasting = tuple((place, value) for place, value in moved if not _sets_up(value, place.owner.get(place.key)))
-        return Snapshot(snapshot.tensors, snapshot.versions, snapshot.modes, lasting)
+        places = tuple(place for place, _ in moved)
+        before_of = {(id(owner), key): before for owner, key, _, before in watch.tensors}
+        still = self._not_among(places)
+        copies = {
+            i: before_of[id(self._slots[i][0]), self._slots[i][1]] for i in still if _is_small(snapshot.tensors[i])
+        }
+        held = _read_attributes(self._attributes_not_among(places))
+        return replace(snapshot, moving=lasting, copies=copies, attributes=held), places
 
-    def began_to_move(self, snapshot: Snapshot) -> tuple[str | None, Snapshot]:
-        """Returns the name of a buffer that has moved since ``snapshot``, though it did not on the first call.
+    def _moving_unseen(self, watch: Watch, snapshot: Snapshot, moved: list[Moving]) -> list[tuple[Moving, Any]]:
+        """Returns the buffers beside one that is edited without a bump of its version, as BatchNorm's are.
 
-        The places are learnt anew on the next call. With the snapshot that is returned, this call's second run sees the
-        new value and leaves it as it is.
+        One of them may hold the same before and after the first call alone, such as the mean of a centred batch.
         """
-        moved = []
-        known = {(id(place.owner), place.key) for place, _ in snapshot.moving}
-        start = self._num_parameters
-        for (owner, key), tensor, version in zip(
-            self._slots[start:], snapshot.tensors[start:], snapshot.versions[start:], strict=True
-        ):
-            if tensor is not None and tensor._version != version and (id(owner), key) not in known:
-                moved.append(Moving(owner, key, in_place=True))
-        if not moved:
-            return None, snapshot
-        self._moving.pop(snapshot.modes, None)
-        protected = (*snapshot.moving, *((place, place.take()) for place in moved))
-        return self._name(moved[0].owner, moved[0].key), replace(snapshot, moving=protected)
+        versions = {id(t): v for t, v in zip(snapshot.tensors, snapshot.versions, strict=True) if t is not None}
+        owners = {
+            id(place.owner)
+            for place in moved
+            if place.in_place and versions.get(id(tensor := place.owner[place.key])) == tensor._version
+        }
+        known = {(id(place.owner), place.key) for place in moved}
+        return [
+            (Moving(owner, key, in_place=True), before)
+            for owner, key, tensor, before in watch.tensors
+            if id(owner) in owners and (id(owner), key) not in known and not is_fake(tensor)
+        ]
+
+    def remember(self, snapshot: Snapshot, places: tuple[Moving, ...]) -> None:
+        """Takes ``places`` for what every call with the modules in these modes moves."""
+        self._attributes[snapshot.modes] = self._attributes_not_among(places)
+        self._still[snapshot.modes] = self._not_among(places)
+        self._moving[snapshot.modes] = places
+
+    def _attributes_not_among(self, places: tuple[Moving, ...]) -> list[tuple[weakref.ref[nn.Module], str]]:
+        """Returns the tensor attributes that are none of ``places``."""
+        known = {(id(place.owner), place.key) for place in places}
+        return [
+            (ref, key)
+            for ref in self._modules
+            for owner in (_fields(ref),)
+            for key, value in owner.items()
+            if key not in _OWN and _is_plain(value) and (id(owner), key) not in known
+        ]
+
+    def _not_among(self, places: tuple[Moving, ...]) -> list[int]:
+        """Returns the indices of the buffers that are none of ``places``."""
+        known = {(id(place.owner), place.key) for place in places}
+        slots = enumerate(self._slots[self._num_parameters :], self._num_parameters)
+        return [index for index, (owner, key) in slots if (id(owner), key) not in known]
+
+    def edits_unknown(self, snapshot: Snapshot) -> str | None:
+        """Returns the name of a parameter or buffer that forward has edited in place, and of which there is no copy.
+
+        A buffer is then taken for one that may move, from the next call on.
+        """
+        found = self.edited(snapshot)
+        if found is not None:
+            self._moving.pop(snapshot.modes, None)
+        return found
 
     def edited(self, snapshot: Snapshot) -> str | None:
         """Returns the name of a parameter or buffer that was edited in place after the first run, or ``None``."""
         known = {(id(place.owner), place.key) for place, _ in snapshot.moving}
-        for (owner, key), tensor, version in zip(self._slots, snapshot.tensors, snapshot.versions, strict=True):
-            if tensor is not None and tensor._version != version and (id(owner), key) not in known:
-                return self._name(owner, key)
+        for index, (tensor, version) in enumerate(zip(snapshot.tensors, snapshot.versions, strict=True)):
+            if tensor is not None and tensor._version != version and index not in snapshot.copies:
+                owner, key = self._slots[index]
+                if (id(owner), key) not in known:
+                    return self._name(owner, key)
+        for ref, key, tensor, version in snapshot.attributes:
+            if tensor._version != version and _fields(ref).get(key) is tensor:
+                return f"`{key}` of its {type(ref()).__name__}"
         return None
 
     def _name(self, owner: dict[str, Any], key: str) -> str:
@@ -178,23 +277,6 @@ class ModuleState:
             if module is not None and (owner is module._parameters or owner is module._buffers):
                 return f"`{key}` of its {type(module).__name__}"
         return f"`{key}`"
-
-
-@final
-class Writes(TorchDispatchMode):
-    """Notes which storages ops write to: a fake tensor has no bits to compare."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: dict[int, torch.UntypedStorage] = {}  # held, so that no id stands for two
-
-    @never_compiled
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        for tensor in chain(edited_by(func, args, kwargs), _running_statistics(func, args, kwargs)):
-            storage = tensor.untyped_storage()
-            self.storages[id(storage)] = storage
-        return func(*args, **kwargs)
 
 
 @final
@@ -222,30 +304,6 @@ class Watch:
         return id(tensor.untyped_storage()) in self.writes.storages
 
 
-def edited_by(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Yields the arguments that an op says it edits in place."""
-    schema = getattr(func, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        for tensor in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(tensor, torch.Tensor):
-                yield tensor
-
-
-def _running_statistics(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Yields what the kernels of BatchNorm edit without saying so, unless they are told not to train."""
-    schema = getattr(func, "_schema", None)
-    given = {} if schema is None else {**dict(zip([a.name for a in schema.arguments], args, strict=False)), **kwargs}
-    if given.get("training", given.get("train", True)):
-        for name in ("running_mean", "running_var"):
-            if isinstance(given.get(name), torch.Tensor):
-                yield given[name]
-
-
 def _is_sharding(now: Any, then: Any) -> bool:
     """Whether FSDP exchanges a sharded parameter for a whole one, or the reverse, which its own hooks see to."""
     if now is None or then is None:
@@ -261,15 +319,46 @@ def _sets_up(before: Any, after: Any) -> bool:
     Transformers installs hooks on the first call and notes that in a flag.
     """
     return isinstance(after, bool) or (
-        any(before is nothing for nothing in (None, False, ABSENT)) and not isinstance(after, torch.Tensor)
+        any(before is nothing for nothing in (None, False, ABSENT)) and not _holds_tensors(after)
     )
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether a value is, or holds, tensors, as the state of a recurrent layer does."""
+    leaves = pytree.tree_leaves(value)
+    leaves += [inner for leaf in leaves for inner in pytree.tree_leaves(list(getattr(leaf, "__dict__", {}).values()))]
+    return any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+
+
+def _fields(ref: weakref.ref[nn.Module]) -> dict[str, Any]:
+    module = ref()
+    return {} if module is None else module.__dict__
+
+
+def _read_attributes(
+    names: Iterable[tuple[weakref.ref[nn.Module], str]],
+) -> list[tuple[weakref.ref[nn.Module], str, torch.Tensor, int]]:
+    return [(ref, key, t, t._version) for ref, key in names if _is_plain(t := _fields(ref).get(key))]
+
+
+def _is_same_memory(one: Any, other: torch.Tensor) -> bool:
+    """Whether two tensors are one view of one memory, which FSDP makes anew of its flat parameters."""
+    return (
+        _is_plain(one)
+        and one.untyped_storage() is other.untyped_storage()
+        and (one.storage_offset(), one.size()) == (other.storage_offset(), other.size())
+    )
+
+
+def _is_small(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    return tensor is not None and type(tensor) is torch.Tensor and tensor.nbytes <= _SMALL_BYTES
 
 
 def _children_of(module: nn.Module) -> list[int]:
     return [id(child) for child in module._modules.values()]  # ids: to hold the children would make cycles
 
 
-def _is_plain(value: Any) -> bool:  # a buffer or a tensor attribute
+def _is_plain(value: Any) -> TypeGuard[torch.Tensor]:  # a buffer or a tensor attribute
     return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and not is_lazy(value)
 
 

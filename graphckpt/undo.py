@@ -25,14 +25,16 @@ def replace_item(owner: dict[str, Any], key: str, value: Any, undo: Undo) -> Non
 
 
 def put_back(undo: Undo) -> None:
-    """Undoes every replacement, the last one first."""
-    for owner, key, value in reversed(undo):
+    """Undoes every replacement, the last one first, and empties ``undo``. May be called again after an interrupt."""
+    while undo:
+        owner, key, value = undo[-1]
         if key is None:
             fill(owner, value)
         elif value is ABSENT:
             owner.pop(key, None)
         else:
             owner[key] = value
+        undo.pop()
 
 
 def fill(owner: Any, value: Any) -> None:

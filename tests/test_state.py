@@ -75,7 +75,8 @@ def test_a_second_run_sees_what_the_first_saw_and_moves_nothing(case: str) -> No
         watch = state.watch() if number == 0 else None
         change(module)
         if watch is not None:
-            snapshot = state.learn(watch, snapshot)
+            snapshot, places = state.learn(watch, snapshot)
+            state.remember(snapshot, places)
         after = contents(module)
         assert not same(before, after)
         for _ in range(2):  # a second run may come twice, with retain_graph
@@ -92,7 +93,7 @@ def test_a_second_run_sees_what_the_first_saw_and_moves_nothing(case: str) -> No
 def test_what_does_not_move_is_not_copied() -> None:
     module = Holder()
     state = ModuleState([module])
-    state.learn(state.watch(), state.take())
+    state.remember(*state.learn(state.watch(), state.take()))
     snapshot = state.take()
     assert snapshot.moving == ()
     assert [t.data_ptr() for t in snapshot.tensors if t is not None] == [
@@ -133,7 +134,8 @@ def test_flags_that_a_first_call_sets_up_stay_set_up() -> None:
     state = ModuleState([module])
     snapshot, watch = state.take(), state.watch()
     module.is_ready, module.hooks = True, object()
-    snapshot = state.learn(watch, snapshot)
+    snapshot, places = state.learn(watch, snapshot)
+    state.remember(snapshot, places)
     undo: Undo = []
     state.rewind(snapshot, undo)
     assert module.is_ready
@@ -199,7 +201,7 @@ class TestFakeTensors:
         state = ModuleState(module.modules())
         snapshot, watch = state.take(), state.watch()
         watch.around(call)()
-        return [place.key for place, _ in state.learn(watch, snapshot).moving]
+        return [place.key for place, _ in state.learn(watch, snapshot)[0].moving]
 
     def test_the_running_statistics_of_batch_norm_move_in_training_alone(self) -> None:
         with FakeTensorMode():

@@ -14,7 +14,8 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from graphckpt.blocks.compiled import CompiledForward
 from graphckpt.blocks.rival import Rivals
-from graphckpt.rules import Keep, Rule, Site
+from graphckpt.rules import Keep, Rule, Site, running
+from graphckpt.state import policy_changes
 from graphckpt.stores import Placement
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class BlockForward:
     """
 
     __slots__ = (
+        "__weakref__",
         "_compiled",
         "_covered",
         "_inner",
@@ -93,9 +95,13 @@ class BlockForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward under its rule."""
         function = self._function()
-        if self.compile_options is not None and self._is_on and not torch.compiler.is_compiling():
+        run = running.get()
+        # A recomputation follows the policies of its original forward, whatever has been switched off since.
+        is_again = run is not None and run.again
+        is_on = self._is_on or is_again
+        if self.compile_options is not None and is_on and not torch.compiler.is_compiling():
             function = self._compiled = self._compiled or CompiledForward(function, self.compile_options)
-        if self.is_part or _disabled.get() or not self._is_on:
+        if self.is_part or not is_on or (_disabled.get() and not is_again):
             return function(*args, **kwargs)
         if torch.compiler.is_compiling():
             if isinstance(self.rule, Keep) or not torch.is_grad_enabled():
@@ -120,6 +126,7 @@ class BlockForward:
     def put_on(self) -> None:
         """Puts this wrapper in place, over what is there."""
         self._is_on = True
+        policy_changes.number += 1
         if self._is_beneath:
             return
         fields = self._module().__dict__
@@ -132,6 +139,7 @@ class BlockForward:
     def take_off(self) -> None:
         """Takes this wrapper away. If something has been put over it since, it stays beneath and does nothing."""
         self._is_on = False
+        policy_changes.number += 1
         module = self._module()
         if module is None:
             return

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch import nn
 
+from graphckpt.undo import put_back, replace_item
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from graphckpt.rules import Site
+    from graphckpt.undo import Undo
 
 _FLAG = "gradient_checkpointing"
 
@@ -59,11 +62,14 @@ class _Alone:
         return _Alone(function, self._modules)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raised = [module for module in self._modules if module.__dict__.get(_FLAG)]
-        for module in raised:
-            module.__dict__[_FLAG] = False
+        undo: Undo = []
         try:
+            for module in self._modules:
+                if module.__dict__.get(_FLAG):
+                    replace_item(module.__dict__, _FLAG, False, undo)
             return self.__wrapped__(*args, **kwargs)
         finally:
-            for module in raised:
-                module.__dict__[_FLAG] = True
+            try:
+                put_back(undo)
+            finally:
+                put_back(undo)  # where an interrupt has ended the first one

@@ -6,37 +6,33 @@ backward reads starts the second run, which fills them all, in the order in whic
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from contextlib import ExitStack
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from graphckpt._compat_compiler import never_compiled
-from graphckpt.ambient import enter_ambient, take_ambient
-from graphckpt.errors import RecomputeError
-from graphckpt.objects import rewind_objects, settle_objects, take_objects
+from graphckpt.ambient import autocast_depth, enter_ambient, take_ambient
+from graphckpt.errors import EditedError, RecomputeError
 from graphckpt.rng import set_random_state, take_random_state
+from graphckpt.rules.argument import Argument
+from graphckpt.rules.arguments import Arguments
+from graphckpt.rules.guard import Guard
 from graphckpt.rules.handed import Handed, Returned, last_returned, tensors_in
-from graphckpt.rules.kept import Kept, Same, Slot, twin_of
-from graphckpt.rules.mismatch import begins_to_move, differs, edited, edits_argument, iterator_argument
+from graphckpt.rules.kept import Slot
+from graphckpt.rules.mismatch import differs, edited, edits_module
 from graphckpt.rules.passes import Contexts, Run, SecondRun, Stop, pause, running
 from graphckpt.stores import DeviceStore
-from graphckpt.tree import ATOMS, flatten_call
-from graphckpt.undo import put_back
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from graphckpt.rules.hole import HoleCall
+    from graphckpt.rules.hole import HoleCall, RaisedCall
     from graphckpt.rules.site import Site
+    from graphckpt.state import Watch
     from graphckpt.stores import Group
-    from graphckpt.undo import Undo
-
-    _Given = tuple[int, torch.Tensor, int, torch.Tensor | None]
 
 
 @final
@@ -44,9 +40,9 @@ class Frame:
     """What one call of a block keeps, and how to run it again."""
 
     __slots__ = (
-        "__weakref__", "_ambient", "_before", "_early_stop", "_function", "_is_complete", "_joins", "_leaves",
-        "_objects", "_random", "_shape", "_slots", "_snapshot", "_state", "_strict", "contexts", "devices", "edited",
-        "group", "handed", "holes", "outer", "site",
+        "__weakref__", "_ambient", "_arguments", "_early_stop", "_function", "_is_complete", "_joins", "_random",
+        "_slots", "_snapshot", "_state", "_strict", "_watch", "before", "contexts", "devices", "group", "handed",
+        "holes", "original", "outer", "site",
     )  # fmt: skip
 
     def __init__(
@@ -64,58 +60,50 @@ class Frame:
         self._early_stop = early_stop
         self._strict = strict
         self._joins = joins
-        self._before: Frame | None = None
+        self.before: Frame | None = None
+        """The call of the recomputed block right before, if the two are recomputed as one."""
         self.handed: list[torch.Tensor] | None = None
-        self.holes: list[HoleCall] = []
+        self.holes: list[HoleCall | RaisedCall] = []
         self.outer: Any = None
-        self.edited: frozenset[int] = frozenset()
+        self.original: Run | None = None
+        """The original forward while it runs; after that, the one around it."""
         self._function = function
         self._is_complete = False
+        self._watch: Watch | None = None
         self._slots: list[weakref.ref[Slot]] = []
-        self._objects: Any = ()
         self.group: Group | None = None
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs the block for the first time, with nothing saved but what the second run needs."""
         site = self.site
         state = self._state = site.present_state()
-        recorder = site.recorder
         self.outer = site.hooks_around()
         if self.outer is None and not isinstance(site.store, DeviceStore):
             self.group = site.open_group()
-        leaves, self._shape = flatten_call(args, kwargs)
-        self.devices = site.random_devices(leaves)
+        arguments = self._arguments = Arguments(args, kwargs)
+        self.devices = site.random_devices(arguments.leaves)
         self._random = take_random_state(self.devices)
         self._ambient = take_ambient(self.devices)
         self._snapshot = state.take()
         learning = site.learns and not state.has_learnt(self._snapshot)
         self._early_stop &= not learning  # the first call's second run goes on to its end, and must save no more
-        watch = state.watch() if learning else None
+        watch = self._watch = state.watch() if learning else None
         function = self._function if watch is None else watch.around(self._function)
         returned = last_returned.get() if self._joins and self.outer is None else None
-        tensors = self._keep(leaves, returned, learning=learning)
+        arguments.keep(self, self._snapshot, returned, learning=learning)
 
-        token = running.set(Run(self, running.get(), again=False))
-        pack: Any = self.pack if recorder is None else recorder.first_run(site.name, self.pack)
-        try:
-            with saved_tensors_hooks(pack, self.unpack):
-                if self.contexts is None:
-                    output = function(*args, **kwargs)
-                else:
-                    with self.contexts.first_run(self):
-                        output = function(*args, **kwargs)
-        finally:
-            running.reset(token)
-            if recorder is not None:
-                recorder.first_run_ended(site.name)
-
+        output = self._first_run(function, args, kwargs)
         if isinstance(output, GeneratorType):
             site.note("its forward is a generator: what it yields is made outside of the block, and all of it is kept")
+        moving = self._watch = None
         if watch is not None:
-            self._snapshot = state.learn(watch, self._snapshot)
-        elif self._snapshot.versions:
-            self._see_buffers_begin_to_move()
-        self._settle(tensors, returned, learning=learning)
+            self._snapshot, moving = state.learn(watch, self._snapshot)
+        edits = state.edits_unknown(self._snapshot)
+        if edits is not None:
+            raise RecomputeError(edits_module(site.name, edits))
+        self._settle(returned, learning=learning)
+        if moving is not None:
+            state.remember(self._snapshot, moving)
         last_returned.set(Returned(self, output))
         return output
 
@@ -136,64 +124,54 @@ class Frame:
         value, slot.value = slot.value, None
         assert value is not None
         if value._version != slot.version:
-            raise RecomputeError(edited(self.site.name, "a tensor that one of its ops saves"))
+            raise EditedError(edited(self.site.name, "a tensor that one of its ops saves"))
         return value
+
+    def _first_run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        site = self.site
+        recorder = site.recorder
+        pack: Any = self.pack if recorder is None else recorder.first_run(site.name, self.pack)
+        run = self.original = Run(self, running.get(), again=False)
+        depth = autocast_depth()
+        guard = Guard()
+        try:
+            guard.enter(run, pack, self.unpack)
+            if self.contexts is None:
+                return function(*args, **kwargs)
+            with self.contexts.first_run(self):
+                return function(*args, **kwargs)
+        except BaseException:
+            guard.restore_ambient(self._ambient, depth)
+            raise
+        finally:
+            try:
+                guard.leave()
+            finally:
+                guard.leave()  # see Note [An interrupt at any moment]
+                self.original = run.outer
+                if recorder is not None:
+                    recorder.first_run_ended(site.name)
 
     def name_of(self, position: int) -> str:
         """Names the argument that leaf ``position`` belongs to."""
-        return self._shape.name(position, self._function)
+        return self._arguments.name(position, self._function)
 
-    def _keep(self, leaves: list[Any], returned: Returned | None, *, learning: bool) -> list[_Given]:
-        self.edited = self.site.edited
-        tensors = []
-        first_of: dict[int, int] = {}
-        for position, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor):
-                first = first_of.setdefault(id(leaf), position)
-                if first != position:  # `attention(x, x, x)` takes another path than three equal tensors
-                    leaves[position] = Same(first)
-                    continue
-                # An argument that forward edits in place is kept as a copy. Which ones these are shows on the first
-                # call, for which every argument is copied, one block's at a time.
-                twin = twin_of(leaf) if learning or position in self.edited else None
-                version = 0 if leaf.is_inference() else leaf._version
-                tensors.append((position, leaf, version, twin))
-                deferred = learning and self.outer is None
-                leaves[position] = leaf if deferred else self._kept(leaf, twin, returned)
-            elif type(leaf) not in ATOMS:
-                if hasattr(leaf, "__next__"):
-                    raise RecomputeError(iterator_argument(self.site.name, self.name_of(position)))
-                self._objects = self._objects or take_objects(leaves)
-        self._leaves = leaves
-        return tensors
-
-    def _kept(self, leaf: torch.Tensor, twin: torch.Tensor | None, returned: Returned | None) -> Kept | Handed:
-        number = None if returned is None or twin is not None else returned.number_of(leaf)
+    def keep_argument(
+        self, tensor: torch.Tensor, copied: torch.Tensor | None, returned: Returned | None
+    ) -> Argument | Handed:
+        """Keeps a tensor argument, or notes that the block right before returns it."""
+        number = None if returned is None or copied is not None else returned.number_of(tensor)
         if returned is None or number is None:
-            return Kept(leaf if twin is None else twin, self, self.outer)
-        self._before = returned.frame()
-        return Handed(number, leaf)
+            return Argument(tensor, self, copied)
+        self.before = returned.frame()
+        return Handed(number, tensor)
 
-    def _see_buffers_begin_to_move(self) -> None:
-        name, self._snapshot = self._state.began_to_move(self._snapshot)
-        if name is not None:
-            warnings.warn(begins_to_move(self.site.name, name), stacklevel=4)
-
-    def _settle(self, tensors: list[_Given], returned: Returned | None, *, learning: bool) -> None:
-        """After the first run: sees which arguments it edited, and lets go of what the second run does not need."""
-        moved = frozenset(p for p, leaf, version, _ in tensors if not leaf.is_inference() and leaf._version != version)
+    def _settle(self, returned: Returned | None, *, learning: bool) -> None:
+        """After the first run: lets go of what the second run does not need."""
         site = self.site
-        if learning:
-            site.edited = self.edited = moved | site.edited
-            if self.outer is None:
-                for position, leaf, _, twin in tensors:
-                    self._leaves[position] = self._kept(leaf, twin if position in self.edited else None, returned)
-        elif not moved <= self.edited:
-            raise RecomputeError(edits_argument(site.name, self.name_of(min(moved - self.edited))))
-        if self._joins and self._before is None:
+        self._arguments.settle(self, self._snapshot, returned, learning=learning)
+        if self._joins and self.before is None:
             site.note("joined: no argument is what a recomputed block right before it has returned; all are kept")
-        if self._objects:
-            self._objects = settle_objects(self._objects)
         for hole in self.holes:
             hole.settle()
         self._is_complete = True
@@ -202,33 +180,12 @@ class Frame:
         if self.group is not None:
             site.store.seal(self.group)
 
-    def _take_all(self) -> list[Any]:
-        taken: list[Any] = []
-        for position, leaf in enumerate(self._leaves):
-            taken.append(taken[leaf.position] if isinstance(leaf, Same) else self._take(position, leaf))
-        if self._before is not None:
-            self._before.handed = None
-        return taken
-
-    def _take(self, position: int, leaf: Any) -> Any:
-        if isinstance(leaf, Handed):
-            return leaf.of(self._before)  # type: ignore[arg-type]
-        if not isinstance(leaf, Kept):
-            if isinstance(leaf, torch.Tensor):  # backward within the first run of a first call
-                return leaf.detach().requires_grad_(leaf.requires_grad)
-            return leaf
-        tensor = leaf.take()
-        if tensor is None:
-            raise RecomputeError(edited(self.site.name, f"its argument `{self.name_of(position)}`"))
-        # clone() makes a tensor with history, which forward may edit in place; a leaf it may not
-        return tensor.clone() if position in self.edited else tensor
-
     def _run_blocks_before(self) -> None:
         """Has the blocks run again, from the first on, that this one is joined to."""
-        frames, frame = [], self._before
+        frames, frame = [], self.before
         while frame is not None and frame.handed is None:
             frames.append(frame)
-            frame = frame._before
+            frame = frame.before
         for frame in reversed(frames):
             frame._run_again(hands_on=True)
 
@@ -259,21 +216,26 @@ class Frame:
                 recorder.second_run_ended(self.site.name)
 
     def _second_run(self, run: SecondRun) -> None:
-        state = self._state
-        changed = state.edited(self._snapshot)
+        state, snapshot = self._state, self._snapshot
+        if self._watch is not None:  # a backward within the original forward of a first call
+            snapshot, _ = state.learn(self._watch, snapshot)
+        changed = state.edited(snapshot)
         if changed is not None:
             raise RecomputeError(edited(self.site.name, changed))
-        with torch.set_grad_enabled(bool(self.edited)):  # for the history of a copy; else there is none to have
-            args, kwargs = self._shape.assemble(self._take_all())
         random_now = take_random_state(self.devices)
-        undo: Undo = []
-        token = running.set(run)
+        ambient_now = take_ambient(self.devices)
+        depth = autocast_depth()
+        guard = Guard()
         try:
-            state.rewind(self._snapshot, undo)
-            if self._objects:
-                rewind_objects(self._objects, undo)
+            leaves = self._arguments.take(self, guard.undo)
+            if self.before is not None:
+                self.before.handed = None
+            guard.enter(run, run.pack, run.unpack)
+            guard.restore_random_state(random_now)
+            state.rewind(snapshot, guard.undo)
+            args, kwargs = self._arguments.assemble(leaves, guard.undo)
+            del leaves
             set_random_state(self._random)
-            ambient_now = take_ambient(self.devices)
             if self.contexts is None and run.outer is None and ambient_now == self._ambient:
                 self._call(run, args, kwargs)
             else:
@@ -287,13 +249,17 @@ class Frame:
         except Stop as stop:
             if stop.run is not run:
                 raise
+        except BaseException:
+            guard.restore_ambient(ambient_now, depth)
+            raise
         finally:
-            running.reset(token)
-            put_back(undo)
-            set_random_state(random_now)
+            try:
+                guard.leave()
+            finally:
+                guard.leave()  # see Note [An interrupt at any moment]
 
     def _call(self, run: SecondRun, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        with torch.enable_grad(), saved_tensors_hooks(run.pack, run.unpack):
-            output = self._function(*args, **kwargs)
+        torch.set_grad_enabled(True)  # until the guard leaves
+        output = self._function(*args, **kwargs)
         if run.hands_on:
             self.handed = [tensor.detach() for tensor in tensors_in(output)]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from graphckpt.errors import RecomputeError
+from graphckpt.rules.argument import Traits
 from graphckpt.rules.mismatch import returns_differ
 from graphckpt.tree import flatten_value
 
@@ -43,12 +44,12 @@ last_returned: ContextVar[Returned | None] = ContextVar("last_returned", default
 class Handed:
     """An argument that is not kept: the block before returns it again."""
 
-    __slots__ = ("_kind", "_number", "_requires_grad")
+    __slots__ = ("_kind", "_number", "_traits")
 
     def __init__(self, number: int, tensor: torch.Tensor) -> None:
         self._kind = tensor.dtype, tensor.shape
         self._number = number
-        self._requires_grad = tensor.requires_grad
+        self._traits = Traits(tensor)
 
     def of(self, before: Frame) -> torch.Tensor:
         """Returns the argument, of all that the block before has returned again.
@@ -59,7 +60,7 @@ class Handed:
         kinds = [(tensor.dtype, tensor.shape) for tensor in before.handed or ()]
         if kinds[self._number : self._number + 1] != [self._kind]:
             raise RecomputeError(returns_differ(before.site.name, self._number, self._kind, kinds))
-        return before.handed[self._number].requires_grad_(self._requires_grad)  # type: ignore[index]
+        return self._traits.give_to(before.handed[self._number])  # type: ignore[index]
 
 
 def tensors_in(output: Any) -> list[torch.Tensor]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
+from torch import nn
 
 from graphckpt.rng import set_random_state, take_random_state
+from graphckpt.rules.argument import own_attributes
 from graphckpt.rules.frame import Frame
+from graphckpt.rules.guard import Guard
 from graphckpt.rules.kept import Kept
 from graphckpt.rules.mismatch import holes_differ
 from graphckpt.rules.passes import Run, SecondRun, running
@@ -28,12 +31,14 @@ if TYPE_CHECKING:
 class HoleCall:
     """One call of a kept child in a first run, and how to answer for it in the second."""
 
-    __slots__ = ("_leaves", "_random", "_spec", "_versions", "name")
+    __slots__ = ("__weakref__", "_handles", "_is_differentiated", "_leaves", "_random", "_spec", "_versions", "name")
 
     def __init__(self, name: str, output: Any, frame: Frame, random: RandomState) -> None:
         self.name = name
         self._random = random
+        self._is_differentiated = False
         leaves, self._spec = flatten_value(output)
+        self._handles = [_watch_node(leaf, self) for leaf in leaves if _has_history(leaf)]
         self._versions = [
             (leaf.detach(), leaf._version)
             for leaf in leaves
@@ -42,12 +47,20 @@ class HoleCall:
         self._leaves: list[Any] | None = [
             Kept(leaf, frame, frame.outer) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
         ]
+        if any(_is_special(leaf) for leaf in leaves):
+            self._leaves = None
 
     def settle(self) -> None:
-        """After the first run: outputs that the parent edited in place can't be handed back. The child must run."""
-        if any(tensor._version != version for tensor, version in self._versions):
+        """After the first run: decides whether the outputs can be handed back.
+
+        They cannot if the parent has edited one in place or has taken gradients through the child, which has no history
+        in the second run unless it runs there.
+        """
+        if self._is_differentiated or any(tensor._version != version for tensor, version in self._versions):
             self._leaves = None
         self._versions = []
+        while self._handles:
+            self._handles.pop().remove()
 
     def answer(self) -> tuple[bool, Any]:
         """Returns ``(True, output)``, or ``(False, None)`` if the child has to run again after all."""
@@ -61,6 +74,44 @@ class HoleCall:
             leaves.append(tensor)
         set_random_state(self._random)
         return True, build_value(self._spec, leaves)
+
+
+@final
+class RaisedCall:
+    """One call of a kept child in a first run that has raised an exception, which its parent may have caught."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def settle(self) -> None:
+        """There is nothing to decide."""
+
+    def answer(self) -> tuple[bool, Any]:
+        """The child has to run, and raise, again."""
+        return False, None
+
+
+def _is_special(leaf: Any) -> bool:
+    """Whether a tensor is more than its values: what is handed back is not the same object."""
+    return isinstance(leaf, torch.Tensor) and (isinstance(leaf, nn.Parameter) or bool(own_attributes(leaf)))
+
+
+def _has_history(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
+
+
+def _watch_node(tensor: torch.Tensor, call: HoleCall) -> Any:
+    """Notes in ``call`` when a backward gets to what has made ``tensor``."""
+    found = weakref.ref(call)
+
+    def note(_: Any) -> None:
+        call = found()
+        if call is not None:
+            call._is_differentiated = True
+
+    return tensor.grad_fn.register_prehook(note)  # type: ignore[union-attr]
 
 
 def run_hole(site: Site, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -78,7 +129,12 @@ def run_hole(site: Site, function: Callable[..., Any], args: Sequence[Any], kwar
         stored = None if isinstance(outermost, SecondRun) or outermost.frame.outer is not None else _stored(site)
         keep = None if isinstance(outermost, SecondRun) else outermost.frame.outer
         hooks = (stored.pack, stored.unpack) if stored is not None else keep or IN_PLACE
-        output = _run_kept(around, hooks, site, function, args, kwargs, is_stored=stored is not None)
+        try:
+            output = _run_kept(around, hooks, site, function, args, kwargs, is_stored=stored is not None)
+        except Exception:
+            for run in first_runs:
+                run.frame.holes.append(RaisedCall(site.name))
+            raise
         if stored is not None:
             stored.seal()
     for run in first_runs:
@@ -130,7 +186,7 @@ def _ask(run: SecondRun, site: Site) -> tuple[bool, Any]:
         raise holes_differ(frame.site.name, call.name if call else None, site.name)
     answered, output = call.answer()
     if not answered:
-        site.note("its output is edited in place by its parent, so it runs again")
+        site.note("its output is edited in place or differentiated by its parent, so it is recomputed")
     return answered, output
 
 
@@ -146,15 +202,19 @@ def _run_kept(
 ) -> Any:
     recorder = site.recorder
     pack = keep[0] if recorder is None else recorder.kept_run(site.name, keep[0], is_stored=is_stored)
-    # what runs in here belongs to what is around the outermost block
-    token = running.set(around[-1].outer if around else running.get())
     contexts = [run.frame.contexts for run in around if run.frame.contexts is not None]
+    guard = Guard()
     try:
-        with ExitStack() as stack, saved_tensors_hooks(pack, keep[1]):
+        # what runs in here belongs to what is around the outermost block
+        guard.enter(around[-1].outer if around else running.get(), pack, keep[1])
+        with ExitStack() as stack:
             for context in contexts:
                 stack.enter_context(context.paused())
             return function(*args, **kwargs)
     finally:
-        running.reset(token)
-        if recorder is not None:
-            recorder.kept_run_ended(site.name)
+        try:
+            guard.leave()
+        finally:
+            guard.leave()  # see Note [An interrupt at any moment]
+            if recorder is not None:
+                recorder.kept_run_ended(site.name)

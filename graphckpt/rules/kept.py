@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 
 import torch
 
+from graphckpt.errors import EditedError
+
 if TYPE_CHECKING:
     from graphckpt.rng import RandomState
     from graphckpt.rules.site import Site
@@ -62,7 +64,7 @@ class Kept:
         recorder = site.recorder
         if outer is None:
             self._held = site.store.put(tensor, keeper.group)
-            if isinstance(self._held, torch.Tensor):  # it stays where it is; other stores see edits themselves
+            if self.stays:  # other stores see edits themselves
                 self._version = None if tensor.is_inference() else tensor._version
                 if recorder is not None:
                     recorder.kept(site.name, tensor)
@@ -74,6 +76,11 @@ class Kept:
                 with recorder.passing_on():
                     self._held = pack(tensor)
 
+    @property
+    def stays(self) -> bool:
+        """Whether the tensor stays where it is."""
+        return self._store is not None and isinstance(self._held, torch.Tensor)
+
     def let_go(self, keeper: Keeper) -> None:
         """Says that the tensor is not kept after all; nobody may ask for it any more."""
         recorder = keeper.site.recorder
@@ -84,7 +91,10 @@ class Kept:
     def take(self) -> torch.Tensor | None:
         """Returns the tensor, cut off from its history; ``None`` if it was edited in place since."""
         tensor: torch.Tensor | None
-        tensor = self._unpack(self._held) if self._store is None else self._store.get(self._held)
+        try:
+            tensor = self._unpack(self._held) if self._store is None else self._store.get(self._held)
+        except EditedError:  # from a block around this one
+            return None
         if tensor is None or (self._version is not None and tensor._version != self._version):
             return None
         return tensor.detach().requires_grad_() if self._requires_grad else tensor.detach()
@@ -120,6 +130,12 @@ class KeptResult:
                 leaf.let_go(keeper)
 
 
-def twin_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy without history."""
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+def may_be_filled_later(tensor: torch.Tensor) -> bool:
+    """Whether the op that saves ``tensor`` may write its values only after that, as ``rrelu`` does with its noise."""
+    return (
+        not tensor.requires_grad
+        and type(tensor) is torch.Tensor
+        and tensor.is_floating_point()
+        and not tensor._version
+        and not tensor._is_view()
+    )

@@ -116,11 +116,28 @@ def edits_argument(block: str, name: str) -> str:
     )
 
 
-def begins_to_move(block: str, name: str) -> str:
-    """The warning for a buffer that a later call changes, and the first one did not."""
+def shares_with_buffer(block: str, name: str, buffer: str) -> str:
+    """The message for an argument that is a view of what forward edits in its own modules."""
     return (
-        f"{block}: forward changed {name}, a buffer, which it did not do on its first call; this step's second run "
-        "sees the new value, later ones the old · fix: change it from the first forward on, or after backward"
+        f"{block}: argument `{name}` shares memory with `{buffer}` of the block, which forward edits in place; the "
+        "recomputation cannot restore both · fix: pass a clone"
+    )
+
+
+def unknown_alias(block: str, names: Sequence[str]) -> str:
+    """The message for arguments that share memory in a way that copies of them cannot."""
+    return (
+        f"{block}: forward edits one of its arguments {', '.join(f'`{name}`' for name in names)} in place, which share "
+        "memory: expected views of one tensor with one dtype, got other aliases · fix: pass a clone"
+    )
+
+
+def edits_module(block: str, name: str) -> str:
+    """The message for a forward that edits a parameter, or a large buffer for the first time."""
+    return (
+        f"{block}: forward edited {name} in place, and no copy of it from before the forward exists, which the "
+        "recomputation needs · fix: edit it outside of the block, edit a large buffer from the first call on, or set "
+        "activation_checkpointing = False on this block"
     )
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, final
 import torch
 
 from graphckpt._compat import is_fake, pytree
-from graphckpt.state import edited_by
+from graphckpt.rules.kept import may_be_filled_later
+from graphckpt.writes import edited_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -133,7 +134,8 @@ class OpLog:
 
     def saves(self, tensor: torch.Tensor) -> None:
         """Autograd saves a tensor."""
-        self.num_saving = len(self.calls)
+        # what an op fills after it has saved it, is there once that op has run
+        self.num_saving = max(self.num_saving, len(self.calls) + may_be_filled_later(tensor))
         if not _is_plain(tensor):
             self.is_whole = False
             return

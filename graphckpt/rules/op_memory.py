@@ -24,7 +24,7 @@ from graphckpt.rules.op_log import OpLog
 from graphckpt.rules.op_modes import Follow, HandBack, HandBackInOrder, Keep
 from graphckpt.rules.passes import SecondRun, running
 from graphckpt.rules.recipe import Chosen, learn
-from graphckpt.state import edited_by
+from graphckpt.writes import edited_by
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -179,4 +179,4 @@ def is_counted(func: Op) -> bool:
 def _makes_new_tensors(func: Op) -> bool:
     """Whether the op neither edits a tensor nor returns a view: those cost nothing to run again."""
     schema = getattr(func, "_schema", None)
-    return schema is not None and all(result.alias_info is None for result in schema.returns)
+    return schema is not None and not schema.is_mutable and all(r.alias_info is None for r in schema.returns)

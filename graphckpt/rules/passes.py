@@ -5,8 +5,9 @@ from __future__ import annotations
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol, final
 
-from graphckpt._compat import WithoutValues
+from graphckpt._compat import WithoutValues, autograd_sequence_number
 from graphckpt._compat_compiler import never_compiled
+from graphckpt.rules.kept import may_be_filled_later
 from graphckpt.rules.mismatch import Fault
 
 if TYPE_CHECKING:
@@ -45,15 +46,29 @@ class Contexts(Protocol):
 class Run:
     """A pass through a block's forward that is going on in this thread."""
 
-    __slots__ = ("again", "frame", "outer")
+    __slots__ = ("again", "frame", "is_active", "outer")
 
     def __init__(self, frame: Frame, outer: Run | None, *, again: bool) -> None:
         self.frame = frame
         self.outer = outer
         self.again: bool = again or (outer is not None and outer.again)
+        self.is_active = False
+        """Whether it is going on now."""
 
 
 running: ContextVar[Run | None] = ContextVar("running", default=None)
+
+
+def innermost(frame: Frame) -> Run | None:
+    """Returns the innermost execution that is going on around a backward that wants tensors of ``frame``.
+
+    Where a forward calls backward, autograd may do its work in a thread of its own, whose context variables know
+    nothing of the caller. Then it is the innermost of those executions around the frame that have not ended.
+    """
+    run = running.get() or frame.original
+    while run is not None and not run.is_active:
+        run = run.outer
+    return run
 
 
 def pause(run: Run | None, stack: ExitStack) -> None:
@@ -75,12 +90,14 @@ class Stop(BaseException):  # not an Exception: a forward that catches those mus
 class SecondRun(Run):
     """Fills the slots of a frame while its block runs again."""
 
-    __slots__ = ("_early_stop", "_first_fault", "_last", "_slots", "cursor", "hands_on", "hole_cursor", "on_pack")
+    __slots__ = (
+        "_early_stop", "_first_fault", "_last", "_slots", "_unfilled", "cursor", "hands_on", "hole_cursor", "on_pack",
+    )  # fmt: skip
 
     def __init__(
         self, frame: Frame, slots: list[weakref.ref[Slot]], *, early_stop: bool, hands_on: bool = False
     ) -> None:
-        super().__init__(frame, running.get(), again=True)
+        super().__init__(frame, innermost(frame), again=True)
         self.hands_on = hands_on
         self.cursor = 0
         self.hole_cursor = 0
@@ -91,6 +108,7 @@ class SecondRun(Run):
         while self._last >= 0 and slots[self._last]() is None:
             self._last -= 1
         self._first_fault: Fault | None = None
+        self._unfilled = -1  # the op that has saved a tensor which it may fill only later
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -103,6 +121,8 @@ class SecondRun(Run):
             raise RuntimeError(f"{self.frame.site.name}: tensor {position} is saved, and was left out")
         if tensor.requires_grad:
             tensor = tensor.detach()
+        elif may_be_filled_later(tensor):
+            self._unfilled = autograd_sequence_number()
         if position < len(self._slots):
             slot = self._slots[position]()
             if slot is not None and slot.value is None:
@@ -112,8 +132,8 @@ class SecondRun(Run):
                     )
                 slot.value = tensor
                 slot.version = tensor._version
-            if position == self._last and self._early_stop:
-                raise Stop(self)
+        if position >= self._last and self._early_stop and self._unfilled != autograd_sequence_number():
+            raise Stop(self)
         return tensor
 
     @never_compiled

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, final
 
+from graphckpt._compat import autograd_sequence_number
 from graphckpt._compat_compiler import never_compiled
-from graphckpt.errors import RecomputeError
-from graphckpt.rules.kept import Kept
+from graphckpt.errors import EditedError
+from graphckpt.rules.kept import Kept, may_be_filled_later
 from graphckpt.rules.mismatch import edited
 
 if TYPE_CHECKING:
@@ -20,32 +21,66 @@ if TYPE_CHECKING:
 class StoredCall:
     """The pair of hooks around the call."""
 
-    __slots__ = ("group", "site")
+    __slots__ = ("_unfilled", "_unfilled_op", "group", "site")
 
     def __init__(self, site: Site) -> None:
         self.site = site
         self.group: Group | None = site.open_group()
+        self._unfilled: list[_Filled] = []
+        self._unfilled_op = -1
 
     @never_compiled
-    def pack(self, tensor: torch.Tensor) -> Kept:
+    def pack(self, tensor: torch.Tensor) -> Kept | _Filled:
         """Answers autograd, which wants ``tensor`` saved."""
+        if self._unfilled and self._unfilled_op != autograd_sequence_number():
+            self._keep_filled()
+        if may_be_filled_later(tensor):
+            self._unfilled_op = autograd_sequence_number()
+            self._unfilled.append(_Filled(tensor))
+            return self._unfilled[-1]
         return Kept(tensor, self, None)
 
     @never_compiled
-    def unpack(self, kept: Kept) -> torch.Tensor:
+    def unpack(self, kept: Kept | _Filled) -> torch.Tensor:
         """Gives autograd the tensor back.
 
         Raises:
             RecomputeError: The tensor was edited in place since.
         """
+        if isinstance(kept, _Filled):
+            kept = kept.keep(self)
         tensor = kept.take()
         if tensor is None:
-            raise RecomputeError(edited(self.site.name, "a tensor that one of its ops saves"))
+            raise EditedError(edited(self.site.name, "a tensor that one of its ops saves"))
         return tensor
 
     def seal(self) -> None:
         """The call is over."""
+        self._keep_filled()
         self.site.store.seal(self.group)
+
+    def _keep_filled(self) -> None:
+        """The ops have run that may have filled what they had saved before."""
+        while self._unfilled:
+            self._unfilled.pop(0).keep(self)
+
+
+@final
+class _Filled:
+    """A tensor that goes to the store once the op that saves it has run."""
+
+    __slots__ = ("_kept", "_tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor: torch.Tensor | None = tensor
+        self._kept: Kept | None = None
+
+    def keep(self, call: StoredCall) -> Kept:
+        """Returns what stands for the tensor in the store."""
+        if self._kept is None:
+            assert self._tensor is not None
+            self._kept, self._tensor = Kept(self._tensor, call, None), None
+        return self._kept
 
 
 @never_compiled

@@ -243,26 +243,67 @@ def test_buffers_that_move_in_train_mode_only_move_once_after_a_first_call_in_ev
         assert model[0].num_batches_tracked == 2
 
 
-def test_a_buffer_that_begins_to_move_moves_once_and_is_told() -> None:
-    class Late(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("steps", torch.zeros(()))
-            self.begun = False
+class Late(nn.Module):
+    """Edits a buffer from some call on."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            if self.begun:
-                self.steps.add_(1)
-            return x.sin()
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(size))
+        self.begun = False
 
-    model = nn.Sequential(Late())
+    def forward(self, x: Tensor) -> Tensor:
+        if self.begun:
+            self.steps.add_(1)
+        return (x * (self.steps[0] + 1)).sin() * self.steps[0].cos()
+
+
+def test_a_buffer_that_begins_to_move_on_a_later_call_moves_once_and_is_as_it_was_in_the_recomputation() -> None:
+    plain, model = nn.Sequential(Late(3)), nn.Sequential(Late(3))
+    with graphckpt.apply(model, {"0": True}):
+        for number in range(4):
+            grads = []
+            for each in (plain, model):
+                each[0].begun = number > 0
+                x = torch.ones(3, requires_grad=True)
+                (each(x) + each(x)).sum().backward()
+                grads.append(x.grad)
+            assert torch.equal(*grads)
+            assert torch.equal(plain[0].steps, model[0].steps)
+        assert model[0].steps[0] == 6
+
+
+def test_a_large_buffer_that_begins_to_move_is_refused_once() -> None:
+    model = nn.Sequential(Late(20_000))
     with graphckpt.apply(model, {"0": True}):
         model(torch.randn(3, requires_grad=True)).sum().backward()
         model[0].begun = True
-        with pytest.warns(UserWarning, match=r"0: forward changed `steps` of its Late, a buffer, which it did not do"):
-            loss = model(torch.randn(3, requires_grad=True)).sum()
-        loss.backward()
-        assert model[0].steps == 1
-        for _ in range(3):
-            model(torch.randn(3, requires_grad=True)).sum().backward()
-        assert model[0].steps == 4
+        with pytest.raises(RecomputeError, match=r"0: forward edited `steps` of its Late in place"):
+            model(torch.randn(3, requires_grad=True))
+        model(torch.randn(3, requires_grad=True)).sum().backward()
+        assert model[0].steps[0] == 2
+
+
+def test_a_parameter_that_forward_edits_is_refused() -> None:
+    model = nn.Sequential(nn.Embedding(4, 3, max_norm=0.1))
+    with graphckpt.apply(model, {"0": True}), pytest.raises(RecomputeError, match=r"0: forward edited `weight` of its"):
+        model(torch.arange(4))
+
+
+def test_an_attribute_that_a_hook_sets_before_each_call_is_that_of_its_call() -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.scale).sin()
+
+    grads = []
+    for rule in (False, True):
+        model = nn.Sequential(Scaled())
+        scales = iter(torch.arange(8.0))
+        model[0].register_forward_pre_hook(lambda module, _, scales=scales: setattr(module, "scale", next(scales)))
+        with graphckpt.apply(model, {"0": rule}):
+            for _ in range(2):
+                x = torch.ones(3, requires_grad=True)
+                (model(x) + model(x)).sum().backward()
+                grads.append(x.grad)
+        assert model[0].scale == 3
+    assert torch.equal(grads[0], grads[2])
+    assert torch.equal(grads[1], grads[3])

@@ -1,0 +1,141 @@
+"""One tensor argument of a recomputed block, held so that the recomputation is called with the same tensor.
+
+Where it stays on the device, the recomputation is handed the very object. Elsewhere a tensor is made that has what the
+object had: class, Python attributes, whether it requires grad and whether it has history.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import nn
+
+from graphckpt.errors import RecomputeError
+from graphckpt.rules.kept import Kept
+from graphckpt.stores import DeviceStore
+from graphckpt.undo import differs, fill
+
+if TYPE_CHECKING:
+    from graphckpt.rules.frame import Frame
+    from graphckpt.undo import Undo
+
+
+@final
+class Traits:
+    """What a tensor has beside its values.
+
+    Args:
+        tensor: The argument as the original forward was called with it.
+    """
+
+    __slots__ = ("_attributes", "_has_history", "_kind", "requires_grad")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.requires_grad = tensor.requires_grad
+        self._has_history = not tensor.is_leaf
+        self._kind = type(tensor)
+        self._attributes: dict[str, Any] | None = own_attributes(tensor) if tensor.__dict__ else None
+
+    def give_to(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns ``tensor``, which has no history, with these traits."""
+        if self.requires_grad:
+            tensor.requires_grad_()
+            if self._has_history and type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+                with torch.enable_grad():
+                    tensor = tensor.view_as(tensor)
+        return self.give_class_to(tensor)
+
+    def give_class_to(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns ``tensor`` with the class and the Python attributes of the argument.
+
+        Raises:
+            RecomputeError: Python cannot make it one of that class.
+        """
+        if type(tensor) is not self._kind:
+            try:
+                tensor.__class__ = self._kind
+            except TypeError:
+                raise RecomputeError(
+                    f"expected an argument of class {self._kind.__name__} for the recomputation, got a "
+                    f"{type(tensor).__name__} from its store · fix: set offload = False on this block"
+                ) from None
+        for name, value in (self._attributes or {}).items():
+            tensor.__dict__.setdefault(name, value)
+        return tensor
+
+    def put_back_attributes(self, tensor: torch.Tensor, undo: Undo) -> None:
+        """Gives the object itself the Python attributes that it had, if they were changed since."""
+        present, past = tensor.__dict__, self._attributes or {}
+        if (present or past) and differs(present, past):
+            undo.append((present, None, dict(present)))
+            fill(present, past)
+
+
+@final
+class Argument:
+    """A tensor argument that is kept.
+
+    Args:
+        tensor: The argument.
+        frame: The call that keeps it.
+        copied: A copy to keep in its place, where forward edits the argument or may do so.
+    """
+
+    __slots__ = ("_kept", "_tensor", "_version", "traits")
+
+    def __init__(self, tensor: torch.Tensor, frame: Frame, copied: torch.Tensor | None) -> None:
+        self.traits = Traits(tensor)
+        value = tensor if copied is None else copied
+        self._tensor: torch.Tensor | None = None
+        self._version: int | None = None
+        self._kept: Kept | None = None
+        site, outer = frame.site, frame.outer
+        # Hooks around the block are not asked to save a parameter: the module that holds it does.
+        if isinstance(site.store, DeviceStore) if outer is None else isinstance(tensor, nn.Parameter):
+            if outer is None and site.recorder is not None:
+                site.recorder.kept(site.name, value)
+        else:
+            self._kept = Kept(value, frame, outer)
+            if not self._kept.stays:
+                return
+            self._kept = None
+        self._hold(value)
+
+    def drop_copy(self, tensor: torch.Tensor) -> None:
+        """Holds ``tensor``, the argument itself, where a copy of it is held."""
+        if self._kept is None:
+            self._hold(tensor)
+
+    def _hold(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._version = None if tensor.is_inference() else tensor._version
+
+    def take(self, undo: Undo, *, is_edited: bool) -> torch.Tensor | None:
+        """Returns the tensor to call the block with; ``None`` if it was edited in place since.
+
+        Args:
+            undo: Notes what is replaced for the time of the recomputation.
+            is_edited: Whether forward edits it in place, so that it must be a copy.
+        """
+        tensor = self._tensor if self._kept is None else self._kept.take()
+        if tensor is None or (self._version is not None and tensor._version != self._version):
+            return None
+        if is_edited:
+            return as_edited(tensor, self.traits)
+        if self._kept is None and tensor.requires_grad is self.traits.requires_grad:
+            self.traits.put_back_attributes(tensor, undo)
+            return tensor
+        return self.traits.give_to(tensor.detach())
+
+
+def as_edited(tensor: torch.Tensor, traits: Traits) -> torch.Tensor:
+    """Returns a copy of ``tensor`` that forward may edit in place: no leaf, if it requires grad."""
+    with torch.enable_grad():
+        return traits.give_class_to(tensor.detach().requires_grad_(traits.requires_grad).clone())
+
+
+def own_attributes(tensor: Any) -> dict[str, Any]:
+    """Returns the Python attributes of a tensor, but for the tensors that a wrapper such as a DTensor holds."""
+    inner = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
+    return {name: value for name, value in tensor.__dict__.items() if name not in inner}

@@ -1,0 +1,194 @@
+"""The arguments of one call of a recomputed block: what is kept of them, and what the recomputation is called with.
+
+An argument that forward edits in place is kept as a copy. Which ones these are shows on the first call of a block, for
+which every tensor is copied. Arguments that share memory with one that is edited are edited with it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, final
+
+import torch
+
+from graphckpt.errors import RecomputeError
+from graphckpt.objects import rewind_objects, settle_objects, take_objects
+from graphckpt.rules.aliases import Aliases, alias_groups, has_storage
+from graphckpt.rules.argument import Argument, Traits, as_edited
+from graphckpt.rules.handed import Handed
+from graphckpt.rules.kept import Same
+from graphckpt.rules.mismatch import edited, edits_argument, iterator_argument, shares_with_buffer
+from graphckpt.tree import ATOMS, flatten_call
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from graphckpt.rules.frame import Frame
+    from graphckpt.rules.handed import Returned
+    from graphckpt.state import Moving, Snapshot
+    from graphckpt.undo import Undo
+
+
+class _Given(NamedTuple):
+    """A tensor argument while the original forward runs."""
+
+    position: int
+    tensor: torch.Tensor
+    version: int
+    copied: torch.Tensor | None
+
+    def is_edited(self) -> bool:
+        return not self.tensor.is_inference() and self.tensor._version != self.version
+
+
+@final
+class Arguments:
+    """What one call keeps of its arguments.
+
+    Args:
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+    """
+
+    __slots__ = ("_aliases", "_given", "_leaves", "_objects", "_own", "_shape", "edited")
+
+    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self._leaves, self._shape = flatten_call(args, kwargs)
+        self._given: list[_Given] = []
+        self._objects: Any = ()
+        self._own: dict[int, Moving] = {}
+        self._aliases: list[Aliases] = []
+        self.edited: frozenset[int] = frozenset()
+        """Positions of the tensors that forward edits in place."""
+
+    @property
+    def leaves(self) -> Sequence[Any]:
+        """The arguments, without the containers around them."""
+        return self._leaves
+
+    def name(self, position: int, function: Callable[..., Any]) -> str:
+        """Names the argument that leaf number ``position`` belongs to."""
+        return self._shape.name(position, function)
+
+    def keep(self, frame: Frame, snapshot: Snapshot, returned: Returned | None, *, learning: bool) -> None:
+        """Keeps what the recomputation needs, before the original forward."""
+        leaves = self._leaves
+        tensors: list[tuple[int, torch.Tensor]] = []
+        first_of: dict[int, int] = {}
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                first = first_of.setdefault(id(leaf), position)
+                if first == position:
+                    tensors.append((position, leaf))
+                else:  # `attention(x, x, x)` takes another path than three equal tensors
+                    leaves[position] = Same(first)
+            elif type(leaf) not in ATOMS:
+                if hasattr(leaf, "__next__"):
+                    raise RecomputeError(iterator_argument(frame.site.name, frame.name_of(position)))
+                self._objects = self._objects or take_objects(leaves)
+        self._find_own(frame, snapshot, tensors)
+        self.edited = frame.site.edited
+        if self.edited and not learning:
+            groups = alias_groups(tensors)
+            self.edited |= {p for group in groups if not self.edited.isdisjoint(group) for p in group}
+        for position, tensor in tensors:
+            copied = _copy_of(tensor) if learning or position in self.edited else None
+            version = 0 if tensor.is_inference() else tensor._version
+            self._given.append(_Given(position, tensor, version, copied))
+            if not learning or frame.outer is not None:  # else at the end of the forward, which shows what is edited
+                leaves[position] = frame.keep_argument(tensor, copied, returned)
+
+    def settle(self, frame: Frame, snapshot: Snapshot, returned: Returned | None, *, learning: bool) -> None:
+        """Drops what the recomputation does not need, after the original forward.
+
+        Raises:
+            RecomputeError: Forward edited an argument in place that earlier calls left alone, or one that cannot be
+                copied.
+        """
+        given, self._given = self._given, []
+        tensors = [(each.position, each.tensor) for each in given]
+        if learning:
+            self._find_own(frame, snapshot, tensors)
+        moved = frozenset(each.position for each in given if each.is_edited()) - self._own.keys()
+        if learning:
+            self.edited = moved | frame.site.edited
+            frame.site.edited = self.edited
+        elif not moved <= self.edited:
+            self._leaves = []
+            raise RecomputeError(edits_argument(frame.site.name, frame.name_of(min(moved - self.edited))))
+        if self.edited:
+            groups = [group for group in alias_groups(tensors) if not self.edited.isdisjoint(group)]
+            self.edited |= {position for group in groups for position in group}
+            self._aliases = [Aliases(frame, [each for each in tensors if each[0] in group]) for group in groups]
+        if learning:
+            for each in given:
+                is_edited = each.position in self.edited
+                if frame.outer is None:
+                    copied = each.copied if is_edited else None
+                    self._leaves[each.position] = frame.keep_argument(each.tensor, copied, returned)
+                elif not is_edited:
+                    self._leaves[each.position].drop_copy(each.tensor)
+        if self._objects:
+            self._objects = settle_objects(self._objects)
+
+    def take(self, frame: Frame, undo: Undo) -> list[Any]:
+        """Returns the leaves for the recomputation; :meth:`assemble` makes arguments of them.
+
+        Raises:
+            RecomputeError: One was edited in place since.
+        """
+        taken: list[Any] = []
+        for position, leaf in enumerate(self._leaves):
+            taken.append(taken[leaf.position] if isinstance(leaf, Same) else self._take(frame, position, leaf, undo))
+        for aliases in self._aliases:
+            aliases.rebuild(taken)
+        return taken
+
+    def assemble(self, leaves: list[Any], undo: Undo) -> tuple[Sequence[Any], dict[str, Any]]:
+        """Returns ``(args, kwargs)``, once the modules are in the state of the original forward."""
+        for position, place in self._own.items():
+            leaves[position] = place.owner[place.key]
+        for position, leaf in enumerate(self._leaves):
+            if isinstance(leaf, Same):
+                leaves[position] = leaves[leaf.position]
+        if self._objects:
+            rewind_objects(self._objects, undo)
+        return self._shape.assemble(leaves)
+
+    def _take(self, frame: Frame, position: int, leaf: Any, undo: Undo) -> Any:
+        if position in self._own:
+            return None  # filled in by `assemble`
+        if isinstance(leaf, Handed):
+            return leaf.of(frame.before)  # type: ignore[arg-type]
+        if isinstance(leaf, torch.Tensor):  # a backward within the original forward of a first call
+            given = next(each for each in self._given if each.position == position)
+            assert given.copied is not None
+            return as_edited(given.copied, Traits(leaf)) if given.is_edited() else leaf
+        if not isinstance(leaf, Argument):
+            return leaf
+        tensor = leaf.take(undo, is_edited=position in self.edited)
+        if tensor is None:
+            raise RecomputeError(edited(frame.site.name, f"its argument `{frame.name_of(position)}`"))
+        return tensor
+
+    def _find_own(self, frame: Frame, snapshot: Snapshot, tensors: list[tuple[int, torch.Tensor]]) -> None:
+        """Finds the arguments that are tensors of the block's own modules which its forward edits."""
+        places = [place for place, _ in snapshot.moving if place.in_place]
+        if not places:
+            return
+        for position, tensor in tensors:
+            if tensor.requires_grad or not has_storage(tensor):
+                continue
+            for place in places:
+                own = place.owner.get(place.key)
+                if own is tensor:
+                    self._own[position] = place
+                elif _share_storage(own, tensor):
+                    raise RecomputeError(shares_with_buffer(frame.site.name, frame.name_of(position), place.key))
+
+
+def _share_storage(own: Any, tensor: torch.Tensor) -> bool:
+    return isinstance(own, torch.Tensor) and has_storage(own) and own.untyped_storage() is tensor.untyped_storage()
+
+
+def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)

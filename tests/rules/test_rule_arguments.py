@@ -1,0 +1,282 @@
+"""The recomputation is called with the arguments of the original forward: the same objects, classes, aliases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import graphckpt
+from graphckpt.errors import RecomputeError
+from graphckpt.rules import Selective
+
+WAYS: dict[str, dict[str, Any]] = {
+    "full": {"block": True},
+    "selective": {"block": Selective("matmul")},
+    "disk": {"block": {"activation_checkpointing": True, "offload": "disk", "min_elements": 1}},
+    "contiguous": {"block": {"activation_checkpointing": True, "contiguous": True, "min_elements": 1}},
+    "nested": {"": True, "block": True},
+    "nested, disk": {
+        "": {"activation_checkpointing": True, "offload": "disk", "min_elements": 1},
+        "block": Selective("matmul"),
+    },
+    "joined": {"before": True, "block": "joined"},
+}
+
+
+class Around(nn.Module):
+    """Calls a block with what ``make`` returns for the activation ``h``."""
+
+    def __init__(self, block: nn.Module, make: Any) -> None:
+        super().__init__()
+        self.before, self.block, self.make = nn.Linear(3, 3), block, make
+
+    def forward(self, x: Tensor) -> Tensor:
+        args, kwargs = self.make(self, self.before(x))
+        return self.block(*args, **kwargs)
+
+
+def step(model: nn.Module, steps: int = 2) -> list[Tensor]:
+    torch.manual_seed(3)
+    found = []
+    for number in range(steps):
+        model.zero_grad()
+        out = model(torch.arange(6.0).view(2, 3) / 7 + number)
+        (out * out).sum().backward()
+        found += [out.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        found += [b.clone() for b in model.buffers()]
+    return found
+
+
+def build(block: type[nn.Module], make: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return Around(block(), make)
+
+
+def check(block: type[nn.Module], make: Any, policies: dict[str, Any]) -> None:
+    expected = step(build(block, make))
+    model = build(block, make)
+    with graphckpt.apply(model, policies):
+        found = step(model)
+    assert len(found) == len(expected)
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other)
+
+
+class Masked(nn.Module):
+    """Reads a Python attribute of its argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, h: Tensor, mask: Tensor) -> Tensor:
+        return torch.sin(self.linear(h) * getattr(mask, "factor", 1.0)) * mask * getattr(h, "factor", 1.0)
+
+
+def with_factor(tensor: Tensor, factor: float) -> Tensor:
+    tensor.factor = factor  # type: ignore[attr-defined]
+    return tensor
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_python_attributes_of_arguments_are_those_of_the_original_forward(way: str) -> None:
+    check(Masked, lambda _, h: ((with_factor(h, 3.0),), {"mask": with_factor(torch.ones(2, 3), -0.5)}), WAYS[way])
+
+
+def test_an_attribute_that_changes_before_backward_is_the_old_one_in_the_recomputation() -> None:
+    mask = with_factor(torch.ones(3), 2.0)
+    x = torch.ones(3, requires_grad=True)
+    y = graphckpt.checkpoint(lambda x, mask: torch.sin(x * mask.factor).square(), x, mask)
+    mask.factor = 5.0  # type: ignore[attr-defined]
+    y.sum().backward()
+    expected = (4 * torch.sin(torch.tensor(2.0)) * torch.cos(torch.tensor(2.0))).expand(3)
+    assert x.grad is not None
+    assert torch.equal(x.grad, expected)
+    assert mask.factor == 5.0  # type: ignore[attr-defined]
+
+
+class Scaled(Tensor):
+    """A subclass whose attribute changes results."""
+
+    scale = 1.0
+
+
+class Classes(nn.Module):
+    """Takes other paths for a parameter, for the block's own weight, and for a subclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, h: Tensor, weight: Tensor, other: Tensor) -> Tensor:
+        if weight is not self.linear.weight or not isinstance(weight, nn.Parameter):
+            h = h * 2
+        if isinstance(other, Scaled):
+            h = h * other.scale
+        if h.is_leaf or h.grad_fn is None:
+            h = h * 3
+        return F.linear(h, weight).sin() * other.as_subclass(Tensor)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_class_and_identity_of_arguments_are_those_of_the_original_forward(way: str) -> None:
+    def make(model: Any, h: Tensor) -> Any:
+        other = torch.full((3,), 2.0).as_subclass(Scaled)
+        other.scale = 0.25
+        return (h, model.block.linear.weight, other), {}
+
+    check(Classes, make, WAYS[way])
+
+
+def test_an_argument_that_stays_on_the_device_is_the_same_object_in_the_recomputation() -> None:
+    seen: list[Tensor] = []
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        seen.extend((x, y))
+        return torch.sin(x * y)
+
+    x, y = torch.ones(3, requires_grad=True) * 2, torch.ones(6)[::2]
+    graphckpt.checkpoint(function, x, y).sum().backward()
+    assert [seen[2] is x, seen[3] is y] == [True, True]
+    assert seen[3]._is_view()
+
+
+class Edits(nn.Module):
+    """Edits one of two arguments that share memory, and saves both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, rows: Tensor, more: dict[str, list[Tensor]]) -> Tensor:
+        rows.mul_(2)
+        flat = more["flat"][0]
+        return self.linear(rows).sin() + flat.sin().reshape(2, 3) * rows.cos()
+
+
+SHARED = {
+    "view of what is edited": lambda h: (h, h.view(6)),
+    "what is edited is a view": lambda h: ((base := h * 1.0).view(2, 3), base),
+    "detached": lambda h: ((base := h * 1.0), base.detach()),
+    "edited through the detached one": lambda h: ((base := h.detach() * 1.0), base.view(6)),
+    "data": lambda h: ((base := h * 1.0), base.data),
+    "parts of one": lambda h: ((base := torch.cat([h, h + 1]))[:2], base[1:3]),
+    "with a step": lambda h: ((base := torch.cat([h, h + 1]).view(3, 4).t().contiguous())[:2, :3], base[:2, :3].t()),
+}
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "joined"])
+@pytest.mark.parametrize("shared", SHARED)
+def test_arguments_that_share_memory_share_it_in_the_recomputation(shared: str, way: str) -> None:
+    def make(_: Any, h: Tensor) -> Any:
+        rows, flat = SHARED[shared](h)
+        return (rows,), {"more": {"flat": [flat]}}
+
+    check(Edits, make, WAYS[way])
+
+
+def test_arguments_that_share_memory_from_a_later_call_on() -> None:
+    torch.manual_seed(0)
+    block = Edits()
+    expected, found = [], []
+    for grads, wrapped in ((expected, False), (found, True)):
+        handle = graphckpt.apply(block, {"": True}) if wrapped else None
+        for shares in (False, True, False, True):
+            rows = torch.arange(6.0).view(2, 3).requires_grad_() * 0.5
+            flat = rows.view(6) if shares else torch.ones(6)
+            block.zero_grad()
+            block(rows, {"flat": [flat]}).square().sum().backward()
+            grads += [p.grad.clone() for p in block.parameters()]
+        if handle is not None:
+            handle.remove()
+    assert all(map(torch.equal, expected, found))
+
+
+def test_aliases_that_cannot_be_made_again_are_refused() -> None:
+    def function(x: Tensor, bits: Tensor) -> Tensor:
+        x.mul_(2)
+        return x.sin() * bits.float().mean()
+
+    class Block(nn.Module):
+        def forward(self, x: Tensor, bits: Tensor) -> Tensor:
+            return function(x, bits)
+
+    block = Block()
+    x = torch.ones(3, requires_grad=True) * 1.0
+    with graphckpt.apply(block, {"": True}), pytest.raises(RecomputeError, match=r"argument.*`x`, `bits`.*share"):
+        block(x, x.detach().view(torch.int32))
+
+
+class OwnBuffer(nn.Module):
+    """Is called with its own buffer, which it edits, through the argument and by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("average", torch.ones(3))
+
+    def forward(self, h: Tensor, average: Tensor) -> Tensor:
+        y = self.linear(h * average.clone())
+        average.lerp_(y.detach().mean(0), 0.5)
+        y = y.sin() * self.average.clone()
+        self.average.mul_(0.9)
+        return y * average
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "joined"])
+def test_an_argument_that_is_the_blocks_own_buffer(way: str) -> None:
+    check(OwnBuffer, lambda model, h: ((h, model.block.average), {}), WAYS[way])
+
+
+class ReadsStatistics(nn.Module):
+    """Is called with running statistics that BatchNorm moves without a trace in their version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, h: Tensor, mean: Tensor) -> Tensor:
+        return self.norm(h * (mean + 1)).sin() * (mean + 2)
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "joined"])
+def test_an_argument_that_is_a_running_statistic_of_the_block(way: str) -> None:
+    check(ReadsStatistics, lambda model, h: ((h, model.block.norm.running_mean), {}), WAYS[way])
+
+
+def test_a_view_of_the_blocks_own_buffer_is_refused_where_forward_edits_it() -> None:
+    model = build(OwnBuffer, lambda model, h: ((h, model.block.average[:]), {}))
+    with graphckpt.apply(model, {"block": True}), pytest.raises(RecomputeError, match=r"`average`.*shares memory"):
+        step(model)
+
+
+class Rrelu(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.act = nn.Linear(3, 3), nn.RReLU()
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.act(self.linear(h) - 1)
+
+
+RRELU_WAYS = {
+    **WAYS,
+    "kept, disk": {"block": {"offload": "disk", "min_elements": 1}},
+    "kept, contiguous": {"block": {"contiguous": True, "min_elements": 1}},
+    "every op kept": {"block": Selective(lambda context, op, *args, **kwargs: True)},
+    "rrelu kept": {"block": Selective(["aten.rrelu_with_noise.default"])},
+    "excluded": {"block": True, "block.act": False},
+    "excluded, disk": {
+        "block": True,
+        "block.act": {"activation_checkpointing": False, "offload": "disk", "min_elements": 1},
+    },
+}
+
+
+@pytest.mark.parametrize("way", RRELU_WAYS)
+def test_what_an_op_fills_after_autograd_has_saved_it(way: str) -> None:
+    check(Rrelu, lambda _, h: ((h,), {}), RRELU_WAYS[way])
