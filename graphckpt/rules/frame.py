@@ -23,7 +23,7 @@ from graphckpt.rng import set_random_state, take_random_state
 from graphckpt.rules.handed import Handed, Returned, last_returned, tensors_in
 from graphckpt.rules.kept import Kept, Same, Slot, twin_of
 from graphckpt.rules.mismatch import begins_to_move, differs, edited, edits_argument, iterator_argument
-from graphckpt.rules.passes import Contexts, Run, SecondRun, Stop, pause, running
+from graphckpt.rules.passes import Contexts, Run, SecondRun, Stop, running, unseen
 from graphckpt.stores import DeviceStore
 from graphckpt.tree import ATOMS, flatten_call
 from graphckpt.undo import put_back
@@ -85,15 +85,16 @@ class Frame:
             self.group = site.open_group()
         leaves, self._shape = flatten_call(args, kwargs)
         self.devices = site.random_devices(leaves)
-        self._random = take_random_state(self.devices)
-        self._ambient = take_ambient(self.devices)
-        self._snapshot = state.take()
-        learning = site.learns and not state.has_learnt(self._snapshot)
-        self._early_stop &= not learning  # the first call's second run goes on to its end, and must save no more
-        watch = state.watch() if learning else None
-        function = self._function if watch is None else watch.around(self._function)
-        returned = last_returned.get() if self._joins and self.outer is None else None
-        tensors = self._keep(leaves, returned, learning=learning)
+        with unseen(running.get()):
+            self._random = take_random_state(self.devices)
+            self._ambient = take_ambient(self.devices)
+            self._snapshot = state.take()
+            learning = site.learns and not state.has_learnt(self._snapshot)
+            self._early_stop &= not learning  # the first call's second run goes on to its end, and must save no more
+            watch = state.watch() if learning else None
+            function = self._function if watch is None else watch.around(self._function)
+            returned = last_returned.get() if self._joins and self.outer is None else None
+            tensors = self._keep(leaves, returned, learning=learning)
 
         token = running.set(Run(self, running.get(), again=False))
         pack: Any = self.pack if recorder is None else recorder.first_run(site.name, self.pack)
@@ -111,11 +112,12 @@ class Frame:
 
         if isinstance(output, GeneratorType):
             site.note("its forward is a generator: what it yields is made outside of the block, and all of it is kept")
-        if watch is not None:
-            self._snapshot = state.learn(watch, self._snapshot)
-        elif self._snapshot.versions:
-            self._see_buffers_begin_to_move()
-        self._settle(tensors, returned, learning=learning)
+        with unseen(running.get()):
+            if watch is not None:
+                self._snapshot = state.learn(watch, self._snapshot)
+            elif self._snapshot.versions:
+                self._see_buffers_begin_to_move()
+            self._settle(tensors, returned, learning=learning)
         last_returned.set(Returned(self, output))
         return output
 
@@ -259,6 +261,10 @@ class Frame:
                 recorder.second_run_ended(self.site.name)
 
     def _second_run(self, run: SecondRun) -> None:
+        with unseen(run.outer):
+            self._repeat(run)
+
+    def _repeat(self, run: SecondRun) -> None:
         state = self._state
         changed = state.edited(self._snapshot)
         if changed is not None:
@@ -274,11 +280,10 @@ class Frame:
                 rewind_objects(self._objects, undo)
             set_random_state(self._random)
             ambient_now = take_ambient(self.devices)
-            if self.contexts is None and run.outer is None and ambient_now == self._ambient:
+            if self.contexts is None and ambient_now == self._ambient:
                 self._call(run, args, kwargs)
             else:
                 with ExitStack() as stack:
-                    pause(run.outer, stack)
                     if ambient_now != self._ambient:
                         enter_ambient(stack, self._ambient, ambient_now)
                     if self.contexts is not None:

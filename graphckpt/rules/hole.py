@@ -84,8 +84,8 @@ def run_hole(site: Site, function: Callable[..., Any], args: Sequence[Any], kwar
     for run in first_runs:
         frame = run.frame
         with ExitStack() as stack:
-            if frame.group is not None and frame.contexts is not None:
-                stack.enter_context(frame.contexts.paused())  # the copies of a store are no ops of the block
+            if frame.contexts is not None:
+                stack.enter_context(frame.contexts.paused())  # copies of a store, or of hooks, are no ops of the block
             frame.holes.append(HoleCall(site.name, output, frame, take_random_state(frame.devices)))
     return output
 

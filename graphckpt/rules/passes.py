@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol, final
 
@@ -11,8 +12,8 @@ from graphckpt.rules.mismatch import Fault
 
 if TYPE_CHECKING:
     import weakref
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager, ExitStack
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     import torch
 
@@ -56,12 +57,19 @@ class Run:
 running: ContextVar[Run | None] = ContextVar("running", default=None)
 
 
-def pause(run: Run | None, stack: ExitStack) -> None:
-    """Where a backward within forward has begun this second run, the runs around it must not see its ops."""
-    while run is not None:
-        if run.frame.contexts is not None:
-            stack.enter_context(run.frame.contexts.paused())
-        run = run.outer
+@contextmanager
+def unseen(run: Run | None) -> Iterator[None]:
+    """Hides ops from the contexts of ``run`` and of the runs around it.
+
+    Those are the engine's own ops, such as copies of arguments, and those of a recomputation that a backward within
+    forward has started: they are no ops of the blocks around.
+    """
+    with ExitStack() as stack:
+        while run is not None:
+            if run.frame.contexts is not None:
+                stack.enter_context(run.frame.contexts.paused())
+            run = run.outer
+        yield
 
 
 class Stop(BaseException):  # not an Exception: a forward that catches those must not catch this
