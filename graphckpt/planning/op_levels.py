@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, final
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphckpt._compat import call_with_autocast
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.planning.run import Option
 from graphckpt.rules import Full, Rule, Selective
@@ -28,6 +29,7 @@ from graphckpt.rules.op_log import OpLog
 from graphckpt.rules.op_modes import is_counted
 from graphckpt.rules.selective import PRESETS
 from graphckpt.rules.stored import IN_PLACE
+from graphckpt.tree import flatten_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -101,7 +103,8 @@ class Look(Rule):
             ops.log.saves(tensor)
             return IN_PLACE[0](tensor)
 
-        with saved_tensors_hooks(pack, IN_PLACE[1]), _Watch(ops, self.clock, self.op_seconds):
+        given = frozenset(map(id, flatten_call(args, kwargs)[0]))
+        with saved_tensors_hooks(pack, IN_PLACE[1]), _Watch(ops, self.clock, self.op_seconds, given):
             output = function(*args, **kwargs)
         ops.log.close()
         return output
@@ -109,8 +112,9 @@ class Look(Rule):
 
 @final
 class _Watch(TorchDispatchMode):
-    def __init__(self, ops: Ops, clock: Callable[[], float], op_seconds: Seconds | None) -> None:
+    def __init__(self, ops: Ops, clock: Callable[[], float], op_seconds: Seconds | None, given: frozenset[int]) -> None:
         super().__init__()
+        self._given = given
         self._ops = ops
         self._clock = clock
         self._op_seconds = op_seconds
@@ -125,9 +129,9 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         begin = self._clock()
-        output = func(*args, **kwargs)
+        output = call_with_autocast(func, args, kwargs)
         took = self._clock() - begin
-        if not is_counted(func):
+        if not is_counted(func, args, self._given):
             return output
         if self._op_seconds is not None:
             took = self._op_seconds(func, args, kwargs, output)

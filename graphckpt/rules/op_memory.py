@@ -17,24 +17,24 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from graphckpt._compat import pytree, version_sharing_detach
+from graphckpt._compat import pytree, storage_of, version_sharing_detach
+from graphckpt.errors import RecomputeError
 from graphckpt.rng import set_random_state, take_random_state
 from graphckpt.rules.kept import Kept, KeptResult
 from graphckpt.rules.op_log import OpLog
-from graphckpt.rules.op_modes import Follow, HandBack, HandBackInOrder, Keep
+from graphckpt.rules.op_modes import CAST, Follow, HandBack, HandBackInOrder, Keep
 from graphckpt.rules.passes import SecondRun, running
 from graphckpt.rules.recipe import Chosen, learn
 from graphckpt.state import edited_by
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from graphckpt.rules.frame import Frame
     from graphckpt.rules.op_log import Op
     from graphckpt.rules.op_modes import Mode
     from graphckpt.rules.recipe import Key, Policy, Recipe
 
-_CAST = torch.ops.aten._to_copy.default
 _MOST_RECIPES = 16  # of a block: one for each shape of its arguments
 _MOST_STRAYS = 16  # calls of a block that were unlike those before, until it is taken as it comes
 
@@ -45,14 +45,18 @@ class OpMemory:
 
     Args:
         policy: says which results to keep.
+        leaves: of the call's arguments.
         kind: what calls that are alike have in common, such as the shapes of their arguments; ``None``: nothing can be
             learnt from one for another, as the policy may change its mind.
     """
 
-    def __init__(self, policy: Policy, kind: object = None) -> None:
+    def __init__(self, policy: Policy, leaves: Sequence[Any] = (), kind: object = None) -> None:
         self.policy = policy
+        self._tensor_ids = [(n, id(leaf)) for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self.results: dict[Key, KeptResult] = {}
-        self.storages: dict[int, Key] = {}  # id of a kept result's storage: which one it is
+        self.given: frozenset[int] = frozenset()
+        """The ids of tensor arguments, while the original forward runs, which are leaves in the recomputation."""
+        self.storages: dict[int, list[Key]] = {}  # id of a storage: the kept results that lie in it
         self.log: OpLog | None = None
         self.recipe: Recipe | None = None
         """What the second run goes by."""
@@ -63,6 +67,7 @@ class OpMemory:
 
     def first_run(self, frame: Frame) -> AbstractContextManager[None]:
         """Returns the context that keeps the chosen results."""
+        self.given = frozenset(number for position, number in self._tensor_ids if position not in frame.edited)
         if frame.outer is not None or self._kind is None:  # what is around the block must see it keep the same again
             return self._in_force(Keep(self, frame))
         recipe = frame.site.recipes.get(self._kind)
@@ -110,13 +115,16 @@ class OpMemory:
         kept = [Kept(x, frame, frame.outer) if isinstance(x, torch.Tensor) else x for x in aliases]
         random = take_random_state(frame.devices) if torch.Tag.nondeterministic_seeded in key[0].tags else None
         for tensor, _ in versions:
-            self.storages[id(tensor.untyped_storage())] = key
+            self.storages.setdefault(id(storage_of(tensor)), []).append(key)
         self.results[key] = KeptResult(kept, spec, versions, random)
 
     def hand_back(self, key: Key) -> Any:
         """Returns what an op has returned, or ``None`` if that is not kept."""
         result = self.results.get(key)
-        leaves = result.take() if result is not None else None
+        try:
+            leaves = result.take() if result is not None else None
+        except RecomputeError:  # the block around keeps it, and says that it was edited in place: the op runs again
+            return None
         if result is None or leaves is None:
             return None
         if result.random is not None:
@@ -129,13 +137,13 @@ class OpMemory:
         GRU edits what ``unsafe_chunk`` returns, which is such a view.
         """
         for tensor in edited_by(func, args, kwargs):
-            key = self.storages.get(id(tensor.untyped_storage()))
-            if key is not None:
+            for key in self.storages.pop(id(storage_of(tensor)), ()):
                 self.results.pop(key, None)
 
     def settle(self, frame: Frame) -> None:
         """Forgets the results that the block edited in place after they were kept, and those of no use."""
         self.storages.clear()
+        self.given = frozenset()
         for key, result in list(self.results.items()):
             if result.is_edited():
                 del self.results[key]
@@ -192,7 +200,7 @@ class OpMemory:
 
         A cast cannot: autocast casts a weight once for all calls around which it stands, in one of the runs alone.
         """
-        return func is not _CAST and (self._kind is None or func in getattr(self.policy, "whole", ()))
+        return func is not CAST and (self._kind is None or func in getattr(self.policy, "whole", ()))
 
     def _note(self, frame: Frame) -> None:
         if not (isinstance(self.policy, Chosen) and self.policy.some):

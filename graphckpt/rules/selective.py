@@ -14,6 +14,7 @@ from graphckpt.rules.base import Rule
 from graphckpt.rules.frame import Frame
 from graphckpt.rules.op_memory import OpMemory
 from graphckpt.rules.recipe import Chosen
+from graphckpt.tree import flatten_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -76,8 +77,9 @@ class Selective(Rule):
     def run(self, site: Site, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs the block; backward will run it again, but for the chosen ops."""
         policy: Policy = self._policy  # type: ignore[attr-defined]
-        kind = _kind(args, kwargs) if isinstance(policy, Chosen) else None
-        return Frame(site, function, OpMemory(policy, kind)).run(args, kwargs)
+        leaves, _ = flatten_call(args, kwargs)
+        kind = _kind(leaves) if isinstance(policy, Chosen) else None
+        return Frame(site, function, OpMemory(policy, leaves, kind)).run(args, kwargs)
 
     def describe(self) -> str:
         """Names the preset, the ops or the policy function."""
@@ -88,9 +90,9 @@ class Selective(Rule):
         return f"selective({', '.join(str(op) for op in self.save)})"
 
 
-def _kind(args: Any, kwargs: dict[str, Any]) -> object:
+def _kind(leaves: Iterable[Any]) -> object:
     """Returns what calls with the same ops have in common, as a rule."""
-    tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     return tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors)
 
 
