@@ -21,6 +21,7 @@ from torch._C import (
 from torch._C._autograd import _top_saved_tensors_default_hooks, _unsafe_set_version_counter
 from torch._subclasses.fake_tensor import DataDependentOutputException as NoValueError
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -33,9 +34,9 @@ if TYPE_CHECKING:
 __all__ = [
     "FakeTensors", "NoValueError", "WithoutValues", "abandon_capture", "all_gather_bytes", "assert_on_device",
     "at_end_of_backward", "backward_within", "call_with_autocast", "forget_fake", "forget_half_a_step",
-    "has_function_modes", "is_fake", "is_watched", "override_stale_capture_stream", "packed_shard", "pytree",
-    "saved_tensor_hooks_in_force", "share_version_counter", "silence_capturable", "storage_of", "torch_version",
-    "unseen_by_modes", "version_sharing_detach",
+    "has_function_modes", "is_fake", "is_transformed", "is_watched", "override_stale_capture_stream", "packed_shard",
+    "pytree", "saved_tensor_hooks_in_force", "share_version_counter", "silence_capturable", "storage_of",
+    "torch_version", "unseen_by_modes", "version_sharing_detach", "what_is_not_plain",
 ]  # fmt: skip
 
 # `pytree` holds every container type that users and Transformers registered (ModelOutput among them). The public
@@ -200,7 +201,10 @@ def _keys_without_casts(func: Any) -> list[tuple[str, DispatchKey]]:
 
 
 def _casts(op: str, key: DispatchKey) -> bool:
-    return bool(_dispatch_has_kernel_for_dispatch_key(op, key))
+    try:
+        return bool(_dispatch_has_kernel_for_dispatch_key(op, key))
+    except RuntimeError:  # `sym_size`, which asks for the size of a nested tensor, is no op of the dispatcher
+        return True
 
 
 def share_version_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -219,6 +223,27 @@ def share_version_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """Returns the storage of ``tensor``; ``None`` for one that has none, such as a sparse tensor."""
     return tensor.untyped_storage() if torch._C._has_storage(tensor) else None
+
+
+def what_is_not_plain(tensor: torch.Tensor) -> str | None:
+    """Names the kind of a tensor that is more, or less, than a view of bytes in memory; ``None`` if it is just that."""
+    if tensor.is_nested:
+        return "nested"
+    if tensor.layout is not torch.strided:
+        return "sparse" if "sparse" in str(tensor.layout) else str(tensor.layout)
+    if tensor.is_quantized:
+        return "quantized"
+    if tensor._is_zerotensor():
+        return "zero"
+    return "torch.func" if torch._C._functorch.is_functorch_wrapped_tensor(tensor) else None
+
+
+def is_transformed() -> bool:
+    """Returns whether a transform of ``torch.func`` is in force in this thread, or forward-mode AD.
+
+    Neither can be asked by a public name.
+    """
+    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> bool:
