@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException as NoValu
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
@@ -33,10 +34,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FakeTensors", "NoValueError", "WithoutValues", "abandon_capture", "all_gather_bytes", "assert_on_device",
-    "at_end_of_backward", "backward_within", "call_with_autocast", "forget_fake", "forget_half_a_step",
-    "has_function_modes", "is_fake", "is_transformed", "is_watched", "override_stale_capture_stream", "packed_shard",
-    "pytree", "saved_tensor_hooks_in_force", "share_version_counter", "silence_capturable", "storage_of",
-    "torch_version", "unseen_by_modes", "version_sharing_detach", "what_is_not_plain",
+    "at_end_of_backward", "backward_within", "call_with_autocast", "early_stop_in_force", "forget_fake",
+    "forget_half_a_step", "has_function_modes", "is_fake", "is_transformed", "is_watched",
+    "override_stale_capture_stream", "packed_shard", "pytree", "saved_tensor_hooks_in_force", "share_version_counter",
+    "silence_capturable", "storage_of", "torch_version", "unseen_by_modes", "version_sharing_detach",
+    "what_is_not_plain",
 ]  # fmt: skip
 
 # `pytree` holds every container type that users and Transformers registered (ModelOutput among them). The public
@@ -244,6 +246,12 @@ def is_transformed() -> bool:
     Neither can be asked by a public name.
     """
     return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def early_stop_in_force(wanted: bool) -> bool:
+    """Returns what ``torch.utils.checkpoint.set_checkpoint_early_stop`` says, which is public; else ``wanted``."""
+    in_force: bool | None = torch_checkpoint._enable_checkpoint_early_stop
+    return wanted if in_force is None else in_force
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> bool:

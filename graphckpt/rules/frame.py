@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from graphckpt._compat import early_stop_in_force
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.ambient import enter_ambient, take_ambient
 from graphckpt.errors import RecomputeError
@@ -61,7 +62,7 @@ class Frame:
     ) -> None:
         self.site = site
         self.contexts = contexts
-        self._early_stop = early_stop
+        self._early_stop = early_stop_in_force(early_stop)
         self._strict = strict
         self._joins = joins
         self._before: Frame | None = None
