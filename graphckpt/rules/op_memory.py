@@ -62,6 +62,8 @@ class OpMemory:
         """What the second run goes by."""
         self._kind = kind
         self._num_saved = 0
+        self._keys: list[Key] = []  # of all that was kept, in order
+        self._num_asked_for = 0  # of them: what is kept after autograd has saved its last tensor, nothing asks for
         self._is_settled = False
         self._modes: list[Mode] = []
 
@@ -89,6 +91,7 @@ class OpMemory:
     def saves(self, tensor: torch.Tensor) -> None:
         """Autograd saves a tensor of the first run."""
         self._num_saved += 1
+        self._num_asked_for = len(self._keys)
         if self.log is not None:
             self.log.saves(tensor)
 
@@ -117,6 +120,7 @@ class OpMemory:
         for tensor, _ in versions:
             self.storages.setdefault(id(storage_of(tensor)), []).append(key)
         self.results[key] = KeptResult(kept, spec, versions, random)
+        self._keys.append(key)
 
     def hand_back(self, key: Key) -> Any:
         """Returns what an op has returned, or ``None`` if that is not kept."""
@@ -144,6 +148,8 @@ class OpMemory:
         """Forgets the results that the block edited in place after they were kept, and those of no use."""
         self.storages.clear()
         self.given = frozenset()
+        for key in self._keys[self._num_asked_for :]:
+            self._let_go(key, frame)
         for key, result in list(self.results.items()):
             if result.is_edited():
                 del self.results[key]
@@ -171,9 +177,12 @@ class OpMemory:
         if recipe.is_of_use:
             self.recipe = recipe
             for position in recipe.left_out:
-                result = self.results.pop(recipe.keys[position], None)
-                if result is not None:
-                    result.let_go(frame)
+                self._let_go(recipe.keys[position], frame)
+
+    def _let_go(self, key: Key, frame: Frame) -> None:
+        result = self.results.pop(key, None)
+        if result is not None:
+            result.let_go(frame)
 
     def does_not_follow(self, frame: Frame) -> None:
         """This call is unlike the one that has left the recipe: all that is not kept runs again."""

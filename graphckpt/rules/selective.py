@@ -52,7 +52,9 @@ _OFFLOADS = frozenset({CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFE
 class Selective(Rule):
     """Keeps the results of chosen ops beside the inputs.
 
-    Ops that only lead up to a kept result are not run again, and a result that no second run asks for is not kept.
+    Ops that only lead up to a kept result are not run again, and a result that no recomputation asks for is not kept.
+    Where a policy function chooses, which may do so otherwise in each call, all ops up to the last saved tensor run
+    again but those whose results it keeps.
 
     Args:
         save: ``"matmul"``, ``"attention"``, ``"matmul+attention"``; or a list of ops, each an ``OpOverload`` or its

@@ -308,6 +308,33 @@ def test_a_policy_function_is_asked_about_each_op_each_time():
     assert numbers[0] == numbers[1] == numbers[2] > 0
 
 
+def kept_bytes(save):
+    model, x = made(rows=256)
+    expected = step(model, x)
+    with under(model, save):
+        step(model, x)  # learns
+        with LiveBytes(record_timeline=False) as live:
+            live.track([*model.parameters(), x])
+            before = live.live_bytes
+            loss = model(x).square().sum()
+            kept = live.live_bytes - before
+        loss.backward()
+        assert all(torch.equal(a, b) for a, b in zip(expected, step(model, x), strict=True))
+    return kept
+
+
+def test_a_policy_function_keeps_no_result_that_no_recomputation_asks_for():
+    aten = torch.ops.aten
+
+    def last(context, op, first, *args, **kwargs):
+        """Chooses the second product and the sum behind it, after which autograd saves nothing."""
+        return op in (aten.addmm.default, aten.add.Tensor) and first.shape[-1] == 32
+
+    assert kept_bytes(last) == kept_bytes([])
+    both = kept_bytes(lambda context, op, *args, **kwargs: op in (aten.addmm.default, aten.tanh.default))
+    assert both == kept_bytes(["aten.addmm.default", "aten.tanh.default"]) > kept_bytes([])
+
+
 class Tag:
     """Lives as long as what it is put on."""
 
