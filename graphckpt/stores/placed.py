@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
+from graphckpt._compat import what_is_not_plain
 from graphckpt.stores.base import Group, Store
 from graphckpt.stores.edits import Edits
 from graphckpt.stores.order import Order
@@ -85,6 +86,10 @@ class PlacedStore(Store):
     def put(self, tensor: torch.Tensor, group: Group | None, *, is_part: bool = False) -> object:
         """Keeps ``tensor`` and returns the key to it; an alias, if it stays where it is."""
         assert group is not None
+        kind = what_is_not_plain(tensor)
+        if kind is not None:
+            group.note(f"its {kind} tensors stay on the device: only plain ones can be moved")
+            return tensor.detach()
         if hasattr(tensor, "__tensor_flatten__") and not isinstance(tensor, nn.Parameter):
             arrive = getattr(tensor, "trigger_wait", None)
             if arrive is not None:  # the result of a functional collective, whose bytes may not be there yet
@@ -145,7 +150,6 @@ class PlacedStore(Store):
         if (
             tensor.numel() < max(1, self._min_elements)
             or type(tensor) is not torch.Tensor
-            or tensor.layout is not torch.strided
             or tensor.device.type == "meta"
         ):
             return True
