@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol, final
 
@@ -13,7 +13,6 @@ from graphckpt.rules.mismatch import Fault
 if TYPE_CHECKING:
     import weakref
     from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
 
     import torch
 
@@ -57,13 +56,20 @@ class Run:
 running: ContextVar[Run | None] = ContextVar("running", default=None)
 
 
-@contextmanager
-def unseen(run: Run | None) -> Iterator[None]:
-    """Hides ops from the contexts of ``run`` and of the runs around it.
+def unseen(run: Run | None) -> AbstractContextManager[None]:
+    """Returns a context that hides ops from the contexts of ``run`` and of the runs around it.
 
     Those are the engine's own ops, such as copies of arguments, and those of a recomputation that a backward within
     forward has started: they are no ops of the blocks around.
     """
+    return _NOTHING if run is None else _unseen(run)
+
+
+_NOTHING = nullcontext()
+
+
+@contextmanager
+def _unseen(run: Run | None) -> Iterator[None]:
     with ExitStack() as stack:
         while run is not None:
             if run.frame.contexts is not None:
