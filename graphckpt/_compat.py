@@ -1,19 +1,16 @@
 """The few private names of PyTorch that graphckpt needs, each beside the reason.
 
-Those of its compiler are in `_compat_compiler`. Nothing else is private.
+Those of its compiler are in `_compat_compiler`, those of autocast in `_compat_autocast`. Nothing else is private.
 """
 
 from __future__ import annotations
 
-import functools
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch._C import (
     DispatchKey,
-    _dispatch_has_kernel_for_dispatch_key,
-    _is_any_autocast_enabled,
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
     _pop_torch_dispatch_stack,
@@ -42,10 +39,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FakeTensors", "NoValueError", "WithoutValues", "abandon_capture", "all_gather_bytes", "assert_on_device",
-    "at_end_of_backward", "autograd_sequence_number", "backward_within", "call_with_autocast", "early_stop_in_force",
-    "forget_fake", "forget_half_a_step", "has_function_modes", "is_fake", "is_transformed", "is_watched",
-    "num_dispatch_modes", "num_function_modes", "override_stale_capture_stream", "packed_shard", "pop_dispatch_mode",
-    "pop_function_mode", "pop_saved_tensor_hooks", "push_saved_tensor_hooks", "pytree", "saved_tensor_hooks_in_force",
+    "at_end_of_backward", "autograd_sequence_number", "backward_within", "early_stop_in_force", "forget_fake",
+    "forget_half_a_step", "has_function_modes", "is_fake", "is_transformed", "is_watched", "num_dispatch_modes",
+    "num_function_modes", "override_stale_capture_stream", "packed_shard", "pop_dispatch_mode", "pop_function_mode",
+    "pop_saved_tensor_hooks", "push_saved_tensor_hooks", "pytree", "saved_tensor_hooks_in_force",
     "share_version_counter", "silence_capturable", "storage_of", "torch_version", "unseen_by_modes",
     "version_sharing_detach", "what_is_not_plain",
 ]  # fmt: skip
@@ -180,67 +177,6 @@ def version_sharing_detach(tensor: torch.Tensor) -> torch.Tensor:
     """
     with _SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
-
-
-# Note [Autocast below a dispatch mode]
-# Before it calls a mode, PyTorch sets aside all that comes before kernels, autocast among it, and so also for what a
-# kernel calls itself: `bilinear` on a CPU is the op `_trilinear`, whose kernel multiplies matrices, in bfloat16 under
-# autocast, and in float32 below a mode. An op that autocast casts the arguments of has set it aside itself: what its
-# kernel calls is not cast. So below a mode autocast is put in force again for all other ops, but for those that such an
-# op calls: `cdist` casts, and `_cdist_forward` is a part of it.
-
-_PARTS = {
-    "aten::_cdist_forward": "aten::cdist", "aten::_euclidean_dist": "aten::cdist", "aten::_trilinear": "aten::bilinear",
-}  # fmt: skip
-_PART_OR_WHOLE = {"aten::linalg_pinv": "aten::pinverse"}
-
-
-def call_with_autocast(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Calls an op below a dispatch mode so that it computes what it computes without one.
-
-    See Note [Autocast below a dispatch mode].
-
-    Raises:
-        RuntimeError: What the op would compute without a mode cannot be known.
-    """
-    keys: list[DispatchKey] = []
-    without_casts = _keys_without_casts(func)
-    if without_casts:
-        with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]  # as it was when Python called PyTorch
-            if _is_any_autocast_enabled():
-                keys = [key for kind, key in without_casts if torch.is_autocast_enabled(kind)]
-    if not keys:
-        return func(*args, **kwargs)
-    for part, whole in _PART_OR_WHOLE.items():
-        if func.name().startswith(part) and any(_casts(whole, key) for key in keys):
-            raise RuntimeError(
-                f"{func}: expected no autocast below a dispatch mode, got it: whether its kernel is to cast is not "
-                f"known, {whole} calls it too · fix: call it within torch.autocast(..., enabled=False), or use "
-                "activation_checkpointing = True, which needs no mode"
-            )
-    with ExitStack() as stack:
-        for key in keys:
-            stack.enter_context(_SetExcludeDispatchKeyGuard(key, False))
-        return func(*args, **kwargs)
-
-
-@functools.cache
-def _keys_without_casts(func: Any) -> list[tuple[str, DispatchKey]]:
-    """Returns the kinds of device, each with its key, for which autocast leaves the arguments of an op as they are."""
-    if not isinstance(func, torch._ops.OpOverload) or any(r.alias_info is not None for r in func._schema.returns):
-        return []  # what returns a view or edits in place calls nothing that casts
-    accelerator = torch.accelerator.current_accelerator()
-    kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
-    keys = [(kind, getattr(DispatchKey, f"Autocast{kind.upper()}", None)) for kind in kinds]
-    whole = _PARTS.get(func.name(), func.name())
-    return [(kind, key) for kind, key in keys if key is not None and not _casts(whole, key)]
-
-
-def _casts(op: str, key: DispatchKey) -> bool:
-    try:
-        return bool(_dispatch_has_kernel_for_dispatch_key(op, key))
-    except RuntimeError:  # `sym_size`, which asks for the size of a nested tensor, is no op of the dispatcher
-        return True
 
 
 def share_version_counter(one: torch.Tensor, other: torch.Tensor) -> bool:

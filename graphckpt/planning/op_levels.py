@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, final
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphckpt._compat import call_with_autocast
+from graphckpt._compat_autocast import call_with_autocast
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.planning.run import Option
 from graphckpt.rules import Full, Rule, Selective

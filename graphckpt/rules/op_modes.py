@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphckpt._compat import WithoutValues, call_with_autocast
+from graphckpt._compat import WithoutValues
+from graphckpt._compat_autocast import call_with_autocast
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.rules.op_log import BY_SIZE
 from graphckpt.rules.passes import running

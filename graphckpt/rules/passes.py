@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol, final
 
@@ -14,7 +14,6 @@ from graphckpt.rules.mismatch import Fault
 if TYPE_CHECKING:
     import weakref
     from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
 
     import torch
 
