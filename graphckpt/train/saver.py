@@ -18,7 +18,8 @@ from torch import Tensor
 
 from graphckpt.train import snapshot
 from graphckpt.train.loop import Loop
-from graphckpt.train.saved import CONFIG, SavedRun, machine
+from graphckpt.train.run_folder import CONFIG
+from graphckpt.train.saved import SavedRun, machine
 from graphckpt.train.snapshot import SnapshotWriteError
 from graphckpt.train.snapshots import BEST, FINAL
 from graphckpt.train.state import RunState

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import re
-import shutil
 import warnings
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from graphckpt.errors import GraphckptError
+from graphckpt.train.files import hidden, sync
+from graphckpt.train.files import remove as remove_path
 
 WEIGHTS = "model.safetensors"
 """File of the weights, which Transformers finds by this name too."""
@@ -28,6 +28,10 @@ _STATE = "{}.pt"
 _MANIFEST = "snapshot.json"  # written last, and holds size and checksum of every other file
 _FORMAT = 1  # of the folder; a change of what is written needs a new number
 _RUST_IO = re.compile(r"I/O error: (.*?) \(os error \d+\)")  # how safetensors words what the system says
+_LEFT = re.compile(  # hidden names that a run writes under, and moves aside to
+    r"\.(?P<name>model_(?:\d{7,}|best|final)|last_checkpoint|log\.txt|metrics\.json|config\.yaml|plan\.yaml|step\.png)"
+    r"\.(?P<kind>tmp|old|trash)(?:\.\w+)?"
+)
 _CHUNK_BYTES = 1 << 22  # a file is checked in pieces of this size
 
 
@@ -47,9 +51,9 @@ def begin(folder: Path) -> Path:
     Raises:
         SnapshotWriteError: it cannot be made.
     """
-    fresh = _hidden(folder, "tmp")
+    fresh = hidden(folder, "tmp")
     try:
-        _remove(fresh)
+        remove_path(fresh)
         (fresh / SHARES).mkdir(parents=True)
     except OSError as error:
         raise SnapshotWriteError(f"{folder}: {_reason(error)}") from error
@@ -58,7 +62,7 @@ def begin(folder: Path) -> Path:
 
 def shares_of(folder: Path) -> Path:
     """Returns the folder that ``begin`` returned, on whichever process."""
-    return _hidden(folder, "tmp") / SHARES
+    return hidden(folder, "tmp") / SHARES
 
 
 def write(
@@ -86,10 +90,10 @@ def write(
     Raises:
         SnapshotWriteError: the disk is full, the folder cannot be written, or a state cannot be saved.
     """
-    fresh = _hidden(folder, "tmp")
+    fresh = hidden(folder, "tmp")
     try:
         if not has_shares:
-            _remove(fresh)
+            remove_path(fresh)
             fresh.mkdir(parents=True)
         if weights is not None:
             save_file(dict(weights), fresh / WEIGHTS, metadata={"format": "pt"})  # Transformers asks for the format
@@ -105,50 +109,33 @@ def write(
         for path in (*fresh.rglob("*"), fresh):
             sync(path)
         _put_in_place(fresh, folder)
-    except (OSError, RuntimeError, SafetensorError, pickle.PicklingError) as error:
-        _remove(fresh)
+    except Exception as error:  # also of what writes the companions: training goes on without this snapshot
+        remove_path(fresh)
         raise SnapshotWriteError(f"{folder}: {_reason(error)}") from error
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replaces a file by one with this text, so that a reader finds the old text or the new one.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    fresh = _hidden(path, "tmp")
-    try:
-        fresh.write_text(text, encoding="utf-8")
-        sync(fresh)
-        fresh.replace(path)
-    except OSError:
-        _remove(fresh)
-        raise
-    sync(path.parent)
-
-
 def recover(folder: Path) -> None:
-    """Puts right what a process that was killed while it wrote left in a folder of snapshots.
+    """Repairs what a process that was killed left in the output folder of a run; no other hidden file is touched.
 
     Raises:
         OSError: the folder cannot be written.
     """
-    for old in folder.glob(".*.old"):
-        target = folder / old.name[1:].removesuffix(".old")
-        if target.exists():
-            _remove(old)
+    for path in list(folder.glob(".*")):
+        left = _LEFT.fullmatch(path.name)
+        if left is None:
+            continue
+        target = folder / left["name"]
+        if left["kind"] == "old" and not target.exists():
+            path.rename(target)
         else:
-            old.rename(target)
-    for kind in ("tmp", "trash"):
-        for left in folder.glob(f".*.{kind}"):
-            _remove(left)
+            remove_path(path)
 
 
 def remove(folder: Path) -> None:
     """Removes a snapshot; half removed, it no longer bears its name."""
-    trash = _hidden(folder, "trash")
+    trash = hidden(folder, "trash")
     folder.rename(trash)
-    _remove(trash)
+    remove_path(trash)
 
 
 def read_info(folder: Path) -> dict[str, Any]:
@@ -205,43 +192,24 @@ def read_state(folder: Path, name: str) -> Any:
         raise SnapshotError(f"{path}: cannot be read ({first_line(error)})") from error
 
 
-def sync(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
-
-
 def _put_in_place(fresh: Path, folder: Path) -> None:
-    old = _hidden(folder, "old")
-    _remove(old)
+    old = hidden(folder, "old")
+    remove_path(old)
     if folder.exists():
         folder.rename(old)
     try:
         fresh.rename(folder)
-    except OSError:
-        if old.exists():
+    except (OSError, KeyboardInterrupt):
+        if old.exists() and not folder.exists():
             old.rename(folder)
         raise
     sync(folder.parent)
     if old.exists():
-        trash = _hidden(folder, "trash")
-        _remove(trash)
-        old.rename(trash)
-        _remove(trash)
-
-
-def _hidden(path: Path, kind: str) -> Path:
-    return path.with_name(f".{path.name}.{kind}")
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # the new one is whole by now; what is left of the old one is removed the next time
+            trash = hidden(folder, "trash")
+            remove_path(trash)
+            old.rename(trash)
+            remove_path(trash)
 
 
 def _crc32(path: Path) -> int:
