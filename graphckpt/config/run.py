@@ -105,7 +105,9 @@ def optimizer_of(run: RunConfig, model: nn.Module, device: str | None = None) ->
     kind = device or next((weight.device.type for weight in model.parameters() if not weight.is_meta), "cpu")
     is_scaled = run.train.amp.enabled and run.train.amp.dtype == "float16"
     fast = {} if is_scaled else fast_settings(run.optim, kind)
-    optimizer: Optimizer = run.optim(params=params, **fast)
+    optimizer: object = run.optim(params=params, **fast)
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"optim: {type(optimizer).__name__} is no Optimizer · fix: call a class of optimizers")
     return optimizer
 
 

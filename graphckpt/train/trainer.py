@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from graphckpt.errors import ConfigError, bullets
+from graphckpt.errors import ConfigError, GraphError, bullets
 from graphckpt.train.assemble import Assembled, assembled, blocks_of, gradients_of
 from graphckpt.train.budget import within_budget
 from graphckpt.train.data import Data
@@ -32,6 +33,7 @@ from graphckpt.train.hooks import (
 )
 from graphckpt.train.hooks.evaluate import described
 from graphckpt.train.loop import HookBase, Loop
+from graphckpt.train.naming import naming
 from graphckpt.train.order import ShuffledOrder
 from graphckpt.train.outcome import Outcome, written
 from graphckpt.train.parallel import Ranks
@@ -158,7 +160,7 @@ class Trainer:
             global_batch=self.batch_size,
         )
         warmup_iter = math.ceil(train_iter * settings.warmup_ratio)
-        graph = TrainGraph(
+        graph = self._graph(
             model,
             self._task,
             optimizer,
@@ -180,6 +182,10 @@ class Trainer:
         update = within_budget(graph, settings.activation_checkpoint, self.report, self.saved)
 
         def step(iteration: int) -> dict[str, Tensor]:
+            with naming("model, task, data, optim, train.scheduler", f"iteration {iteration}"), self.ranks.together():
+                return learn(iteration)
+
+        def learn(iteration: int) -> dict[str, Tensor]:
             started = time.perf_counter()
             start = settings.consumed_train_samples + self.saved.consumed_samples(iteration)
             samples = self.ranks.own_part(order.take(start=start, count=self.batch_size))
@@ -191,13 +197,14 @@ class Trainer:
         state = RunState(model, graph, optimizer, self.device, ranks=self.ranks, seed=settings.seed)
         tokens = opened.tokenizer_file.parent.name if opened.tokenizer_file else None  # named by all they depend on
         data = {"num_samples": len(opened.train), "tokens_each": opened.tokens_each, "tokens": tokens}
+        companions = partial(export, model, made.architecture, opened.tokenizer_file, seq_length=opened.tokens_each)
+        with naming("model", "saving its config"), tempfile.TemporaryDirectory() as trial:
+            companions(Path(trial))  # what cannot be saved shows before the run, and not at its end
         saver = Saver(
             self.saved,
             state,
             data=data,
-            companions=lambda folder: export(
-                model, made.architecture, opened.tokenizer_file, folder, seq_length=opened.tokens_each
-            ),
+            companions=companions,
             is_async=settings.checkpointer.async_save,
         )
         hooks = list(self._hooks(made, optimizer, graph, opened, saver))
@@ -233,6 +240,13 @@ class Trainer:
         self.report.line(f"{folder}: held-out {described(metrics)}", "bold")
         return metrics
 
+    @staticmethod
+    def _graph(*parts: Any, **settings: Any) -> TrainGraph:
+        try:
+            return TrainGraph(*parts, **settings)
+        except GraphError as error:
+            raise ConfigError(f"optim, train.scheduler: {error}") from error
+
     def _assembled(self) -> Assembled:
         return assembled(self._make_model, self._task, self.settings, self.ranks, self.device)
 
@@ -251,7 +265,7 @@ class Trainer:
         Raises:
             ConfigError: the model does not fit it.
         """
-        with self.ranks.main_first():
+        with self.ranks.main_first(), naming("data", "opening it"):
             opened = self._data.open(self._task, seed=self.settings.seed, report=self.report)
         if opened.text and isinstance(self._task, TextTask):
             faults = list(self._task.check(model, opened.text))

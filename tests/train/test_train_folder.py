@@ -232,12 +232,22 @@ def test_the_old_run_is_there_until_an_iteration_of_the_new_one_is_done(place):
     assert not (place / "out" / "model_0000001").exists()
 
 
-def test_a_snapshot_whose_companions_cannot_be_written_does_not_end_the_run(place, monkeypatch, capsys):
-    def refuse(self, folder):
-        raise ValueError("a generation config that means nothing")
+def test_what_cannot_be_saved_shows_before_the_run(place, capsys):
+    assert train("model.config.output_attentions=True") == 2  # which Transformers saves in no generation config
+    assert "error: model: saving its config failed, ValueError: " in capsys.readouterr().err
+    assert not (place / "out").exists()
 
-    monkeypatch.setattr(GenerationConfig, "save_pretrained", refuse)
-    assert train("train.evaluation.enabled=False") == 2
-    printed = capsys.readouterr()
-    assert "a generation config that means nothing · no snapshot was saved; training goes on" in printed.out
-    assert "what was trained could not be saved" in printed.err
+
+def test_a_snapshot_whose_companions_cannot_be_written_does_not_end_the_run(place, monkeypatch, capsys):
+    save, calls = GenerationConfig.save_pretrained, iter(range(100))
+
+    def refuse_later(self, folder):
+        if next(calls) == 1:
+            raise ValueError("a generation config that means nothing")
+        save(self, folder)
+
+    monkeypatch.setattr(GenerationConfig, "save_pretrained", refuse_later)
+    assert train("train.evaluation.enabled=False") == 0
+    out = capsys.readouterr().out
+    assert "a generation config that means nothing · no snapshot was saved; training goes on" in out
+    assert "saved model_final" in out
