@@ -13,11 +13,13 @@ import torch
 from graphckpt.errors import ConfigError
 from graphckpt.train import snapshot
 from graphckpt.train.cut import put_back
+from graphckpt.train.fields import item, mapping, reading
 from graphckpt.train.history import cut_log, cut_metrics
 from graphckpt.train.loop import Loop
 from graphckpt.train.parallel import Ranks
 from graphckpt.train.report import Report
 from graphckpt.train.run_folder import LOG, METRICS, RunFolder
+from graphckpt.train.run_info import RunInfo
 from graphckpt.train.snapshot import SnapshotError
 from graphckpt.train.snapshots import Snapshots
 from graphckpt.train.state import RunState
@@ -63,15 +65,16 @@ class SavedRun:
     def _read_last(self, *, resume: bool, batch_size: int) -> None:
         self.source: Path | None = None
         """The snapshot to go on from; ``None`` for a new run."""
-        self._info: dict[str, Any] = {}
+        self._info: RunInfo | None = None
         if resume:
-            self.source, self._info = self.snapshots.checked_last()
-        self.run = str(self._info.get("run") or secrets.token_hex(8))
+            self.source, self._info = self.snapshots.last_run()
+        info = self._info
+        self.run = info.run if info else secrets.token_hex(8)
         """A name for the run and all that goes on from it."""
-        self.start_iter = int(self._info.get("done", 0))
+        self.start_iter = info.done if info else 0
         """Iterations that are done already."""
         self._batch_size = batch_size
-        self._start_samples = int(self._info.get("consumed_samples", 0))
+        self._start_samples = info.consumed_samples if info else 0
 
     def consumed_samples(self, done: int) -> int:
         """Returns the sequences that ``done`` iterations have seen, also if their size was another before."""
@@ -139,27 +142,38 @@ class SavedRun:
         Raises:
             SnapshotError: the snapshot does not fit the model, the optimizer or the schedule.
         """
-        if self.source is None:
+        source, info = self.source, self._info
+        if source is None or info is None:
             return
-        trainer = snapshot.read_state(self.source, "trainer")
-        weights = read_weights(self.source, like=state.tensors(), group=self.ranks.control)
-        state.load_weights(weights, str(self.source))
-        state.load_states(self._graph_state(self.source, state), trainer, str(self.source))
-        loop.load_hook_states(trainer["hooks"])
-        report.line(f"resumed from {self.source}, after iteration: {loop.iteration}/{loop.train_iter}")
-        if (then := self._info.get("data")) != data:
+        trainer, graph = (snapshot.read_state(source, name) for name in ("trainer", "graph"))
+        now = machine(self.ranks)
+        weights = read_weights(source, like=state.tensors(), group=self.ranks.control)
+        state.load_weights(weights, str(source))
+        state.check(
+            graph,
+            trainer,
+            source,
+            done=info.done,
+            num_states=info.optimizer_states,
+            is_same_torch=info.machine["torch"] == now["torch"],
+        )
+        with reading(source / snapshot.STATE.format("trainer")):
+            mapping(item(trainer["hooks"], "LogHook-0"), "hooks.LogHook-0")  # every run has it
+            loop.load_hook_states(trainer["hooks"])
+        state.load_states(self._graph_state(graph, source, state), trainer, str(source))
+        report.line(f"resumed from {source}, after iteration: {loop.iteration}/{loop.train_iter}")
+        if (then := info.data) != data:
             report.line(
                 f"the data changed since: {then} then, {data} now; the run sees other text from here on", "yellow"
             )
-        now = machine(self.ranks)
-        if (then := self._info.get("machine")) != now:
+        if (then := info.machine) != now:
             text = f"the machine changed since: {then} then, {now} now"
             report.line(f"{text}; sums may round otherwise, so the bits may differ", "yellow")
         if loop.is_last:
             report.line("nothing is left to do · fix: raise train.train_iter to train on", "yellow")
 
-    def _graph_state(self, source: Path, state: RunState) -> dict[str, Any]:
-        graph = state.own_part(snapshot.read_state(source, "graph"))
+    def _graph_state(self, graph: dict[str, Any], source: Path, state: RunState) -> dict[str, Any]:
+        graph = state.own_part(graph)
         if not (source / snapshot.SHARES).is_dir():
             return graph
         from graphckpt.train import shares  # noqa: PLC0415 - takes a second, for those who need it

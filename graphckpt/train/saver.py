@@ -76,7 +76,7 @@ class Saver:
         write = partial(
             snapshot.write,
             folder,
-            info=self._info(loop),
+            info=self._info(loop, states["graph"]),
             companions=self._add_files,
             has_shares=shares is not None,
         )
@@ -143,7 +143,7 @@ class Saver:
         if (self._saved.folder / CONFIG).exists():
             shutil.copyfile(self._saved.folder / CONFIG, folder / "run.yaml")
 
-    def _info(self, loop: Loop) -> dict[str, Any]:
+    def _info(self, loop: Loop, graph: dict[str, Any]) -> dict[str, Any]:
         return {
             "run": self._saved.run,
             "iteration": loop.iteration,
@@ -152,6 +152,7 @@ class Saver:
             "data": self._data,
             "metrics": {key: value for key, value in loop.metrics.items() if math.isfinite(value)},
             "machine": machine(self._ranks),
+            "optimizer_states": sum(len(graph[key]["state"]) for key in graph if "Optimizer" in key),
         }
 
 

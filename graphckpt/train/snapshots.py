@@ -10,6 +10,7 @@ from typing import Any, final
 
 from graphckpt.train import snapshot
 from graphckpt.train.files import write_text
+from graphckpt.train.run_info import RunInfo
 from graphckpt.train.snapshot import SnapshotError
 
 BEST, FINAL = "model_best", "model_final"
@@ -81,6 +82,18 @@ class Snapshots:
         path = self.last()
         try:
             return path, snapshot.check(path)
+        except SnapshotError as error:
+            raise SnapshotError(f"{error}{self._fix(path.name)}") from error
+
+    def last_run(self) -> tuple[Path, RunInfo]:
+        """Returns the last snapshot, every byte of which was read once, and where its run was.
+
+        Raises:
+            SnapshotError: it is missing or broken; the message names the one before it.
+        """
+        path, info = self.checked_last()
+        try:
+            return path, RunInfo.read(info, path)
         except SnapshotError as error:
             raise SnapshotError(f"{error}{self._fix(path.name)}") from error
 
