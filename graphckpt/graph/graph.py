@@ -150,7 +150,7 @@ class Graph(Inspected):
         """Makes this a training graph: after ``build`` it clips, steps, zeroes gradients and steps ``lr_sch``, once.
 
         A param group with ``clip_grad_max_norm`` (and ``clip_grad_norm_type``, 2.0 by default) is clipped by its own
-        norm.
+        norm. A key of a group that resembles these two, and that the optimizer does not have itself, is an error.
 
         Args:
             optim: Any optimizer; several can be added.
@@ -158,7 +158,8 @@ class Graph(Inspected):
             is_sparse: Without meaning here.
 
         Raises:
-            GraphError: It is no optimizer, the scheduler is not its own, or it shares a parameter with another.
+            GraphError: It is no optimizer, the scheduler is not its own, it shares a parameter with another, or a
+                clipping key is misspelt.
         """
         del is_sparse
         self._update.add(optim, lr_sch)
