@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 
 DOCUMENTED: tuple[tuple[str, str], ...] = (
-    (r"forward edited its argument `\w+` in place, which it did not do on its first call", "only from a later call on"),
+    (
+        r"forward edited its argument `[^`]+` in place, which it did not do on its first call",
+        "only from a later call on",
+    ),
 )
 """Regular expressions of messages, and the words of docs/limits.md that describe the refusal."""
 

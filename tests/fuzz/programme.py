@@ -80,14 +80,14 @@ CONTAINERS: dict[str, tuple[str, ...]] = {
     "TiesWeights": ("",),
 }
 
-RULES = (
+RULES = [
     "True", "True", "True", "False", "False", "False", "'joined'", "'joined'", "'selective'",
     "Selective('matmul')", "Selective('attention')", "Tiles(1)",
     "Selective(['aten.native_dropout.default', 'aten.sin.default', 'aten.mul.Tensor'])",
     "Selective(['aten.addmm.default[0]', 'aten.tanh.default[0]', 'aten.mul.Tensor[1]'])",
     "Selective(['matmul[1]', 'aten.sum.default'])", "Selective(['aten.clone.default', 'aten.view.default'])",
     *(f"Selective({name})" for name in vars(choices) if name.startswith("keeps_")),
-)  # fmt: skip
+]  # fmt: skip
 SEGMENTS = ("Segments('sqrt')", "Segments('log')", "Segments(1)")
 
 STORES = (
@@ -219,7 +219,7 @@ class _Generator:
         rng = self._rng
         fields: dict[str, str] = {}
         if rng.random() < 0.85:
-            rules = (*RULES, *SEGMENTS, *SEGMENTS, *SEGMENTS) if is_chain else RULES
+            rules = [*RULES, *SEGMENTS, *SEGMENTS, *SEGMENTS] if is_chain else RULES
             fields["activation_checkpointing"] = rng.choice(rules)
         if rng.random() < self._store_rate:
             fields |= rng.choice(STORES)

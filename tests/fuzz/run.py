@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fuzz.apart import execute_apart
 from fuzz.execute import Outcome, execute
-from fuzz.programme import CONTAINERS, LAYERS, SHAPES, Programme, generate, nodes
+from fuzz.programme import CONTAINERS, LAYERS, RULES, SHAPES, Programme, generate, nodes
 from fuzz.script import script_of
 from fuzz.shrink import shrink
 
@@ -40,6 +40,7 @@ def main() -> int:
     for name in arguments.without:
         for kinds in (LAYERS, CONTAINERS, SHAPES):
             kinds.pop(name, None)  # type: ignore[attr-defined]
+        RULES[:] = [rule for rule in RULES if name.lower() not in rule.lower()]
     if arguments.worker:
         return _work(*arguments.worker, minutes=arguments.minutes)
     if arguments.seed is not None:
@@ -54,7 +55,9 @@ def _arguments() -> argparse.Namespace:
     how.add_argument("--seeds", help="a range, such as 0:300")
     parser.add_argument("--minutes", type=float, default=None, help="how long to go on, from a seed made of the time")
     parser.add_argument("--workers", type=int, default=1, help="processes")
-    parser.add_argument("--without", nargs="*", default=[], help="kinds of layers, containers or steps to leave out")
+    parser.add_argument(
+        "--without", nargs="*", default=[], help="kinds of layers, containers, steps or rules to leave out"
+    )
     parser.add_argument("--scripts", type=Path, help="a folder for the scripts, which are printed otherwise")
     parser.add_argument("--worker", nargs=3, type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
