@@ -9,6 +9,7 @@ import torch
 from architectures import ARCHITECTURES, Architecture
 from tape import TapeRunner
 from torch import Tensor, nn
+from transformers import masking_utils
 
 from graphckpt import Graph
 
@@ -85,6 +86,27 @@ def test_no_mask_without_a_cache(name: str, masks: list[bool]) -> None:
     assert same(ours, plain)
     assert masks
     assert not any(masks)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+def test_no_mask_where_transformers_takes_a_missing_one_for_traced(
+    name: str, masks: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As versions before 5.23 do."""
+    for function in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"):
+        skips = getattr(masking_utils, function)
+
+        def older(padding_mask: Any = None, *args: Any, skips: Any = skips, **kwargs: Any) -> bool:
+            return not masking_utils.is_tracing(padding_mask) and skips(padding_mask, *args, **kwargs)
+
+        monkeypatch.setattr(masking_utils, function, older)
+    architecture = next(a for a in MODELS if a.name == name)
+    plain, _ = run(architecture, "eager", rule=True)
+    of_a_step = masks[: len(masks) // 6]
+    masks.clear()
+    ours, _ = run(architecture, TapeRunner(), rule=True)
+    assert same(ours, plain)
+    assert masks == 4 * of_a_step
 
 
 def test_rows_of_several_sequences_keep_their_mask(masks: list[bool]) -> None:
