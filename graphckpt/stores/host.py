@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from graphckpt.stores.base import Group
 
 
+_STAYS = (
+    "offload: tensors that exist only in the captured step, such as an attention mask, stay on the device (host memory "
+    "cannot be pinned in a capture)"
+)
+
+
 @final
 @dataclass(frozen=True)
 class Host(Offload):
@@ -63,9 +69,10 @@ class Host(Offload):
 class _Moved(Ticket):
     __slots__ = ("coming", "data", "going", "group_number", "is_taken", "landed", "landing", "spot")
 
-    def __init__(self, data: torch.Tensor, spot: Spot, group_number: int) -> None:
+    def __init__(self, data: torch.Tensor, spot: Spot | None, group_number: int) -> None:
         super().__init__(data.numel())
         self.spot = spot
+        """Its room in host memory; ``None`` if it stays on the device."""
         self.group_number = group_number
         self.data: torch.Tensor | None = data
         """The tensor's own memory, held until the copy out of it is joined."""
@@ -127,6 +134,10 @@ class HostPlace(Place):
             self._is_backward_watched = False
             spot = self._memory.put(data.numel(), group.block)
             ticket = _Moved(data, spot, group.number)
+            if spot is None:
+                group.note(_STAYS)
+                self._num_alive += 1
+                return ticket
             try:
                 ticket.going = self._copies.out(data, spot.flat, group.traffic)
             except BaseException:
@@ -176,7 +187,9 @@ class HostPlace(Place):
             if ticket in self._going:
                 self._let_go(ticket)
             self._drop_landing(ticket)
-            self._memory.free(ticket.spot)
+            if ticket.spot is not None:
+                self._memory.free(ticket.spot)
+            ticket.data = None
             self._num_alive -= 1
             if not self._num_alive:
                 self._copies.read_clocks()
@@ -197,6 +210,7 @@ class HostPlace(Place):
                 self._shut()
 
     def _send_for(self, ticket: _Moved, group: Group) -> None:
+        assert ticket.spot is not None
         landing = torch.empty(ticket.num_bytes, dtype=torch.uint8, device=self._device)
         ticket.coming = self._copies.back(ticket.spot.flat, landing, group.traffic)
         ticket.landing = landing

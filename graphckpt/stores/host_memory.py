@@ -41,6 +41,11 @@ class Spot:
 # share the slab: a whole step leaves nothing in it, so they may alternate, but a replay must not come between an eager
 # forward and its backward.
 
+# Note [What exists only in a capture stays on the device]
+# The slab is exactly as big as the steps before the capture needed. Transformers makes attention masks in a capture
+# that those steps did not have, since it may not look there whether they are needed. Such a tensor takes no room in the
+# slab, for it would push out a block that is planned to come later: it is not moved.
+
 
 @final
 class HostMemory:
@@ -71,13 +76,15 @@ class HostMemory:
         """All host memory that is held."""
         return self.slab_bytes + sum(buffer.flat.numel() for buffer in (*self._pieces, *self._captured))
 
-    def put(self, num_bytes: int, block: str) -> Spot:
-        """Returns room for ``num_bytes``, kept by ``block``.
+    def put(self, num_bytes: int, block: str) -> Spot | None:
+        """Returns room for ``num_bytes`` kept by ``block``; ``None`` in a capture for what no step before it moved.
 
         Raises:
-            StoreError: There is none.
+            StoreError: There is no host memory, or a capture is the first step.
         """
         is_captured = self._copies.is_capturing()
+        if is_captured and self._plan.is_extra(num_bytes):
+            return None  # see Note [What exists only in a capture stays on the device]
         number, begin = self._plan.put(num_bytes)
         if begin is None or not self._is_free(begin, num_bytes):
             begin = self._gap(num_bytes)
@@ -91,6 +98,9 @@ class HostMemory:
         except BaseException:
             self._plan.free(number)
             raise
+        if piece is None:
+            self._plan.free(number)
+            return None
         piece.is_captured |= is_captured
         return Spot(number, piece.flat, None, piece)
 
@@ -149,14 +159,16 @@ class HostMemory:
             else:
                 buffer.release()
 
-    def _piece(self, num_bytes: int, is_captured: bool, block: str) -> HostBuffer:
+    def _piece(self, num_bytes: int, is_captured: bool, block: str) -> HostBuffer | None:
         spare = self._spare.get(num_bytes)
         if spare:
             return spare.pop()
+        if is_captured and self.num_bytes:
+            return None
         if is_captured:
             raise StoreError(
-                f"{block}: offload: this capture moves {format_bytes(num_bytes)} that no step before it has moved, and "
-                "memory cannot be pinned in a capture · fix: run two steps of the same shapes before it"
+                f"{block}: offload: expected a step before the capture, for host memory cannot be pinned in one, got "
+                "none · fix: run two steps of the same shapes before it"
             )
         try:
             piece = self._copies.buffer(num_bytes)

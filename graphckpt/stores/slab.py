@@ -6,7 +6,7 @@ from typing import final
 
 from graphckpt.offsets import Lifetime, aligned, plan_offsets
 
-_MOST_PLANS = 8  # as many shapes of a step are remembered
+_MOST_PLANS = 32  # as many shapes of a step are remembered
 
 
 @final
@@ -79,6 +79,11 @@ class SlabPlan:
                 return number, begin
         self._is_off_plan = True
         return number, None
+
+    def is_extra(self, num_bytes: int) -> bool:
+        """Whether the puts of this step so far are those of a plan that has no put of this size from here on."""
+        position = len(self._begins)
+        return bool(position and self._candidates) and all(num_bytes not in p[0][position:] for p in self._candidates)
 
     def free(self, number: int) -> None:
         """The range of put ``number`` is no longer in use."""

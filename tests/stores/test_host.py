@@ -469,14 +469,57 @@ def test_nothing_is_allocated_or_given_back_in_a_capture(copies: ThreadCopies, m
     assert copies.live_bytes == 1000 + 256 + 1280, "what the graph copies to is not given back"
     monkeypatch.setattr(copies, "is_capturing", lambda: True)
     run_step(place, sizes)
-    with pytest.raises(StoreError, match=r"layers.0: offload: this capture moves 4.88 KiB .* run two steps"):
-        run_step(place, [5000])
+    run_step(place, [5000])
+    assert copies.num_buffers == 3
     monkeypatch.setattr(copies, "is_capturing", lambda: False)
     run_step(place, [5000])
     run_step(place, [5000])
     assert copies.live_bytes == 1000 + 256 + 1280 + 5120
     place.close()
     assert copies.live_bytes == 0
+
+
+def test_what_exists_only_in_a_capture_stays_and_pushes_nothing_out(
+    copies: ThreadCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An attention mask among blocks: these lie where they lay before, in a slab of their exact size."""
+    place = place_of(copies, 0)
+    blocks = [1000, 256, 1000]
+    for _ in range(3):
+        run_step(place, blocks)
+    begins = [0, 1024, 1280]
+    monkeypatch.setattr(copies, "is_capturing", lambda: True)
+    notes: list[str] = []
+    for _ in range(2):
+        copies.history.clear()
+        place.begin_step()
+        block = Group("layers.0", list, notes.append)
+        tickets: list[Any] = [place.put(data(n, n), block) for n in (1000, 300, 256, 300, 1000)]
+        place.seal(block)
+        assert [copy.what for copy in copies.history] == ["out"] * 3
+        assert [ticket.spot.begin for ticket in tickets if ticket.spot is not None] == begins
+        assert tickets[1].data is not None
+        in_backward(lambda tickets=tickets, block=block: place.begin(tickets, block))
+        for ticket in tickets:
+            assert torch.equal(place.take(ticket, block), data(ticket.num_bytes, ticket.num_bytes))
+        kept = weakref.ref(tickets[1].data.untyped_storage())
+        for ticket in tickets:
+            place.free(ticket)
+        assert kept() is None
+    assert len(set(notes)) == 1
+    assert "stay on the device" in notes[0]
+    monkeypatch.setattr(copies, "is_capturing", lambda: False)
+    run_step(place, blocks)
+    assert copies.num_buffers == 4, "the slab is not planned anew"
+    place.close()
+
+
+def test_a_capture_cannot_be_the_first_step(copies: ThreadCopies, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = place_of(copies)
+    monkeypatch.setattr(copies, "is_capturing", lambda: True)
+    with pytest.raises(StoreError, match=r"layers.0: offload: expected a step before the capture.* run two steps"):
+        run_step(place, [1000])
+    place.close()
 
 
 # --- the pages, with a CUDA runtime that only counts
