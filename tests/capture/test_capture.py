@@ -236,7 +236,7 @@ def test_shapes_change() -> None:
 
 
 def test_recordings_are_bounded() -> None:
-    inputs = [batch for rows in (2, 3, 4) * 5 for batch in batches(1, rows)]
+    inputs = [batch for rows in (2, 3, 4) * 4 for batch in batches(1, rows)]
 
     def set_up(graph: Train) -> None:
         graph.config.max_captures = 2
@@ -244,6 +244,46 @@ def test_recordings_are_bounded() -> None:
     graph, runner = both(None, inputs=inputs, set_up=set_up)
     assert len(captured(graph)._entries) == 2
     assert runner.released == captured(graph).num_captured - 2
+
+
+def cycled_betas(number: int, graph: Graph) -> None:
+    """As OneCycleLR and CyclicLR do."""
+    graph._update.optimizers[0].param_groups[0]["betas"] = 0.9 - number / 100, 0.999
+
+
+def test_a_step_that_is_captured_in_every_call_goes_on_without() -> None:
+    plain, _ = run("eager", between=cycled_betas)
+    with pytest.warns(UserWarning, match=r"captured 3 times in a row for .* betas or momentum .*cycle_momentum=False"):
+        ours, graph = run(TapeRunner(), between=cycled_betas)
+    assert same(ours, plain)
+    assert captured(graph).num_captured == captured(graph).num_replays == 3
+    assert captured(graph).num_recordings == 0
+    assert "1 of 1 kinds of calls run without capture" in graph.explain(show=False).capture
+
+
+def test_settings_that_change_now_and_then_are_captured_each_time() -> None:
+    graph, _ = both(
+        None, inputs=batches(24), between=lambda number, graph: cycled_betas(number, graph) if number % 4 == 0 else None
+    )
+    assert captured(graph).num_captured == 6
+    assert captured(graph).num_replays == 21
+
+
+def test_shapes_that_push_each_other_out_leave_one_without_capture() -> None:
+    """The others then find room, and are replayed."""
+    inputs = [batch for rows in (2, 3, 4) * 12 for batch in batches(1, rows)]
+
+    def set_up(graph: Train) -> None:
+        graph.config.max_captures = 2
+
+    plain, _ = run("eager", inputs=inputs, set_up=set_up)
+    with pytest.warns(UserWarning, match=r"more than max_captures=2 kinds of inputs take turns .* larger") as caught:
+        ours, graph = run(TapeRunner(), inputs=inputs, set_up=set_up)
+    assert len(caught) == 1
+    assert same(ours, plain)
+    assert "1 of 3 kinds of calls run without capture" in graph.explain(show=False).capture
+    assert captured(graph).num_captured < 14
+    assert captured(graph).num_replays > 20
 
 
 def test_modes_of_modules_are_a_part_of_what_is_recorded() -> None:
