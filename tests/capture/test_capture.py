@@ -333,6 +333,27 @@ def test_gradients_of_others_are_left_alone() -> None:
     both(between=between)
 
 
+def test_planning_gives_the_memory_of_captures_back_first() -> None:
+    """They are of the policies before, and a budget would count what they hold as taken."""
+
+    class Layered(Train):
+        def build(self, x: Tensor) -> Tensor:
+            releases.append(runner.released)
+            return super().build(x)
+
+    releases: list[int] = []
+    runner = TapeRunner()
+    model = nn.Sequential(chain("mlp"))
+    graph = Layered(model, adamw(model), capture=runner)
+    x = batches(1)[0]
+    for _ in range(5):
+        graph(x)
+    assert captured(graph).num_recordings == 1
+    releases.clear()
+    graph.plan(x, memory_budget="min", blocks="model.0.*")
+    assert set(releases) == {1}
+
+
 def test_an_evaluation_graph_is_captured_and_reads_the_weights_as_they_are() -> None:
     class Evaluate(Graph):
         def __init__(self, model: nn.Module, capture: Any) -> None:
