@@ -67,7 +67,7 @@ class Host(Offload):
 
 @final
 class _Moved(Ticket):
-    __slots__ = ("coming", "data", "going", "group_number", "is_taken", "landed", "landing", "spot")
+    __slots__ = ("coming", "data", "going", "group_number", "landed", "landing", "spot")
 
     def __init__(self, data: torch.Tensor, spot: Spot | None, group_number: int) -> None:
         super().__init__(data.numel())
@@ -82,7 +82,6 @@ class _Moved(Ticket):
         self.coming: Mark | None = None
         self.landed: weakref.ref[torch.UntypedStorage] | None = None
         """Where they came back to."""
-        self.is_taken = False
 
     @property
     def is_here(self) -> bool:
@@ -117,6 +116,7 @@ class HostPlace(Place):
         self._bytes_going = 0
         self._going: dict[_Moved, None] = {}
         self._coming: dict[_Moved, None] = {}
+        self._lent: dict[int, list[_Moved]] = {}  # by group, what backward has taken before its copy out was joined
         self._num_alive = 0
         self._is_closing = False
         self._is_backward_watched = False
@@ -171,12 +171,15 @@ class HostPlace(Place):
         assert isinstance(ticket, _Moved)
         with self._lock:
             self._watch_backward()
-            for other in [t for t in self._going if t.is_taken and t.group_number != group.number]:
-                self._let_go(other)
+            for number in [number for number in self._lent if number != group.number]:
+                for other in self._lent.pop(number):
+                    if other in self._going:
+                        self._let_go(other)
             flat = ticket.data
             if flat is None:
                 flat = self._land(ticket, group)
-            ticket.is_taken = True
+            elif ticket.going is not None:
+                self._lent.setdefault(ticket.group_number, []).append(ticket)
             ticket.landed = weakref.ref(flat.untyped_storage())
             return flat
 
@@ -251,6 +254,7 @@ class HostPlace(Place):
     def _join_all(self) -> None:
         with self._lock:
             self._is_backward_watched = False
+            self._lent.clear()
             for ticket in list(self._going):
                 self._let_go(ticket)
             for ticket in self._coming:

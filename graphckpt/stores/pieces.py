@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
+from graphckpt.stores.empty import empty
+
 if TYPE_CHECKING:
     from collections import deque
     from collections.abc import Callable
@@ -67,8 +69,7 @@ class Key:
     def view_of(self, storage: torch.UntypedStorage, begin: int) -> torch.Tensor:
         """Returns the tensor, out of bytes that begin at ``begin``."""
         offset = (begin + self._offset) // self.dtype.itemsize
-        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return empty.set_(storage, offset, self.size, self.stride)
+        return empty(self.dtype, storage.device).set_(storage, offset, self.size, self.stride)
 
     def mark_taken(self) -> None:
         """Somebody has taken the tensor; once all have who can, the piece need not hold its bytes."""
@@ -166,7 +167,7 @@ def bytes_to_move(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int]:
     begin -= begin % _ALIGN
     if 2 * (end - begin) >= storage.nbytes():
         begin, end = 0, storage.nbytes()
-    data = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    data = empty(torch.uint8, tensor.device)
     return data.set_(storage, begin, (end - begin,), (1,)), begin, end
 
 
