@@ -495,7 +495,7 @@ def test_verify_before_the_first_call_changes_nothing_of_what_follows(capture: s
 
 
 class Flips(nn.Module):
-    """Another result on every second run, unseen by all but a comparison."""
+    """Another result in its first run, unseen by all but a comparison."""
 
     runs = 0
 
@@ -505,7 +505,7 @@ class Flips(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         Flips.runs += 1
-        return self.linear(x) * (1 + 1e-3 * (Flips.runs % 2))
+        return self.linear(x) * (1 + 1e-3 * (Flips.runs == 1))
 
 
 def test_verify_names_what_differs() -> None:
@@ -514,6 +514,26 @@ def test_verify_names_what_differs() -> None:
 
     with pytest.raises(GraphError, match=r"verify: step 1: `output 0` differs .* in 1 of 1 elements, by up to"):
         run("eager", set_up=lambda graph: (set_up(graph), graph.verify(batches(1)[0])))
+
+
+class Varies(nn.Module):
+    """Another result in every run, as a kernel with atomics."""
+
+    runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Varies.runs += 1
+        return x * (1 + 1e-3 * Varies.runs)
+
+
+def test_verify_says_where_two_plain_steps_differ_already() -> None:
+    def set_up(graph: Train) -> None:
+        graph._roots["model"].insert(1, Varies())
+        graph.verify(batches(1)[0])
+
+    message = r"verify: step 1: two plain steps differ already: `output 0` differs .* fix: torch.use_deterministic"
+    with pytest.raises(GraphError, match=message):
+        run("eager", set_up=set_up)
 
 
 def test_a_deleted_graph_gives_its_memory_back() -> None:
