@@ -1,8 +1,8 @@
 """Times what the host does for each saved tensor that is offloaded, beside the hooks of torch's `save_on_cpu`.
 
-No device is needed: the copies are made on the CPU, or left out. All variants save the same tensors, in turns within one
-process and in a new random order each turn; a ratio compares two variants of one turn. A variant's time is that of putting
-all tensors, getting each in reverse order within a backward, and freeing it.
+No device is needed: the copies are made on the CPU, or left out. All variants save the same tensors, in turns within
+one process and in a new random order each turn; a ratio compares two variants of one turn. A variant's time is that of
+putting all tensors, getting each in reverse order within a backward, and freeing it.
 
     python benchmarks/store_cost.py [--turns 30] [--numel 1024]
 """

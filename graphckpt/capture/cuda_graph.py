@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from contextlib import contextmanager
-from functools import cache
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -14,6 +13,7 @@ from graphckpt._compat import abandon_capture, clear_cublas_workspaces, override
 from graphckpt.capture.host_random import HostRandom
 from graphckpt.capture.runner import Recording, Runner
 from graphckpt.errors import GraphError
+from graphckpt.stores.streams import streams_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,7 +45,7 @@ class CudaGraphs(Runner):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream = _capture_stream(device)
+        self._stream = streams_of(device).capture
         self._pool = torch.cuda.graph_pool_handle()
         self._recordings: weakref.WeakSet[_CudaGraph] = weakref.WeakSet()
 
@@ -113,12 +113,6 @@ class CudaGraphs(Runner):
             finally:
                 clear_cublas_workspaces()  # see Note [Every capture has cuBLAS workspaces of its own]
         return output
-
-
-@cache
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Returns the one stream of a device that steps are recorded on: cuBLAS keeps a workspace for each stream."""
-    return torch.cuda.Stream(device)
 
 
 @final

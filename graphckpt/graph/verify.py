@@ -194,8 +194,8 @@ def _two_plain_steps(difference: str | None) -> str | None:
     if difference is None:
         return None
     return (
-        f"two plain steps differ already: {difference} · fix: torch.use_deterministic_algorithms(True), since a kernel's "
-        "result varies from run to run, as that of cuDNN's attention may"
+        f"two plain steps differ already: {difference} · fix: torch.use_deterministic_algorithms(True), since the "
+        "result of a kernel varies from run to run, as that of cuDNN's attention may"
     )
 
 

@@ -101,7 +101,7 @@ def _efficient_backward(args: tuple[Any, ...]) -> int:
 
 
 def _cudnn_backward(args: tuple[Any, ...]) -> int:
-    """Gradient of the query and row sums in float32, as in flash attention: an assumption, cuDNN does not document it."""
+    """Gradient of the query and row sums in float32, as flash attention has: an assumption, cuDNN documents nothing."""
     _, query, *_ = args
     batch, heads, length, width = query.shape
     return 4 * int(batch * heads * length * (width + 1))

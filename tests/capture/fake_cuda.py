@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from graphckpt.stores.streams import Streams
+
 Pool = tuple[int, int]
 MAIN: Pool = (0, 0)
 
@@ -157,4 +159,5 @@ class FakeCuda:
         monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end_allocate, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda index, pool: self.release_pool(pool), raising=False)
         monkeypatch.setattr("graphckpt._compat.torch_version", lambda: version)
-        monkeypatch.setattr("graphckpt.capture.cuda_graph._capture_stream", lambda device: shared)
+        streams = Streams(shared, FakeStream(), FakeStream())  # type: ignore[arg-type]
+        monkeypatch.setattr("graphckpt.capture.cuda_graph.streams_of", lambda device: streams)

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from graphckpt import Graph, GraphError, Segments, Selective
-from graphckpt.capture.cuda_graph import _capture_stream
 from graphckpt.stores import Host
+from graphckpt.stores.streams import streams_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -610,7 +610,7 @@ def test_data_parallel(where: str, policy: str, tmp_path: Path) -> None:
     """
     stream = torch.cuda.default_stream()
     if where == "on the stream of the recording":
-        stream = _capture_stream(torch.device("cuda", 0))
+        stream = streams_of(torch.device("cuda", 0)).capture
     elif not hasattr(torch.autograd.graph, "set_override_stale_capture_stream"):
         pytest.skip("this torch waits for the default stream")
     dist.init_process_group(
