@@ -46,6 +46,7 @@ class RecordedUpdate:
         for optimizer in self.inside:
             silence_capturable(optimizer)
         self._rates = LearningRates(self.inside)
+        self._num_skipped: torch.Tensor | None = None  # on the device: steps counted that the scaler has skipped inside
 
     def before(self) -> None:
         """Gradients that others left are dropped, and learning rates that others set are put in force."""
@@ -85,9 +86,21 @@ class RecordedUpdate:
                 parameter.grad = gradient
             if not update.step(self.outside):
                 return
-        elif scale is not None and update.scaler is not None and update.scaler.get_scale() < float(scale):
-            return  # the step was skipped inside, and the schedule waits too
+        elif scale is not None and update.scaler is not None:
+            is_skipped: torch.Tensor = update.scaler._scale < scale  # type: ignore[operator]
+            if any(scheduler is not None for scheduler in update.schedulers):
+                if bool(is_skipped):
+                    return  # the step was skipped inside, and the schedule waits too
+            else:  # to ask here would hold up the host in every step
+                before = self._num_skipped
+                self._num_skipped = is_skipped.long() if before is None else before + is_skipped
         update.schedule()
+
+    def settle(self) -> None:
+        """Takes the steps that were skipped off the count."""
+        if self._num_skipped is not None:
+            self._update.num_steps -= int(self._num_skipped)
+            self._num_skipped = None
 
     def abandon(self) -> None:
         """Drops the gradients of half a step."""
@@ -242,8 +255,14 @@ class RecordedStep:
             text += f"; {names} steps after it (fix: capturable=True or fused=True)"
         return "; ".join([text, *captures.notes])
 
+    def settle(self) -> None:
+        """Makes the count of steps exact, which waits for the device."""
+        if self._program.update is not None:
+            self._program.update.settle()
+
     def release(self) -> None:
         """Gives the memory of the recordings back."""
+        self.settle()
         self.captures.release()
 
 

@@ -47,25 +47,24 @@ def verify(graph_step: Step, call: Callable[[], Any], steps: int) -> Verificatio
             that two plain steps differ as well.
     """
     graph_step.prepare()
-    roots, update = graph_step.roots, graph_step.update
     captures = graph_step.recorded.captures if graph_step.recorded is not None else None
-    start = _State(roots, update)
+    start = _State(graph_step)
     try:
         num_tensors = num_bytes = num_replays = 0
         if captures is not None:
             captures.until_replayed(call)
             num_replays = -captures.num_replays
         for number in range(1, steps + 1):
-            before = _State(roots, update)
-            ours = {**_outputs(call()), **_State(roots, update).values()}
+            before = _State(graph_step)
+            ours = {**_outputs(call()), **_State(graph_step).values()}
             before.put_back()
             with graph_step.plainly():
-                plain = {**_outputs(call()), **_State(roots, update).values()}
+                plain = {**_outputs(call()), **_State(graph_step).values()}
             difference = _difference(ours, plain)
             if difference is not None:
                 before.put_back()
                 with graph_step.plainly():
-                    again = {**_outputs(call()), **_State(roots, update).values()}
+                    again = {**_outputs(call()), **_State(graph_step).values()}
                 what = _two_plain_steps(_difference(again, plain)) or f"{difference} · {_FIX}"
                 raise GraphError(f"{graph_step.name}.verify: step {number}: {what}")
             tensors = [value for value in plain.values() if isinstance(value, torch.Tensor)]
@@ -81,7 +80,7 @@ def verify(graph_step: Step, call: Callable[[], Any], steps: int) -> Verificatio
 @contextmanager
 def unchanged(graph_step: Step) -> Iterator[None]:
     """Puts back, in the end, all that steps in the ``with`` block have changed."""
-    start = _State(graph_step.roots, graph_step.update)
+    start = _State(graph_step)
     try:
         yield
     finally:
@@ -92,7 +91,10 @@ def unchanged(graph_step: Step) -> Iterator[None]:
 class _State:
     """Copies of all that a step changes. They are put back in place: a recording knows the addresses."""
 
-    def __init__(self, roots: Mapping[str, nn.Module], update: Update) -> None:
+    def __init__(self, graph_step: Step) -> None:
+        graph_step.settle()
+        roots, update = graph_step.roots, graph_step.update
+        self._step = graph_step
         self._update = update
         self._num_steps = update.num_steps
         self._tensors = {name: (tensor, tensor.detach().clone()) for name, tensor in _tensors(roots, update)}
@@ -123,6 +125,7 @@ class _State:
     def put_back(self) -> bool:
         """Makes everything what it was. Returns whether optimizers had made states since, which are gone now."""
         has_removed = False
+        self._step.settle()
         with torch.no_grad():
             for tensor, value in self._tensors.values():
                 tensor.detach().copy_(value)

@@ -17,6 +17,7 @@ import torch
 from policies import HOLES, NESTED, ON_CHAIN
 from tape import TapeRunner
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import ZOO, chain
 
 import graphckpt.blocks.select
@@ -207,6 +208,41 @@ def test_a_scaler_skips_a_step_that_overflows(make: Make) -> None:
     inputs[5] = torch.full((6, 16), float("inf"))
     graph, _ = both(make=make, set_up=set_up, inputs=inputs)
     assert graph._update.num_steps == 9
+
+
+class HostReads(TorchDispatchMode):
+    """Counts how often a value of the device is read, for which the host waits."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("schedule", "most"), [(False, 0), (True, 1)])
+def test_a_replay_with_a_scaler_does_not_hold_up_the_host(schedule: bool, most: int) -> None:
+    """A schedule asks whether the step was skipped; without one the count of steps is made exact when it is read."""
+
+    def set_up(graph: Train) -> None:
+        graph.set_grad_scaler(torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2))
+
+    inputs = batches(10)
+    inputs[5] = inputs[7] = torch.full((6, 16), float("inf"))
+    graph, _ = both(set_up=set_up, inputs=inputs, schedule=schedule)
+    with HostReads() as reads:
+        graph(inputs[0])
+        graph(inputs[5])
+    assert reads.count == 2 * most
+    assert graph.state_dict()["System-Train-TrainStep"] == 9
+    graph(inputs[5])
+    assert copy.deepcopy(graph)._update.num_steps == 9
+    graph(inputs[0])
+    graph(inputs[5])
+    graph.verify(inputs[0])
+    graph(inputs[5])
+    graph.load_state_dict(graph.state_dict())
+    assert graph._update.num_steps == 10
 
 
 def test_a_rate_that_the_user_sets_is_in_force_at_once() -> None:
