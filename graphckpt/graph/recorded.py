@@ -135,6 +135,8 @@ class GraphProgram(Program):
         self.build: Callable[..., Any] | None = None
         self.update = update
         self._roots = roots
+        self._known: list[nn.Module] = []
+        self._children: list[nn.Module | None] | None = None  # of those, when they were listed
         self._run = run
         self._forward_backward = forward_backward
 
@@ -173,7 +175,7 @@ class GraphProgram(Program):
 
     def held(self) -> tuple[Hashable, Hashable, Any]:
         """Returns the modes in force, the identity of tensors and optimizer states, and these themselves."""
-        modules = [module for _, root in self._roots for module in root.modules()]
+        modules = self._modules()
         tensors = [t for m in modules for own in (m._parameters, m._buffers) for t in own.values() if t is not None]
         states = self.update.states() if self.update is not None else []
         modes = (
@@ -188,6 +190,13 @@ class GraphProgram(Program):
             self.update.settings() if self.update is not None else (),
         )
         return modes, identity, (tensors, states)  # held, so that no other object gets their identity
+
+    def _modules(self) -> list[nn.Module]:
+        """Returns all modules; to walk them anew takes most of a replay's time on the host."""
+        if self._children is None or self._children != _children(self._known):
+            self._known = [module for _, root in self._roots for module in root.modules()]
+            self._children = _children(self._known)
+        return self._known
 
 
 @final
@@ -264,6 +273,10 @@ class RecordedStep:
         """Gives the memory of the recordings back."""
         self.settle()
         self.captures.release()
+
+
+def _children(modules: Sequence[nn.Module]) -> list[nn.Module | None]:
+    return [child for module in modules for child in module._modules.values()]
 
 
 def _can_be_inside(optimizer: torch.optim.Optimizer, *, scaled: bool) -> bool:

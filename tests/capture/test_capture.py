@@ -340,6 +340,29 @@ def test_a_parameter_with_other_memory_records_again() -> None:
     assert captured(graph).num_captured == 2
 
 
+def test_replays_do_not_walk_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, graph = run(TapeRunner())
+    walks = []
+    walk = nn.Module.named_modules
+    monkeypatch.setattr(nn.Module, "named_modules", lambda *args, **more: walks.append(1) or walk(*args, **more))
+    graph(batches(1)[0])
+    assert captured(graph).num_replays == 8
+    assert not walks
+
+
+def test_a_module_that_takes_the_place_of_another_records_again() -> None:
+    def between(number: int, graph: Graph) -> None:
+        model = graph._roots["model"]
+        if number == 6:
+            model[1].up = copy.deepcopy(model[1].up).requires_grad_(False)
+        if number == 8:
+            model[2].extra = nn.Linear(2, 2)
+
+    graph, runner = both(None, between=between)
+    assert captured(graph).num_captured == 2
+    assert runner.num_warm == 3 + 2, "a module more has a mode more"
+
+
 def test_a_loaded_state_is_in_force() -> None:
     saved: dict[str, Any] = {}
 
