@@ -174,6 +174,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: made.is_capturing)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: self.data_ptr() in runtime.pinned)
     issue = CudaCopies._issue
 
     def remember(self: CudaCopies, stream: Any, source: torch.Tensor, target: torch.Tensor, traffic: Any) -> Any:

@@ -543,7 +543,13 @@ class Runtime:
         return 0
 
 
-def test_exactly_the_bytes_are_registered_and_unregistered_once() -> None:
+@pytest.fixture
+def pins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is registered is pinned, as CUDA then says."""
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
+
+
+def test_exactly_the_bytes_are_registered_and_unregistered_once(pins: None) -> None:
     runtime = Runtime()
     buffer = HostBuffer(*pin(5 * 2**20 + 3, runtime, fail, fail))
     assert list(runtime.pinned.values()) == [5 * 2**20 + 3]
@@ -557,7 +563,9 @@ def test_exactly_the_bytes_are_registered_and_unregistered_once() -> None:
     assert runtime.pinned == {}, "garbage is unregistered"
 
 
-def test_memory_that_cannot_be_registered_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("code", "what"), [(2, "CUDA error 2"), (0, "CUDA error 0, and it is not pinned")])
+def test_memory_that_cannot_be_registered_falls_back(monkeypatch: pytest.MonkeyPatch, code: int, what: str) -> None:
+    """A sandbox may accept the call and pin nothing."""
     notes: list[str] = []
     cleared: list[bool] = []
     asked: list[Any] = []
@@ -568,13 +576,16 @@ def test_memory_that_cannot_be_registered_falls_back(monkeypatch: pytest.MonkeyP
         return empty(*args, **kwargs)
 
     monkeypatch.setattr(torch, "empty", pinned)
-    flat, release = pin(100, Runtime(2), lambda: cleared.append(True), notes.append)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: False)
+    runtime = Runtime(code)
+    flat, release = pin(100, runtime, lambda: cleared.append(True), notes.append)
     release()
+    assert runtime.pinned == {}
     assert flat.numel() == 100
     assert asked == [True]
     assert cleared == [True]
     assert notes == [
-        "offload: host memory cannot be registered (CUDA error 2): PyTorch's pinned memory is bigger than needed"
+        f"offload: host memory cannot be registered ({what}): PyTorch's pinned memory is bigger than needed"
     ]
 
 
