@@ -32,6 +32,7 @@ from graphckpt.train.loop import HookBase, Loop
 from graphckpt.train.order import ShuffledOrder
 from graphckpt.train.outcome import PICTURE, Outcome, written
 from graphckpt.train.parallel import Ranks
+from graphckpt.train.prefetch import Prefetcher, to_device
 from graphckpt.train.report import Report
 from graphckpt.train.room import said_if_there_is_none
 from graphckpt.train.saved import LOG, METRICS, SavedRun, unwritable, weights_folder
@@ -149,13 +150,18 @@ class Trainer:
         order = ShuffledOrder(num_sequences=len(opened.train), seed=settings.seed)
         update = within_budget(graph, settings.activation_checkpoint, self.report, self.folder, self.ranks)
 
+        def read(iteration: int) -> dict[str, Tensor]:
+            start = settings.consumed_train_samples + self.saved.consumed_samples(iteration)
+            return opened.train.batch(self.ranks.own_part(order.take(start=start, count=self.batch_size)))
+
+        batches = Prefetcher(read, self.device, train_iter)
+
         def step(iteration: int) -> dict[str, Tensor]:
             started = time.perf_counter()
-            start = settings.consumed_train_samples + self.saved.consumed_samples(iteration)
-            samples = self.ranks.own_part(order.take(start=start, count=self.batch_size))
-            batch = self._on_device(opened.train.batch(samples))
+            batch = batches.get(iteration)
             loop.data_seconds = time.perf_counter() - started
             losses: dict[str, Tensor] = update(**batch)
+            batches.prefetch(iteration + 1)
             return self.ranks.means({name: loss.mean() for name, loss in losses.items()})
 
         state = RunState(model, graph, optimizer, self.device, ranks=self.ranks, seed=settings.seed)
@@ -292,7 +298,4 @@ class Trainer:
         size, limit = settings.test_micro_batch_size, settings.evaluation.eval_iter
         parts = settings.dist.data_parallel_size
         for batch, counts in heldout_batches(heldout, size=size, limit=limit, part=ranks.data_rank, parts=parts):
-            yield self._on_device(batch), counts
-
-    def _on_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor.to(self.device) for name, tensor in batch.items()}
+            yield to_device(batch, self.device), counts
