@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FakeTensors", "NoValueError", "WithoutValues", "abandon_capture", "all_gather_bytes", "assert_on_device",
-    "at_end_of_backward", "autograd_sequence_number", "backward_within", "early_stop_in_force", "forget_fake",
+    "at_end_of_backward", "autograd_sequence_number", "backward_within", "clear_cublas_workspaces",
+    "early_stop_in_force", "forget_fake",
     "forget_half_a_step", "has_function_modes", "is_fake", "is_transformed", "is_watched", "num_dispatch_modes",
     "num_function_modes", "override_stale_capture_stream", "packed_shard", "pop_dispatch_mode", "pop_function_mode",
     "pop_saved_tensor_hooks", "push_saved_tensor_hooks", "pytree", "saved_tensor_hooks_in_force",
@@ -175,6 +176,8 @@ def version_sharing_detach(tensor: torch.Tensor) -> torch.Tensor:
 
     Below autograd a plain ``detach()`` makes an alias with a version counter of its own.
     """
+    if not torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.ADInplaceOrView):
+        return tensor.detach()  # takes a third of the time
     with _SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
@@ -261,12 +264,23 @@ def override_stale_capture_stream() -> Iterator[None]:
         switch(False)
 
 
-def abandon_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, int]) -> None:
+def clear_cublas_workspaces() -> None:
+    """Frees the workspaces that cuBLAS keeps for each thread and stream; the next matrix product makes a new one.
+
+    torch's own CUDA graph trees do this around each capture. It has no public name.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def abandon_capture(
+    graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, int], *, has_begun: bool
+) -> None:
     """Ends a capture in which something has failed, so that the process can go on, and can record again.
 
     An error of the device makes the capture invalid; ``capture_end()`` then raises before it has put all in order
     (pytorch#171263, #180395, #190348): up to torch 2.11 the allocator still takes a capture to be under way, up to
-    2.12 the random generator does, and up to 2.13 the memory pool is never given back.
+    2.12 the random generator does, and up to 2.13 the memory pool is never given back. ``has_begun`` is false where
+    ``capture_begin()`` itself has raised: it may have done so before or after it took the pool.
     """
     with suppress(RuntimeError):
         graph.capture_end()
@@ -279,9 +293,11 @@ def abandon_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tup
     if is_ended:
         return
     index = torch.cuda.current_device() if device.index is None else device.index
+    holds_pool = has_begun
     with suppress(RuntimeError):  # says that it has been ended, where it has
         torch._C._cuda_endAllocateToPool(index, pool)
-    if torch_version() < (2, 14):
+        holds_pool = True
+    if holds_pool and torch_version() < (2, 14):  # else this would give back what other graphs in the pool hold
         with suppress(RuntimeError):
             torch._C._cuda_releasePool(index, pool)
     if torch_version() < (2, 13):

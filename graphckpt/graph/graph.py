@@ -220,6 +220,7 @@ class Graph(Inspected):
 
     def state_dict(self, destination: Any = None) -> OrderedDict[str, Any]:
         """Returns each module's state under its attribute name, and that of optimizers, schedulers and scaler."""
+        self._step.settle()
         return saved_state(self._roots, self._update, destination)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
@@ -228,10 +229,12 @@ class Graph(Inspected):
         Raises:
             GraphError: ``strict``, and a key is missing or unknown. Nothing has been loaded then.
         """
+        self._step.settle()
         load_state(self._name, self._roots, self._update, state_dict, strict=strict)
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a copy or a pickle needs: it starts as if it had not been called, under a name of its own."""
+        self._step.settle()
         return {
             "attributes": {key: value for key, value in self.__dict__.items() if key not in _OWN},
             "roots": dict(self._roots),

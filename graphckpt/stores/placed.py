@@ -98,14 +98,17 @@ class PlacedStore(Store):
             return WrappedKey(tensor, lambda inner: self.put(inner, group, is_part=is_part))
         if self._stays(tensor, group):
             return tensor.detach()
-        with self._lock, torch.no_grad():
+        with self._lock:
             place = self._place_of(tensor.device, is_part, group)
             if place is None:
                 return tensor.detach()
-            tensor = tensor.resolve_conj().resolve_neg()
+            if tensor.is_conj() or tensor.is_neg():
+                tensor = tensor.detach().resolve_conj().resolve_neg()
             piece = self._storages.find(tensor, place) or self._new_piece(tensor, place, group)
-            if all(ref() is not piece for ref in group.pieces):
-                group.pieces.append(weakref.ref(piece))
+            known = group.pieces.get(id(piece))
+            if known is None or known() is not piece:
+                group.pieces.pop(id(piece), None)  # of one that is gone; the order is that of the puts
+                group.pieces[id(piece)] = weakref.ref(piece)
             return Key(piece, tensor, group)
 
     def get(self, key: object) -> torch.Tensor | None:
@@ -118,7 +121,7 @@ class PlacedStore(Store):
         piece = key.piece
         if piece.edits.seen():
             return None
-        with self._lock, torch.no_grad():
+        with self._lock:
             self._empty_bin()
             self._ask_for(key.group)
             flat = piece.landed
@@ -246,4 +249,4 @@ def _tickets(group: Group) -> dict[Place, list[Ticket]]:
 
 
 def _alive(group: Group) -> list[Piece]:
-    return [piece for ref in group.pieces if (piece := ref()) is not None]
+    return [piece for ref in group.pieces.values() if (piece := ref()) is not None]

@@ -37,6 +37,7 @@ from graphckpt.train.naming import naming
 from graphckpt.train.order import ShuffledOrder
 from graphckpt.train.outcome import Outcome, written
 from graphckpt.train.parallel import Ranks
+from graphckpt.train.prefetch import Prefetcher, to_device
 from graphckpt.train.report import Report
 from graphckpt.train.room import said_if_there_is_none
 from graphckpt.train.run_folder import LOG, METRICS, PICTURE
@@ -181,17 +182,22 @@ class Trainer:
         order = ShuffledOrder(num_sequences=len(opened.train), seed=settings.seed)
         update = within_budget(graph, settings.activation_checkpoint, self.report, self.saved)
 
+        def read(iteration: int) -> dict[str, Tensor]:
+            start = settings.consumed_train_samples + self.saved.consumed_samples(iteration)
+            return opened.train.batch(self.ranks.own_part(order.take(start=start, count=self.batch_size)))
+
+        batches = Prefetcher(read, self.device, train_iter)
+
         def step(iteration: int) -> dict[str, Tensor]:
             with naming("model, task, data, optim, train.scheduler", f"iteration {iteration}"), self.ranks.together():
                 return learn(iteration)
 
         def learn(iteration: int) -> dict[str, Tensor]:
             started = time.perf_counter()
-            start = settings.consumed_train_samples + self.saved.consumed_samples(iteration)
-            samples = self.ranks.own_part(order.take(start=start, count=self.batch_size))
-            batch = self._on_device(opened.train.batch(samples))
+            batch = batches.get(iteration)
             loop.data_seconds = time.perf_counter() - started
             losses: dict[str, Tensor] = update(**batch)
+            batches.prefetch(iteration + 1)
             return self.ranks.means({name: loss.mean() for name, loss in losses.items()})
 
         state = RunState(model, graph, optimizer, self.device, ranks=self.ranks, seed=settings.seed)
@@ -337,7 +343,4 @@ class Trainer:
         size, limit = settings.test_micro_batch_size, settings.evaluation.eval_iter
         parts = settings.dist.data_parallel_size
         for batch, counts in heldout_batches(heldout, size=size, limit=limit, part=ranks.data_rank, parts=parts):
-            yield self._on_device(batch), counts
-
-    def _on_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor.to(self.device) for name, tensor in batch.items()}
+            yield to_device(batch, self.device), counts
