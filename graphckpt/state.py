@@ -122,6 +122,10 @@ class ModuleState:
         """Whether a call with the modules in these modes (train or eval, each) has shown which places move."""
         return snapshot.modes in self._moving
 
+    def attribute_ids(self) -> set[int]:
+        """Returns the ids of the modules' dictionaries of attributes."""
+        return {id(_fields(ref)) for ref in self._modules}
+
     def tensors(self) -> list[torch.Tensor]:
         """Returns the parameters and buffers in place now."""
         return [t for owner, key in self._slots if (t := owner.get(key)) is not None]
@@ -169,6 +173,23 @@ class ModuleState:
                 replace_item(module.__dict__, "training", mode, undo)
         for place, value in snapshot.moving:
             replace_item(place.owner, place.key, place.fresh(value), undo)
+
+    def protect(self, undo: Undo) -> None:
+        """Has everything put back that a forward may change, where it is not known yet what that is.
+
+        Call it after :meth:`rewind`: what an original forward has not reached yet must not move before it does.
+        """
+        for ref in self._modules:
+            fields = _fields(ref)
+            undo.append((fields, None, dict(fields)))
+            for key, value in fields.items():
+                if isinstance(value, CONTAINERS) and key not in _OWN:
+                    fields[key] = copy.copy(value)
+                elif key not in _OWN and _is_plain(value) and value.is_leaf:
+                    fields[key] = value.detach().clone().requires_grad_(value.requires_grad)
+        for owner, key in self._slots[self._num_parameters :]:
+            if _is_plain(owner.get(key)):
+                replace_item(owner, key, owner[key].detach().clone(), undo)
 
     def _rewind_policies(self, snapshot: Snapshot, undo: Undo) -> None:
         forwards = dict(snapshot.forwards)

@@ -29,11 +29,12 @@ class Traits:
         tensor: The argument as the original forward was called with it.
     """
 
-    __slots__ = ("_attributes", "_has_history", "_kind", "requires_grad")
+    __slots__ = ("_attributes", "_has_history", "_is_view", "_kind", "requires_grad")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.requires_grad = tensor.requires_grad
         self._has_history = not tensor.is_leaf
+        self._is_view = tensor._is_view()
         self._kind = type(tensor)
         self._attributes: dict[str, Any] | None = own_attributes(tensor) if tensor.__dict__ else None
 
@@ -41,9 +42,12 @@ class Traits:
         """Returns ``tensor``, which has no history, with these traits."""
         if self.requires_grad:
             tensor.requires_grad_()
-            if self._has_history and type(tensor) is torch.Tensor and tensor.layout is torch.strided:
-                with torch.enable_grad():
+        if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+            with torch.enable_grad():
+                if self._is_view and (self._has_history or not self.requires_grad):
                     tensor = tensor.view_as(tensor)
+                elif self._has_history:
+                    tensor = _Result.apply(tensor, tensor.data)
         return self.give_class_to(tensor)
 
     def give_class_to(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -70,6 +74,21 @@ class Traits:
         if (present or past) and not hasattr(tensor, "__tensor_flatten__") and differs(present, past):
             undo.append((present, None, dict(present)))
             fill(present, past)
+
+
+class _Result(torch.autograd.Function):
+    """Makes a tensor the result of an op, which has history and is neither a leaf nor a view."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, alias: torch.Tensor) -> torch.Tensor:
+        """Returns ``alias``, which shares the memory of ``leaf``."""
+        ctx.mark_dirty(alias)
+        return alias
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Passes the gradient on."""
+        return grad, None
 
 
 @final

@@ -143,6 +143,14 @@ class Arguments:
             aliases.rebuild(taken)
         return taken
 
+    def versions(self, leaves: list[Any]) -> list[tuple[int, torch.Tensor, int]]:
+        """Returns the tensors among ``leaves`` that the recomputation must not edit, and their versions."""
+        return [
+            (position, leaf, leaf._version)
+            for position, leaf in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor) and position not in self.edited and not leaf.is_inference()
+        ]
+
     def assemble(self, leaves: list[Any], undo: Undo) -> tuple[Sequence[Any], dict[str, Any]]:
         """Returns ``(args, kwargs)``, once the modules are in the state of the original forward."""
         for position, place in self._own.items():

@@ -23,16 +23,17 @@ from graphckpt.rules.arguments import Arguments
 from graphckpt.rules.guard import Guard
 from graphckpt.rules.handed import Handed, Returned, last_returned, tensors_in
 from graphckpt.rules.kept import Slot
-from graphckpt.rules.mismatch import differs, edited, edits_module
+from graphckpt.rules.mismatch import differs, edited, edits_argument, edits_module
 from graphckpt.rules.passes import Contexts, Run, SecondRun, Stop, running, unseen
 from graphckpt.stores import DeviceStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from graphckpt.rules.hole import HoleCall, RaisedCall
+    from graphckpt.rng import RandomState
+    from graphckpt.rules.hole import HoleCall, RepeatedCall
     from graphckpt.rules.site import Site
-    from graphckpt.state import Watch
+    from graphckpt.state import Snapshot, Watch
     from graphckpt.stores import Group
 
 
@@ -64,7 +65,7 @@ class Frame:
         self.before: Frame | None = None
         """The call of the recomputed block right before, if the two are recomputed as one."""
         self.handed: list[torch.Tensor] | None = None
-        self.holes: list[HoleCall | RaisedCall] = []
+        self.holes: list[HoleCall | RepeatedCall] = []
         self.outer: Any = None
         self.original: Run | None = None
         """The original forward while it runs; after that, the one around it."""
@@ -176,7 +177,7 @@ class Frame:
         if self._joins and self.before is None:
             site.note("joined: no argument is what a recomputed block right before it has returned; all are kept")
         for hole in self.holes:
-            hole.settle()
+            hole.settle(self._snapshot)
         self._is_complete = True
         if self.contexts is not None:
             self.contexts.settle(self)
@@ -208,6 +209,9 @@ class Frame:
                     raise  # else code that is no op, such as a kernel, may have asked for what was left out
                 run = SecondRun(self, self._slots, early_stop=early_stop, hands_on=hands_on)
                 self._second_run(run)
+            for position, tensor, version in run.given:
+                if tensor._version != version:
+                    raise RecomputeError(edits_argument(self.site.name, self.name_of(position)))
             fault = run.fault()
             if fault is not None and (self._strict or isinstance(fault.first, int)):
                 probe = SecondRun(self, self._slots, early_stop=False)
@@ -234,15 +238,7 @@ class Frame:
         depth = autocast_depth()
         guard = Guard()
         try:
-            leaves = self._arguments.take(self, guard.undo)
-            if self.before is not None:
-                self.before.handed = None
-            guard.enter(run, run.pack, run.unpack)
-            guard.restore_random_state(random_now)
-            state.rewind(snapshot, guard.undo)
-            args, kwargs = self._arguments.assemble(leaves, guard.undo)
-            del leaves
-            set_random_state(self._random)
+            args, kwargs = self._enter_again(run, guard, snapshot, random_now)
             if self.contexts is None and ambient_now == self._ambient:
                 self._call(run, args, kwargs)
             else:
@@ -263,6 +259,24 @@ class Frame:
                 guard.leave()
             finally:
                 guard.leave()  # see Note [An interrupt at any moment]
+
+    def _enter_again(
+        self, run: SecondRun, guard: Guard, snapshot: Snapshot, random_now: RandomState
+    ) -> tuple[Sequence[Any], dict[str, Any]]:
+        """Puts everything back to what it was before the original forward, and returns the arguments."""
+        arguments = self._arguments
+        leaves = arguments.take(self, guard.undo)
+        run.given = arguments.versions(leaves)
+        if self.before is not None:
+            self.before.handed = None
+        guard.enter(run, run.pack, run.unpack)
+        guard.restore_random_state(random_now)
+        self._state.rewind(snapshot, guard.undo)
+        if not self._is_complete:
+            self._state.protect(guard.undo)
+        args, kwargs = arguments.assemble(leaves, guard.undo)
+        set_random_state(self._random)
+        return args, kwargs
 
     def _call(self, run: SecondRun, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         torch.set_grad_enabled(True)  # until the guard leaves

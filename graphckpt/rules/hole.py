@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
+from graphckpt.objects import take_objects
 from graphckpt.rng import set_random_state, take_random_state
 from graphckpt.rules.argument import own_attributes
 from graphckpt.rules.frame import Frame
@@ -17,23 +18,25 @@ from graphckpt.rules.mismatch import holes_differ
 from graphckpt.rules.passes import Run, SecondRun, running, unseen
 from graphckpt.rules.stored import IN_PLACE, StoredCall
 from graphckpt.stores import DeviceStore
-from graphckpt.tree import build_value, flatten_value
+from graphckpt.tree import build_value, flatten_call, flatten_value
+from graphckpt.undo import differs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from graphckpt.rng import RandomState
     from graphckpt.rules.site import Site
+    from graphckpt.state import Snapshot
 
 
 @final
 class HoleCall:
     """One call of a kept child in a first run, and how to answer for it in the second."""
 
-    __slots__ = ("__weakref__", "_handles", "_is_differentiated", "_leaves", "_random", "_spec", "_versions", "name")
+    __slots__ = ("__weakref__", "_handles", "_is_differentiated", "_leaves", "_random", "_site", "_spec", "_versions")
 
-    def __init__(self, name: str, output: Any, frame: Frame, random: RandomState) -> None:
-        self.name = name
+    def __init__(self, site: Site, output: Any, frame: Frame, random: RandomState) -> None:
+        self._site = site
         self._random = random
         self._is_differentiated = False
         leaves, self._spec = flatten_value(output)
@@ -49,21 +52,30 @@ class HoleCall:
         if any(_is_special(leaf) for leaf in leaves):
             self._leaves = None
 
-    def settle(self) -> None:
-        """After the first run: decides whether the outputs can be handed back.
+    @property
+    def name(self) -> str:
+        """Path of the child."""
+        return self._site.name
 
-        They cannot if the parent has edited one in place or has taken gradients through the child, which has no history
-        in the second run unless it runs there.
+    def settle(self, snapshot: Snapshot) -> None:
+        """Decides after the original forward whether the recomputation can be handed the outputs.
+
+        It cannot where the parent has edited one in place or has taken gradients through the child, and where the
+        child sets attributes of its modules, which the parent may read.
         """
-        if self._is_differentiated or any(tensor._version != version for tensor, version in self._versions):
+        attributes = {id(place.owner) for place, _ in snapshot.moving if not place.in_place}
+        if self._has_changed() or (attributes and not attributes.isdisjoint(self._site.state.attribute_ids())):
             self._leaves = None
         self._versions = []
         while self._handles:
             self._handles.pop().remove()
 
+    def _has_changed(self) -> bool:
+        return self._is_differentiated or any(tensor._version != version for tensor, version in self._versions)
+
     def answer(self) -> tuple[bool, Any]:
         """Returns ``(True, output)``, or ``(False, None)`` if the child has to run again after all."""
-        if self._leaves is None:
+        if self._leaves is None or self._has_changed():
             return False, None
         leaves = []
         for leaf in self._leaves:
@@ -76,20 +88,39 @@ class HoleCall:
 
 
 @final
-class RaisedCall:
-    """One call of a kept child in a first run that has raised an exception, which its parent may have caught."""
+class RepeatedCall:
+    """One call of a kept child that has to run in the recomputation too: it raised, or has edited its arguments."""
 
     __slots__ = ("name",)
 
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def settle(self) -> None:
+    def settle(self, snapshot: Snapshot) -> None:
         """There is nothing to decide."""
 
     def answer(self) -> tuple[bool, Any]:
-        """The child has to run, and raise, again."""
+        """The child has to run."""
         return False, None
+
+
+@final
+class _Inputs:
+    """The arguments of a kept child, to see whether its forward edits them."""
+
+    __slots__ = ("_objects", "_versions")
+
+    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        leaves, _ = flatten_call(args, kwargs)
+        self._versions = [
+            (leaf, leaf._version) for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference()
+        ]
+        self._objects = take_objects([*args, *kwargs.values(), *leaves])
+
+    def are_edited(self) -> bool:
+        return any(tensor._version != version for tensor, version in self._versions) or any(
+            differs(owner, then) for owner, then in self._objects
+        )
 
 
 def _is_special(leaf: Any) -> bool:
@@ -123,24 +154,28 @@ def run_hole(site: Site, function: Callable[..., Any], args: Sequence[Any], kwar
         return _run_alone(site, function, args, kwargs)
     outermost = around[-1]
     first_runs = around[:-1] if isinstance(outermost, SecondRun) else around
+    inputs = stored = None
     with unseen(around[0]):  # copies of a store, or of hooks, are no ops of the block
         answered, output = _ask(outermost, site) if isinstance(outermost, SecondRun) else (False, None)
     if not answered:
         stored = None if isinstance(outermost, SecondRun) or outermost.frame.outer is not None else _stored(site)
         keep = None if isinstance(outermost, SecondRun) else outermost.frame.outer
         hooks = (stored.pack, stored.unpack) if stored is not None else keep or IN_PLACE
+        inputs = _Inputs(args, kwargs) if first_runs else None
         try:
             output = _run_kept(around, hooks, site, function, args, kwargs, is_stored=stored is not None)
         except Exception:
             for run in first_runs:
-                run.frame.holes.append(RaisedCall(site.name))
+                run.frame.holes.append(RepeatedCall(site.name))
             raise
     with unseen(around[0]):
-        if not answered and stored is not None:
+        if stored is not None:
             stored.seal()
+        is_repeated = inputs is not None and inputs.are_edited()
         for run in first_runs:
             frame = run.frame
-            frame.holes.append(HoleCall(site.name, output, frame, take_random_state(frame.devices)))
+            call = RepeatedCall(site.name) if is_repeated else None
+            frame.holes.append(call or HoleCall(site, output, frame, take_random_state(frame.devices)))
     return output
 
 
@@ -184,7 +219,10 @@ def _ask(run: SecondRun, site: Site) -> tuple[bool, Any]:
         raise holes_differ(frame.site.name, call.name if call else None, site.name)
     answered, output = call.answer()
     if not answered:
-        site.note("its output is edited in place or differentiated by its parent, so it is recomputed")
+        site.note(
+            "it is recomputed: it edits its arguments or sets attributes, or its parent edits its output or takes "
+            "gradients through it"
+        )
     return answered, output
 
 

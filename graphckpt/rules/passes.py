@@ -108,7 +108,8 @@ class SecondRun(Run):
     """Fills the slots of a frame while its block runs again."""
 
     __slots__ = (
-        "_early_stop", "_first_fault", "_last", "_slots", "_unfilled", "cursor", "hands_on", "hole_cursor", "on_pack",
+        "_early_stop", "_first_fault", "_last", "_slots", "_unfilled", "cursor", "given", "hands_on", "hole_cursor",
+        "on_pack",
     )  # fmt: skip
 
     def __init__(
@@ -119,6 +120,8 @@ class SecondRun(Run):
         self.cursor = 0
         self.hole_cursor = 0
         self.on_pack: Callable[[int], None] | None = None
+        self.given: list[tuple[int, torch.Tensor, int]] = []
+        """The arguments that forward leaves as they are: positions, tensors, versions."""
         self._slots = slots
         self._early_stop = early_stop
         self._last = len(slots) - 1  # of the slots that are alive
