@@ -22,9 +22,9 @@ from graphckpt.tree import ATOMS, flatten_call
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from graphckpt.moving import Moving, Snapshot
     from graphckpt.rules.frame import Frame
     from graphckpt.rules.handed import Returned
-    from graphckpt.state import Moving, Snapshot
     from graphckpt.undo import Undo
 
 

@@ -30,10 +30,11 @@ from graphckpt.stores import DeviceStore
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from graphckpt.moving import Snapshot
     from graphckpt.rng import RandomState
     from graphckpt.rules.hole import HoleCall, RepeatedCall
     from graphckpt.rules.site import Site
-    from graphckpt.state import Snapshot, Watch
+    from graphckpt.state import Watch
     from graphckpt.stores import Group
 
 

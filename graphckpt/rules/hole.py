@@ -24,9 +24,9 @@ from graphckpt.undo import differs
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from graphckpt.moving import Snapshot
     from graphckpt.rng import RandomState
     from graphckpt.rules.site import Site
-    from graphckpt.state import Snapshot
 
 
 @final

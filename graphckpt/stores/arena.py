@@ -96,6 +96,10 @@ class Arena(Place):
     def begin_step(self) -> None:
         """Plans the slab, if the last step was none that is known."""
         self._empty_bin()
+        for number in self._plan.in_use:  # an interrupt may have kept a range from being given back
+            watch = self._watches.get(number)
+            if watch is None or watch() is None:
+                self._plan.free(number)
         self._needs_slab |= self._plan.begin_step()
 
     def close(self) -> None:

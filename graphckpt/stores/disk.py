@@ -126,6 +126,7 @@ class DiskPlace(Place):
             if self._spool is None:
                 self._spool = self._new_spool()
                 self._stop = weakref.finalize(self, self._spool.stop)
+                self._spool.start()
             return self._spool.put(data, group)
 
     def take(self, ticket: Ticket, group: Group) -> torch.Tensor:
@@ -160,6 +161,11 @@ class DiskPlace(Place):
         assert isinstance(ticket, DiskTicket)
         if ticket.spool is self._spool and ticket.spool.pid == os.getpid():
             ticket.spool.free(ticket)
+
+    def begin_step(self) -> None:
+        """Drops the file and the thread where an interrupt has ended a method of theirs."""
+        if self._spool is not None and self._spool.is_disturbed():
+            self.close()
 
     def stored_bytes(self, num_bytes: int) -> int:
         """Returns whole blocks of the file."""

@@ -54,7 +54,11 @@ class Spool:
         self.pid = os.getpid()
         self._lane = lane
         self._bound = in_flight_bytes
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)  # for the thread to wait for; see Note [Waits of a step]
+        self._moved = threading.Lock()
+        self._moved.acquire()
+        self._is_within = False
         self._is_stopped = False
         self._regions = Regions()
         self._alive: set[DiskTicket] = set()
@@ -64,33 +68,49 @@ class Spool:
         self._unwritten_bytes = 0
         self._landed_bytes = 0  # and those being read
         self._thread = threading.Thread(target=self._work, name="graphckpt disk", daemon=True)
-        self._thread.start()
 
     # ---- for the step's threads
+
+    # Note [Waits of a step]: a KeyboardInterrupt may end any method here at any instruction. Locks are taken and given
+    # back by C code alone, as `threading.Condition` is not, so that none stays locked; and what such a method leaves
+    # half done, `is_disturbed` tells, after which a new spool takes the place of this one.
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def is_disturbed(self) -> bool:
+        """Returns whether an exception has ended one of the methods for the step's threads, or nothing has started."""
+        return self._is_within or bool(self._alive) or not self._thread.is_alive()
 
     def put(self, data: torch.Tensor, group: Group) -> DiskTicket:
         """Queues a write, after a wait until there is room within the bound."""
         num_bytes = data.numel()
         ready = self._lane.mark()
-        with self._changed:
+        with self._lock:
+            self._is_within = True
             self._wait(lambda: self._fits(self._unwritten_bytes, num_bytes), group)
             ticket = DiskTicket(self, data, group, self._regions.take(num_bytes), ready)
             self._alive.add(ticket)
             self._writes[ticket] = None
             self._unwritten_bytes += num_bytes
             self._changed.notify_all()
+            self._is_within = False
             return ticket
 
     def begin(self, tickets: Sequence[DiskTicket]) -> None:
         """Queues reads of what is not in memory and not queued."""
-        with self._changed:
+        with self._lock:
+            self._is_within = True
             for ticket in tickets:
                 if ticket.lent() is None:
                     self._want(ticket)
+            self._is_within = False
 
     def take(self, ticket: DiskTicket, group: Group) -> torch.Tensor:
         """Returns the bytes, after a wait until they are here."""
-        with self._changed:
+        with self._lock:
+            self._is_within = True
             flat = ticket.data
             if flat is None:
                 self._want(ticket)
@@ -106,13 +126,15 @@ class Spool:
                 self._changed.notify_all()
             ticket.is_wanted = False
             ticket.lent = weakref.ref(flat.untyped_storage())
+            self._is_within = False
             return flat
 
     def free(self, ticket: DiskTicket) -> None:
         """Gives the range back, and forgets what is queued for it."""
-        with self._changed:
+        with self._lock:
             if self.failure is not None or ticket not in self._alive:
                 return
+            was_within, self._is_within = self._is_within, True  # a collection of garbage within another method frees
             self._alive.remove(ticket)
             self._regions.give_back(
                 ticket.offset, ticket.num_bytes
@@ -125,6 +147,7 @@ class Spool:
                 self._landed_bytes -= ticket.num_bytes
             ticket.let_go()
             self._changed.notify_all()
+            self._is_within = was_within
 
     def stop(self) -> None:
         """Ends the thread, which closes the file. Does not raise."""
@@ -133,7 +156,10 @@ class Spool:
             return
         folder = self._lane.file.folder
         self._fail(f"offload: the file in {folder} is closed, and its bytes are gone · fix: run backward before that")
-        if threading.current_thread() is not self._thread:  # the collector of garbage runs in any thread
+        if self._thread.ident is None:  # it has never started
+            self._lane.close()
+            self._lane.file.close()
+        elif threading.current_thread() is not self._thread:  # the collector of garbage runs in any thread
             self._thread.join(_PATIENCE)
             if not self._thread.is_alive():
                 self._lane.file.close()  # again, in case that the thread did not come to it
@@ -154,7 +180,11 @@ class Spool:
 
     def _wait(self, is_so: Callable[[], bool], group: Group) -> None:
         while self.failure is None and not is_so():
-            self._changed.wait(_POLL)
+            try:
+                self._lock.release()
+                self._moved.acquire(timeout=_POLL)
+            finally:
+                self._lock.acquire()
             if self.failure is None and not self._thread.is_alive():
                 self._fail(what_failed(group.block, "move", 0, self._lane.file.folder, "its thread has died"))
         if self.failure is not None:
@@ -238,10 +268,15 @@ class Spool:
     def _count(self, ticket: DiskTicket, started: float) -> None:
         if ticket.traffic is not None:
             ticket.traffic.copy_seconds += perf_counter() - started
-        self._changed.notify_all()
+        self._tell_step()
+
+    def _tell_step(self) -> None:
+        """Wakes a method that waits for the thread."""
+        with suppress(RuntimeError):  # it is told already
+            self._moved.release()
 
     def _fail(self, text: str) -> None:
-        with self._changed:
+        with self._lock:
             self._is_stopped = True
             self.failure = self.failure or text
             self._writes.clear()
@@ -249,3 +284,4 @@ class Spool:
             while self._alive:
                 self._alive.pop().let_go()
             self._changed.notify_all()
+            self._tell_step()

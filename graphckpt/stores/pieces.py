@@ -58,13 +58,14 @@ class Key:
     __slots__ = ("_is_taken", "_offset", "dtype", "group", "piece", "size", "stride")
 
     def __init__(self, piece: Piece, tensor: torch.Tensor, group: Group) -> None:
+        self._is_taken = True  # an interrupt here leaves a key that nobody has
         self.piece = piece
         self.group = group
         self.dtype = tensor.dtype
         self.size, self.stride = tensor.size(), tensor.stride()
         self._offset = tensor.storage_offset() * tensor.element_size() - piece.begin
-        self._is_taken = False
         piece.untaken += 1
+        self._is_taken = False
 
     def view_of(self, storage: torch.UntypedStorage, begin: int) -> torch.Tensor:
         """Returns the tensor, out of bytes that begin at ``begin``."""
@@ -80,7 +81,8 @@ class Key:
             self.piece.landed = None
 
     def __del__(self) -> None:
-        self.mark_taken()
+        if not self._is_taken:
+            self.mark_taken()
 
 
 @final

@@ -74,7 +74,10 @@ class PlacedStore(Store):
     def open(self, group: Group) -> Group:
         """Begins what one call of a block keeps."""
         with self._lock:
-            if not self.num_alive and all((g := ref()) is None or g.is_sealed for ref in self._groups):
+            self._empty_bin()
+            if self._num_alive and all(ref() is None for ref in self._groups):
+                self._num_alive = 0  # an interrupt has kept a piece from being made or freed
+            if not self._num_alive and all((g := ref()) is None or g.is_sealed for ref in self._groups):
                 self._groups.clear()
                 self._order.begin_step()
                 for place in self._opened_places():

@@ -84,6 +84,11 @@ class SlabPlan:
         self._alive: dict[int, int] = {}  # where the ranges of the slab begin that are in use, by put
         self._in_use = Ranges()
 
+    @property
+    def in_use(self) -> list[int]:
+        """The numbers of the puts whose ranges are in use."""
+        return list(self._alive)
+
     def begin_step(self) -> bool:
         """A new step begins. Returns whether the slab must be made anew, as it is too small for the last one."""
         grows = False

@@ -1,0 +1,58 @@
+"""Values of modules that a forward changes, as they were when it began."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from graphckpt.undo import ABSENT, CONTAINERS
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """A place that forward changes: ``owner[key]``. ``in_place`` if the tensor there is edited, not replaced."""
+
+    owner: dict[str, Any]
+    key: str
+    in_place: bool
+
+    def take(self) -> Any:
+        """Returns the present value, safe from later edits."""
+        value = self.owner.get(self.key, ABSENT)
+        if isinstance(value, torch.Tensor):
+            return value.detach().clone() if self.in_place else value.detach().requires_grad_(value.requires_grad)
+        return copy.copy(value) if isinstance(value, CONTAINERS) else value
+
+    def fresh(self, value: Any) -> Any:
+        """Returns a taken value for a recomputation, which may edit it."""
+        if not isinstance(value, torch.Tensor):
+            return copy.copy(value) if isinstance(value, CONTAINERS) else value
+        present = self.owner.get(self.key)
+        if isinstance(present, nn.Parameter):
+            return nn.Parameter(value.clone(), requires_grad=present.requires_grad)
+        return value.clone() if self.in_place else value
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a block's modules held when its first run began."""
+
+    tensors: list[Any]
+    versions: list[int]
+    modes: tuple[bool, ...]
+    moving: tuple[tuple[Moving, Any], ...]
+    copies: dict[int, torch.Tensor]
+    """Of small buffers that are not known to move, by their index in ``tensors``."""
+    attributes: list[tuple[weakref.ref[nn.Module], str, torch.Tensor, int]]
+    """Tensors that are attributes of a module and no buffers, as hooks set them, and their versions."""
+    forwards: list[tuple[weakref.ref[nn.Module], Any]]
+    """What stands in place of the ``forward`` of a module's class, such as a policy."""
+    policy_changes: int
+    """How many there had been."""
