@@ -10,7 +10,7 @@ SITE := $(VENV)/.installed-site
 
 # PASSIVE: threads that wait do not spin; with another process on the two cores that is several times faster.
 demo: $(INSTALLED)
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/graphckpt train --config-file configs/quickstart.py
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/graphckpt train --config-file configs/quickstart.py train.overwrite=True
 
 test: lint unit
 

@@ -1,6 +1,6 @@
 """The few private names of PyTorch that graphckpt needs, each beside the reason.
 
-Those of its compiler are in `_compat_compiler`. Nothing else is private.
+Those of its compiler are in `_compat_compiler`, those of autocast in `_compat_autocast`. Nothing else is private.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from torch._C._autograd import (
 )
 from torch._subclasses.fake_tensor import DataDependentOutputException as NoValueError
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
@@ -37,11 +39,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FakeTensors", "NoValueError", "WithoutValues", "abandon_capture", "all_gather_bytes", "assert_on_device",
-    "at_end_of_backward", "autograd_sequence_number", "backward_within", "forget_fake", "forget_half_a_step",
-    "has_function_modes", "is_fake", "is_watched", "num_dispatch_modes", "num_function_modes",
-    "override_stale_capture_stream", "packed_shard", "pop_dispatch_mode", "pop_function_mode",
+    "at_end_of_backward", "autograd_sequence_number", "backward_within", "clear_cublas_workspaces",
+    "early_stop_in_force", "forget_fake",
+    "forget_half_a_step", "has_function_modes", "is_fake", "is_transformed", "is_watched", "num_dispatch_modes",
+    "num_function_modes", "override_stale_capture_stream", "packed_shard", "pop_dispatch_mode", "pop_function_mode",
     "pop_saved_tensor_hooks", "push_saved_tensor_hooks", "pytree", "saved_tensor_hooks_in_force",
-    "share_version_counter", "silence_capturable", "torch_version", "unseen_by_modes", "version_sharing_detach",
+    "share_version_counter", "silence_capturable", "storage_of", "torch_version", "unseen_by_modes",
+    "version_sharing_detach", "what_is_not_plain",
 ]  # fmt: skip
 
 # `pytree` holds every container type that users and Transformers registered (ModelOutput among them). The public
@@ -172,6 +176,8 @@ def version_sharing_detach(tensor: torch.Tensor) -> torch.Tensor:
 
     Below autograd a plain ``detach()`` makes an alias with a version counter of its own.
     """
+    if not torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.ADInplaceOrView):
+        return tensor.detach()  # takes a third of the time
     with _SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
@@ -187,6 +193,38 @@ def share_version_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
     shared = other._version == probe
     _unsafe_set_version_counter((one,), (version,))
     return shared
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Returns the storage of ``tensor``; ``None`` for one that has none, such as a sparse tensor."""
+    return tensor.untyped_storage() if torch._C._has_storage(tensor) else None
+
+
+def what_is_not_plain(tensor: torch.Tensor) -> str | None:
+    """Names the kind of a tensor that is more, or less, than a view of bytes in memory; ``None`` if it is just that."""
+    if tensor.is_nested:
+        return "nested"
+    if tensor.layout is not torch.strided:
+        return "sparse" if "sparse" in str(tensor.layout) else str(tensor.layout)
+    if tensor.is_quantized:
+        return "quantized"
+    if tensor._is_zerotensor():
+        return "zero"
+    return "torch.func" if torch._C._functorch.is_functorch_wrapped_tensor(tensor) else None
+
+
+def is_transformed() -> bool:
+    """Returns whether a transform of ``torch.func`` is in force in this thread, or forward-mode AD.
+
+    Neither can be asked by a public name.
+    """
+    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def early_stop_in_force(wanted: bool) -> bool:
+    """Returns what ``torch.utils.checkpoint.set_checkpoint_early_stop`` says, which is public; else ``wanted``."""
+    in_force: bool | None = torch_checkpoint._enable_checkpoint_early_stop
+    return wanted if in_force is None else in_force
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> bool:
@@ -226,12 +264,23 @@ def override_stale_capture_stream() -> Iterator[None]:
         switch(False)
 
 
-def abandon_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, int]) -> None:
+def clear_cublas_workspaces() -> None:
+    """Frees the workspaces that cuBLAS keeps for each thread and stream; the next matrix product makes a new one.
+
+    torch's own CUDA graph trees do this around each capture. It has no public name.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def abandon_capture(
+    graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, int], *, has_begun: bool
+) -> None:
     """Ends a capture in which something has failed, so that the process can go on, and can record again.
 
     An error of the device makes the capture invalid; ``capture_end()`` then raises before it has put all in order
     (pytorch#171263, #180395, #190348): up to torch 2.11 the allocator still takes a capture to be under way, up to
-    2.12 the random generator does, and up to 2.13 the memory pool is never given back.
+    2.12 the random generator does, and up to 2.13 the memory pool is never given back. ``has_begun`` is false where
+    ``capture_begin()`` itself has raised: it may have done so before or after it took the pool.
     """
     with suppress(RuntimeError):
         graph.capture_end()
@@ -244,9 +293,11 @@ def abandon_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tup
     if is_ended:
         return
     index = torch.cuda.current_device() if device.index is None else device.index
+    holds_pool = has_begun
     with suppress(RuntimeError):  # says that it has been ended, where it has
         torch._C._cuda_endAllocateToPool(index, pool)
-    if torch_version() < (2, 14):
+        holds_pool = True
+    if holds_pool and torch_version() < (2, 14):  # else this would give back what other graphs in the pool hold
         with suppress(RuntimeError):
             torch._C._cuda_releasePool(index, pool)
     if torch_version() < (2, 13):

@@ -57,6 +57,15 @@ class Moving:
             return value.detach().clone() if self.in_place else value.detach().requires_grad_(value.requires_grad)
         return copy.copy(value) if isinstance(value, CONTAINERS) else value
 
+    def fresh(self, value: Any) -> Any:
+        """Returns a taken value for a recomputation, which may edit it."""
+        if not isinstance(value, torch.Tensor):
+            return copy.copy(value) if isinstance(value, CONTAINERS) else value
+        present = self.owner.get(self.key)
+        if isinstance(present, nn.Parameter):
+            return nn.Parameter(value.clone(), requires_grad=present.requires_grad)
+        return value.clone() if self.in_place else value
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -82,8 +91,8 @@ class ModuleState:
     """The parameters, buffers, modes and moving places of a set of modules."""
 
     __slots__ = (
-        "_attributes", "_children", "_forwards", "_modules", "_moving", "_num_parameters", "_policy_changes", "_slots",
-        "_still",
+        "_attributes", "_children", "_forwards", "_modules", "_moving", "_num_parameters", "_policy_changes",
+        "_renormalized", "_slots", "_still",
     )  # fmt: skip
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -93,6 +102,7 @@ class ModuleState:
         self._children = [(weakref.ref(m), _children_of(m)) for m in found if m._modules]
         self._slots: list[tuple[dict[str, Any], str]] = [(m._parameters, key) for m in found for key in m._parameters]
         self._num_parameters = len(self._slots)
+        self._renormalized = [(m._parameters, "weight") for m in found if _renormalizes(m)]
         self._slots += [(m._buffers, key) for m in found for key in m._buffers]
         self._moving: dict[tuple[bool, ...], tuple[Moving, ...]] = {}
         self._still: dict[tuple[bool, ...], list[int]] = {}  # the buffers that are not known to move
@@ -158,12 +168,7 @@ class ModuleState:
             if module is not None and module.training is not mode:
                 replace_item(module.__dict__, "training", mode, undo)
         for place, value in snapshot.moving:
-            fresh = value
-            if isinstance(value, torch.Tensor):
-                fresh = value.clone() if place.in_place else value
-            elif isinstance(value, CONTAINERS):
-                fresh = copy.copy(value)
-            replace_item(place.owner, place.key, fresh, undo)
+            replace_item(place.owner, place.key, place.fresh(value), undo)
 
     def _rewind_policies(self, snapshot: Snapshot, undo: Undo) -> None:
         forwards = dict(snapshot.forwards)
@@ -178,7 +183,8 @@ class ModuleState:
         attributes = [ref().__dict__ for ref in self._modules]
         places: list[tuple[dict[str, Any], str]] = [*self._slots]
         places += [(d, key) for d in attributes for key in d if key not in _OWN]
-        tensors = [(d, key, d[key], d[key].detach().clone()) for d, key in places if _is_plain(d[key])]
+        copied = [(d, key) for d, key in places if _is_plain(d[key])] + self._renormalized
+        tensors = [(d, key, d[key], d[key].detach().clone()) for d, key in copied]
         return Watch(tensors, [(d, _shallow(d)) for d in attributes])
 
     def learn(self, watch: Watch, snapshot: Snapshot) -> tuple[Snapshot, tuple[Moving, ...]]:
@@ -192,7 +198,9 @@ class ModuleState:
                         tensor.detach().requires_grad_(tensor.requires_grad),
                     )
                 )
-            elif watch.was_written(tensor) if is_fake(tensor) else not _same_bits(tensor, before):
+            elif (owner, key) in self._renormalized or (
+                watch.was_written(tensor) if is_fake(tensor) else not _same_bits(tensor, before)
+            ):
                 moved.append((Moving(owner, key, in_place=True), before))
         moved += self._moving_unseen(watch, snapshot, [place for place, _ in moved])
         for owner, attributes in watch.attributes:
@@ -352,6 +360,11 @@ def _is_same_memory(one: Any, other: torch.Tensor) -> bool:
 
 def _is_small(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     return tensor is not None and type(tensor) is torch.Tensor and tensor.nbytes <= _SMALL_BYTES
+
+
+def _renormalizes(module: nn.Module) -> bool:
+    """Whether a forward edits the weight of ``module`` in place, as embeddings with ``max_norm`` do."""
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
 
 
 def _children_of(module: nn.Module) -> list[int]:

@@ -1,4 +1,4 @@
-"""The private names of PyTorch still mean what `_compat` and `_compat_compiler` take them for."""
+"""The private names of PyTorch still mean what the `_compat` modules take them for."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch import config as functorch
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import set_checkpoint_early_stop
 from zoo import Mlp
 
 import graphckpt
 from graphckpt import _compat, _compat_compiler
+from graphckpt._compat_autocast import call_with_autocast
 from graphckpt._compat_compiler import never_compiled
 
 
@@ -52,6 +55,66 @@ def test_a_version_sharing_alias_sees_later_edits() -> None:
     y.add_(1)
     assert shared._version > versions[0]
     assert alone._version == versions[1], "a plain detach() would do: version_sharing_detach can go"
+
+
+class ReadsAutocast(TorchDispatchMode):
+    """Notes whether autocast is in force in a mode, and in what an op's kernel calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[bool] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.seen.append(torch.is_autocast_enabled("cpu"))
+        return call_with_autocast(func, args, kwargs or {})
+
+
+def test_a_mode_sets_autocast_aside_and_kernels_have_it_again() -> None:
+    i, j, weight = torch.randn(4, 8), torch.randn(4, 8), torch.randn(8, 8, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = torch.bilinear(i, j, weight, None)
+        with ReadsAutocast() as mode:
+            found = torch.bilinear(i, j, weight, None)
+        assert torch.is_autocast_enabled("cpu")
+    assert not any(mode.seen), "a mode is within autocast: call_with_autocast can go"
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, torch.bilinear(i, j, weight, None))
+
+
+def test_autocast_that_is_off_within_itself_stays_off() -> None:
+    i, j, weight = torch.randn(4, 8), torch.randn(4, 8), torch.randn(8, 8, 8)
+    with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False), ReadsAutocast():
+        assert torch.equal(torch.bilinear(i, j, weight, None), torch.bilinear(i, j, weight, None))
+        found = torch.bilinear(i, j, weight, None)
+    assert torch.equal(found, torch.bilinear(i, j, weight, None))
+
+
+def test_transforms_and_tensors_that_are_not_plain_are_known() -> None:
+    seen: list[Any] = []
+
+    def look(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append((_compat.is_transformed(), _compat.what_is_not_plain(tensor), _compat.storage_of(tensor)))
+        return tensor * 2
+
+    x = torch.ones(4, 4)
+    torch.func.vmap(look)(x)
+    with forward_ad.dual_level():
+        look(x)
+    look(x.to_sparse())
+    look(x)
+    assert seen[0] == (True, "torch.func", None)
+    assert seen[1][:2] == (True, None)
+    assert seen[2] == (False, "sparse", None)
+    assert seen[3][:2] == (False, None)
+    assert seen[3][2] is x.untyped_storage()
+    assert _compat.what_is_not_plain(torch._efficientzerotensor(4)) == "zero"
+
+
+def test_early_stop_is_what_the_context_manager_says() -> None:
+    assert [_compat.early_stop_in_force(wanted) for wanted in (True, False)] == [True, False]
+    for enabled in (True, False):
+        with set_checkpoint_early_stop(enabled):
+            assert [_compat.early_stop_in_force(wanted) for wanted in (True, False)] == [enabled, enabled]
 
 
 def test_batch_norm_moves_its_statistics_without_a_version_bump() -> None:
@@ -138,7 +201,7 @@ def test_nothing_private_is_imported_elsewhere() -> None:
     package = Path(graphckpt.__file__).parent
     allowed = {"torch.utils._python_dispatch"}  # TorchDispatchMode lives there; PyTorch documents the class
     for path in package.rglob("*.py"):
-        if path.name not in ("_compat.py", "_compat_compiler.py"):
+        if path.name not in ("_compat.py", "_compat_compiler.py", "_compat_autocast.py"):
             found = re.findall(r"(?:from|import) (torch(?:\.\w+)*\._\w+[\w.]*)", path.read_text())
             assert set(found) <= allowed, (path.name, found)
             assert "torch._C" not in path.read_text(), path.name

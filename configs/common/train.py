@@ -5,6 +5,7 @@ from graphckpt.train.optim import warmup_cosine_lr
 
 train = {
     "output_dir": "output",
+    "overwrite": False,  # whether a run that is there already is replaced
     "train_micro_batch_size": 32,  # samples in one forward
     "global_batch_size": None,  # samples of one update: micro batch x data parallel x accumulation
     "num_accumulation_steps": None,  # forwards for one update; of these three, what is None is derived

@@ -46,7 +46,8 @@ def checkpoint(
         context_fn: Returns two contexts, for the first and the second run.
         determinism_check: ``"none"`` lets a second run save tensors of other shapes.
         debug: Without meaning here: an error always names op and line.
-        early_stop: ``False`` runs ``function`` to its end in the second run.
+        early_stop: ``False`` runs ``function`` to its end in the second run; so does
+            ``torch.utils.checkpoint.set_checkpoint_early_stop(False)`` around the forward, for blocks of any rule too.
         preserve_rng_state: Without meaning here: random state costs a microsecond and is always restored.
         **kwargs: Its keyword arguments.
 
@@ -155,7 +156,9 @@ _SITES: weakref.WeakKeyDictionary[nn.Module, dict[tuple[weakref.ref[nn.Module], 
 
 def _site(function: Any) -> Site:
     modules = list(dict.fromkeys(_modules_of(function)))
-    name = getattr(function, "__qualname__", None) or type(modules[0] if modules else function).__name__
+    name = getattr(function, "__qualname__", None)
+    if not isinstance(name, str):  # an object that can be called
+        name = type(modules[0] if modules else function).__name__
     if not modules:
         return Site(name, (), learns=False)
     known = _SITES.setdefault(modules[0], {})
@@ -186,14 +189,24 @@ def _reached(value: Any) -> Iterable[Any]:
     elif isinstance(value, MethodType):
         yield value.__func__
         owner = value.__self__
-        yield from (owner,) if isinstance(owner, nn.Module) else getattr(owner, "__dict__", {}).values()
+        yield from (owner,) if isinstance(owner, nn.Module) else _attributes(owner)
     elif isinstance(value, FunctionType):
         yield from (cell.cell_contents for cell in value.__closure__ or () if _is_full(cell))
         yield from value.__defaults__ or ()
         named = (value.__globals__.get(name) for name in value.__code__.co_names)
         yield from (v for v in named if not isinstance(v, FunctionType) or v.__globals__ is value.__globals__)
-    elif len(value) <= _MOST_ITEMS:
-        yield from value.values() if isinstance(value, dict) else value
+        yield from _attributes(value)  # `__wrapped__`, by which decorators point to what they call
+    elif isinstance(value, (list, tuple, dict)):
+        items = value.values() if isinstance(value, dict) else value
+        yield from items if len(items) <= _MOST_ITEMS else ()
+    else:  # a built-in function, an op, an object that can be called
+        yield getattr(value, "__self__", None)
+        yield type(value).__call__
+        yield from _attributes(value)
+
+
+def _attributes(value: Any) -> list[Any]:
+    return [] if isinstance(value, type) else list(getattr(value, "__dict__", {}).values())
 
 
 def _is_full(cell: Any) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.utils import checkpoint as torch_checkpoint
 
+from graphckpt._compat import is_transformed
 from graphckpt.blocks.compiled import CompiledForward
 from graphckpt.blocks.rival import Rivals
 from graphckpt.rules import Keep, Rule, Site, running
@@ -110,12 +111,15 @@ class BlockForward:
         if not torch.is_grad_enabled():
             return self.rule.run_without_gradients(self.name, function, args, kwargs)
         site = self._site or self.site
-        if self._rivals is not None:
-            alone = self._rivals.set_aside(site, function)
-            if alone is None:
-                return function(*args, **kwargs)
-            function = alone
-        return self.rule.run(site, function, args, kwargs)
+        under_rule = self._under_rule(site, function)
+        return function(*args, **kwargs) if under_rule is None else self.rule.run(site, under_rule, args, kwargs)
+
+    def _under_rule(self, site: Site, function: Callable[..., Any]) -> Callable[..., Any] | None:
+        """Returns what the rule is to run; ``None`` if the forward is to run without it."""
+        if is_transformed():
+            site.note("torch.func or forward-mode AD is around it: it runs as it is, and all is saved")
+            return None
+        return function if self._rivals is None else self._rivals.set_aside(site, function)
 
     def _function(self) -> Callable[..., Any]:
         if self._inner is not None:
@@ -189,8 +193,8 @@ def disable_checkpointing() -> Iterator[None]:
 
 
 def checkpointing_is_off() -> bool:
-    """Whether the caller is within :func:`disable_checkpointing`."""
-    return _disabled.get()
+    """Whether forwards run as if no policy were set: in :func:`disable_checkpointing`, ``torch.func``, forward AD."""
+    return _disabled.get() or is_transformed()
 
 
 def _beneath(forward: Callable[..., Any] | None) -> Callable[..., Any] | None:

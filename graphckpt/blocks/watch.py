@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from graphckpt._compat import is_transformed
 from graphckpt.blocks.explain import explain_step
 from graphckpt.errors import GraphError
 from graphckpt.ledger.live import LiveBytes
@@ -82,7 +83,7 @@ class Watcher:
         self._hooks.append(root.register_forward_pre_hook(begin, with_kwargs=True))
 
     def _begin(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or is_transformed():
             return
         self.close()
         recorder = self._bytes = Recorder([*self._state(), *_tensors(args, kwargs)])

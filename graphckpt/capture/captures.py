@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from graphckpt.capture.runner import Recording, Runner
 
 
+_FEW_REPLAYS = 3  # a capture takes the time of some ten steps: one with fewer replays was not worth it
+_MOST_WASTED = 3  # captures in a row
+
+
 class Program(ABC):
     """A step, as far as a recording must know it: its device work apart from what Python does in every call."""
 
@@ -76,7 +80,25 @@ class _Kind:
     """Calls whose inputs are of one kind, in one set of modes."""
 
     num_calls: int = 0
+    num_captures: int = 0
+    num_replays: int = 0
+    """Since the last capture."""
+    num_wasted: int = 0
+    """Captures in a row, up to the last, that were replayed too few times before the next one was needed."""
     masks: Masks = field(default_factory=Masks)
+
+    def count_capture(self) -> bool:
+        """Counts a capture that is needed now. Returns whether to make it: the ones before were worth it."""
+        is_wasted = self.num_captures > 0 and self.num_replays < _FEW_REPLAYS
+        self.num_wasted = self.num_wasted + 1 if is_wasted else 0
+        self.num_captures += 1
+        self.num_replays = 0
+        return not self.is_eager
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether it is captured no more."""
+        return self.num_wasted >= _MOST_WASTED
 
 
 @final
@@ -106,8 +128,9 @@ class Captures:
         self._num_warm_up = num_warm_up
         self._max_captures = max_captures
         self._must_capture = must_capture
-        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self._entries: OrderedDict[tuple[Hashable, Hashable, Hashable], _Entry] = OrderedDict()
         self._kinds: dict[Hashable, _Kind] = {}
+        self._has_warned = False
 
     @property
     def num_recordings(self) -> int:
@@ -117,7 +140,12 @@ class Captures:
     @property
     def notes(self) -> list[str]:
         """What recordings do unlike the plain step, each once."""
-        return list(dict.fromkeys(kind.masks.note for kind in self._kinds.values() if kind.masks.note is not None))
+        kinds = self._kinds.values()
+        notes = list(dict.fromkeys(kind.masks.note for kind in kinds if kind.masks.note is not None))
+        num_eager = sum(kind.is_eager for kind in kinds)
+        if num_eager:
+            notes.append(f"{num_eager} of {len(kinds)} kinds of calls run without capture, which was needed too often")
+        return notes
 
     def call(self, args: Sequence[Any], kwargs: dict[str, Any], *, must_run: bool = False) -> tuple[Any, bool]:
         """Runs one step. Returns its output, and whether that lies in memory of its own, as after a replay.
@@ -138,13 +166,17 @@ class Captures:
         modes, identity, held = program.held()
         key = inputs, modes, identity
         entry = self._entries.get(key)
+        kind = self._kinds.setdefault((inputs, modes), _Kind())
         if entry is not None and not must_run:
             self._entries.move_to_end(key)
             entry.inputs.load(args, kwargs)
-            return self._replay(entry), True
-        kind = self._kinds.setdefault((inputs, modes), _Kind())
+            return self._replay(entry, kind), True
         kind.num_calls += 1
-        if must_run or kind.num_calls <= self._num_warm_up:
+        runs_eager = must_run or kind.num_calls <= self._num_warm_up or kind.is_eager
+        if not runs_eager and not kind.count_capture():
+            self._stop_capturing(inputs, modes)
+            runs_eager = True
+        if runs_eager:
             with kind.masks.watching(), self.runner.warming():
                 output = program.run(args, kwargs)
             return output, False
@@ -155,7 +187,7 @@ class Captures:
         while len(self._entries) > self._max_captures:
             _, oldest = self._entries.popitem(last=False)
             oldest.recording.release()
-        return self._replay(entry), True
+        return self._replay(entry, kind), True
 
     def until_replayed(self, call: Callable[[], Any]) -> None:
         """Calls until the step is replayed, or cannot be."""
@@ -202,14 +234,34 @@ class Captures:
         self.num_captured += 1
         return _Entry(recording, inputs, (held, attributes))  # tensors that hang on modules must stay where they are
 
-    def _replay(self, entry: _Entry) -> Any:
+    def _replay(self, entry: _Entry, kind: _Kind) -> Any:
         entry.recording.replay()
         self.num_replays += 1
+        kind.num_replays += 1
         output, kept = entry.recording.output
         leaves, spec = flatten_value(output)
         fresh = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._program.after(kept)
         return build_value(spec, fresh)
+
+    def _stop_capturing(self, inputs: Hashable, modes: Hashable) -> None:
+        """Lets calls of one kind run without capture, since capturing them again and again takes longer."""
+        own = [key for key in self._entries if key[:2] == (inputs, modes)]
+        for key in own:
+            self._entries.pop(key).recording.release()
+        if own:
+            why = "what is built into a capture changes between calls, such as an optimizer's betas or momentum"
+            fix = "keep it fixed (cycle_momentum=False for OneCycleLR and CyclicLR)"
+        else:
+            why = f"more than max_captures={self._max_captures} kinds of inputs take turns"
+            fix = "pad batches to fewer shapes, or set a larger config.max_captures"
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{self._program.name}: the step was captured {_MOST_WASTED} times in a row for fewer than "
+                f"{_FEW_REPLAYS} replays: {why} · such calls run without capture · fix: {fix}",
+                stacklevel=5,
+            )
 
     def _give_up(self, why: str, error: Exception | None) -> None:
         text = f"{self._program.name}: the step cannot be captured: {why}"

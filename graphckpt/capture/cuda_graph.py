@@ -5,15 +5,15 @@ from __future__ import annotations
 import gc
 import weakref
 from contextlib import contextmanager
-from functools import cache
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from graphckpt._compat import abandon_capture, override_stale_capture_stream
+from graphckpt._compat import abandon_capture, clear_cublas_workspaces, override_stale_capture_stream
 from graphckpt.capture.host_random import HostRandom
 from graphckpt.capture.runner import Recording, Runner
 from graphckpt.errors import GraphError
+from graphckpt.stores.streams import streams_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -21,7 +21,15 @@ if TYPE_CHECKING:
 
 # Note [A pool lives as long as a graph in it]
 # Graphs share a memory pool by its handle. Once the last of them is gone, the allocator takes the pool apart, and
-# refuses to record into what is left of it. So a recording that finds no other one alive begins a new pool.
+# refuses to record into what is left of it. So a recording that finds no other one alive begins a new pool. So does one
+# after a failed capture: up to torch 2.12 the allocator of pinned memory takes that one to be under way for good, and
+# refuses its pool ("already recording to mempool_id").
+
+# Note [Every capture has cuBLAS workspaces of its own]
+# cuBLAS keeps a workspace for each thread and stream, and its address is part of a captured graph. Captures share one
+# stream, so they would share the workspace too; from torch 2.12 on, `CUDAGraph.reset()` frees it under the others
+# (pytorch#193402). So workspaces are freed before a capture and after it, as in torch/_inductor/cudagraph_trees.py:
+# those that a capture uses are allocated within it, and their memory belongs to its pool.
 
 
 @final
@@ -37,7 +45,7 @@ class CudaGraphs(Runner):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream = _capture_stream(device)
+        self._stream = streams_of(device).capture
         self._pool = torch.cuda.graph_pool_handle()
         self._recordings: weakref.WeakSet[_CudaGraph] = weakref.WeakSet()
 
@@ -53,9 +61,10 @@ class CudaGraphs(Runner):
             present.wait_stream(self._stream)
 
     def pool_bytes(self) -> int:
-        """Returns the bytes of the segments of the recordings' pool."""
+        """Returns the bytes of the segments of the recordings' pools."""
+        pools = {tuple(recording.pool) for recording in self._recordings if recording.is_alive}
         segments = torch.cuda.memory_snapshot()
-        return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) == tuple(self._pool))
+        return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) in pools)
 
     def record(self, step: Callable[[], Any]) -> Recording:
         """Records ``step`` as one graph."""
@@ -69,6 +78,7 @@ class CudaGraphs(Runner):
         was_collecting = gc.isenabled()
         gc.disable()
         torch.cuda.synchronize(self.device)
+        clear_cublas_workspaces()  # see Note [Every capture has cuBLAS workspaces of its own]
         torch.cuda.empty_cache()  # the recording has a pool of its own, and the steps before it had all the rest
         torch.clear_autocast_cache()  # weights that were cast outside of the recording would be cast no more
         try:
@@ -76,13 +86,14 @@ class CudaGraphs(Runner):
             host_random.check()
         except BaseException:
             graph.reset()
+            self._pool = torch.cuda.graph_pool_handle()  # see Note [A pool lives as long as a graph in it]
             host_random.put_back()
             raise
         finally:
             torch.clear_autocast_cache()
             if was_collecting:
                 gc.enable()
-        recording = _CudaGraph(graph, output)
+        recording = _CudaGraph(graph, self._pool, output)
         self._recordings.add(recording)
         return recording
 
@@ -90,26 +101,25 @@ class CudaGraphs(Runner):
         # Not by `torch.cuda.graph`: when a capture has failed, its exit raises anew, which hides the first error and
         # leaves the thread on the stream of the capture.
         with override_stale_capture_stream(), torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            has_begun = False
             try:
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                has_begun = True
                 output = step()
                 graph.capture_end()
             except BaseException:
-                abandon_capture(graph, self.device, self._pool)
+                abandon_capture(graph, self.device, self._pool, has_begun=has_begun)
                 raise
+            finally:
+                clear_cublas_workspaces()  # see Note [Every capture has cuBLAS workspaces of its own]
         return output
-
-
-@cache
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Returns the one stream of a device that steps are recorded on: cuBLAS keeps a workspace for each stream."""
-    return torch.cuda.Stream(device)
 
 
 @final
 class _CudaGraph(Recording):
-    def __init__(self, graph: torch.cuda.CUDAGraph, output: Any) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, pool: tuple[int, int], output: Any) -> None:
         self.output = output
+        self.pool = pool
         self.is_alive = True
         self._graph = graph
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _MODULE = "transformers.masking_utils"
 _PACKED = "find_packed_sequence_indices"  # None: every row is one sequence
+_TRACING = "is_tracing"  # of a tensor: whether its values may not be looked at
 _PADDED = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")  # True: the mask is all ones
 _NOTE = (
     "Transformers makes the attention mask in every recorded step, as it cannot look whether it is all ones "
@@ -66,10 +67,11 @@ class Masks:
                 assert_on_device((found[:, -1] == 0).all(), message)
             return None
 
-        if not self._is_packed or any(self._is_packed):
-            yield
-            return
-        with _instead(packed, _PACKED):
+        def tracing(original: Callable[..., Any], tensor: Any = None) -> Any:
+            return tensor is not None and original(tensor)  # before Transformers 5.23 also of a mask that is not there
+
+        finds_none = bool(self._is_packed) and not any(self._is_packed)
+        with _instead(tracing, _TRACING), _instead(packed, *[_PACKED] if finds_none else []):
             yield
 
 

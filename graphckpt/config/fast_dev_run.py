@@ -63,6 +63,17 @@ def shrink(config: DictConfig, overrides: Iterable[str]) -> list[str]:
     return ["--fast-dev-run made the run smaller; key=value on the command line wins over these:", *changes]
 
 
+def is_given(overrides: Iterable[str], key: str) -> bool:
+    """Returns whether words of the command line name ``key``, also within a section.
+
+    >>> is_given(["train={output_dir: here}"], "train.output_dir"), is_given(["train.seed=1"], "train.output_dir")
+    (True, False)
+    """
+    given = OmegaConf.create({})
+    _overrides.apply(given, overrides)
+    return _value(given, key, _MISSING) is not _MISSING
+
+
 def _wanted(config: DictConfig, given: DictConfig) -> Iterator[tuple[str, Any]]:
     yield from _batch(config, given)
     for key, most in _AT_MOST.items():

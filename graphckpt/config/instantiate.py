@@ -47,8 +47,8 @@ class Call:
             raise
         except Exception as error:
             name = dotted_name(self.target)
-            message = f"{self.where or 'instantiate'}: error in call to '{name}': {type(error).__name__}: {error}"
-            raise ConfigError(message) from error
+            what = f"{type(error).__name__}: {' '.join(str(error).split())}"  # in one line
+            raise ConfigError(f"{self.where or 'instantiate'}: error in call to '{name}': {what}") from error
 
     @classmethod
     def read(cls, node: Mapping[str, Any], where: str = "") -> Call:
@@ -179,3 +179,12 @@ def parameters(target: Callable[..., Any]) -> tuple[dict[str, Any], bool]:
             if isinstance(found, property) and found.fset is not None:
                 named.setdefault(name.lstrip("_"), Any)
     return named, inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def defaults(target: Callable[..., Any]) -> dict[str, Any]:
+    """Returns the defaults of the parameters of ``target`` that have one."""
+    try:
+        found = inspect.signature(target).parameters
+    except (TypeError, ValueError):
+        return {}
+    return {name: parameter.default for name, parameter in found.items() if parameter.default is not parameter.empty}

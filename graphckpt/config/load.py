@@ -16,7 +16,8 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from graphckpt.errors import ConfigError, GraphckptError
+from graphckpt.config.numbers import fault_of, odd_numbers
+from graphckpt.errors import ConfigError, GraphckptError, bullets
 
 _SUFFIXES = (".py", ".yaml", ".yml")
 
@@ -54,8 +55,10 @@ def _read_yaml(path: Path) -> DictConfig:
         at = error.problem_mark
         place = f"{path}:{at.line + 1}" if at else str(path)
         raise ConfigError(f"{place}: {error.problem or error}") from error
-    except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+    except (yaml.YAMLError, ValueError, RecursionError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: {error}") from error
+    if faults := [f"{key} in line {line}: {fault_of(odd)}" for key, odd, line in odd_numbers(path.read_text("utf-8"))]:
+        raise ConfigError(bullets(str(path), faults) if len(faults) > 1 else f"{path}: {faults[0]}")
     if not isinstance(config, DictConfig):
         raise ConfigError(f"{path}: expects a mapping at the top level, got a list")
     config._set_flag("allow_objects", True)

@@ -8,6 +8,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from graphckpt.config.numbers import fault_of, odd_numbers
+
 
 def apply(config: DictConfig, overrides: Iterable[str]) -> list[str]:
     """Changes ``config`` in place, one override after the other, and returns what could not be done.
@@ -31,8 +33,12 @@ def _apply_one(config: DictConfig, override: str) -> str:
         return f"override {override!r}: expects key=value"
     try:
         value = OmegaConf.from_dotlist([f"value={text}"])["value"]
-    except (YAMLError, OmegaConfBaseException) as error:
+        odd = next(odd_numbers(text), None)
+    except (YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
         return f"{key}: {text!r} is no YAML value · fix: quote it ({_first_line(error)})"
+    if odd is not None:
+        inner = f".{odd[0]}" if odd[0] and not odd[0].startswith("[") else odd[0]
+        return f"{key}{inner}: {fault_of(odd[1])}"
     if fault := _no_section(config, key):
         return fault
     try:

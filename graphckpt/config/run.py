@@ -5,20 +5,23 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.optim import Optimizer
 
 from graphckpt.config import overrides as _overrides
 from graphckpt.config import own_modules
-from graphckpt.config.fast_dev_run import shrink
+from graphckpt.config.fast_dev_run import is_given, shrink
 from graphckpt.config.instantiate import Call, is_call
 from graphckpt.config.lazy import LazyConfig
 from graphckpt.config.load import importable_from, load
 from graphckpt.config.packaged import find
 from graphckpt.config.schema import RunConfig, checked
 from graphckpt.errors import ConfigError
-from graphckpt.train.saved import CONFIG, unwritable
+from graphckpt.train.files import replacing
+from graphckpt.train.run_folder import CONFIG
 from graphckpt.train.tasks import Task
 from graphckpt.train.trainer import Trainer
 
@@ -31,12 +34,13 @@ def trainer_from(
     resume: bool = False,
     eval_only: bool = False,
 ) -> Trainer:
-    """Returns the trainer that a config file and overrides describe; saves the config beside its results.
+    """Returns the trainer that a config file and overrides describe, which saves the config beside its results.
 
     Args:
         config_file: a path, or the name of a packaged config such as ``"configs/quickstart.py"``.
         overrides: words such as ``"optim.lr=3e-4"``; they win over the file and over ``fast_dev_run``.
-        fast_dev_run: a run of a few small iterations; its report says what was made smaller.
+        fast_dev_run: a run of a few small iterations, in a temporary folder unless ``overrides`` name one; its report
+            says what was made smaller.
         resume: go on from the last snapshot in the output folder.
         eval_only: the trainer will evaluate and not train; the config beside its results stays.
 
@@ -49,20 +53,38 @@ def trainer_from(
     overrides = list(overrides)
     faults = _overrides.apply(config, overrides)
     smaller = shrink(config, overrides) if fast_dev_run else []
+    scratch = fast_dev_run and not eval_only and not is_given(overrides, "train.output_dir")
+    if scratch and resume:
+        fix = "leave one of them out, or name the folder of the run: train.output_dir=..."
+        raise ConfigError(f"--fast-dev-run: writes to a temporary folder, which has nothing to --resume · fix: {fix}")
     places, more = own_modules.folders(config, path)
     faults += more
     with importable_from(*places):
         run = checked(config, faults, str(path))
-        trainer = _trainer(run, resume=resume, eval_only=eval_only)
-    if not eval_only and trainer.ranks.is_main:
-        own_modules.remember(config, places)
-        try:
-            LazyConfig.save(config, trainer.folder / CONFIG)
-        except OSError as error:
-            raise unwritable(trainer.folder, error) from error
+        if resume and run.train.overwrite:
+            raise ConfigError("train.overwrite: True does not go with --resume · fix: leave one of them out")
+        trainer = _trainer(
+            run,
+            resume=resume,
+            eval_only=eval_only,
+            scratch=scratch,
+            write_config=lambda folder: _write_config(config, places, folder),
+        )
     for line in smaller:
         trainer.report.line(line)
+    if scratch:
+        trainer.report.line(f"--fast-dev-run writes to {trainer.folder}, which stays until you remove it")
     return trainer
+
+
+def _write_config(config: DictConfig, places: list[Path], folder: Path) -> None:
+    """Saves the config as it has to be to go on with the run; started again, it replaces nothing."""
+    OmegaConf.update(config, "train.output_dir", str(folder))
+    if OmegaConf.select(config, "train.overwrite"):
+        OmegaConf.update(config, "train.overwrite", value=False)
+    own_modules.remember(config, places)
+    with replacing(folder / CONFIG) as fresh:
+        LazyConfig.save(config, fresh)
 
 
 def existing(path: Path) -> Path:
@@ -83,7 +105,9 @@ def optimizer_of(run: RunConfig, model: nn.Module, device: str | None = None) ->
     kind = device or next((weight.device.type for weight in model.parameters() if not weight.is_meta), "cpu")
     is_scaled = run.train.amp.enabled and run.train.amp.dtype == "float16"
     fast = {} if is_scaled else fast_settings(run.optim, kind)
-    optimizer: Optimizer = run.optim(params=params, **fast)
+    optimizer: object = run.optim(params=params, **fast)
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"optim: {type(optimizer).__name__} is no Optimizer · fix: call a class of optimizers")
     return optimizer
 
 
@@ -103,7 +127,7 @@ def fast_settings(optim: Call, device: str) -> dict[str, bool]:
     return {name: True for name in free if name != "fused" or "foreach" not in optim.arguments}
 
 
-def _trainer(run: RunConfig, *, resume: bool, eval_only: bool) -> Trainer:
+def _trainer(run: RunConfig, **how: Any) -> Trainer:
     def make_model() -> nn.Module:
         model: object = run.model()
         if not isinstance(model, nn.Module):
@@ -119,8 +143,7 @@ def _trainer(run: RunConfig, *, resume: bool, eval_only: bool) -> Trainer:
         make_optimizer=lambda model: optimizer_of(run, model),
         data=data,
         task=task,
-        resume=resume,
-        eval_only=eval_only,
+        **how,
     )
 
 

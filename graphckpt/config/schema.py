@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -11,6 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 from torch.optim import Optimizer
 
+from graphckpt.config.instantiate import Call, is_call
 from graphckpt.config.typed import read_section
 from graphckpt.errors import ConfigError, bullets
 from graphckpt.train.data import Data
@@ -31,6 +32,13 @@ class RunConfig:
     """What is learned; to continue text, if the config says nothing."""
     import_from: str | None = None
     """Folder of the modules that the config names, if they are neither installed nor beside its file."""
+
+    def faults(self) -> Iterator[str]:
+        """Yields what would be passed over: parameters of the optimizer that no call takes from the model."""
+        params = self.optim.arguments.get("params") if isinstance(self.optim, Call) else None
+        if params is not None and not is_call(params):
+            fix = "write LazyCall(get_default_optimizer_params)(...), which takes the model, or leave the key out"
+            yield f"optim.params: expected a call, got {params!r} · fix: {fix}"
 
 
 def check(config: DictConfig) -> tuple[RunConfig | None, list[str]]:

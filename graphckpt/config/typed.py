@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,10 +11,16 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from graphckpt.config.instantiate import Call, dotted_name, is_call, parameters
+from graphckpt.config.instantiate import TARGET, Call, defaults, dotted_name, is_call, parameters
 from graphckpt.errors import ConfigError, did_you_mean
 
 _log = logging.getLogger("graphckpt")
+
+_PLAIN = (bool, int, float, str, bytes, type(None), Path)
+_LIMITS: dict[type, int] = {
+    int: 2**63,
+    float: 10**300,
+}  # what a tensor or a generator takes; an int can be beyond every float
 
 Read = tuple[Any, list[str]]
 """What was read, and the faults; with faults, the value means nothing."""
@@ -22,8 +29,9 @@ Read = tuple[Any, list[str]]
 def read(hint: Any, value: Any, where: str) -> Read:  # noqa: PLR0911 - one for each kind of type
     """Reads ``value`` as the type ``hint``, which a key ``where`` of the config asks for.
 
-    A whole float is good as an int (``1e3``) and an int as a float; a bool is neither. A described call is
-    good where a callable is asked for (it becomes a ``Call``) and where its result may be asked for.
+    A whole float is good as an int (``1e3``) and an int as a float; a bool is neither, and neither is nan. A described
+    call is good where a callable is asked for (it becomes a ``Call``) and where its result may be asked for, which is
+    not so for plain values: numbers and text stand in a config themselves.
     """
     if hint is Any or isinstance(hint, typing.TypeVar | str):
         return (value, check_call(value, where)[1]) if is_call(value) else (value, [])
@@ -34,7 +42,7 @@ def read(hint: Any, value: Any, where: str) -> Read:  # noqa: PLR0911 - one for 
         return (value, []) if value in get_args(hint) else (None, [_choice(get_args(hint), value, where)])
     if origin is Callable or hint is Callable:
         return check_call(value, where)
-    if is_call(value):
+    if is_call(value) and hint not in _PLAIN:
         return value, check_call(value, where)[1]
     if is_dataclass(hint) and isinstance(hint, type):
         return read_section(hint, value, where)
@@ -68,7 +76,7 @@ def read_section(section: type, value: Any, where: str) -> Read:
     for field in fields(section):
         path = f"{where}.{field.name}" if where else field.name
         if field.name in value:
-            item, found = read(hints[field.name], value[field.name], path)
+            item, found = _read_field(hints[field.name], value[field.name], path)
             faults += found
             if not found:
                 made[field.name] = item
@@ -76,6 +84,14 @@ def read_section(section: type, value: Any, where: str) -> Read:
             faults.append(f"{path}: is missing · fix: give it a value")
     faults += _own_faults(section, made, where)
     return (None, faults) if faults else (section(**made), [])
+
+
+def _read_field(hint: Any, value: Any, where: str) -> Read:
+    """As ``read``; but of a section no call is ever made, so one is good only where a callable is asked for."""
+    choices = get_args(hint) if get_origin(hint) in {Union, types.UnionType} else (hint,)
+    if is_call(value) and not any(choice is Callable or get_origin(choice) is Callable for choice in choices):
+        return None, [f"{where}: expects {' or '.join(map(_name, choices))}, got a call of {value[TARGET]!r}"]
+    return read(hint, value, where)
 
 
 def _by_our_names(value: Mapping[str, Any], aliases: Mapping[str, str], where: str) -> Read:
@@ -125,12 +141,27 @@ def check_call(value: Any, where: str) -> Read:
         path = f"{where}.{key}"
         if key in known:
             item, found = read(known[key], argument, path)
+            if not found and _is_negative_count(call.target, key, item):
+                found = [f"{path}: {item} · fix: use 1 or more"]
             faults += found
             if not found:
                 made[key] = item
         elif not takes_any:
             faults.append(_unknown(key, known, where, of=f" of {dotted_name(call.target).rpartition('.')[2]}"))
     return call, faults + _own_faults(call.target, made, where)
+
+
+def _is_negative_count(target: Callable[..., Any], key: str, value: Any) -> bool:
+    """Whether ``value`` is below zero and ``key`` counts something, by its name and its default.
+
+    Transformers takes ``n_head=-1`` and fails in the first forward, in words about shapes.
+    """
+    if not isinstance(value, int) or value >= 0:
+        return False
+    aliases: Mapping[str, str] = getattr(target, "attribute_map", None) or {}
+    default = defaults(target).get(aliases.get(key, key))
+    is_count = key.startswith(("n_", "num_")) or key.endswith(("_size", "_layers", "_heads", "_dim"))
+    return is_count and isinstance(default, int) and default > 0
 
 
 def _unknown(key: str, known: Sequence[str] | Mapping[str, Any], where: str, of: str = "") -> str:
@@ -180,16 +211,23 @@ def _read_mapping(hint: Any, value: Any, where: str) -> Read:
 def _read_plain(hint: Any, value: Any, where: str) -> Read:
     if not isinstance(hint, type):
         return value, []  # a hint of another kind, such as a NewType: the target itself has to judge
-    is_bool = isinstance(value, bool)
-    if hint is float and isinstance(value, int) and not is_bool:
-        return float(value), []
-    if hint is int and isinstance(value, float) and value.is_integer():
-        return int(value), []
+    if hint in _LIMITS:
+        return _read_number(hint, value, where)
     if hint is Path and isinstance(value, str):
         return Path(value), []
-    if hint is object or (isinstance(value, hint) and (not is_bool or hint is bool)):
+    if hint is object or (isinstance(value, hint) and (not isinstance(value, bool) or hint is bool)):
         return value, []
     return None, [f"{where}: expects {_name(hint)}, got {_shown(value)}"]
+
+
+def _read_number(hint: type, value: Any, where: str) -> Read:
+    if isinstance(value, bool) or not isinstance(value, int | float) or str(value) == "nan":
+        return None, [f"{where}: expects {_name(hint)}, got {_shown(value)}"]
+    if _LIMITS[hint] <= abs(value) != math.inf:
+        return None, [f"{where}: expects {_name(hint)}, got a number beyond {_LIMITS[hint]:.0e}"]
+    if hint is int and value != value // 1:
+        return None, [f"{where}: expects int, got {_shown(value)}"]
+    return hint(value), []
 
 
 def _choice(choices: tuple[Any, ...], value: Any, where: str) -> str:

@@ -150,7 +150,7 @@ class Graph(Inspected):
         """Makes this a training graph: after ``build`` it clips, steps, zeroes gradients and steps ``lr_sch``, once.
 
         A param group with ``clip_grad_max_norm`` (and ``clip_grad_norm_type``, 2.0 by default) is clipped by its own
-        norm.
+        norm. A key of a group that resembles these two, and that the optimizer does not have itself, is an error.
 
         Args:
             optim: Any optimizer; several can be added.
@@ -158,7 +158,8 @@ class Graph(Inspected):
             is_sparse: Without meaning here.
 
         Raises:
-            GraphError: It is no optimizer, the scheduler is not its own, or it shares a parameter with another.
+            GraphError: It is no optimizer, the scheduler is not its own, it shares a parameter with another, or a
+                clipping key is misspelt.
         """
         del is_sparse
         self._update.add(optim, lr_sch)
@@ -219,6 +220,7 @@ class Graph(Inspected):
 
     def state_dict(self, destination: Any = None) -> OrderedDict[str, Any]:
         """Returns each module's state under its attribute name, and that of optimizers, schedulers and scaler."""
+        self._step.settle()
         return saved_state(self._roots, self._update, destination)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
@@ -227,10 +229,12 @@ class Graph(Inspected):
         Raises:
             GraphError: ``strict``, and a key is missing or unknown. Nothing has been loaded then.
         """
+        self._step.settle()
         load_state(self._name, self._roots, self._update, state_dict, strict=strict)
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a copy or a pickle needs: it starts as if it had not been called, under a name of its own."""
+        self._step.settle()
         return {
             "attributes": {key: value for key, value in self.__dict__.items() if key not in _OWN},
             "roots": dict(self._roots),

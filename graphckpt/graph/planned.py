@@ -82,6 +82,9 @@ class Planned:
         blocks = found_blocks(model, selectors)
         if options.get("compile") is None:
             options["compile"] = self._compile_of(blocks)
+        if step.recorded is not None:  # the plan's policies would drop them; until then their pool would count as taken
+            step.recorded.release()
+            torch.cuda.empty_cache()
         real = RealStep(model, lambda: step.call(fields, build, args, kwargs))
         with step.bare():
             plan = plan_step(real, model, blocks, unchanged(step), team, **options)

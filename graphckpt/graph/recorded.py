@@ -46,6 +46,7 @@ class RecordedUpdate:
         for optimizer in self.inside:
             silence_capturable(optimizer)
         self._rates = LearningRates(self.inside)
+        self._num_skipped: torch.Tensor | None = None  # on the device: steps counted that the scaler has skipped inside
 
     def before(self) -> None:
         """Gradients that others left are dropped, and learning rates that others set are put in force."""
@@ -85,9 +86,21 @@ class RecordedUpdate:
                 parameter.grad = gradient
             if not update.step(self.outside):
                 return
-        elif scale is not None and update.scaler is not None and update.scaler.get_scale() < float(scale):
-            return  # the step was skipped inside, and the schedule waits too
+        elif scale is not None and update.scaler is not None:
+            is_skipped: torch.Tensor = update.scaler._scale < scale  # type: ignore[operator]
+            if any(scheduler is not None for scheduler in update.schedulers):
+                if bool(is_skipped):
+                    return  # the step was skipped inside, and the schedule waits too
+            else:  # to ask here would hold up the host in every step
+                before = self._num_skipped
+                self._num_skipped = is_skipped.long() if before is None else before + is_skipped
         update.schedule()
+
+    def settle(self) -> None:
+        """Takes the steps that were skipped off the count."""
+        if self._num_skipped is not None:
+            self._update.num_steps -= int(self._num_skipped)
+            self._num_skipped = None
 
     def abandon(self) -> None:
         """Drops the gradients of half a step."""
@@ -122,6 +135,8 @@ class GraphProgram(Program):
         self.build: Callable[..., Any] | None = None
         self.update = update
         self._roots = roots
+        self._known: list[nn.Module] = []
+        self._children: list[nn.Module | None] | None = None  # of those, when they were listed
         self._run = run
         self._forward_backward = forward_backward
 
@@ -160,7 +175,7 @@ class GraphProgram(Program):
 
     def held(self) -> tuple[Hashable, Hashable, Any]:
         """Returns the modes in force, the identity of tensors and optimizer states, and these themselves."""
-        modules = [module for _, root in self._roots for module in root.modules()]
+        modules = self._modules()
         tensors = [t for m in modules for own in (m._parameters, m._buffers) for t in own.values() if t is not None]
         states = self.update.states() if self.update is not None else []
         modes = (
@@ -175,6 +190,13 @@ class GraphProgram(Program):
             self.update.settings() if self.update is not None else (),
         )
         return modes, identity, (tensors, states)  # held, so that no other object gets their identity
+
+    def _modules(self) -> list[nn.Module]:
+        """Returns all modules; to walk them anew takes most of a replay's time on the host."""
+        if self._children is None or self._children != _children(self._known):
+            self._known = [module for _, root in self._roots for module in root.modules()]
+            self._children = _children(self._known)
+        return self._known
 
 
 @final
@@ -242,9 +264,19 @@ class RecordedStep:
             text += f"; {names} steps after it (fix: capturable=True or fused=True)"
         return "; ".join([text, *captures.notes])
 
+    def settle(self) -> None:
+        """Makes the count of steps exact, which waits for the device."""
+        if self._program.update is not None:
+            self._program.update.settle()
+
     def release(self) -> None:
         """Gives the memory of the recordings back."""
+        self.settle()
         self.captures.release()
+
+
+def _children(modules: Sequence[nn.Module]) -> list[nn.Module | None]:
+    return [child for module in modules for child in module._modules.values()]
 
 
 def _can_be_inside(optimizer: torch.optim.Optimizer, *, scaled: bool) -> bool:

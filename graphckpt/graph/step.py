@@ -163,6 +163,11 @@ class Step:
         """How the step runs; empty where it could not be captured at all."""
         return self.recorded.describe() if self.recorded is not None else ""
 
+    def settle(self) -> None:
+        """Makes the count of steps exact, which waits for the device."""
+        if self.recorded is not None:
+            self.recorded.settle()
+
     @contextmanager
     def bare(self) -> Iterator[None]:
         """Runs the calls in the ``with`` block without the Graph's own policies and without recordings."""

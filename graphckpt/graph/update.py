@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import math
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from graphckpt.graph.clip import TotalNorm
 
 _CLIP = "clip_grad_max_norm"
+_CLIP_TYPE = "clip_grad_norm_type"
 
 
 @final
@@ -34,6 +37,7 @@ class Update:
         """Of gradients that other processes hold in part; ``None`` where this one has all."""
         self.num_steps = 0
         self._graph_name = graph_name
+        self._num_keys = 0  # in the param groups, when their clipping keys were checked
 
     def add(self, optimizer: Any, scheduler: Any) -> None:
         """Adds an optimizer and its scheduler. See :meth:`graphckpt.Graph.add_optimizer`."""
@@ -47,29 +51,39 @@ class Update:
                 raise GraphError(f"{where}: {fault}")
         self.optimizers.append(optimizer)
         self.schedulers.append(scheduler)
+        self._num_keys += sum(map(len, optimizer.param_groups))
 
     def _groups_fault(self, optimizer: torch.optim.Optimizer) -> str | None:
         taken = {id(p) for p in self.parameters()}
         if any(id(p) in taken for p in _parameters_of(optimizer)):
             return "a parameter is in two optimizers · fix: give each parameter to one of them"
-        for group in optimizer.param_groups:
-            if "clip_grad_norm_type" in group and _CLIP not in group:
-                return f"a param group has clip_grad_norm_type without {_CLIP} · fix: add it"
-            if _CLIP in group and (isinstance(group[_CLIP], bool) or not isinstance(group[_CLIP], (int, float))):
-                return f"{_CLIP} of a param group is {group[_CLIP]!r} · fix: use a number, or leave the key out"
-        return None
+        return _clipping_fault(optimizer)
 
     # The loops below read the groups anew on every step: users add groups, edit them and load states. They are plain
     # loops, since a generator costs half a microsecond a step.
 
     def begin(self) -> None:
-        """Before backward: gradients that an earlier step outside of the graph left behind must not be added to."""
+        """Before backward: gradients that an earlier step outside of the graph left behind must not be added to.
+
+        Raises:
+            GraphError: A clipping key that was set since is misspelt or has no number.
+        """
+        num_keys = 0
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
+                num_keys += len(group)
                 for parameter in group["params"]:
                     if parameter.grad is not None:
                         zero(optimizer)
                         break
+        if num_keys != self._num_keys:
+            self._check_groups()
+            self._num_keys = num_keys
+
+    def _check_groups(self) -> None:
+        for optimizer in self.optimizers:
+            if (fault := _clipping_fault(optimizer)) is not None:
+                raise GraphError(f"{self._graph_name}: {fault}")
 
     def abandon(self) -> None:
         """After an error: no half of a gradient is left to the next step."""
@@ -232,7 +246,7 @@ def clip(optimizer: torch.optim.Optimizer, total_norm: TotalNorm | None = None) 
     """Clips the gradients of each param group that asks for it, by its own norm."""
     for group in optimizer.param_groups:
         if _CLIP in group:
-            clip_grad_norm(group["params"], group[_CLIP], group.get("clip_grad_norm_type", 2.0), total_norm)
+            clip_grad_norm(group["params"], group[_CLIP], group.get(_CLIP_TYPE, 2.0), total_norm)
 
 
 def _closure_fault(optimizer: torch.optim.Optimizer) -> str | None:
@@ -241,6 +255,36 @@ def _closure_fault(optimizer: torch.optim.Optimizer) -> str | None:
         return None
     name = type(optimizer).__name__
     return f"{name} runs the forward itself, several times a step · fix: use it without a Graph, with graphckpt.apply"
+
+
+def _clipping_fault(optimizer: torch.optim.Optimizer) -> str | None:
+    for group in optimizer.param_groups:
+        for key in group:
+            if key not in optimizer.defaults and (meant := _meant_for_clipping(key)):
+                return f"a param group has {key!r}, which clips nothing: expected {meant!r} · fix: rename the key"
+        if _CLIP_TYPE in group and _CLIP not in group:
+            return f"a param group has {_CLIP_TYPE} without {_CLIP} · fix: add it"
+        for key in (_CLIP, _CLIP_TYPE):
+            if key in group and not _is_norm(group[key]):
+                return f"{key} of a param group is {group[key]!r} · fix: use a number, or leave the key out"
+    return None
+
+
+def _meant_for_clipping(key: str) -> str | None:
+    """Returns the clipping key that ``key`` is a misspelling of, if it looks like one.
+
+    >>> _meant_for_clipping("clip_grad_norm"), _meant_for_clipping("lr_scale")
+    ('clip_grad_max_norm', None)
+    """
+    if key in {_CLIP, _CLIP_TYPE}:
+        return None
+    near = get_close_matches(key.lower().strip("_"), [_CLIP, _CLIP_TYPE], n=1)
+    return near[0] if near else _CLIP if "clip" in key.lower() else None
+
+
+def _is_norm(value: Any) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and not math.isnan(value) and value >= 0
 
 
 def _scheduler_fault(scheduler: Any, optimizer: torch.optim.Optimizer) -> str | None:

@@ -9,6 +9,8 @@ from typing import Any, Self
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphckpt._compat import storage_of
+from graphckpt._compat_autocast import call_with_autocast
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.ledger.record import Event
 
@@ -115,9 +117,7 @@ class LiveBytes(TorchDispatchMode):
         self._see_all(args)
         if kwargs:
             self._see_all(kwargs.values())
-            result = func(*args, **kwargs)
-        else:
-            result = func(*args)
+        result = call_with_autocast(func, args, kwargs or {})
         if isinstance(result, torch.Tensor):
             self._see(result)
         elif isinstance(result, (tuple, list)):
@@ -163,10 +163,10 @@ class LiveBytes(TorchDispatchMode):
 
     def _see(self, tensor: torch.Tensor) -> None:
         """Counts the storage of ``tensor`` unless it is counted. See Note [One storage, one object]."""
-        try:
-            storage = tensor.untyped_storage()
-        except NotImplementedError:
-            self._see_sparse(tensor)
+        storage = storage_of(tensor)
+        if storage is None:
+            for inner in inner_tensors(tensor):
+                self._see(inner)
             return
         known = self._alive.get(id(storage))
         num_bytes = storage.nbytes()
@@ -186,14 +186,6 @@ class LiveBytes(TorchDispatchMode):
         if kind == "meta":
             return self._counts_fake
         return self._device is None or kind == self._device
-
-    def _see_sparse(self, tensor: torch.Tensor) -> None:
-        """Counts the parts of a tensor that has no storage; an opaque one (mkldnn) counts nothing."""
-        if tensor.layout is torch.sparse_coo:
-            self._see(tensor._indices())
-            self._see(tensor._values())
-        elif tensor.layout is torch.sparse_csr:
-            self.track((tensor.crow_indices(), tensor.col_indices(), tensor.values()))
 
     def _subtract(self, alive: weakref.ref[torch.UntypedStorage]) -> None:
         """Takes a freed storage off the sum. Runs wherever the last holder lets go, in any thread."""
@@ -219,8 +211,15 @@ class LiveBytes(TorchDispatchMode):
 
 
 def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields the tensors inside of a wrapper such as a DTensor; some wrappers list what is no tensor as well."""
-    for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
-        value = getattr(tensor, name)
-        if isinstance(value, torch.Tensor):
-            yield value
+    """Yields the tensors inside of a wrapper such as a DTensor, or of a sparse tensor; wrappers may list others too."""
+    if tensor.layout is torch.sparse_coo:
+        yield from (tensor._indices(), tensor._values())
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    elif hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            value = getattr(tensor, name)
+            if isinstance(value, torch.Tensor):
+                yield value

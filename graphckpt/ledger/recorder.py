@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from graphckpt._compat import saved_tensor_hooks_in_force
+from graphckpt._compat import saved_tensor_hooks_in_force, storage_of
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.ledger.live import inner_tensors
 from graphckpt.ledger.record import Event
@@ -215,9 +215,9 @@ class _Storages:
 
     def add(self, tensor: torch.Tensor) -> int:
         """Returns the bytes of the tensor's storage if it is new, else 0."""
-        if hasattr(tensor, "__tensor_flatten__"):
+        storage = storage_of(tensor)
+        if storage is None or hasattr(tensor, "__tensor_flatten__"):
             return sum(self.add(inner) for inner in inner_tensors(tensor))
-        storage = tensor.untyped_storage()
         seen = self._seen.get(id(storage))
         if seen is not None and seen() is storage:
             return 0
@@ -226,7 +226,9 @@ class _Storages:
 
     def remove(self, tensor: torch.Tensor) -> int:
         """Returns the bytes of the tensor's storage, which is new again, if it was seen."""
-        storage = tensor.untyped_storage()
+        storage = storage_of(tensor)
+        if storage is None or hasattr(tensor, "__tensor_flatten__"):
+            return sum(self.remove(inner) for inner in inner_tensors(tensor))
         seen = self._seen.get(id(storage))
         if seen is None or seen() is not storage:
             return 0

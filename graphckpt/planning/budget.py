@@ -11,6 +11,8 @@ import torch
 from graphckpt.errors import ConfigError
 from graphckpt.units import parse_bytes
 
+_SHARED = (0, 0)  # the pool of all tensors that are in no private one
+
 Budget: TypeAlias = int | float | str
 """Bytes, ``"12GiB"``, ``"max"``, ``"min"``, or a share of the plain step's activations from above 0 to 1."""
 
@@ -73,10 +75,20 @@ def available_bytes(device: torch.device, alive: int, sharers: int = 1) -> int:
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - _unused_in_pools(device)
         return free // sharers + unused + alive
     pages = os.sysconf("SC_AVPHYS_PAGES") if hasattr(os, "sysconf") else 0
     return pages * os.sysconf("SC_PAGE_SIZE") // sharers + alive
+
+
+def _unused_in_pools(device: torch.device) -> int:
+    """Returns the free bytes in private pools, as those of CUDA graphs: no tensor of another step can lie there."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == index and tuple(segment.get("segment_pool_id", _SHARED)) != _SHARED
+    )
 
 
 def place_of(device: torch.device) -> str:

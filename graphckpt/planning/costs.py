@@ -100,6 +100,13 @@ def _efficient_backward(args: tuple[Any, ...]) -> int:
     return 4 * int(batch * heads * length)
 
 
+def _cudnn_backward(args: tuple[Any, ...]) -> int:
+    """Gradient of the query and row sums in float32, as flash attention has: an assumption, cuDNN documents nothing."""
+    _, query, *_ = args
+    batch, heads, length, width = query.shape
+    return 4 * int(batch * heads * length * (width + 1))
+
+
 def _embedding_backward(args: tuple[Any, ...]) -> int:
     """`embedding_dense_backward_cuda`: above 3072 indices it sorts them with their places, through twice the room."""
     count = args[1].numel()
@@ -109,6 +116,7 @@ def _embedding_backward(args: tuple[Any, ...]) -> int:
 _EXTRA: dict[Any, Callable[[tuple[Any, ...]], int]] = {
     _aten._scaled_dot_product_flash_attention_backward: _flash_backward,
     _aten._scaled_dot_product_efficient_attention_backward: _efficient_backward,
+    _aten._scaled_dot_product_cudnn_attention_backward: _cudnn_backward,
     _aten.embedding_dense_backward: _embedding_backward,
 }
 

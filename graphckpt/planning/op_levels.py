@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, final
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphckpt._compat_autocast import call_with_autocast
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.planning.run import Option
 from graphckpt.rules import Full, Rule, Selective
@@ -125,9 +126,9 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         begin = self._clock()
-        output = func(*args, **kwargs)
+        output = call_with_autocast(func, args, kwargs)
         took = self._clock() - begin
-        if not is_counted(func):
+        if not is_counted(func, args):
             return output
         if self._op_seconds is not None:
             took = self._op_seconds(func, args, kwargs, output)

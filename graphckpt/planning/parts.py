@@ -137,7 +137,7 @@ def learn(stores: Collection[PartStore], step: Callable[[], object]) -> None:
 
 
 def _pieces(group: Group, *, is_cut: bool) -> list[Piece]:
-    pieces = (piece for ref in group.pieces if (piece := ref()) is not None)
+    pieces = (piece for ref in group.pieces.values() if (piece := ref()) is not None)
     return [piece for piece in pieces if (left_whole(piece.ticket) is None) == is_cut]
 
 

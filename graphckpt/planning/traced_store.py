@@ -20,7 +20,9 @@ class TracedStore(Store):
 
     Args:
         trace: is told; ``None`` while nobody listens.
-        is_far: what is kept leaves the device: its bytes count no more until it is asked for.
+        is_far: what is kept leaves the device while a trace listens: its bytes count no more until it is asked for.
+            Without one it stays. The copies here are synchronous, to pageable memory, and no clock may see them: a plan
+            adds the time of copies from the rates of the device.
     """
 
     place = "device"
@@ -40,7 +42,7 @@ class TracedStore(Store):
     def put(self, tensor: torch.Tensor, group: Group | None) -> object:
         """Keeps ``tensor`` and returns the key to it."""
         assert group is not None
-        if not self.is_far or self._stays(tensor, group):
+        if not self.is_far or self.trace is None or self._stays(tensor, group):
             return _Near(tensor.detach(), self.trace)
         storage = tensor.untyped_storage()
         known = self._sent.get(id(storage))
@@ -48,7 +50,7 @@ class TracedStore(Store):
         if far is None or far.storage() is not storage:
             far = _Far(tensor)
             self._sent[id(storage)] = weakref.ref(far)
-            call = len(self.trace.calls) - 1 if self.trace is not None else -1
+            call = len(self.trace.calls) - 1
             self.far_bytes[call] = self.far_bytes.get(call, 0) + far.num_bytes
         return _View(far, tensor)
 

@@ -67,7 +67,7 @@ class Traits:
     def put_back_attributes(self, tensor: torch.Tensor, undo: Undo) -> None:
         """Gives the object itself the Python attributes that it had, if they were changed since."""
         present, past = tensor.__dict__, self._attributes or {}
-        if (present or past) and differs(present, past):
+        if (present or past) and not hasattr(tensor, "__tensor_flatten__") and differs(present, past):
             undo.append((present, None, dict(present)))
             fill(present, past)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
+from graphckpt._compat import early_stop_in_force
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.ambient import autocast_depth, enter_ambient, take_ambient
 from graphckpt.errors import EditedError, RecomputeError
@@ -23,7 +24,7 @@ from graphckpt.rules.guard import Guard
 from graphckpt.rules.handed import Handed, Returned, last_returned, tensors_in
 from graphckpt.rules.kept import Slot
 from graphckpt.rules.mismatch import differs, edited, edits_module
-from graphckpt.rules.passes import Contexts, Run, SecondRun, Stop, pause, running
+from graphckpt.rules.passes import Contexts, Run, SecondRun, Stop, running, unseen
 from graphckpt.stores import DeviceStore
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class Frame:
     ) -> None:
         self.site = site
         self.contexts = contexts
-        self._early_stop = early_stop
+        self._early_stop = early_stop_in_force(early_stop)
         self._strict = strict
         self._joins = joins
         self.before: Frame | None = None
@@ -82,28 +83,30 @@ class Frame:
             self.group = site.open_group()
         arguments = self._arguments = Arguments(args, kwargs)
         self.devices = site.random_devices(arguments.leaves)
-        self._random = take_random_state(self.devices)
-        self._ambient = take_ambient(self.devices)
-        self._snapshot = state.take()
-        learning = site.learns and not state.has_learnt(self._snapshot)
-        self._early_stop &= not learning  # the first call's second run goes on to its end, and must save no more
-        watch = self._watch = state.watch() if learning else None
-        function = self._function if watch is None else watch.around(self._function)
-        returned = last_returned.get() if self._joins and self.outer is None else None
-        arguments.keep(self, self._snapshot, returned, learning=learning)
+        with unseen(running.get()):
+            self._random = take_random_state(self.devices)
+            self._ambient = take_ambient(self.devices)
+            self._snapshot = state.take()
+            learning = site.learns and not state.has_learnt(self._snapshot)
+            self._early_stop &= not learning  # the first call's second run goes on to its end, and must save no more
+            watch = self._watch = state.watch() if learning else None
+            function = self._function if watch is None else watch.around(self._function)
+            returned = last_returned.get() if self._joins and self.outer is None else None
+            arguments.keep(self, self._snapshot, returned, learning=learning)
 
         output = self._first_run(function, args, kwargs)
         if isinstance(output, GeneratorType):
             site.note("its forward is a generator: what it yields is made outside of the block, and all of it is kept")
-        moving = self._watch = None
-        if watch is not None:
-            self._snapshot, moving = state.learn(watch, self._snapshot)
-        edits = state.edits_unknown(self._snapshot)
-        if edits is not None:
-            raise RecomputeError(edits_module(site.name, edits))
-        self._settle(returned, learning=learning)
-        if moving is not None:
-            state.remember(self._snapshot, moving)
+        with unseen(running.get()):
+            moving = self._watch = None
+            if watch is not None:
+                self._snapshot, moving = state.learn(watch, self._snapshot)
+            edits = state.edits_unknown(self._snapshot)
+            if edits is not None:
+                raise RecomputeError(edits_module(site.name, edits))
+            self._settle(returned, learning=learning)
+            if moving is not None:
+                state.remember(self._snapshot, moving)
         last_returned.set(Returned(self, output))
         return output
 
@@ -216,6 +219,10 @@ class Frame:
                 recorder.second_run_ended(self.site.name)
 
     def _second_run(self, run: SecondRun) -> None:
+        with unseen(run.outer):
+            self._repeat(run)
+
+    def _repeat(self, run: SecondRun) -> None:
         state, snapshot = self._state, self._snapshot
         if self._watch is not None:  # a backward within the original forward of a first call
             snapshot, _ = state.learn(self._watch, snapshot)
@@ -236,11 +243,10 @@ class Frame:
             args, kwargs = self._arguments.assemble(leaves, guard.undo)
             del leaves
             set_random_state(self._random)
-            if self.contexts is None and run.outer is None and ambient_now == self._ambient:
+            if self.contexts is None and ambient_now == self._ambient:
                 self._call(run, args, kwargs)
             else:
                 with ExitStack() as stack:
-                    pause(run.outer, stack)
                     if ambient_now != self._ambient:
                         enter_ambient(stack, self._ambient, ambient_now)
                     if self.contexts is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -15,7 +14,7 @@ from graphckpt.rules.frame import Frame
 from graphckpt.rules.guard import Guard
 from graphckpt.rules.kept import Kept
 from graphckpt.rules.mismatch import holes_differ
-from graphckpt.rules.passes import Run, SecondRun, running
+from graphckpt.rules.passes import Run, SecondRun, running, unseen
 from graphckpt.rules.stored import IN_PLACE, StoredCall
 from graphckpt.stores import DeviceStore
 from graphckpt.tree import build_value, flatten_value
@@ -124,7 +123,8 @@ def run_hole(site: Site, function: Callable[..., Any], args: Sequence[Any], kwar
         return _run_alone(site, function, args, kwargs)
     outermost = around[-1]
     first_runs = around[:-1] if isinstance(outermost, SecondRun) else around
-    answered, output = _ask(outermost, site) if isinstance(outermost, SecondRun) else (False, None)
+    with unseen(around[0]):  # copies of a store, or of hooks, are no ops of the block
+        answered, output = _ask(outermost, site) if isinstance(outermost, SecondRun) else (False, None)
     if not answered:
         stored = None if isinstance(outermost, SecondRun) or outermost.frame.outer is not None else _stored(site)
         keep = None if isinstance(outermost, SecondRun) else outermost.frame.outer
@@ -135,13 +135,11 @@ def run_hole(site: Site, function: Callable[..., Any], args: Sequence[Any], kwar
             for run in first_runs:
                 run.frame.holes.append(RaisedCall(site.name))
             raise
-        if stored is not None:
+    with unseen(around[0]):
+        if not answered and stored is not None:
             stored.seal()
-    for run in first_runs:
-        frame = run.frame
-        with ExitStack() as stack:
-            if frame.group is not None and frame.contexts is not None:
-                stack.enter_context(frame.contexts.paused())  # the copies of a store are no ops of the block
+        for run in first_runs:
+            frame = run.frame
             frame.holes.append(HoleCall(site.name, output, frame, take_random_state(frame.devices)))
     return output
 
@@ -202,14 +200,11 @@ def _run_kept(
 ) -> Any:
     recorder = site.recorder
     pack = keep[0] if recorder is None else recorder.kept_run(site.name, keep[0], is_stored=is_stored)
-    contexts = [run.frame.contexts for run in around if run.frame.contexts is not None]
     guard = Guard()
     try:
         # what runs in here belongs to what is around the outermost block
         guard.enter(around[-1].outer if around else running.get(), pack, keep[1])
-        with ExitStack() as stack:
-            for context in contexts:
-                stack.enter_context(context.paused())
+        with unseen(around[0] if around else None):
             return function(*args, **kwargs)
     finally:
         try:

@@ -109,10 +109,10 @@ def edited(block: str, what: str) -> str:
 
 
 def edits_argument(block: str, name: str) -> str:
-    """The message for a forward that begins to edit an argument after its first call."""
+    """The message for a forward that edits an argument of which no copy was made."""
     return (
-        f"{block}: forward edited its argument `{name}` in place, which it did not do on its first call · "
-        "fix: edit a clone of it"
+        f"{block}: forward edited its argument `{name}` in place, and the recomputation has no copy of it: copies are "
+        "kept of the arguments that the first call of a module edits · fix: edit a clone of it"
     )
 
 

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from graphckpt._compat import pytree, version_sharing_detach
+from graphckpt._compat import pytree, storage_of, version_sharing_detach
+from graphckpt.errors import RecomputeError
 from graphckpt.rng import set_random_state, take_random_state
 from graphckpt.rules.kept import Kept, KeptResult
 from graphckpt.rules.op_log import OpLog
-from graphckpt.rules.op_modes import Follow, HandBack, HandBackInOrder, Keep
+from graphckpt.rules.op_modes import CAST, Follow, HandBack, HandBackInOrder, Keep
 from graphckpt.rules.passes import SecondRun, running
 from graphckpt.rules.recipe import Chosen, learn
 from graphckpt.writes import edited_by
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from graphckpt.rules.op_modes import Mode
     from graphckpt.rules.recipe import Key, Policy, Recipe
 
-_CAST = torch.ops.aten._to_copy.default
 _MOST_RECIPES = 16  # of a block: one for each shape of its arguments
 _MOST_STRAYS = 16  # calls of a block that were unlike those before, until it is taken as it comes
 
@@ -52,12 +52,14 @@ class OpMemory:
     def __init__(self, policy: Policy, kind: object = None) -> None:
         self.policy = policy
         self.results: dict[Key, KeptResult] = {}
-        self.storages: dict[int, Key] = {}  # id of a kept result's storage: which one it is
+        self.storages: dict[int, list[Key]] = {}  # id of a storage: the kept results that lie in it
         self.log: OpLog | None = None
         self.recipe: Recipe | None = None
         """What the second run goes by."""
         self._kind = kind
         self._num_saved = 0
+        self._keys: list[Key] = []  # of all that was kept, in order
+        self._num_asked_for = 0  # of them: what is kept after autograd has saved its last tensor, nothing asks for
         self._is_settled = False
         self._modes: list[Mode] = []
 
@@ -84,6 +86,7 @@ class OpMemory:
     def saves(self, tensor: torch.Tensor) -> None:
         """Autograd saves a tensor of the first run."""
         self._num_saved += 1
+        self._num_asked_for = len(self._keys)
         if self.log is not None:
             self.log.saves(tensor)
 
@@ -110,13 +113,17 @@ class OpMemory:
         kept = [Kept(x, frame, frame.outer) if isinstance(x, torch.Tensor) else x for x in aliases]
         random = take_random_state(frame.devices) if torch.Tag.nondeterministic_seeded in key[0].tags else None
         for tensor, _ in versions:
-            self.storages[id(tensor.untyped_storage())] = key
+            self.storages.setdefault(id(storage_of(tensor)), []).append(key)
         self.results[key] = KeptResult(kept, spec, versions, random)
+        self._keys.append(key)
 
     def hand_back(self, key: Key) -> Any:
         """Returns what an op has returned, or ``None`` if that is not kept."""
         result = self.results.get(key)
-        leaves = result.take() if result is not None else None
+        try:
+            leaves = result.take() if result is not None else None
+        except RecomputeError:  # the block around keeps it, and says that it was edited in place: the op runs again
+            return None
         if result is None or leaves is None:
             return None
         if result.random is not None:
@@ -129,13 +136,14 @@ class OpMemory:
         GRU edits what ``unsafe_chunk`` returns, which is such a view.
         """
         for tensor in edited_by(func, args, kwargs):
-            key = self.storages.get(id(tensor.untyped_storage()))
-            if key is not None:
+            for key in self.storages.pop(id(storage_of(tensor)), ()):
                 self.results.pop(key, None)
 
     def settle(self, frame: Frame) -> None:
         """Forgets the results that the block edited in place after they were kept, and those of no use."""
         self.storages.clear()
+        for key in self._keys[self._num_asked_for :]:
+            self._let_go(key, frame)
         for key, result in list(self.results.items()):
             if result.is_edited():
                 del self.results[key]
@@ -163,9 +171,12 @@ class OpMemory:
         if recipe.is_of_use:
             self.recipe = recipe
             for position in recipe.left_out:
-                result = self.results.pop(recipe.keys[position], None)
-                if result is not None:
-                    result.let_go(frame)
+                self._let_go(recipe.keys[position], frame)
+
+    def _let_go(self, key: Key, frame: Frame) -> None:
+        result = self.results.pop(key, None)
+        if result is not None:
+            result.let_go(frame)
 
     def does_not_follow(self, frame: Frame) -> None:
         """This call is unlike the one that has left the recipe: all that is not kept runs again."""
@@ -192,7 +203,7 @@ class OpMemory:
 
         A cast cannot: autocast casts a weight once for all calls around which it stands, in one of the runs alone.
         """
-        return func is not _CAST and (self._kind is None or func in getattr(self.policy, "whole", ()))
+        return func is not CAST and (self._kind is None or func in getattr(self.policy, "whole", ()))
 
     def _note(self, frame: Frame) -> None:
         if not (isinstance(self.policy, Chosen) and self.policy.some):

@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphckpt._compat import WithoutValues
+from graphckpt._compat_autocast import call_with_autocast
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.rules.op_log import BY_SIZE
 from graphckpt.rules.passes import running
@@ -37,10 +38,11 @@ class Mode(TorchDispatchMode):
 
     @never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if self.is_paused or not is_counted(func):
+        kwargs = kwargs or {}
+        if self.is_paused or not is_counted(func, args):
             has_values = func is not DETACH or not isinstance(args[0], WithoutValues)
-            return func(*args, **(kwargs or {})) if has_values else args[0].twin()
-        return self._call(func, args, kwargs or {})
+            return call_with_autocast(func, args, kwargs) if has_values else args[0].twin()
+        return self._call(func, args, kwargs)
 
     def _call(self, func: Op, args: Any, kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
@@ -64,7 +66,7 @@ class Keep(Counting):
     """Keeps what the policy says, and notes the ops, where there is a log."""
 
     def _call(self, func: Op, args: Any, kwargs: dict[str, Any]) -> Any:
-        return self.see(self._key(func), args, kwargs, func(*args, **kwargs))
+        return self.see(self._key(func), args, kwargs, call_with_autocast(func, args, kwargs))
 
     def see(self, key: Key, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         """An op has run."""
@@ -96,7 +98,7 @@ class Follow(Mode):
         self._instead: Keep | None = None
 
     def _call(self, func: Op, args: Any, kwargs: dict[str, Any]) -> Any:
-        output = func(*args, **kwargs)
+        output = call_with_autocast(func, args, kwargs)
         if self._instead is not None:
             return self._instead.see(self._instead._key(func), args, kwargs, output)
         memory, recipe, position = self._memory, self._recipe, self._position
@@ -131,7 +133,7 @@ class HandBack(Counting):
     def _call(self, func: Op, args: Any, kwargs: dict[str, Any]) -> Any:
         key = self._key(func)
         output = self._memory.hand_back(key) if self._memory.hands_back(func) else None
-        return func(*args, **kwargs) if output is None else output
+        return call_with_autocast(func, args, kwargs) if output is None else output
 
 
 @final
@@ -157,7 +159,7 @@ class HandBackInOrder(Mode):
             return output
         if func in BY_SIZE and isinstance(args[0], WithoutValues):
             args = (_with_any_values(args[0]), *args[1:])
-        return func(*args, **kwargs)
+        return call_with_autocast(func, args, kwargs)
 
 
 def _with_any_values(tensor: torch.Tensor) -> torch.Tensor:
@@ -166,13 +168,23 @@ def _with_any_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 DETACH = torch.ops.aten.detach.default
+CAST = torch.ops.aten._to_copy.default
 
 
-def is_counted(func: Op) -> bool:
-    """Whether an op is one of the block's own.
+def is_counted(func: Op, args: Any) -> bool:
+    """Whether an op is one of the block's own, and so part of the original forward and of the recomputation alike.
 
-    The hooks of the two runs detach unlike often, and ``prim`` ops ask a fake tensor for its device.
+    The hooks of the two detach unlike often, and ``prim`` ops ask a fake tensor for its device. Autocast keeps what it
+    casts of a leaf that requires gradients, for all blocks and up to the end of its region, so that a parameter may be
+    cast in one of the two alone.
+
+    Args:
+        func: the op.
+        args: its arguments.
     """
+    if func is CAST:
+        tensor = args[0]
+        return not (tensor.requires_grad and tensor.is_leaf and tensor.dtype is torch.float32)
     return func is not DETACH and func.namespace != "prim"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol, final
 
@@ -12,8 +13,7 @@ from graphckpt.rules.mismatch import Fault
 
 if TYPE_CHECKING:
     import weakref
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager, ExitStack
+    from collections.abc import Callable, Iterator
 
     import torch
 
@@ -71,12 +71,29 @@ def innermost(frame: Frame) -> Run | None:
     return run
 
 
-def pause(run: Run | None, stack: ExitStack) -> None:
-    """Where a backward within forward has begun this second run, the runs around it must not see its ops."""
+def unseen(run: Run | None) -> AbstractContextManager[None]:
+    """Returns a context that hides ops from the contexts of ``run`` and of the runs around it.
+
+    Those are the engine's own ops, such as copies of arguments, and those of a recomputation that a backward within
+    forward has started: they are no ops of the blocks around.
+    """
+    contexts = []
     while run is not None:
         if run.frame.contexts is not None:
-            stack.enter_context(run.frame.contexts.paused())
+            contexts.append(run.frame.contexts)
         run = run.outer
+    return _paused(contexts) if contexts else _NOTHING
+
+
+@contextmanager
+def _paused(contexts: list[Contexts]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for each in contexts:
+            stack.enter_context(each.paused())
+        yield
+
+
+_NOTHING = nullcontext()
 
 
 class Stop(BaseException):  # not an Exception: a forward that catches those must not catch this

@@ -14,6 +14,7 @@ from graphckpt.rules.base import Rule
 from graphckpt.rules.frame import Frame
 from graphckpt.rules.op_memory import OpMemory
 from graphckpt.rules.recipe import Chosen
+from graphckpt.tree import flatten_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -51,7 +52,9 @@ _OFFLOADS = frozenset({CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFE
 class Selective(Rule):
     """Keeps the results of chosen ops beside the inputs.
 
-    Ops that only lead up to a kept result are not run again, and a result that no second run asks for is not kept.
+    Ops that only lead up to a kept result are not run again, and a result that no recomputation asks for is not kept.
+    Where a policy function chooses, which may do so otherwise in each call, all ops up to the last saved tensor run
+    again but those whose results it keeps.
 
     Args:
         save: ``"matmul"``, ``"attention"``, ``"matmul+attention"``; or a list of ops, each an ``OpOverload`` or its
@@ -76,7 +79,8 @@ class Selective(Rule):
     def run(self, site: Site, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs the block; backward will run it again, but for the chosen ops."""
         policy: Policy = self._policy  # type: ignore[attr-defined]
-        kind = _kind(args, kwargs) if isinstance(policy, Chosen) else None
+        leaves, _ = flatten_call(args, kwargs)
+        kind = _kind(leaves) if isinstance(policy, Chosen) else None
         return Frame(site, function, OpMemory(policy, kind)).run(args, kwargs)
 
     def describe(self) -> str:
@@ -88,9 +92,9 @@ class Selective(Rule):
         return f"selective({', '.join(str(op) for op in self.save)})"
 
 
-def _kind(args: Any, kwargs: dict[str, Any]) -> object:
+def _kind(leaves: Iterable[Any]) -> object:
     """Returns what calls with the same ops have in common, as a rule."""
-    tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     return tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors)
 
 

@@ -63,7 +63,8 @@ class Group:
         self.is_sealed = False
         """The call is over: nothing more comes in."""
         self.number = 0
-        self.pieces: list[weakref.ref[Piece]] = []
+        self.pieces: dict[int, weakref.ref[Piece]] = {}
+        """By ``id``; a piece that is gone may have left its reference behind."""
 
 
 class Store(ABC):

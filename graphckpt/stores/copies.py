@@ -10,6 +10,7 @@ import torch
 
 from graphckpt._compat import unseen_by_modes
 from graphckpt.stores.pinned import pin
+from graphckpt.stores.streams import streams_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -122,7 +123,7 @@ class _Clock:
 
 @final
 class CudaCopies(Copies):
-    """Copies of one CUDA device, on two streams of its own.
+    """Copies of one CUDA device, on the two streams that it has for them.
 
     Events are recorded and waited for, never asked, and are used again once joined: all of it is legal in a capture.
     The compute stream is looked up at each use, since in a capture it is another one.
@@ -131,7 +132,7 @@ class CudaCopies(Copies):
     def __init__(self, device: torch.device, note: Callable[[str], None]) -> None:
         self._device = device
         self._note = note
-        self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        _, self._out, self._back = streams_of(device)
         self._fork = torch.cuda.Event()
         self._idle: list[torch.cuda.Event] = []
         self._copying: list[tuple[_Clock, Traffic]] = []

@@ -7,6 +7,7 @@ from typing import final
 import torch
 
 from graphckpt._compat import share_version_counter, version_sharing_detach
+from graphckpt.stores.empty import empty
 
 
 @final
@@ -29,7 +30,7 @@ class Edits:
         self._version = 0
         if not tensor.is_inference():  # nobody may edit those
             self._counter = version_sharing_detach(tensor)
-            self._counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # lets go of the memory
+            self._counter.data = empty(tensor.dtype, tensor.device)  # lets go of the memory
             self._version = self._counter._version
 
     def seen(self) -> bool:

@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from graphckpt.stores.base import Group
 
 
+_STAYS = (
+    "offload: tensors that exist only in the captured step, such as an attention mask, stay on the device (host memory "
+    "cannot be pinned in a capture)"
+)
+
+
 @final
 @dataclass(frozen=True)
 class Host(Offload):
@@ -61,11 +67,12 @@ class Host(Offload):
 
 @final
 class _Moved(Ticket):
-    __slots__ = ("coming", "data", "going", "group_number", "is_taken", "landed", "landing", "spot")
+    __slots__ = ("coming", "data", "going", "group_number", "landed", "landing", "spot")
 
-    def __init__(self, data: torch.Tensor, spot: Spot, group_number: int) -> None:
+    def __init__(self, data: torch.Tensor, spot: Spot | None, group_number: int) -> None:
         super().__init__(data.numel())
         self.spot = spot
+        """Its room in host memory; ``None`` if it stays on the device."""
         self.group_number = group_number
         self.data: torch.Tensor | None = data
         """The tensor's own memory, held until the copy out of it is joined."""
@@ -75,7 +82,6 @@ class _Moved(Ticket):
         self.coming: Mark | None = None
         self.landed: weakref.ref[torch.UntypedStorage] | None = None
         """Where they came back to."""
-        self.is_taken = False
 
     @property
     def is_here(self) -> bool:
@@ -110,6 +116,7 @@ class HostPlace(Place):
         self._bytes_going = 0
         self._going: dict[_Moved, None] = {}
         self._coming: dict[_Moved, None] = {}
+        self._lent: dict[int, list[_Moved]] = {}  # by group, what backward has taken before its copy out was joined
         self._num_alive = 0
         self._is_closing = False
         self._is_backward_watched = False
@@ -127,6 +134,10 @@ class HostPlace(Place):
             self._is_backward_watched = False
             spot = self._memory.put(data.numel(), group.block)
             ticket = _Moved(data, spot, group.number)
+            if spot is None:
+                group.note(_STAYS)
+                self._num_alive += 1
+                return ticket
             try:
                 ticket.going = self._copies.out(data, spot.flat, group.traffic)
             except BaseException:
@@ -160,12 +171,15 @@ class HostPlace(Place):
         assert isinstance(ticket, _Moved)
         with self._lock:
             self._watch_backward()
-            for other in [t for t in self._going if t.is_taken and t.group_number != group.number]:
-                self._let_go(other)
+            for number in [number for number in self._lent if number != group.number]:
+                for other in self._lent.pop(number):
+                    if other in self._going:
+                        self._let_go(other)
             flat = ticket.data
             if flat is None:
                 flat = self._land(ticket, group)
-            ticket.is_taken = True
+            elif ticket.going is not None:
+                self._lent.setdefault(ticket.group_number, []).append(ticket)
             ticket.landed = weakref.ref(flat.untyped_storage())
             return flat
 
@@ -176,7 +190,9 @@ class HostPlace(Place):
             if ticket in self._going:
                 self._let_go(ticket)
             self._drop_landing(ticket)
-            self._memory.free(ticket.spot)
+            if ticket.spot is not None:
+                self._memory.free(ticket.spot)
+            ticket.data = None
             self._num_alive -= 1
             if not self._num_alive:
                 self._copies.read_clocks()
@@ -197,6 +213,7 @@ class HostPlace(Place):
                 self._shut()
 
     def _send_for(self, ticket: _Moved, group: Group) -> None:
+        assert ticket.spot is not None
         landing = torch.empty(ticket.num_bytes, dtype=torch.uint8, device=self._device)
         ticket.coming = self._copies.back(ticket.spot.flat, landing, group.traffic)
         ticket.landing = landing
@@ -237,6 +254,7 @@ class HostPlace(Place):
     def _join_all(self) -> None:
         with self._lock:
             self._is_backward_watched = False
+            self._lent.clear()
             for ticket in list(self._going):
                 self._let_go(ticket)
             for ticket in self._coming:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from bisect import bisect, insort
 from typing import TYPE_CHECKING, final
 
 from graphckpt._compat import unseen_by_modes
 from graphckpt.errors import StoreError
-from graphckpt.offsets import aligned
 from graphckpt.stores.slab import SlabPlan
 from graphckpt.units import format_bytes
 
@@ -19,18 +17,18 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("graphckpt")
 
+_MOST_RANGES = 10_000  # of a slab that are held as tensors
+
 
 @final
 class Spot:
     """Bytes of host memory that are in use."""
 
-    __slots__ = ("begin", "flat", "number", "piece")
+    __slots__ = ("flat", "number", "piece")
 
-    def __init__(self, number: int, flat: torch.Tensor, begin: int | None, piece: HostBuffer | None) -> None:
+    def __init__(self, number: int, flat: torch.Tensor, piece: HostBuffer | None) -> None:
         self.number = number
         self.flat = flat
-        self.begin = begin
-        """Where it lies in the slab."""
         self.piece = piece
         """The buffer that it is, if it lies in no slab."""
 
@@ -40,6 +38,11 @@ class Spot:
 # capture is never given back before the end, and nothing is pinned in one: CUDA forbids that. Eager steps and graphs
 # share the slab: a whole step leaves nothing in it, so they may alternate, but a replay must not come between an eager
 # forward and its backward.
+
+# Note [What exists only in a capture stays on the device]
+# The slab is exactly as big as the steps before the capture needed. Transformers makes attention masks in a capture
+# that those steps did not have, since it may not look there whether they are needed. Such a tensor takes no room in the
+# slab, for it would push out a block that is planned to come later: it is not moved.
 
 
 @final
@@ -55,7 +58,7 @@ class HostMemory:
         self._copies = copies
         self._plan = SlabPlan()
         self._slab: HostBuffer | None = None
-        self._in_use: list[tuple[int, int]] = []  # ranges of the slab, in order
+        self._ranges: dict[tuple[int, int], torch.Tensor] = {}  # of the slab, by begin and size: most are used again
         self._pieces: list[HostBuffer] = []
         self._spare: dict[int, list[HostBuffer]] = {}  # pieces that are free, by size
         self._captured: list[HostBuffer] = []
@@ -71,35 +74,37 @@ class HostMemory:
         """All host memory that is held."""
         return self.slab_bytes + sum(buffer.flat.numel() for buffer in (*self._pieces, *self._captured))
 
-    def put(self, num_bytes: int, block: str) -> Spot:
-        """Returns room for ``num_bytes``, kept by ``block``.
+    def put(self, num_bytes: int, block: str) -> Spot | None:
+        """Returns room for ``num_bytes`` kept by ``block``; ``None`` in a capture for what no step before it moved.
 
         Raises:
-            StoreError: There is none.
+            StoreError: There is no host memory, or a capture is the first step.
         """
         is_captured = self._copies.is_capturing()
-        number, begin = self._plan.put(num_bytes)
-        if begin is None or not self._is_free(begin, num_bytes):
-            begin = self._gap(num_bytes)
-        if begin is not None and self._slab is not None:
-            self._slab.is_captured |= is_captured
-            insort(self._in_use, (begin, begin + aligned(num_bytes)))
-            with unseen_by_modes():
-                return Spot(number, self._slab.flat[begin : begin + num_bytes], begin, None)
+        if is_captured and self._plan.is_extra(num_bytes):
+            return None  # see Note [What exists only in a capture stays on the device]
+        slab = self._slab
+        number, begin = self._plan.put(num_bytes, self.slab_bytes)
+        if slab is not None and begin is None:
+            begin = self._plan.put_in_gap(number, num_bytes, self.slab_bytes)
+        if slab is not None and begin is not None:
+            slab.is_captured |= is_captured
+            return Spot(number, self._range(slab, begin, num_bytes), None)
         try:
             piece = self._piece(num_bytes, is_captured, block)
         except BaseException:
             self._plan.free(number)
             raise
+        if piece is None:
+            self._plan.free(number)
+            return None
         piece.is_captured |= is_captured
-        return Spot(number, piece.flat, None, piece)
+        return Spot(number, piece.flat, piece)
 
     def free(self, spot: Spot) -> None:
         """Gives the room back. All copies to and from it have been joined."""
         self._plan.free(spot.number)
-        if spot.begin is not None:
-            del self._in_use[bisect(self._in_use, (spot.begin,))]
-        elif spot.piece is not None:
+        if spot.piece is not None:
             self._spare.setdefault(spot.flat.numel(), []).append(spot.piece)
 
     def begin_step(self) -> None:
@@ -121,12 +126,13 @@ class HostMemory:
         """Gives all of it back. Nothing is in use, and no graph that was captured will be replayed."""
         for buffer in (*self._pieces, *self._captured, *([] if self._slab is None else [self._slab])):
             buffer.release()
-        self._slab, self._pieces, self._captured, self._spare = None, [], [], {}
+        self._slab, self._pieces, self._captured, self._spare, self._ranges = None, [], [], {}, {}
         self._plan = SlabPlan()
 
     def _grow(self, num_bytes: int) -> None:
         old = self.slab_bytes
         if self._slab is not None:
+            self._ranges.clear()
             self._give_back([self._slab])  # the old one goes before the new one comes
             self._slab = None
         try:
@@ -149,14 +155,16 @@ class HostMemory:
             else:
                 buffer.release()
 
-    def _piece(self, num_bytes: int, is_captured: bool, block: str) -> HostBuffer:
+    def _piece(self, num_bytes: int, is_captured: bool, block: str) -> HostBuffer | None:
         spare = self._spare.get(num_bytes)
         if spare:
             return spare.pop()
+        if is_captured and self.num_bytes:
+            return None
         if is_captured:
             raise StoreError(
-                f"{block}: offload: this capture moves {format_bytes(num_bytes)} that no step before it has moved, and "
-                "memory cannot be pinned in a capture · fix: run two steps of the same shapes before it"
+                f"{block}: offload: expected a step before the capture, for host memory cannot be pinned in one, got "
+                "none · fix: run two steps of the same shapes before it"
             )
         try:
             piece = self._copies.buffer(num_bytes)
@@ -170,19 +178,11 @@ class HostMemory:
         self._pieces.append(piece)
         return piece
 
-    def _is_free(self, begin: int, num_bytes: int) -> bool:
-        end = begin + aligned(num_bytes)
-        after = bisect(self._in_use, (begin,))
-        return (
-            end <= self.slab_bytes
-            and (after == 0 or self._in_use[after - 1][1] <= begin)
-            and (after == len(self._in_use) or end <= self._in_use[after][0])
-        )
-
-    def _gap(self, num_bytes: int) -> int | None:
-        begin = 0
-        for low, high in self._in_use:
-            if low - begin >= aligned(num_bytes):
-                break
-            begin = high
-        return begin if begin + aligned(num_bytes) <= self.slab_bytes else None
+    def _range(self, slab: HostBuffer, begin: int, num_bytes: int) -> torch.Tensor:
+        found = self._ranges.get((begin, num_bytes))
+        if found is None:
+            if len(self._ranges) >= _MOST_RANGES:
+                self._ranges.clear()
+            with unseen_by_modes():
+                found = self._ranges[begin, num_bytes] = slab.flat[begin : begin + num_bytes]
+        return found

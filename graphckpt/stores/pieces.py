@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
+from graphckpt.stores.empty import empty
+
 if TYPE_CHECKING:
     from collections import deque
     from collections.abc import Callable
@@ -67,8 +69,7 @@ class Key:
     def view_of(self, storage: torch.UntypedStorage, begin: int) -> torch.Tensor:
         """Returns the tensor, out of bytes that begin at ``begin``."""
         offset = (begin + self._offset) // self.dtype.itemsize
-        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return empty.set_(storage, offset, self.size, self.stride)
+        return empty(self.dtype, storage.device).set_(storage, offset, self.size, self.stride)
 
     def mark_taken(self) -> None:
         """Somebody has taken the tensor; once all have who can, the piece need not hold its bytes."""
@@ -116,7 +117,16 @@ class KnownStorages:
     """The pieces that are kept of each living storage, to find the one that holds a view already."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], list[weakref.ref[Piece]]]] = {}
+        self._known: dict[int, tuple[_StorageRef, list[weakref.ref[Piece]]]] = {}
+        table = self._known
+
+        def forget(dead: weakref.ref[torch.UntypedStorage]) -> None:
+            assert isinstance(dead, _StorageRef)
+            known = table.get(dead.number)
+            if known is not None and known[0] is dead:
+                del table[dead.number]
+
+        self._forget = forget
 
     def find(self, tensor: torch.Tensor, place: Place) -> Piece | None:
         """Returns the piece in ``place`` that holds all bytes of ``tensor`` as they are now."""
@@ -141,17 +151,23 @@ class KnownStorages:
     def add(self, tensor: torch.Tensor, piece: Piece) -> None:
         """Remembers a new piece of the storage of ``tensor``."""
         storage = tensor.untyped_storage()
-        number, table = id(storage), self._known
-        known = table.get(number)
+        number = id(storage)
+        known = self._known.get(number)
         if known is None or known[0]() is not storage:
-
-            def forget(dead: object) -> None:
-                if number in table and table[number][0] is dead:
-                    del table[number]
-
-            known = table[number] = weakref.ref(storage, forget), []
+            ref = _StorageRef(storage, self._forget)
+            ref.number = number
+            self._known[number] = ref, [weakref.ref(piece)]
+            return
         known[1][:] = [ref for ref in known[1] if ref() is not None]
         known[1].append(weakref.ref(piece))
+
+
+class _StorageRef(weakref.ref[torch.UntypedStorage]):
+    """Knows the ``id`` of its storage still when that is gone."""
+
+    __slots__ = ("number",)
+
+    number: int
 
 
 def bytes_to_move(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int]:
@@ -166,12 +182,14 @@ def bytes_to_move(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int]:
     begin -= begin % _ALIGN
     if 2 * (end - begin) >= storage.nbytes():
         begin, end = 0, storage.nbytes()
-    data = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    data = empty(torch.uint8, tensor.device)
     return data.set_(storage, begin, (end - begin,), (1,)), begin, end
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """Returns the first byte of the storage that ``tensor`` covers, and the one behind its last."""
-    begin = int(tensor.storage_offset())
+    begin, element_size = int(tensor.storage_offset()), tensor.element_size()
+    if tensor.is_contiguous():
+        return begin * element_size, (begin + tensor.numel()) * element_size
     last = begin + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    return begin * tensor.element_size(), (last + 1) * tensor.element_size()
+    return begin * element_size, (last + 1) * element_size

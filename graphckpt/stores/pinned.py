@@ -33,7 +33,10 @@ def pin(
     flat = torch.frombuffer(pages, dtype=torch.uint8)
     address = flat.data_ptr()
     code = int(cudart.cudaHostRegister(address, num_bytes, _PORTABLE))
-    if code == 0:
+    is_pinned = code == 0 and flat.is_pinned()
+    if code == 0 and not is_pinned:  # a sandbox may accept the call and do nothing
+        cudart.cudaHostUnregister(address)
+    if is_pinned:
 
         def unpin(pages: mmap.mmap = pages) -> None:  # holds the pages: they must not go before
             cudart.cudaHostUnregister(address)
@@ -42,7 +45,8 @@ def pin(
     clear_error()
     flat = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     note(
-        f"offload: host memory cannot be registered (CUDA error {code}): PyTorch's pinned memory is bigger than needed"
+        f"offload: host memory cannot be registered (CUDA error {code}{'' if code else ', and it is not pinned'}): "
+        "PyTorch's pinned memory is bigger than needed"
     )
     return flat, _nothing
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
+from graphckpt._compat import what_is_not_plain
 from graphckpt.stores.base import Group, Store
 from graphckpt.stores.edits import Edits
 from graphckpt.stores.order import Order
@@ -85,6 +86,10 @@ class PlacedStore(Store):
     def put(self, tensor: torch.Tensor, group: Group | None, *, is_part: bool = False) -> object:
         """Keeps ``tensor`` and returns the key to it; an alias, if it stays where it is."""
         assert group is not None
+        kind = what_is_not_plain(tensor)
+        if kind is not None:
+            group.note(f"its {kind} tensors stay on the device: only plain ones can be moved")
+            return tensor.detach()
         if hasattr(tensor, "__tensor_flatten__") and not isinstance(tensor, nn.Parameter):
             arrive = getattr(tensor, "trigger_wait", None)
             if arrive is not None:  # the result of a functional collective, whose bytes may not be there yet
@@ -93,14 +98,17 @@ class PlacedStore(Store):
             return WrappedKey(tensor, lambda inner: self.put(inner, group, is_part=is_part))
         if self._stays(tensor, group):
             return tensor.detach()
-        with self._lock, torch.no_grad():
+        with self._lock:
             place = self._place_of(tensor.device, is_part, group)
             if place is None:
                 return tensor.detach()
-            tensor = tensor.resolve_conj().resolve_neg()
+            if tensor.is_conj() or tensor.is_neg():
+                tensor = tensor.detach().resolve_conj().resolve_neg()
             piece = self._storages.find(tensor, place) or self._new_piece(tensor, place, group)
-            if all(ref() is not piece for ref in group.pieces):
-                group.pieces.append(weakref.ref(piece))
+            known = group.pieces.get(id(piece))
+            if known is None or known() is not piece:
+                group.pieces.pop(id(piece), None)  # of one that is gone; the order is that of the puts
+                group.pieces[id(piece)] = weakref.ref(piece)
             return Key(piece, tensor, group)
 
     def get(self, key: object) -> torch.Tensor | None:
@@ -113,7 +121,7 @@ class PlacedStore(Store):
         piece = key.piece
         if piece.edits.seen():
             return None
-        with self._lock, torch.no_grad():
+        with self._lock:
             self._empty_bin()
             self._ask_for(key.group)
             flat = piece.landed
@@ -145,7 +153,6 @@ class PlacedStore(Store):
         if (
             tensor.numel() < max(1, self._min_elements)
             or type(tensor) is not torch.Tensor
-            or tensor.layout is not torch.strided
             or tensor.device.type == "meta"
         ):
             return True
@@ -242,4 +249,4 @@ def _tickets(group: Group) -> dict[Place, list[Ticket]]:
 
 
 def _alive(group: Group) -> list[Piece]:
-    return [piece for ref in group.pieces if (piece := ref()) is not None]
+    return [piece for ref in group.pieces.values() if (piece := ref()) is not None]

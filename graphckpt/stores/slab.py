@@ -2,11 +2,55 @@
 
 from __future__ import annotations
 
+from bisect import bisect, bisect_left
 from typing import final
 
 from graphckpt.offsets import Lifetime, aligned, plan_offsets
 
-_MOST_PLANS = 8  # as many shapes of a step are remembered
+_MOST_PLANS = 32  # as many shapes of a step are remembered
+
+
+@final
+class Ranges:
+    """Ranges of integers that do not overlap, in order. All calls but ``gap`` find their place by bisection.
+
+    >>> ranges = Ranges()
+    >>> ranges.add(0, 10), ranges.add(20, 30), ranges.add(5, 15)
+    (True, True, False)
+    >>> ranges.gap(10), ranges.gap(11)
+    (10, 30)
+    """
+
+    __slots__ = ("_begins", "_ends")
+
+    def __init__(self) -> None:
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+
+    def add(self, begin: int, end: int) -> bool:
+        """Adds a range. Returns whether it was free."""
+        after = bisect(self._begins, begin)
+        if after and self._ends[after - 1] > begin:
+            return False
+        if after < len(self._begins) and self._begins[after] < end:
+            return False
+        self._begins.insert(after, begin)
+        self._ends.insert(after, end)
+        return True
+
+    def remove(self, begin: int) -> None:
+        """Removes the range that begins at ``begin``."""
+        position = bisect_left(self._begins, begin)
+        del self._begins[position], self._ends[position]
+
+    def gap(self, size: int) -> int:
+        """Returns where the first gap of ``size`` begins; it may be behind all ranges."""
+        begin = 0
+        for low, high in zip(self._begins, self._ends, strict=True):
+            if low - begin >= size:
+                break
+            begin = high
+        return begin
 
 
 @final
@@ -37,7 +81,8 @@ class SlabPlan:
         self._moment = 0
         self._begins: list[tuple[int, int]] = []  # bytes and moment of each put of this step
         self._ends: dict[int, int] = {}
-        self._alive: dict[int, tuple[int, int]] = {}  # the ranges of the slab that are in use
+        self._alive: dict[int, int] = {}  # where the ranges of the slab begin that are in use, by put
+        self._in_use = Ranges()
 
     def begin_step(self) -> bool:
         """A new step begins. Returns whether the slab must be made anew, as it is too small for the last one."""
@@ -62,10 +107,16 @@ class SlabPlan:
         self._ends.clear()
         if grows:
             self._alive.clear()  # what is still in use lies in the old slab
+            self._in_use = Ranges()
         return grows
 
-    def put(self, num_bytes: int) -> tuple[int, int | None]:
-        """Returns the number of this put, and its offset in the slab, if it has a place there."""
+    def put(self, num_bytes: int, slab_bytes: int | None = None) -> tuple[int, int | None]:
+        """Returns the number of this put, and its offset in the slab, if it has a place there.
+
+        Args:
+            num_bytes: What is put.
+            slab_bytes: The size of the slab, if that may be smaller than the plans need.
+        """
         position = len(self._begins)
         number = self._first + position
         self._begins.append((num_bytes, self._moment))
@@ -74,15 +125,36 @@ class SlabPlan:
         if self._candidates:
             begin = self._candidates[0][1][position]
             end = begin + aligned(num_bytes)
-            if all(end <= low or high <= begin for low, high in self._alive.values()):
-                self._alive[number] = begin, end
+            if slab_bytes is not None and end > slab_bytes:
+                return number, None  # that is no fault of the plan
+            if self._in_use.add(begin, end):
+                self._alive[number] = begin
                 return number, begin
         self._is_off_plan = True
         return number, None
 
+    def put_in_gap(self, number: int, num_bytes: int, slab_bytes: int) -> int | None:
+        """Returns an offset for put ``number``, which no plan has a place for; ``None`` if no gap is big enough."""
+        size = aligned(num_bytes)
+        if size > slab_bytes:
+            return None
+        begin = self._in_use.gap(size)
+        if begin + size > slab_bytes:
+            return None
+        self._in_use.add(begin, begin + size)
+        self._alive[number] = begin
+        return begin
+
+    def is_extra(self, num_bytes: int) -> bool:
+        """Whether the puts of this step so far are those of a plan that has no put of this size from here on."""
+        position = len(self._begins)
+        return bool(position and self._candidates) and all(num_bytes not in p[0][position:] for p in self._candidates)
+
     def free(self, number: int) -> None:
         """The range of put ``number`` is no longer in use."""
-        self._alive.pop(number, None)
+        begin = self._alive.pop(number, None)
+        if begin is not None:
+            self._in_use.remove(begin)
         if number >= self._first:
             self._ends[number] = self._moment
             self._moment += 1

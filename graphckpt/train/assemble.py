@@ -12,6 +12,7 @@ from torch import nn
 from graphckpt.errors import ConfigError
 from graphckpt.train.blocks import checkpointed_blocks, layers_of
 from graphckpt.train.loss_head import NAME as LOSS_HEAD
+from graphckpt.train.naming import naming
 from graphckpt.train.parallel import Ranks
 from graphckpt.train.settings import TrainConfig
 from graphckpt.train.state import seed_all, seed_apart
@@ -42,7 +43,8 @@ def assembled(
         ConfigError: nobody knows how to cut the model, or a size does not divide.
     """
     seed_all(settings.seed)
-    model = task.prepare(make_model())
+    with naming("model, task", "making the model"):
+        model = task.prepare(make_model())
     architecture = type(model).__name__  # what is cut gets another class
     if settings.dist.num_processes > 1 and hasattr(model, LOSS_HEAD):
         what = "task.loss_head: processes that share a model call it as a whole"

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from graphckpt.errors import ConfigError
 from graphckpt.planning.report import summary
 from graphckpt.train.blocks import head_of, units
-from graphckpt.train.saved import unwritable
+from graphckpt.train.files import replacing
+from graphckpt.train.run_folder import PLAN
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,15 +18,13 @@ if TYPE_CHECKING:
 
     from graphckpt.planning import Plan
     from graphckpt.train.graphs import TrainGraph
-    from graphckpt.train.parallel import Ranks
     from graphckpt.train.report import Report
+    from graphckpt.train.saved import SavedRun
     from graphckpt.train.settings import ActivationCheckpointConfig
-
-PLAN = "plan.yaml"
 
 
 def within_budget(
-    graph: TrainGraph, config: ActivationCheckpointConfig, report: Report, folder: Path, ranks: Ranks
+    graph: TrainGraph, config: ActivationCheckpointConfig, report: Report, saved: SavedRun
 ) -> Callable[..., Any]:
     """Returns what to call with each batch: the graph, which the first call plans for, if there is a budget.
 
@@ -51,14 +50,12 @@ def within_budget(
             )
             for line in summary(found):
                 report.line(f"plan: {line}")
-            ranks.main_does(lambda: _save(found.below("model"), folder), ConfigError)
+            saved.at_start(partial(_save, found.below("model"), saved.folder / PLAN))
         return graph(**batch)
 
     return call
 
 
-def _save(plan: Plan, folder: Path) -> None:
-    try:
-        plan.save(folder / PLAN)
-    except OSError as error:
-        raise unwritable(folder, error) from error
+def _save(plan: Plan, path: Path) -> None:
+    with replacing(path) as fresh:
+        plan.save(fresh)

@@ -122,6 +122,15 @@ def names_of(state: Any) -> dict[str, list[int]]:
     return {}
 
 
+def placeholder_shape(value: Any) -> list[int] | None:
+    """Returns the shape of what ``taken_out`` took out; ``None`` where it left no note."""
+    if not isinstance(value, Mapping) or set(value) != {_TAKEN, "shape"} or not isinstance(value[_TAKEN], str):
+        return None
+    shape = value["shape"]
+    is_shape = isinstance(shape, list) and all(isinstance(size, int) and size >= 0 for size in shape)
+    return shape if is_shape else None
+
+
 def put_back(state: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Undoes ``taken_out``, with tensors by the names that it gave them."""
     if isinstance(state, Mapping):

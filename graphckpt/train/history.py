@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import final
 
-from graphckpt.train.snapshot import write_text
+from graphckpt.train.files import write_text
 
 _ITERATION = re.compile(r" iteration: (\d+)/")
 

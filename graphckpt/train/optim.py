@@ -29,7 +29,13 @@ def get_default_optimizer_params(
         weight_decay_bias: weight decay of biases; ``None`` is the optimizer's own.
         clip_grad_max_norm: the most that the gradient norm of each group may be; ``None`` clips nothing.
         clip_grad_norm_type: the p of the norm; ``None`` clips nothing.
+
+    Raises:
+        ValueError: a number is below zero.
     """
+    for name, value in (("clip_grad_max_norm", clip_grad_max_norm), ("clip_grad_norm_type", clip_grad_norm_type)):
+        if value is not None and not value >= 0:
+            raise ValueError(f"{name}: expected 0 or more, got {value}")
     groups: dict[float | None, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:

@@ -8,10 +8,9 @@ from typing import final
 
 from rich.table import Table
 
-from graphckpt.train.saved import CONFIG, LOG, METRICS
+from graphckpt.train.run_folder import CONFIG, LOG, METRICS, PICTURE
 from graphckpt.train.snapshots import BEST, FINAL, LAST
 
-PICTURE = "step.png"
 _FILES = {
     "weights, config, tokenizer": FINAL,
     "best at the evaluation": BEST,

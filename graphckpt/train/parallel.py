@@ -253,10 +253,9 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            first_line = str(error).split("\n", 1)[0]
-            is_lost = isinstance(error, dist.DistError) or any(word in first_line.lower() for word in _LOST)
-            if self.size == 1 or isinstance(error, GraphckptError) or not is_lost:
+            if self.size == 1 or isinstance(error, GraphckptError) or not is_lost(error):
                 raise
+            first_line = str(error).split("\n", 1)[0]
             seconds = self.config.timeout_seconds
             what = f"another process is gone, or has not answered for {seconds} s ({first_line})"
             fix = (
@@ -270,3 +269,11 @@ class Ranks:
             return
         dist.barrier(group=self._control)
         dist.destroy_process_group()
+
+
+def is_lost(error: BaseException) -> bool:
+    """Returns whether ``error`` says that another process is gone or does not answer."""
+    if not (dist.is_available() and dist.is_initialized() and isinstance(error, RuntimeError)):
+        return False
+    first_line = str(error).split("\n", 1)[0].lower()
+    return isinstance(error, dist.DistError) or any(word in first_line for word in _LOST)

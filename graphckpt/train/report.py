@@ -26,12 +26,25 @@ _LOG_WIDTH = 120  # columns of a table in log.txt
 
 @final
 class Report:
-    """Prints lines, tables and progress bars; everything but the bars goes to ``log_file`` too."""
+    """Prints lines, tables and progress bars; everything but the bars goes to ``log_file`` too.
 
-    def __init__(self, console: Console | None = None, log_file: Path | None = None) -> None:
+    Args:
+        console: where to print.
+        log_file: the file, if any.
+        waits: write nothing into the file before ``open_log`` is called, and then all that was said until then.
+    """
+
+    def __init__(self, console: Console | None = None, log_file: Path | None = None, *, waits: bool = False) -> None:
         self._console = console or Console(highlight=False)
         self._log_file = GrowingFile(log_file) if log_file else None
+        self._waiting: list[str] | None = [] if waits else None
         self._has_complained = False
+
+    def open_log(self) -> None:
+        """Writes what has waited, and from now on everything at once."""
+        if self._waiting is not None:
+            text, self._waiting = "".join(self._waiting), None
+            self._append(text)
 
     @classmethod
     def silent(cls) -> Report:
@@ -84,6 +97,9 @@ class Report:
 
     def _append(self, text: str) -> None:
         if not self._log_file:
+            return
+        if self._waiting is not None:
+            self._waiting.append(text)
             return
         error = self._log_file.append(text)
         if error and not self._has_complained:  # a full disk is no reason to end a run

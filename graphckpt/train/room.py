@@ -27,11 +27,17 @@ def said_if_there_is_none(*, micro_batch: int, is_checkpointed: bool) -> Iterato
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
-        is_plain = not isinstance(error, MemoryError | torch.OutOfMemoryError)
-        if is_plain and _CPU_WORDS not in str(error):
+        if not is_out_of_memory(error):
             raise
         fixes = [] if is_checkpointed else ["train.activation_checkpoint.enabled=True"]
         if micro_batch > 1:
             fixes.append(f"a train.train_micro_batch_size below {micro_batch}, with more train.num_accumulation_steps")
         fix = ", or ".join(fixes) or "use a smaller model, shorter samples, or a device with more memory"
         raise TrainError(f"memory ran out: {first_line(error)} · fix: {fix}") from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether an allocator raised ``error``."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and _CPU_WORDS in str(error)
+    )

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from graphckpt.train import snapshot
 from graphckpt.train.loop import Loop
-from graphckpt.train.saved import CONFIG, SavedRun, machine
+from graphckpt.train.run_folder import CONFIG
+from graphckpt.train.saved import SavedRun, machine
 from graphckpt.train.snapshot import SnapshotWriteError
 from graphckpt.train.snapshots import BEST, FINAL
 from graphckpt.train.state import RunState
@@ -75,7 +76,7 @@ class Saver:
         write = partial(
             snapshot.write,
             folder,
-            info=self._info(loop),
+            info=self._info(loop, states["graph"]),
             companions=self._add_files,
             has_shares=shares is not None,
         )
@@ -142,7 +143,7 @@ class Saver:
         if (self._saved.folder / CONFIG).exists():
             shutil.copyfile(self._saved.folder / CONFIG, folder / "run.yaml")
 
-    def _info(self, loop: Loop) -> dict[str, Any]:
+    def _info(self, loop: Loop, graph: dict[str, Any]) -> dict[str, Any]:
         return {
             "run": self._saved.run,
             "iteration": loop.iteration,
@@ -151,6 +152,7 @@ class Saver:
             "data": self._data,
             "metrics": {key: value for key, value in loop.metrics.items() if math.isfinite(value)},
             "machine": machine(self._ranks),
+            "optimizer_states": sum(len(graph[key]["state"]) for key in graph if "Optimizer" in key),
         }
 
 

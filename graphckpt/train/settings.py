@@ -175,7 +175,9 @@ class TrainConfig:
     """Keys of libai that say nothing on PyTorch, and why."""
 
     output_dir: str = "output"
-    """Folder for all that the run writes."""
+    """Folder for all that the run writes. One that holds a run already is refused, but for ``--resume``."""
+    overwrite: bool = False
+    """Whether a run that ``output_dir`` holds is replaced, once the first iteration of this one is done."""
     train_micro_batch_size: int | None = 32
     """Samples in one forward; ``None`` derives it from ``global_batch_size``."""
     global_batch_size: int | None = None

@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import json
-import os
-import pickle
 import re
-import shutil
 import warnings
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from graphckpt.errors import GraphckptError
+from graphckpt.train.files import hidden, sync
+from graphckpt.train.files import remove as remove_path
 
 WEIGHTS = "model.safetensors"
 """File of the weights, which Transformers finds by this name too."""
 SHARES = "shares"
 """Folder of the tensors that are cut over processes, each of which wrote its own; see ``shares.py``."""
-_STATE = "{}.pt"
-_MANIFEST = "snapshot.json"  # written last, and holds size and checksum of every other file
+STATE = "{}.pt"
+"""File of a state, by its name."""
+MANIFEST = "snapshot.json"
+"""Written last; holds size and checksum of every other file."""
+_OWN_CHECKSUMS = ".distcp"  # a share, which has checksums within
 _FORMAT = 1  # of the folder; a change of what is written needs a new number
 _RUST_IO = re.compile(r"I/O error: (.*?) \(os error \d+\)")  # how safetensors words what the system says
+_LEFT = re.compile(  # hidden names that a run writes under, and moves aside to
+    r"\.(?P<name>model_(?:\d{7,}|best|final)|last_checkpoint|log\.txt|metrics\.json|config\.yaml|plan\.yaml|step\.png)"
+    r"\.(?P<kind>tmp|old|trash)(?:\.\w+)?"
+)
 _CHUNK_BYTES = 1 << 22  # a file is checked in pieces of this size
 
 
@@ -47,9 +53,9 @@ def begin(folder: Path) -> Path:
     Raises:
         SnapshotWriteError: it cannot be made.
     """
-    fresh = _hidden(folder, "tmp")
+    fresh = hidden(folder, "tmp")
     try:
-        _remove(fresh)
+        remove_path(fresh)
         (fresh / SHARES).mkdir(parents=True)
     except OSError as error:
         raise SnapshotWriteError(f"{folder}: {_reason(error)}") from error
@@ -58,7 +64,7 @@ def begin(folder: Path) -> Path:
 
 def shares_of(folder: Path) -> Path:
     """Returns the folder that ``begin`` returned, on whichever process."""
-    return _hidden(folder, "tmp") / SHARES
+    return hidden(folder, "tmp") / SHARES
 
 
 def write(
@@ -86,69 +92,52 @@ def write(
     Raises:
         SnapshotWriteError: the disk is full, the folder cannot be written, or a state cannot be saved.
     """
-    fresh = _hidden(folder, "tmp")
+    fresh = hidden(folder, "tmp")
     try:
         if not has_shares:
-            _remove(fresh)
+            remove_path(fresh)
             fresh.mkdir(parents=True)
         if weights is not None:
             save_file(dict(weights), fresh / WEIGHTS, metadata={"format": "pt"})  # Transformers asks for the format
         for name, state in states.items():
-            with (fresh / _STATE.format(name)).open("wb") as file:
+            with (fresh / STATE.format(name)).open("wb") as file:
                 torch.save(state, file)
         companions(fresh)
         files = {path.relative_to(fresh).as_posix(): _described(path) for path in _files(fresh)}
         manifest = json.dumps({"format": _FORMAT, **info, "files": files}, indent=2)
-        (fresh / _MANIFEST).write_text(manifest + "\n", encoding="utf-8")
+        (fresh / MANIFEST).write_text(manifest + "\n", encoding="utf-8")
         if weights is not None:
-            (fresh / WEIGHTS).chmod((fresh / _MANIFEST).stat().st_mode)  # safetensors makes it the owner's alone
+            (fresh / WEIGHTS).chmod((fresh / MANIFEST).stat().st_mode)  # safetensors makes it the owner's alone
         for path in (*fresh.rglob("*"), fresh):
             sync(path)
         _put_in_place(fresh, folder)
-    except (OSError, RuntimeError, SafetensorError, pickle.PicklingError) as error:
-        _remove(fresh)
+    except Exception as error:  # also of what writes the companions: training goes on without this snapshot
+        remove_path(fresh)
         raise SnapshotWriteError(f"{folder}: {_reason(error)}") from error
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replaces a file by one with this text, so that a reader finds the old text or the new one.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    fresh = _hidden(path, "tmp")
-    try:
-        fresh.write_text(text, encoding="utf-8")
-        sync(fresh)
-        fresh.replace(path)
-    except OSError:
-        _remove(fresh)
-        raise
-    sync(path.parent)
-
-
 def recover(folder: Path) -> None:
-    """Puts right what a process that was killed while it wrote left in a folder of snapshots.
+    """Repairs what a process that was killed left in the output folder of a run; no other hidden file is touched.
 
     Raises:
         OSError: the folder cannot be written.
     """
-    for old in folder.glob(".*.old"):
-        target = folder / old.name[1:].removesuffix(".old")
-        if target.exists():
-            _remove(old)
+    for path in list(folder.glob(".*")):
+        left = _LEFT.fullmatch(path.name)
+        if left is None:
+            continue
+        target = folder / left["name"]
+        if left["kind"] == "old" and not target.exists():
+            path.rename(target)
         else:
-            old.rename(target)
-    for kind in ("tmp", "trash"):
-        for left in folder.glob(f".*.{kind}"):
-            _remove(left)
+            remove_path(path)
 
 
 def remove(folder: Path) -> None:
     """Removes a snapshot; half removed, it no longer bears its name."""
-    trash = _hidden(folder, "trash")
+    trash = hidden(folder, "trash")
     folder.rename(trash)
-    _remove(trash)
+    remove_path(trash)
 
 
 def read_info(folder: Path) -> dict[str, Any]:
@@ -160,14 +149,17 @@ def read_info(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise SnapshotError(f"{folder}: no such snapshot")
     try:
-        info = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        info: Any = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise SnapshotError(f"{folder}: is no snapshot, for it has no {_MANIFEST}") from error
-    except (OSError, ValueError) as error:
-        raise SnapshotError(f"{folder / _MANIFEST}: is broken ({error})") from error
-    if not isinstance(info, dict) or info.get("format") != _FORMAT or not isinstance(info.get("files"), dict):
-        raise SnapshotError(f"{folder / _MANIFEST}: is of another format than {_FORMAT}, the one that is known")
-    return info
+        raise SnapshotError(f"{folder}: is no snapshot, for it has no {MANIFEST}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise SnapshotError(f"{folder / MANIFEST}: is broken ({error})") from error
+    known: dict[str, Any] = info if isinstance(info, dict) else {}
+    if type(known.get("format")) is not int or known["format"] != _FORMAT:
+        raise SnapshotError(f"{folder / MANIFEST}: is of another format than {_FORMAT}, the one that is known")
+    if not isinstance(known.get("files"), dict):
+        raise SnapshotError(f"{folder / MANIFEST}: files: expected a mapping, got {str(known.get('files'))[:60]!r}")
+    return known
 
 
 def check(folder: Path) -> dict[str, Any]:
@@ -178,6 +170,8 @@ def check(folder: Path) -> dict[str, Any]:
     """
     info = read_info(folder)
     for name, written in info["files"].items():
+        if fault := _entry_fault(name, written):
+            raise SnapshotError(f"{folder / MANIFEST}: files[{name!r}]: {fault}")
         path = folder / (Path(SHARES) if name.startswith(f"{SHARES}/") else "") / Path(name).name
         try:
             num_bytes = path.stat().st_size
@@ -190,58 +184,53 @@ def check(folder: Path) -> dict[str, Any]:
     return info
 
 
+def _entry_fault(name: str, written: Any) -> str | None:
+    """Returns what is wrong with the entry of a file."""
+    if Path(name).name != name.removeprefix(f"{SHARES}/") or Path(name).name in {"", ".", ".."}:
+        return f"expected the name of a file in the folder or in {SHARES}, got another path"
+    if not isinstance(written, dict):
+        return f"expected a mapping, got {str(written)[:60]!r}"
+    limits = {"bytes": 2**63} if name.endswith(_OWN_CHECKSUMS) else {"bytes": 2**63, "crc32": 2**32}
+    for key, limit in limits.items():
+        value = written.get(key)
+        if type(value) is not int or not 0 <= value < limit:
+            return f"{key}: expected an int from 0 to below {limit}, got {str(value)[:60]!r}"
+    return None
+
+
 def read_state(folder: Path, name: str) -> Any:
     """Returns a state that ``write`` was given, on the CPU. Only tensors and plain values are ever made.
 
     Raises:
         SnapshotError: the file is missing or broken, or holds objects of another kind.
     """
-    path = folder / _STATE.format(name)
+    path = folder / STATE.format(name)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the pickle of a stranger, which is an error below
             return torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+    except Exception as error:  # of whatever a broken pickle leads to
         raise SnapshotError(f"{path}: cannot be read ({first_line(error)})") from error
 
 
-def sync(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
-
-
 def _put_in_place(fresh: Path, folder: Path) -> None:
-    old = _hidden(folder, "old")
-    _remove(old)
+    old = hidden(folder, "old")
+    remove_path(old)
     if folder.exists():
         folder.rename(old)
     try:
         fresh.rename(folder)
-    except OSError:
-        if old.exists():
+    except (OSError, KeyboardInterrupt):
+        if old.exists() and not folder.exists():
             old.rename(folder)
         raise
     sync(folder.parent)
     if old.exists():
-        trash = _hidden(folder, "trash")
-        _remove(trash)
-        old.rename(trash)
-        _remove(trash)
-
-
-def _hidden(path: Path, kind: str) -> Path:
-    return path.with_name(f".{path.name}.{kind}")
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # the new one is whole by now; what is left of the old one is removed the next time
+            trash = hidden(folder, "trash")
+            remove_path(trash)
+            old.rename(trash)
+            remove_path(trash)
 
 
 def _crc32(path: Path) -> int:
@@ -259,7 +248,7 @@ def _files(folder: Path) -> list[Path]:
 def _described(path: Path) -> dict[str, int]:
     """Returns what is told of a file; shares have checksums within, for one process would read those of all."""
     num_bytes = path.stat().st_size
-    return {"bytes": num_bytes} if path.suffix == ".distcp" else {"bytes": num_bytes, "crc32": _crc32(path)}
+    return {"bytes": num_bytes} if path.suffix == _OWN_CHECKSUMS else {"bytes": num_bytes, "crc32": _crc32(path)}
 
 
 def _reason(error: BaseException) -> str:

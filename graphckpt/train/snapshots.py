@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, final
 
 from graphckpt.train import snapshot
+from graphckpt.train.files import write_text
+from graphckpt.train.run_info import RunInfo
 from graphckpt.train.snapshot import SnapshotError
 
 BEST, FINAL = "model_best", "model_final"
@@ -42,11 +44,11 @@ class Snapshots:
         periodic = sorted((name for name in found if _PERIODIC.fullmatch(name)), key=_iteration)
         return [*periodic, *(name for name in (BEST, FINAL) if name in found)]
 
-    def last(self) -> Path:
-        """Returns the snapshot that ``last_checkpoint`` names.
+    def last_name(self) -> str:
+        """Returns the name in ``last_checkpoint``; whether there is such a snapshot is another question.
 
         Raises:
-            SnapshotError: there is no such file, or it names no folder.
+            SnapshotError: there is no such file, or it holds no name of a folder.
         """
         try:
             name = (self.folder / LAST).read_text(encoding="utf-8").strip()
@@ -58,6 +60,15 @@ class Snapshots:
             raise SnapshotError(f"{self.folder / LAST}: cannot be read ({error})") from error
         if not name or Path(name).name != name:
             raise SnapshotError(f"{self.folder / LAST}: holds {name!r}, no name of a folder{self._fix()}")
+        return name
+
+    def last(self) -> Path:
+        """Returns the snapshot that ``last_checkpoint`` names.
+
+        Raises:
+            SnapshotError: there is no such file, or it names no folder.
+        """
+        name = self.last_name()
         if not (self.folder / name).is_dir():
             raise SnapshotError(f"{self.folder / LAST}: names {name}, which is not there{self._fix(name)}")
         return self.folder / name
@@ -74,6 +85,18 @@ class Snapshots:
         except SnapshotError as error:
             raise SnapshotError(f"{error}{self._fix(path.name)}") from error
 
+    def last_run(self) -> tuple[Path, RunInfo]:
+        """Returns the last snapshot, every byte of which was read once, and where its run was.
+
+        Raises:
+            SnapshotError: it is missing or broken; the message names the one before it.
+        """
+        path, info = self.checked_last()
+        try:
+            return path, RunInfo.read(info, path)
+        except SnapshotError as error:
+            raise SnapshotError(f"{error}{self._fix(path.name)}") from error
+
     def mark_last(self, name: str) -> None:
         """Makes ``name`` the one that ``last`` returns.
 
@@ -81,13 +104,7 @@ class Snapshots:
             OSError: the file cannot be written.
         """
         if self._is_writer:
-            snapshot.write_text(self.folder / LAST, f"{name}\n")
-
-    def forget_last(self) -> list[str]:
-        """Removes ``last_checkpoint`` for a new run in this folder, and returns the snapshots that stay."""
-        if self._is_writer:
-            (self.folder / LAST).unlink(missing_ok=True)
-        return self.names()
+            write_text(self.folder / LAST, f"{name}\n")
 
     def prune(self, newest: str, max_to_keep: int, run: str) -> None:
         """Keeps ``newest`` and the ``max_to_keep - 1`` periodic snapshots of the same run before it.

@@ -9,6 +9,7 @@ from typing import final
 from graphckpt.train.reserved import not_neutral
 
 _STAGES = (1, 2, 3)
+_LONGEST_SECONDS = 10**9  # a timeout of PyTorch counts microseconds, of which 64 bits do not hold much more
 
 
 @final
@@ -52,6 +53,8 @@ class DistConfig:
         for name in ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "timeout_seconds"):
             if getattr(self, name) < 1:
                 yield f"{name}: {getattr(self, name)} · fix: use 1 or more"
+        if self.timeout_seconds > _LONGEST_SECONDS:
+            yield f"timeout_seconds: {self.timeout_seconds} · fix: use {_LONGEST_SECONDS} or less"
         if self.pipeline_parallel_size > 1 and self.tensor_parallel_size > 1:
             fix = "use 1, and data_parallel_size for the other processes"
             yield f"tensor_parallel_size: {self.tensor_parallel_size} does not go with a pipeline · fix: {fix}"

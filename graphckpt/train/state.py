@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from pathlib import Path
 from typing import Any, final
 
 import numpy as np
@@ -25,8 +26,10 @@ from graphckpt.train.cut import (
     taken_out,
     whole,
 )
+from graphckpt.train.fields import reading
 from graphckpt.train.parallel import Ranks
-from graphckpt.train.snapshot import SnapshotError
+from graphckpt.train.snapshot import STATE, SnapshotError, first_line
+from graphckpt.train.state_fields import OtherError, check_graph, check_trainer
 
 _STAGES = "pipeline_parallel_size"
 
@@ -162,6 +165,45 @@ class RunState:
             own[key] = {**graph[key], "state": states}
         return own
 
+    def check(
+        self, graph: Any, trainer: Any, folder: Path, *, done: int, num_states: int | None, is_same_torch: bool
+    ) -> None:
+        """Looks at each field of what ``read_state`` returned, before any of it is set.
+
+        Args:
+            graph: of ``graph.pt``.
+            trainer: of ``trainer.pt``.
+            folder: of the snapshot.
+            done: iterations that the snapshot counts.
+            num_states: parameters that the optimizer has a state of, if that is known.
+            is_same_torch: whether this is the version of PyTorch that wrote it.
+
+        Raises:
+            SnapshotError: a field is missing, of another type or out of its range, or of another optimizer or schedule.
+        """
+        like = self._graph.state_dict()
+        own = like.pop("model")
+        try:
+            with reading(folder / STATE.format("graph")):
+                check_graph(
+                    graph,
+                    like,
+                    self._optimizer,
+                    self._graph._update.schedulers[0],
+                    done=done,
+                    num_states=num_states,
+                    is_same_torch=is_same_torch,
+                )
+        except OtherError as error:
+            raise another(str(folder), ValueError(f"{STATE.format('graph')}: {error}")) from error
+        with reading(folder / STATE.format("trainer")):
+            check_trainer(
+                trainer,
+                buffers=dict(self._model.named_buffers()),
+                unsaved=self._unsaved_buffers(),
+                extra=[name for name, value in own.items() if not isinstance(value, Tensor)],
+            )
+
     def load_states(self, graph: dict[str, Any], trainer: dict[str, Any], where: str) -> None:
         """Sets what ``states`` returned; call it last, for it sets the random generators too.
 
@@ -183,9 +225,7 @@ class RunState:
                     group["lr"] = rate.copy_(torch.as_tensor(group["lr"]))
             self._go_on_drawing(trainer, done=int(graph["System-Train-TrainStep"]))
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            first_line = str(error).split("\n", 1)[0]
-            fix = "resume with the config that it was written with, or start from its weights: train.load_weight=..."
-            raise SnapshotError(f"{where}: its optimizer or schedule is another ({first_line}) · fix: {fix}") from error
+            raise another(where, error) from error
 
     def _go_on_drawing(self, trainer: dict[str, Any], done: int) -> None:
         """Sets the random generators as they were; over another number of processes, all but the first begin anew."""
@@ -229,6 +269,12 @@ class RunState:
         return {name: buffer for name, buffer in own.items() if not is_elsewhere(buffer)}
 
 
+def another(where: str, error: Exception) -> SnapshotError:
+    """Returns what to raise when a snapshot is whole and does not fit."""
+    fix = "resume with the config that it was written with, or start from its weights: train.load_weight=..."
+    return SnapshotError(f"{where}: its optimizer or schedule is another ({first_line(error)}) · fix: {fix}")
+
+
 def load_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> None:
     """Sets the weights of a model, also those that have several names and are in the file once.
 
@@ -247,6 +293,11 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> No
         f"{name} is {tuple(named[name].shape)}, not {tuple(tensor.shape)}"
         for name, tensor in own.items()
         if name in named and named[name].shape != tensor.shape
+    ]
+    faults += [
+        f"{name} is {named[name].dtype}, not {tensor.dtype}"
+        for name, tensor in own.items()
+        if name in named and named[name].is_floating_point() != tensor.is_floating_point()
     ]
     if faults:
         more = f", and {len(faults) - 3} more" if len(faults) > 3 else ""

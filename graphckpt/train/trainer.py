@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from graphckpt.errors import ConfigError, bullets
+from graphckpt.errors import ConfigError, GraphError, bullets
 from graphckpt.train.assemble import Assembled, assembled, blocks_of, gradients_of
 from graphckpt.train.budget import within_budget
 from graphckpt.train.data import Data
@@ -24,17 +27,21 @@ from graphckpt.train.hooks import (
     LogHook,
     MetricsHook,
     SnapshotHook,
+    StartHook,
     TensorBoardHook,
     WandbHook,
 )
 from graphckpt.train.hooks.evaluate import described
 from graphckpt.train.loop import HookBase, Loop
+from graphckpt.train.naming import naming
 from graphckpt.train.order import ShuffledOrder
-from graphckpt.train.outcome import PICTURE, Outcome, written
+from graphckpt.train.outcome import Outcome, written
 from graphckpt.train.parallel import Ranks
+from graphckpt.train.prefetch import Prefetcher, to_device
 from graphckpt.train.report import Report
 from graphckpt.train.room import said_if_there_is_none
-from graphckpt.train.saved import LOG, METRICS, SavedRun, unwritable, weights_folder
+from graphckpt.train.run_folder import LOG, METRICS, PICTURE
+from graphckpt.train.saved import SavedRun, unwritable, weights_folder
 from graphckpt.train.saver import Saver
 from graphckpt.train.settings import TrainConfig
 from graphckpt.train.sizes import epoch_period, iterations
@@ -57,9 +64,12 @@ class Trainer:
         hooks: more hooks, which run after the trainer's own, but before a snapshot is taken.
         resume: go on from the last snapshot in the output folder.
         eval_only: leave what is in the output folder as it is; ``evaluate`` is called, and not ``train``.
+        scratch: write to a new temporary folder, and not to ``train.output_dir``.
+        write_config: writes the config into the folder that it is called with, once the run has begun there.
 
     Raises:
-        ConfigError: the output folder cannot be written, another process trains there, or the device cannot be used.
+        ConfigError: the output folder cannot be written, another process trains there, another run is there, or the
+            device cannot be used.
         SnapshotError: there is nothing to resume, or it is broken.
     """
 
@@ -75,6 +85,8 @@ class Trainer:
         hooks: tuple[HookBase, ...] = (),
         resume: bool = False,
         eval_only: bool = False,
+        scratch: bool = False,
+        write_config: Callable[[Path], None] | None = None,
     ) -> None:
         self.settings = settings
         self._make_model = make_model
@@ -86,20 +98,37 @@ class Trainer:
         self.device = device_of(settings.device, settings.dist)
         self.ranks = Ranks(settings.dist, self.device)
         try:
+            if scratch:
+                self.folder = self._scratch_folder()
             with self.ranks.main_first():
-                self.saved = self._saved_run(resume=resume, eval_only=eval_only)
+                self.saved = SavedRun(
+                    self.folder,
+                    resume=resume,
+                    overwrite=settings.overwrite,
+                    eval_only=eval_only,
+                    batch_size=self.batch_size,
+                    ranks=self.ranks,
+                )
         except OSError as error:
             raise unwritable(self.folder, error) from error
-        self.report = report or (Report(log_file=self.folder / LOG) if self.ranks.is_main else Report.silent())
+        if write_config is not None:
+            self.saved.at_start(partial(write_config, self.folder))
+        self.report = report or self._own_report(eval_only=eval_only)
 
-    def _saved_run(self, *, resume: bool, eval_only: bool) -> SavedRun:
-        ranks, batch_size = self.ranks, self.batch_size
-        self.folder.mkdir(parents=True, exist_ok=True)
-        saved = SavedRun(self.folder, resume=resume, eval_only=eval_only, batch_size=batch_size, ranks=ranks)
-        if ranks.is_main:
-            with (self.folder / LOG).open("a" if resume or eval_only else "w", encoding="utf-8"):
-                pass  # a new run has a log of its own
-        return saved
+    def _scratch_folder(self) -> Path:
+        made = ""
+        with self.ranks.main_first():
+            if self.ranks.is_main:
+                made = tempfile.mkdtemp(prefix="graphckpt-")
+        return Path(self.ranks.told(made))
+
+    def _own_report(self, *, eval_only: bool) -> Report:
+        if not self.ranks.is_main:
+            return Report.silent()
+        log = self.folder / LOG
+        if eval_only:
+            return Report(log_file=log if log.exists() else None)
+        return Report(log_file=log, waits=True)
 
     @property
     def batch_size(self) -> int:
@@ -112,6 +141,10 @@ class Trainer:
         Raises:
             GraphckptError: the config cannot act, there is too little text or memory, or the loss is not finite.
         """
+        with self.saved.locked():
+            return self._train()
+
+    def _train(self) -> Outcome:
         settings = self.settings
         made = self._assembled()
         model = made.model
@@ -128,7 +161,7 @@ class Trainer:
             global_batch=self.batch_size,
         )
         warmup_iter = math.ceil(train_iter * settings.warmup_ratio)
-        graph = TrainGraph(
+        graph = self._graph(
             model,
             self._task,
             optimizer,
@@ -147,27 +180,37 @@ class Trainer:
             + (f" x {opened.tokens_each} tokens" if opened.text else "")
         )
         order = ShuffledOrder(num_sequences=len(opened.train), seed=settings.seed)
-        update = within_budget(graph, settings.activation_checkpoint, self.report, self.folder, self.ranks)
+        update = within_budget(graph, settings.activation_checkpoint, self.report, self.saved)
+
+        def read(iteration: int) -> dict[str, Tensor]:
+            start = settings.consumed_train_samples + self.saved.consumed_samples(iteration)
+            return opened.train.batch(self.ranks.own_part(order.take(start=start, count=self.batch_size)))
+
+        batches = Prefetcher(read, self.device, train_iter)
 
         def step(iteration: int) -> dict[str, Tensor]:
+            with naming("model, task, data, optim, train.scheduler", f"iteration {iteration}"), self.ranks.together():
+                return learn(iteration)
+
+        def learn(iteration: int) -> dict[str, Tensor]:
             started = time.perf_counter()
-            start = settings.consumed_train_samples + self.saved.consumed_samples(iteration)
-            samples = self.ranks.own_part(order.take(start=start, count=self.batch_size))
-            batch = self._on_device(opened.train.batch(samples))
+            batch = batches.get(iteration)
             loop.data_seconds = time.perf_counter() - started
             losses: dict[str, Tensor] = update(**batch)
+            batches.prefetch(iteration + 1)
             return self.ranks.means({name: loss.mean() for name, loss in losses.items()})
 
         state = RunState(model, graph, optimizer, self.device, ranks=self.ranks, seed=settings.seed)
         tokens = opened.tokenizer_file.parent.name if opened.tokenizer_file else None  # named by all they depend on
         data = {"num_samples": len(opened.train), "tokens_each": opened.tokens_each, "tokens": tokens}
+        companions = partial(export, model, made.architecture, opened.tokenizer_file, seq_length=opened.tokens_each)
+        with naming("model", "saving its config"), tempfile.TemporaryDirectory() as trial:
+            companions(Path(trial))  # what cannot be saved shows before the run, and not at its end
         saver = Saver(
             self.saved,
             state,
             data=data,
-            companions=lambda folder: export(
-                model, made.architecture, opened.tokenizer_file, folder, seq_length=opened.tokens_each
-            ),
+            companions=companions,
             is_async=settings.checkpointer.async_save,
         )
         hooks = list(self._hooks(made, optimizer, graph, opened, saver))
@@ -176,13 +219,13 @@ class Trainer:
         checkpointed, micro_batch = settings.activation_checkpoint.enabled, settings.sizes.micro_batch
         with (
             said_if_there_is_none(micro_batch=micro_batch, is_checkpointed=checkpointed),
-            self.saved.locked(),
             self.ranks.together(),
         ):
-            self.saved.begin(state, loop, data=data, report=self.report)
+            self.saved.restore(state, loop, data=data, report=self.report)
             loop.run()
         saver.close()
-        outcome = Outcome(iterations=loop.done, is_stopped=loop.is_stopped, files=written(self.folder))
+        files = written(self.folder) if self.saved.has_begun or self.saved.source else {}
+        outcome = Outcome(iterations=loop.done, is_stopped=loop.is_stopped, files=files)
         self.report.show(outcome.table())
         return outcome
 
@@ -203,6 +246,13 @@ class Trainer:
         self.report.line(f"{folder}: held-out {described(metrics)}", "bold")
         return metrics
 
+    @staticmethod
+    def _graph(*parts: Any, **settings: Any) -> TrainGraph:
+        try:
+            return TrainGraph(*parts, **settings)
+        except GraphError as error:
+            raise ConfigError(f"optim, train.scheduler: {error}") from error
+
     def _assembled(self) -> Assembled:
         return assembled(self._make_model, self._task, self.settings, self.ranks, self.device)
 
@@ -221,7 +271,7 @@ class Trainer:
         Raises:
             ConfigError: the model does not fit it.
         """
-        with self.ranks.main_first():
+        with self.ranks.main_first(), naming("data", "opening it"):
             opened = self._data.open(self._task, seed=self.settings.seed, report=self.report)
         if opened.text and isinstance(self._task, TextTask):
             faults = list(self._task.check(model, opened.text))
@@ -233,6 +283,7 @@ class Trainer:
         self, made: Assembled, optimizer: Optimizer, graph: TrainGraph, opened: Opened, saver: Saver
     ) -> Iterator[HookBase]:
         settings = self.settings
+        yield StartHook(self.saved.begin)
         yield LogHook(
             optimizer,
             device=self.device,
@@ -249,7 +300,7 @@ class Trainer:
         if settings.tensorboard and self.ranks.is_main:
             yield TensorBoardHook(self.folder)
         if settings.wandb.enabled and self.ranks.is_main:
-            yield WandbHook(settings.wandb, self.folder)
+            yield WandbHook(settings.wandb, self.folder, self.saved.run)
         yield from self._more_hooks
         if eval_hook:
             metric, mode = settings.evaluation.eval_metric, settings.evaluation.eval_mode
@@ -292,7 +343,4 @@ class Trainer:
         size, limit = settings.test_micro_batch_size, settings.evaluation.eval_iter
         parts = settings.dist.data_parallel_size
         for batch, counts in heldout_batches(heldout, size=size, limit=limit, part=ranks.data_rank, parts=parts):
-            yield self._on_device(batch), counts
-
-    def _on_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor.to(self.device) for name, tensor in batch.items()}
+            yield to_device(batch, self.device), counts

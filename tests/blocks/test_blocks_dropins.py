@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
+import operator
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
 )
 from torch.utils.checkpoint import checkpoint as torchs
 from torch.utils.checkpoint import checkpoint_sequential as torchs_sequential
@@ -215,6 +220,91 @@ def test_early_stop() -> None:
         reached.clear()
         checkpoint(late, torch.ones(2, requires_grad=True), early_stop=early_stop).sum().backward()
         assert reached == expected
+
+
+@pytest.mark.parametrize("rule", [None, True, "selective"])
+def test_early_stop_as_torchs_context_manager_sets_it(rule: Any) -> None:
+    reached: list[bool] = []
+
+    class Late(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.sin().cos() + 1
+            reached.append(is_recomputing())
+            return y
+
+    late = Late()
+
+    def run(early_stop: bool) -> list[bool]:
+        reached.clear()
+        x = torch.ones(2, requires_grad=True)
+        output = checkpoint(late, x, early_stop=early_stop) if rule is None else late(x)
+        with set_checkpoint_early_stop(not early_stop):  # what counts is what is in force in forward
+            output.sum().backward()
+        return list(reached)
+
+    with graphckpt.apply(late, {} if rule is None else {"": {"activation_checkpointing": rule}}):
+        run(True)  # a first call is always run to its end
+        with set_checkpoint_early_stop(False):
+            assert run(True) == [False, True]
+        with set_checkpoint_early_stop(True):
+            assert run(False) == [False]
+        assert run(True) == [False]
+
+
+class Called:
+    """An object that can be called, with a module in it."""
+
+    def __init__(self) -> None:
+        self.module = module()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.module(x)
+
+
+FACTOR = torch.arange(24.0).reshape(6, 4)
+CALLABLES: dict[str, Callable[[], Any]] = {
+    "torch": lambda: torch.sin,
+    "Tensor": lambda: Tensor.sin,
+    "torch.ops packet": lambda: torch.ops.aten.sin,
+    "torch.ops overload": lambda: torch.ops.aten.sin.default,
+    "method-wrapper": lambda: FACTOR.__mul__,
+    "method of a tensor": lambda: FACTOR.mul,
+    "operator": lambda: operator.neg,
+    "methodcaller": lambda: operator.methodcaller("sin"),
+    "built-in": lambda: abs,
+    "partial of built-in": lambda: partial(torch.add, alpha=2, other=FACTOR),
+    "object": Called,
+    "bound __call__": lambda: Called().__call__,
+    "mock": lambda: Mock(side_effect=torch.sin),
+    "mock around a module": lambda: Mock(wraps=module()),
+    "vmap": lambda: torch.vmap(torch.sin),
+    "module.__call__": lambda: module().__call__,
+    "cached": lambda: functools.lru_cache(module()),
+}
+
+
+@pytest.mark.parametrize("name", CALLABLES)
+def test_whatever_can_be_called_can_be_checkpointed(name: str) -> None:
+    def run(through: Any) -> list[Tensor]:
+        function, seen = CALLABLES[name](), []
+        for number in range(3):
+            torch.manual_seed(number)
+            x = torch.randn(6, 4, requires_grad=True)
+            output = through(function, x)
+            output.square().sum().backward()
+            assert x.grad is not None
+            seen += [output.detach(), x.grad]
+        inner = getattr(function, "module", None)
+        return seen + ([b.clone() for b in inner.buffers()] if isinstance(inner, nn.Module) else [])
+
+    assert equal(run(checkpoint), run(lambda function, x: function(x)))
+
+
+def test_a_function_that_edits_its_argument_is_told_what_is_true() -> None:
+    h = torch.ones(4, requires_grad=True) * 2
+    with pytest.raises(RecomputeError, match=r"edited its argument `argument 0` in place: expected .* fix: ") as caught:
+        checkpoint(torch.relu_, h)
+    assert "did not do on its first call" not in str(caught.value)
 
 
 def test_without_gradients_and_when_disabled_it_is_a_plain_call() -> None:

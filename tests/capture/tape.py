@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import graphckpt.rng
 import graphckpt.rules.frame
 import graphckpt.rules.hole
 import graphckpt.rules.op_memory
 from graphckpt.capture import Recording, Runner
+from graphckpt.stores.copies import Copies, HostBuffer, Mark
 
 USERS_OF_RANDOM_STATE = (graphckpt.rules.frame, graphckpt.rules.hole, graphckpt.rules.op_memory)
 
@@ -104,6 +105,37 @@ class TapeRecording(Recording):
     def release(self) -> None:
         self.output = self._tape = None
         self._runner.released += 1
+
+
+class TapeCopies(Copies):
+    """Copies by ops that a tape records; in a recording no host memory can be had, as on a device."""
+
+    def buffer(self, num_bytes: int) -> HostBuffer:
+        assert not self.is_capturing(), "memory cannot be pinned in a capture"
+        return HostBuffer(torch.zeros(num_bytes, dtype=torch.uint8), lambda: None)
+
+    def out(self, device_flat: torch.Tensor, host_flat: torch.Tensor, traffic: Any = None) -> Mark:
+        host_flat.copy_(device_flat)
+        return Mark()
+
+    def back(self, host_flat: torch.Tensor, device_flat: torch.Tensor, traffic: Any = None) -> Mark:
+        device_flat.copy_(host_flat)
+        return Mark()
+
+    def join(self, mark: Mark) -> None:
+        pass
+
+    def is_home(self, mark: Mark) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return any(isinstance(mode, Tape) for mode in _get_current_dispatch_mode_stack())
+
+    def read_clocks(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import torch
 from policies import HOLES, NESTED, ON_CHAIN
 from tape import TapeRunner
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import ZOO, chain
 
 import graphckpt.blocks.select
@@ -209,6 +210,41 @@ def test_a_scaler_skips_a_step_that_overflows(make: Make) -> None:
     assert graph._update.num_steps == 9
 
 
+class HostReads(TorchDispatchMode):
+    """Counts how often a value of the device is read, for which the host waits."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("schedule", "most"), [(False, 0), (True, 1)])
+def test_a_replay_with_a_scaler_does_not_hold_up_the_host(schedule: bool, most: int) -> None:
+    """A schedule asks whether the step was skipped; without one the count of steps is made exact when it is read."""
+
+    def set_up(graph: Train) -> None:
+        graph.set_grad_scaler(torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2))
+
+    inputs = batches(10)
+    inputs[5] = inputs[7] = torch.full((6, 16), float("inf"))
+    graph, _ = both(set_up=set_up, inputs=inputs, schedule=schedule)
+    with HostReads() as reads:
+        graph(inputs[0])
+        graph(inputs[5])
+    assert reads.count == 2 * most
+    assert graph.state_dict()["System-Train-TrainStep"] == 9
+    graph(inputs[5])
+    assert copy.deepcopy(graph)._update.num_steps == 9
+    graph(inputs[0])
+    graph(inputs[5])
+    graph.verify(inputs[0])
+    graph(inputs[5])
+    graph.load_state_dict(graph.state_dict())
+    assert graph._update.num_steps == 10
+
+
 def test_a_rate_that_the_user_sets_is_in_force_at_once() -> None:
     def between(number: int, graph: Graph) -> None:
         if number in (2, 6):
@@ -236,7 +272,7 @@ def test_shapes_change() -> None:
 
 
 def test_recordings_are_bounded() -> None:
-    inputs = [batch for rows in (2, 3, 4) * 5 for batch in batches(1, rows)]
+    inputs = [batch for rows in (2, 3, 4) * 4 for batch in batches(1, rows)]
 
     def set_up(graph: Train) -> None:
         graph.config.max_captures = 2
@@ -244,6 +280,46 @@ def test_recordings_are_bounded() -> None:
     graph, runner = both(None, inputs=inputs, set_up=set_up)
     assert len(captured(graph)._entries) == 2
     assert runner.released == captured(graph).num_captured - 2
+
+
+def cycled_betas(number: int, graph: Graph) -> None:
+    """As OneCycleLR and CyclicLR do."""
+    graph._update.optimizers[0].param_groups[0]["betas"] = 0.9 - number / 100, 0.999
+
+
+def test_a_step_that_is_captured_in_every_call_goes_on_without() -> None:
+    plain, _ = run("eager", between=cycled_betas)
+    with pytest.warns(UserWarning, match=r"captured 3 times in a row for .* betas or momentum .*cycle_momentum=False"):
+        ours, graph = run(TapeRunner(), between=cycled_betas)
+    assert same(ours, plain)
+    assert captured(graph).num_captured == captured(graph).num_replays == 3
+    assert captured(graph).num_recordings == 0
+    assert "1 of 1 kinds of calls run without capture" in graph.explain(show=False).capture
+
+
+def test_settings_that_change_now_and_then_are_captured_each_time() -> None:
+    graph, _ = both(
+        None, inputs=batches(24), between=lambda number, graph: cycled_betas(number, graph) if number % 4 == 0 else None
+    )
+    assert captured(graph).num_captured == 6
+    assert captured(graph).num_replays == 21
+
+
+def test_shapes_that_push_each_other_out_leave_one_without_capture() -> None:
+    """The others then find room, and are replayed."""
+    inputs = [batch for rows in (2, 3, 4) * 12 for batch in batches(1, rows)]
+
+    def set_up(graph: Train) -> None:
+        graph.config.max_captures = 2
+
+    plain, _ = run("eager", inputs=inputs, set_up=set_up)
+    with pytest.warns(UserWarning, match=r"more than max_captures=2 kinds of inputs take turns .* larger") as caught:
+        ours, graph = run(TapeRunner(), inputs=inputs, set_up=set_up)
+    assert len(caught) == 1
+    assert same(ours, plain)
+    assert "1 of 3 kinds of calls run without capture" in graph.explain(show=False).capture
+    assert captured(graph).num_captured < 14
+    assert captured(graph).num_replays > 20
 
 
 def test_modes_of_modules_are_a_part_of_what_is_recorded() -> None:
@@ -262,6 +338,29 @@ def test_a_parameter_with_other_memory_records_again() -> None:
 
     graph, _ = both(between=between)
     assert captured(graph).num_captured == 2
+
+
+def test_replays_do_not_walk_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, graph = run(TapeRunner())
+    walks = []
+    walk = nn.Module.named_modules
+    monkeypatch.setattr(nn.Module, "named_modules", lambda *args, **more: walks.append(1) or walk(*args, **more))
+    graph(batches(1)[0])
+    assert captured(graph).num_replays == 8
+    assert not walks
+
+
+def test_a_module_that_takes_the_place_of_another_records_again() -> None:
+    def between(number: int, graph: Graph) -> None:
+        model = graph._roots["model"]
+        if number == 6:
+            model[1].up = copy.deepcopy(model[1].up).requires_grad_(False)
+        if number == 8:
+            model[2].extra = nn.Linear(2, 2)
+
+    graph, runner = both(None, between=between)
+    assert captured(graph).num_captured == 2
+    assert runner.num_warm == 3 + 2, "a module more has a mode more"
 
 
 def test_a_loaded_state_is_in_force() -> None:
@@ -291,6 +390,27 @@ def test_gradients_of_others_are_left_alone() -> None:
         graph._roots["model"][0].weight.grad = torch.ones(16, 16)
 
     both(between=between)
+
+
+def test_planning_gives_the_memory_of_captures_back_first() -> None:
+    """They are of the policies before, and a budget would count what they hold as taken."""
+
+    class Layered(Train):
+        def build(self, x: Tensor) -> Tensor:
+            releases.append(runner.released)
+            return super().build(x)
+
+    releases: list[int] = []
+    runner = TapeRunner()
+    model = nn.Sequential(chain("mlp"))
+    graph = Layered(model, adamw(model), capture=runner)
+    x = batches(1)[0]
+    for _ in range(5):
+        graph(x)
+    assert captured(graph).num_recordings == 1
+    releases.clear()
+    graph.plan(x, memory_budget="min", blocks="model.0.*")
+    assert set(releases) == {1}
 
 
 def test_an_evaluation_graph_is_captured_and_reads_the_weights_as_they_are() -> None:
@@ -434,7 +554,7 @@ def test_verify_before_the_first_call_changes_nothing_of_what_follows(capture: s
 
 
 class Flips(nn.Module):
-    """Another result on every second run, unseen by all but a comparison."""
+    """Another result in its first run, unseen by all but a comparison."""
 
     runs = 0
 
@@ -444,7 +564,7 @@ class Flips(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         Flips.runs += 1
-        return self.linear(x) * (1 + 1e-3 * (Flips.runs % 2))
+        return self.linear(x) * (1 + 1e-3 * (Flips.runs == 1))
 
 
 def test_verify_names_what_differs() -> None:
@@ -453,6 +573,26 @@ def test_verify_names_what_differs() -> None:
 
     with pytest.raises(GraphError, match=r"verify: step 1: `output 0` differs .* in 1 of 1 elements, by up to"):
         run("eager", set_up=lambda graph: (set_up(graph), graph.verify(batches(1)[0])))
+
+
+class Varies(nn.Module):
+    """Another result in every run, as a kernel with atomics."""
+
+    runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Varies.runs += 1
+        return x * (1 + 1e-3 * Varies.runs)
+
+
+def test_verify_says_where_two_plain_steps_differ_already() -> None:
+    def set_up(graph: Train) -> None:
+        graph._roots["model"].insert(1, Varies())
+        graph.verify(batches(1)[0])
+
+    message = r"verify: step 1: two plain steps differ already: `output 0` differs .* fix: torch.use_deterministic"
+    with pytest.raises(GraphError, match=message):
+        run("eager", set_up=set_up)
 
 
 def test_a_deleted_graph_gives_its_memory_back() -> None:

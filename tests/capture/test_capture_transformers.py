@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, Architecture
-from tape import TapeRunner
+from tape import TapeCopies, TapeRunner
 from torch import Tensor, nn
+from transformers import masking_utils
 
 from graphckpt import Graph
+from graphckpt.stores import Host
 
 MODELS = [a for a in ARCHITECTURES if a.name in ("gpt2", "llama", "bert", "t5")]
 
@@ -50,11 +52,14 @@ def inputs_of(architecture: Architecture, more: Any) -> dict[str, Any]:
     return {"input_ids": inputs["input_ids"], "labels": inputs["labels"], **more}
 
 
-def run(architecture: Architecture, capture: Any, *, rule: Any, more: Any = None) -> tuple[list[Tensor], Train]:
+def run(
+    architecture: Architecture, capture: Any, *, rule: Any, more: Any = None, offload: Any = None
+) -> tuple[list[Tensor], Train]:
     model = architecture.build()
     graph = Train(model, architecture, capture)
     for path, layer in architecture.layer_modules(model).items():
-        graph._tree.config(layer, f"model.{path}").activation_checkpointing = rule
+        config = graph._tree.config(layer, f"model.{path}")
+        config.update({"activation_checkpointing": rule, "offload": offload, "min_elements": 1})
     torch.manual_seed(3)
     losses = [graph(inputs_of(architecture, more)) for _ in range(6)]
     return [*losses, *(p.detach().clone() for p in model.parameters())], graph
@@ -87,6 +92,27 @@ def test_no_mask_without_a_cache(name: str, masks: list[bool]) -> None:
     assert not any(masks)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+def test_no_mask_where_transformers_takes_a_missing_one_for_traced(
+    name: str, masks: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As versions before 5.23 do."""
+    for function in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"):
+        skips = getattr(masking_utils, function)
+
+        def older(padding_mask: Any = None, *args: Any, skips: Any = skips, **kwargs: Any) -> bool:
+            return not masking_utils.is_tracing(padding_mask) and skips(padding_mask, *args, **kwargs)
+
+        monkeypatch.setattr(masking_utils, function, older)
+    architecture = next(a for a in MODELS if a.name == name)
+    plain, _ = run(architecture, "eager", rule=True)
+    of_a_step = masks[: len(masks) // 6]
+    masks.clear()
+    ours, _ = run(architecture, TapeRunner(), rule=True)
+    assert same(ours, plain)
+    assert masks == 4 * of_a_step
+
+
 def test_rows_of_several_sequences_keep_their_mask(masks: list[bool]) -> None:
     llama = next(a for a in MODELS if a.name == "llama")
     position_ids = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5]] * 2)
@@ -95,6 +121,20 @@ def test_rows_of_several_sequences_keep_their_mask(masks: list[bool]) -> None:
     ours, _ = run(llama, TapeRunner(), rule=None, more=more)
     assert same(ours, plain)
     assert all(masks)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_a_mask_that_only_the_recording_has_is_not_offloaded(name: str, masks: list[bool]) -> None:
+    """The plain step finds that the mask is all ones; a capture may not look."""
+    architecture = next(a for a in MODELS if a.name == name)
+    more = {"attention_mask": torch.ones_like(architecture.inputs()["input_ids"])}
+    plain, _ = run(architecture, "eager", rule=True, more=more)
+    assert not any(masks)
+    ours, graph = run(architecture, TapeRunner(), rule=True, more=more, offload=Host(copies=TapeCopies()))
+    assert any(masks)
+    assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(ours, plain, strict=True))
+    assert graph._step.recorded.captures.num_replays == 3
+    assert any("stay on the device" in row.note for row in graph.explain(show=False).rows)
 
 
 def test_several_sequences_in_a_row_after_the_recording_are_seen() -> None:

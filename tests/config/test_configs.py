@@ -94,3 +94,19 @@ def test_all_faults_of_a_file_come_at_once():
     ]
     faults = check(LazyConfig.apply_overrides(config, words))[1]
     assert [fault.partition(":")[0] for fault in sorted(faults)] == sorted(word.partition("=")[0] for word in words)
+
+
+@pytest.mark.parametrize("params", [{"clip_grad_norm": 1.0}, [{"clip_grad_max_norm": 1.0}], 5])
+def test_parameters_of_the_optimizer_that_are_no_call_are_an_error(params):
+    config = OmegaConf.create({**get_config("quickstart.py"), "optim": {"_target_": "torch.optim.SGD"}})
+    config.optim.params = params
+    (fault,) = check(config)[1]
+    assert fault.startswith("optim.params")
+    assert "expect" in fault
+
+
+def test_a_misspelt_key_of_the_clipping_of_a_config_is_named():
+    config = get_config("quickstart.py")
+    config.optim.params.clip_grad_norm = 1.0
+    (fault,) = check(config)[1]
+    assert fault.startswith("optim.params.clip_grad_norm: no such key of get_default_optimizer_params · did you mean")

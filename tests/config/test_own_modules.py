@@ -60,17 +60,28 @@ def test_a_folder_that_moved_is_one_clear_error_with_the_fix(place, capsys):
     error = capsys.readouterr().err
     assert f"import_from: {place / 'example'}: no such folder · fix: name the folder of the modules" in error
     assert "no module is called 'waves' · fix: install it, mend the name, or say in which folder it is" in error
-    assert _train("out/config.yaml", "import_from=../moved") == 0
+    assert _train("out/config.yaml", "import_from=../moved", "train.overwrite=True") == 0
     assert OmegaConf.load("out/config.yaml").import_from == str(place / "moved")
 
 
+_INSTALLED = """
+train: {output_dir: out, device: nowhere, train_iter: 1, train_micro_batch_size: 2, evaluation: {enabled: false}}
+model:
+  _target_: transformers.GPT2LMHeadModel
+  config: {_target_: transformers.GPT2Config, n_layer: 1, n_head: 1, n_embd: 8, vocab_size: 300}
+optim: {_target_: torch.optim.SGD}
+data: {_target_: graphckpt.train.data.TextData, paths: texts, cache_dir: cache, vocab_size: 300, seq_length: 8}
+import_from: 3
+"""
+
+
 def test_a_config_of_installed_modules_names_no_folder(place):
-    (place / "here" / "plain.yaml").write_text(
-        "train: {output_dir: out, device: nowhere}\nmodel: {_target_: torch.nn.Identity}\n"
-        "optim: {_target_: torch.optim.SGD}\ndata: {_target_: graphckpt.train.data.TextData}\nimport_from: 3\n"
-    )
+    (place / "here" / "plain.yaml").write_text(_INSTALLED)
+    (place / "here" / "texts").mkdir()
+    for number in range(40):
+        (place / "here" / "texts" / f"{number}.txt").write_text(f"text number {number}, " * 20)
     assert _train("plain.yaml") == 2
-    assert _train("plain.yaml", "import_from=null", "train.device=cpu", "data.paths=nowhere") == 2
+    assert _train("plain.yaml", "import_from=null", "train.device=cpu") == 0
     assert OmegaConf.load("out/config.yaml").import_from is None
 
 

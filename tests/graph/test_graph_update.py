@@ -207,6 +207,16 @@ WRONG_OPTIMIZERS: dict[str, tuple[Any, Any, str]] = {
         None,
         "clip_grad_max_norm of a param group is '1' · fix: use a number, or leave the key out",
     ),
+    "clip below zero": (
+        lambda m: torch.optim.SGD([{"params": m.parameters(), "clip_grad_max_norm": -1.0}]),
+        None,
+        "clip_grad_max_norm of a param group is -1.0 · fix: use a number, or leave the key out",
+    ),
+    "clip by no number": (
+        lambda m: torch.optim.SGD([{"params": m.parameters(), "clip_grad_max_norm": 1, "clip_grad_norm_type": "2"}]),
+        None,
+        "clip_grad_norm_type of a param group is '2' · fix: use a number, or leave the key out",
+    ),
 }
 
 
@@ -220,6 +230,62 @@ def test_what_add_optimizer_refuses(case: str) -> None:
         graph.add_optimizer(optimizer, lr_sch=None if schedule is None else schedule(optimizer))
     assert str(error.value) == f"{graph.name}.add_optimizer: {message}"
     assert not graph.training
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("clip_grad_norm", "clip_grad_max_norm"),
+        ("clip_grad_norm_", "clip_grad_max_norm"),
+        ("clip_max_norm", "clip_grad_max_norm"),
+        ("Clip_Grad_Max_Norm", "clip_grad_max_norm"),
+        ("cilp_grad_max_norm", "clip_grad_max_norm"),
+        ("max_grad_norm", "clip_grad_max_norm"),
+        ("gradient_clip_val", "clip_grad_max_norm"),
+        ("clip_value", "clip_grad_max_norm"),
+        ("clip_norm_type", "clip_grad_norm_type"),
+        ("clip_grad_type", "clip_grad_norm_type"),
+    ],
+)
+def test_a_misspelt_clipping_key_is_an_error_that_names_the_right_one(key: str, meant: str) -> None:
+    model = mlp()
+    message = f"a param group has {key!r}, which clips nothing: expected {meant!r} · fix: rename the key"
+    graph = Train(model)
+    with pytest.raises(GraphError) as error:
+        graph.add_optimizer(torch.optim.SGD([{"params": model.parameters(), key: 1e-6}]))
+    assert str(error.value) == f"{graph.name}.add_optimizer: {message}"
+
+
+@pytest.mark.parametrize("is_new_group", [True, False])
+def test_a_misspelt_clipping_key_that_comes_later_is_an_error_before_the_next_step(is_new_group: bool) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD([*model[0].parameters()], lr=0.1)
+    graph = Train(model, optimizer)
+    run_graph(graph, 1)
+    if is_new_group:
+        optimizer.add_param_group({"params": model[-1].parameters(), "clip_grad_norm": 1.0})
+    else:
+        optimizer.param_groups[0]["clip_grad_norm"] = 1.0
+    before = [parameter.clone() for parameter in model.parameters()]
+    for _ in range(2):
+        with pytest.raises(GraphError, match=r"'clip_grad_norm', which clips nothing: expected 'clip_grad_max_norm'"):
+            run_graph(graph, 1)
+    assert same(before, list(model.parameters()))
+
+
+def test_keys_of_the_user_and_of_the_optimizer_itself_are_left_alone() -> None:
+    class Clips(torch.optim.SGD):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, lr=0.1)
+            self.defaults["clip_threshold"] = 1.0
+            for group in self.param_groups:
+                group["clip_threshold"] = 1.0
+
+    model = mlp()
+    mine = {"name": "all", "lr_scale": 0.5, "layer_decay": 0.9, "weight_norm": True}
+    graph = Train(model)
+    graph.add_optimizer(Clips([{"params": model.parameters(), **mine}]))
+    run_graph(graph, 1)
 
 
 def test_a_parameter_cannot_be_in_two_optimizers() -> None:

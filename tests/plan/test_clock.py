@@ -7,10 +7,13 @@ import torch
 from busy import be_busy
 from torch import nn
 
+from graphckpt.planning import traced_store
 from graphckpt.planning.clock import Clock
 from graphckpt.planning.plan_step import found_blocks
-from graphckpt.planning.run import Blocks
+from graphckpt.planning.real import RealStep
+from graphckpt.planning.run import Blocks, Option
 from graphckpt.planning.trace import Interval, Phase
+from graphckpt.rules import Keep
 
 BUSY = 0.05  # seconds
 
@@ -78,3 +81,24 @@ def test_the_hooks_are_taken_off():
     timed(model, torch.ones(2, 4), after=lambda: None)
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_no_clock_sees_the_copies_of_the_logged_run(monkeypatch):
+    """They are synchronous, and to pageable memory; what a plan's own copies take follows from the device's rates."""
+    copied = []
+
+    class Slowly(traced_store._Far):
+        def __init__(self, tensor):
+            super().__init__(tensor)
+            copied.append(tensor)
+            be_busy(BUSY)
+
+    monkeypatch.setattr(traced_store, "_Far", Slowly)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(2)))
+    x = torch.ones(64, 32)
+    step = RealStep(model, lambda: model(x).sum().backward())
+    far = Option("keep + host", {"activation_checkpointing": False, "offload": True}, Keep(), is_far=True)
+    sample = step.sample(Blocks(found_blocks(model, "*")), [far, far])
+    assert len(copied) == 4, "the input and the linear layer's result, in each of two blocks, once"
+    assert sum(sample.far_bytes.values()) == 4 * x.nbytes
+    assert sum(sample.seconds.values()) < BUSY

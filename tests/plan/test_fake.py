@@ -131,7 +131,7 @@ def test_an_edit_leaves_the_other_kept_results_of_a_fake_step_alone() -> None:
 class TestCudaKernels:
     """What stands in place of the CPU's kernels."""
 
-    device = FakeDevice(machine("h200"))
+    device = FakeDevice(machine("a100-80g"))
 
     @classmethod
     def _ops(cls, run: Callable[[], torch.Tensor]) -> dict[str, list[Any]]:
@@ -240,7 +240,7 @@ class TestSteps:
     @pytest.mark.parametrize("rule", [False, True, "selective"])
     @pytest.mark.parametrize("autocast", [False, True])
     def test_a_second_run_meets_the_same_kernels(self, rule: Any, autocast: bool) -> None:
-        device = FakeDevice(machine("h200"))
+        device = FakeDevice(machine("a100-80g"))
         with device:
             model = gpt2().to("cuda")
             if not autocast:
@@ -263,7 +263,7 @@ class TestSteps:
             (ones, False, "flash"),
             (ones, True, "efficient"),
         ):
-            with FakeDevice(machine("h200"), is_padded=is_padded) as device:
+            with FakeDevice(machine("a100-80g"), is_padded=is_padded) as device:
                 model = llama().to(torch.bfloat16)
             with device, Ops() as ops:
                 given = {key: torch.ones_like(value) for key, value in more.items()}
@@ -272,7 +272,7 @@ class TestSteps:
 
     def test_an_optimizer_that_may_choose_takes_many_tensors_at_once_as_on_cuda(self) -> None:
         for options, op in (({}, "_foreach_sqrt"), ({"foreach": False}, "sqrt"), ({"fused": True}, "_fused_adamw_")):
-            with FakeDevice(machine("h200")):
+            with FakeDevice(machine("a100-80g")):
                 layer = nn.Linear(4, 4)
                 optimizer = torch.optim.AdamW(layer.parameters(), **options)
                 layer(torch.zeros(1, 4)).sum().backward()
@@ -282,18 +282,18 @@ class TestSteps:
             assert optimizer.param_groups[0]["foreach"] is options.get("foreach")
 
     def test_a_loss_may_be_printed(self) -> None:
-        with FakeDevice(machine("h200")):
+        with FakeDevice(machine("a100-80g")):
             loss = nn.Linear(4, 4)(torch.zeros(1, 4)).sum()
             assert (loss.item(), float(loss)) == (1.0, 1.0)
 
     def test_a_shape_that_depends_on_values_is_one_clear_error(self) -> None:
-        with FakeDevice(machine("h200")), pytest.raises(ConfigError, match="asks for the value of a tensor"):
+        with FakeDevice(machine("a100-80g")), pytest.raises(ConfigError, match="asks for the value of a tensor"):
             torch.zeros(4, dtype=torch.long).max().item()
-        with FakeDevice(machine("h200")), pytest.raises(ConfigError, match="plan on the device"):
+        with FakeDevice(machine("a100-80g")), pytest.raises(ConfigError, match="plan on the device"):
             bool(torch.zeros(1) > 0)
 
     def test_a_llama_of_seven_billion_parameters_needs_no_memory(self) -> None:
-        device = FakeDevice(machine("h200"))
+        device = FakeDevice(machine("a100-80g"))
         with device:
             config = LlamaConfig(
                 num_hidden_layers=32, hidden_size=4096, intermediate_size=11008, num_attention_heads=32

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphckpt.errors import ConfigError
 from graphckpt.planning import bench
+from graphckpt.planning.fake import FakeDevice
 from graphckpt.planning.machine import Machine, machine, names
 from graphckpt.planning.profile_device import copy_rates, profile, write_profile
 
@@ -153,6 +154,22 @@ class TestOpSeconds:
             torch.set_float32_matmul_precision(before)
 
 
+@pytest.mark.parametrize(("name", "kernel"), [("h100", "cudnn"), ("h200", "cudnn"), ("a100-80g", "flash")])
+def test_attention_runs_on_the_kernel_that_the_device_prefers(name: str, kernel: str) -> None:
+    ran: set[str] = set()
+
+    class Ops(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            ran.add(func.name())
+            return func(*args, **(kwargs or {}))
+
+    with FakeDevice(machine(name)), Ops():
+        q = torch.randn(2, 4, 64, 64, dtype=torch.bfloat16, requires_grad=True)
+        torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+    assert f"aten::_scaled_dot_product_{kernel}_attention" in ran
+    assert f"aten::_scaled_dot_product_{kernel}_attention_backward" in ran
+
+
 class TestExtraBytes:
     query = torch.zeros(2, 8, 100, 64, dtype=torch.bfloat16, device="meta")
     op = aten._scaled_dot_product_flash_attention_backward.default
@@ -161,6 +178,11 @@ class TestExtraBytes:
         args = (self.query, self.query, self.query, self.query)
         assert machine("h200").op_extra_bytes(self.op, args) == 4 * 2 * 8 * 128 * (64 + 1)
         assert machine("cpu").op_extra_bytes(self.op, args) == 0
+
+    def test_the_kernel_that_hopper_prefers_sums_in_float32_too(self) -> None:
+        op = aten._scaled_dot_product_cudnn_attention_backward.default
+        args = (self.query, self.query, self.query, self.query)
+        assert machine("h100").op_extra_bytes(op, args) == 4 * 2 * 8 * 100 * (64 + 1)
 
     def test_grouped_heads_are_spread_for_their_gradients(self) -> None:
         key = self.query[:, :2]

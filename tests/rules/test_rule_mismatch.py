@@ -120,7 +120,8 @@ def test_a_forward_that_begins_to_edit_its_argument() -> None:
         block(torch.randn(3, requires_grad=True) * 1).sum().backward()
         block.edits = True
         with pytest.raises(
-            RecomputeError, match=r"0: forward edited its argument `x` in place, which it did not do on"
+            RecomputeError,
+            match=r"0: forward edited its argument `x` in place, and the recomputation has no copy",
         ):
             block(torch.randn(3, requires_grad=True) * 1)
 
@@ -284,9 +285,31 @@ def test_a_large_buffer_that_begins_to_move_is_refused_once() -> None:
 
 
 def test_a_parameter_that_forward_edits_is_refused() -> None:
-    model = nn.Sequential(nn.Embedding(4, 3, max_norm=0.1))
+    class Clamps(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.clamp_(-0.1, 0.1)
+            return super().forward(x).sin()
+
+    model = nn.Sequential(Clamps(4, 4))
     with graphckpt.apply(model, {"0": True}), pytest.raises(RecomputeError, match=r"0: forward edited `weight` of its"):
-        model(torch.arange(4))
+        model(torch.ones(3, 4))
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_that_renormalizes_its_weight(kind: type[nn.Module]) -> None:
+    grads = []
+    for rule in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(kind(5, 3, max_norm=0.5), nn.Linear(3, 3), nn.Tanh())
+        with graphckpt.apply(model, {"": rule}):
+            for _ in range(3):
+                model(torch.tensor([[0, 1], [3, 1]])).square().sum().backward()
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.sub_(3 * parameter.grad)
+        grads.append([tensor.clone() for p in model.parameters() for tensor in (p, p.grad)])
+    assert all(map(torch.equal, *grads))
 
 
 def test_an_attribute_that_a_hook_sets_before_each_call_is_that_of_its_call() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphckpt.stores import Group, Host, Traffic
+from graphckpt.stores import Group, Host, Traffic, streams
 from graphckpt.stores.copies import CudaCopies
 from graphckpt.stores.host import HostPlace
 
@@ -174,6 +174,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: made.is_capturing)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: self.data_ptr() in runtime.pinned)
     issue = CudaCopies._issue
 
     def remember(self: CudaCopies, stream: Any, source: torch.Tensor, target: torch.Tensor, traffic: Any) -> Any:
@@ -181,7 +182,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         return issue(self, stream, source, target, traffic)
 
     monkeypatch.setattr(CudaCopies, "_issue", remember)
+    streams._made.cache_clear()
     yield made
+    streams._made.cache_clear()
     assert made.faults == []
     assert runtime.pinned == {}
 
@@ -191,6 +194,16 @@ CPU = torch.device("cpu")
 
 def place_of(in_flight_bytes: int | None = None) -> HostPlace:
     return HostPlace(CPU, CudaCopies(CPU, print), in_flight_bytes)
+
+
+def test_stores_share_two_streams_that_are_not_the_captures(machine: Machine) -> None:
+    """PyTorch hands out 32 in turn: of a store made later, one would be that of the capture."""
+    made = [CudaCopies(CPU, print) for _ in range(40)]
+    assert len({id(stream) for copies in made for stream in (copies._out, copies._back)}) == 2
+    assert len(machine.streams) == 1 + 3
+    capture, out, back = streams.streams_of(CPU)
+    assert {id(out), id(back)} == {id(made[0]._out), id(made[0]._back)}
+    assert id(capture) not in (id(out), id(back))
 
 
 def group(number: int = 0, traffic: Traffic | None = None) -> Group:

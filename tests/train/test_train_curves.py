@@ -73,7 +73,9 @@ def plain():
 
 def _curve(name, *words):
     curve = Curve()
-    trainer = trainer_from(f"{name}.py", [f"train.activation_checkpoint.{word}" for word in words])
+    trainer = trainer_from(
+        f"{name}.py", [f"train.activation_checkpoint.{word}" for word in words] + ["train.overwrite=True"]
+    )
     trainer.report, trainer._more_hooks = Report(Console(file=io.StringIO())), (curve,)
     trainer.train()
     return curve.losses

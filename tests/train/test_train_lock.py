@@ -120,7 +120,7 @@ def test_a_finished_run_lets_others_in_and_so_does_one_that_is_forgotten(place, 
     assert not is_free()
     first.train()
     assert is_free()
-    third = trainer_from("tiny.py")
+    third = trainer_from("tiny.py", ["train.overwrite=True"])
     assert not is_free()
     del third
     gc.collect()

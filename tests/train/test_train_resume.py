@@ -88,16 +88,6 @@ def test_nothing_is_left_to_resume_and_then_more_is(place, capsys):
     assert snapshot.check(place / "out" / "model_final")["done"] == 12
 
 
-def test_a_new_run_leaves_the_snapshots_of_the_old_one_and_is_not_mixed_up_with_it(place, capsys):
-    assert train() == 0
-    old = snapshot.read_info(place / "out" / "model_0000003")["run"]
-    stopped("out", 2)
-    assert "snapshots of an earlier run stay in out: model_0000003, model_0000007" in capsys.readouterr().out
-    assert (place / "out" / "last_checkpoint").read_text() == "model_0000001\n"
-    assert snapshot.read_info(place / "out" / "model_0000003")["run"] == old
-    assert [row["iteration"] for row in rows_of(place / "out")] == [0]
-
-
 def test_another_batch_size_goes_on_with_the_samples_that_come_next(place):
     stopped("out", 3)
     assert train("--resume", "train.num_accumulation_steps=4", "train.train_iter=6") == 0

@@ -157,7 +157,7 @@ def test_saved_config_runs_the_same_again(place):
     first = _losses(place / "out")
     assert main(["train", "--config-file", "out/config.yaml", "train.output_dir=again"]) == 0
     assert _losses(place / "again") == first
-    assert _train("train.seed=8") == 0
+    assert _train("train.seed=8", "train.overwrite=True") == 0
     assert _losses(place / "out") != first
 
 
@@ -167,6 +167,7 @@ def test_fast_dev_run_and_overrides_between_flags(place):
             [
                 "train",
                 "train.evaluation.eval_iter=1",
+                "train.output_dir=out",
                 "--fast-dev-run",
                 "optim.lr=1e-3",
                 "--config-file",
@@ -187,7 +188,7 @@ def test_fast_dev_run_and_overrides_between_flags(place):
 
 def test_what_the_command_line_says_is_not_made_smaller(place):
     words = ["train.train_iter=5", "train.train_micro_batch_size=4", "train.evaluation.eval_period=4"]
-    assert _train("--fast-dev-run", *words) == 0
+    assert _train("--fast-dev-run", "train.output_dir=out", *words) == 0
     rows = _rows(place / "out")
     assert [row["consumed_samples"] for row in rows] == [4, 8, 12, 16, 20]
     assert [row["iteration"] for row in rows if "eval_ppl" in row] == [3, 4]

@@ -5,6 +5,7 @@ from graphckpt.train.hooks.explain import ExplainHook
 from graphckpt.train.hooks.log import LogHook
 from graphckpt.train.hooks.metrics import MetricsHook
 from graphckpt.train.hooks.snapshot import BestHook, SnapshotHook
+from graphckpt.train.hooks.start import StartHook
 from graphckpt.train.hooks.tensorboard import TensorBoardHook
 from graphckpt.train.hooks.wandb import WandbHook
 
@@ -15,6 +16,7 @@ __all__ = [
     "LogHook",
     "MetricsHook",
     "SnapshotHook",
+    "StartHook",
     "TensorBoardHook",
     "WandbHook",
 ]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from graphckpt.train.loop import HookBase, Loop
+from graphckpt.train.naming import naming
 
 
 @final
@@ -51,6 +52,10 @@ class EvalHook(HookBase):
 
     def measure(self) -> dict[str, float]:
         """Returns the metrics over all held-out batches, each sample weighed as the task says."""
+        with naming("model, task, data", "the evaluation"):
+            return self._measure()
+
+    def _measure(self) -> dict[str, float]:
         totals: dict[str, Tensor] = {}
         was_training = self._model.training
         self._model.eval()

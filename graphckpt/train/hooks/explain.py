@@ -8,6 +8,7 @@ from typing import final
 
 from graphckpt import Graph
 from graphckpt.ledger.table import print_table
+from graphckpt.train.files import replacing
 from graphckpt.train.loop import HookBase, Loop
 
 
@@ -24,9 +25,9 @@ class ExplainHook(HookBase):
         if loop.done == loop.start_iter:
             return
         try:
-            explanation = self._graph.explain(str(self._picture), show=False)
+            with replacing(self._picture) as fresh:
+                explanation = self._graph.explain(str(fresh), show=False)
         except OSError as error:
-            self._picture.unlink(missing_ok=True)  # half of one
             loop.report.line(f"{self._picture}: {error.strerror or error}; there is no picture", "red")
             explanation = self._graph.explain(show=False)
         print_table(explanation, loop.report.stream)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from graphckpt.train.fields import MOST, integer, is_float, item, mapping, tensor, text
 from graphckpt.train.loop import HookBase, Loop, TrainError
 from graphckpt.train.memory import device_memory, device_used_bytes, process_memory
 from graphckpt.units import format_bytes
@@ -62,9 +63,20 @@ class LogHook(HookBase):
         return {"sums": {name: value.cpu() for name, value in self._sums.items()}, "iterations": self._iterations}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes the sums since the line before."""
-        self._sums = {name: value.to(self._device) for name, value in state["sums"].items()}
-        self._iterations = state["iterations"]
+        """Takes the sums since the line before.
+
+        Raises:
+            FieldError: a field is missing, of another type, or out of its range.
+        """
+        sums = mapping(item(state, "sums"), "hooks.LogHook-0.sums")
+        for name, value in sums.items():
+            field = f"hooks.LogHook-0.sums.{text(name, 'hooks.LogHook-0.sums: a key')}"
+            tensor(value, field, torch.zeros((), dtype=value.dtype if is_float(value) else torch.float32))
+        if sums:
+            tensor(item(sums, "total_loss"), "hooks.LogHook-0.sums.total_loss")
+        least, most = (1, MOST) if sums else (0, 0)
+        self._iterations = integer(item(state, "iterations"), "hooks.LogHook-0.iterations", least, most)
+        self._sums = {name: value.to(self._device) for name, value in sums.items()}
 
     def before_step(self, loop: Loop) -> None:
         """Starts the clock."""

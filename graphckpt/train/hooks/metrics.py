@@ -22,11 +22,6 @@ class MetricsHook(HookBase):
         self._file = GrowingFile(path)
         self._has_complained = False
 
-    def before_train(self, loop: Loop) -> None:
-        """Empties the file of an earlier run."""
-        if loop.start_iter == 0:
-            self._file.path.unlink(missing_ok=True)
-
     def after_step(self, loop: Loop) -> None:
         """Writes ``{"iteration": ..., ...}``; what is not finite becomes null, which JSON can say."""
         if not loop.metrics:

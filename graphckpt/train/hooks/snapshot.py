@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, Protocol, final
 
+from graphckpt.train.fields import item, number
 from graphckpt.train.loop import HookBase, Loop
 from graphckpt.train.snapshot import SnapshotWriteError
 from graphckpt.train.snapshots import BEST, FINAL, Snapshots, periodic_name
@@ -113,15 +115,20 @@ class BestHook(HookBase):
         return {"best": self._best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes the best value so far."""
-        self._best = state["best"]
+        """Takes the best value so far.
+
+        Raises:
+            FieldError: it is no number.
+        """
+        best = item(state, "best")
+        self._best = None if best is None else number(best, "hooks.BestHook-0.best")
 
     def after_step(self, loop: Loop) -> None:
         """Saves if this iteration was evaluated, and is the best."""
         value = loop.metrics.get(self._metric)
         if value is None:
             self._complain_of_name(loop)
-        elif self._best is None or value * self._sign > self._best * self._sign:
+        elif math.isfinite(value) and (self._best is None or value * self._sign > self._best * self._sign):
             before, self._best = self._best, value
             if not _saves(self._save, BEST, loop):
                 self._best = before

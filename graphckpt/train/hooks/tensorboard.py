@@ -28,12 +28,10 @@ class TensorBoardHook(HookBase):
             fix = "pip install 'graphckpt[tensorboard]', or train.tensorboard=False"
             raise ConfigError(f"train.tensorboard: the package tensorboard is not installed · fix: {fix}") from error
 
-    def before_train(self, loop: Loop) -> None:
-        """Opens the file; what an earlier process wrote of later iterations is dropped."""
-        self._writer = self._module.SummaryWriter(str(self._folder), purge_step=loop.done)
-
     def after_step(self, loop: Loop) -> None:
-        """Writes the metrics of this iteration."""
+        """Writes the metrics of this iteration; what an earlier process wrote of later iterations is dropped."""
+        if self._writer is None:
+            self._writer = self._module.SummaryWriter(str(self._folder), purge_step=loop.start_iter)
         for name, value in loop.metrics.items():
             if math.isfinite(value):
                 self._writer.add_scalar(name, value, loop.iteration)
@@ -41,4 +39,5 @@ class TensorBoardHook(HookBase):
     def after_train(self, loop: Loop) -> None:
         """Closes the file."""
         del loop
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()

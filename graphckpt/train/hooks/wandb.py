@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import math
 from pathlib import Path
@@ -19,15 +18,21 @@ if TYPE_CHECKING:
 class WandbHook(HookBase):
     """Logs each metric of an iteration; comes after the hooks that measure.
 
-    A run that goes on with ``--resume`` goes on there too: it is known by its output folder.
+    A run that goes on with ``--resume`` goes on there too.
+
+    Args:
+        config: the section ``train.wandb``.
+        folder: where the package puts its own files.
+        run: the name of the run and of all that goes on from it.
 
     Raises:
         ConfigError: the package is not installed.
     """
 
-    def __init__(self, config: WandbConfig, folder: Path) -> None:
+    def __init__(self, config: WandbConfig, folder: Path, run: str) -> None:
         self._config = config
         self._folder = folder
+        self._id = run
         self._run: Any = None
         try:
             self._module: Any = importlib.import_module("wandb")
@@ -36,15 +41,14 @@ class WandbHook(HookBase):
             raise ConfigError(f"train.wandb: the package wandb is not installed · fix: {fix}") from error
 
     def before_train(self, loop: Loop) -> None:
-        """Begins the run, or goes on with that of the same folder."""
-        known = hashlib.sha256(str(self._folder.resolve()).encode()).hexdigest()[:16]
+        """Begins the run, or goes on with it."""
         is_resumed = loop.start_iter > 0
         self._run = self._module.init(
             project=self._config.project,
             name=self._config.name or self._folder.name,
             dir=str(self._folder),
             mode=self._config.mode,
-            id=known,
+            id=self._id,
             resume="allow" if is_resumed else "never" if self._config.mode == "online" else None,
         )
 

@@ -1,0 +1,40 @@
+"""Finds numbers that YAML 1.1 reads as another number than they look like: 12:30:45 is 45045, and 010 is 8."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import yaml
+
+_ODD = re.compile(r"[-+]?(?:[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?|0[0-9_]+)")
+_NUMBERS = {"tag:yaml.org,2002:int", "tag:yaml.org,2002:float"}
+
+
+def odd_numbers(text: str) -> Iterator[tuple[str, str, int]]:
+    """Yields key, value and line, from 1, of each number in base 60 or with a zero in front, unless it is quoted.
+
+    >>> list(odd_numbers("a: {b: 12:30:45, c: '12:30', d: 10}"))
+    [('a.b', '12:30:45', 1)]
+    """
+    node = yaml.compose(text, Loader=yaml.SafeLoader)
+    yield from _found(node, "", set()) if node is not None else ()
+
+
+def fault_of(value: str) -> str:
+    """Returns what is wrong with such a value, and the fix."""
+    return f"{value} is no plain number · fix: write it in digits, without ':' and without a zero in front, or quote it"
+
+
+def _found(node: yaml.Node, key: str, seen: set[int]) -> Iterator[tuple[str, str, int]]:
+    if id(node) in seen:  # an alias
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.MappingNode):
+        for name, value in node.value:
+            yield from _found(value, f"{key}.{name.value}" if key else str(name.value), seen)
+    elif isinstance(node, yaml.SequenceNode):
+        for number, value in enumerate(node.value):
+            yield from _found(value, f"{key}[{number}]", seen)
+    elif node.style is None and node.tag in _NUMBERS and _ODD.fullmatch(node.value):
+        yield key, node.value, node.start_mark.line + 1

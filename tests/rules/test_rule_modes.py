@@ -1,0 +1,245 @@
+"""What `selective` sees by its dispatch modes: the ops of the block, all of them, as they are without a mode."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from policies import put
+from torch import nn
+from zoo import chain, differing, plain_steps, run_steps
+
+import graphckpt
+from graphckpt.ledger.live import LiveBytes
+from graphckpt.rules import Selective
+
+# Legend: N rows, D width
+
+
+def everything(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+    return True
+
+
+@torch.library.custom_op("graphckpt_tests::multiply", mutates_args=())
+def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a @ b
+
+
+def _save_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _multiply_backward(ctx: Any, grad: torch.Tensor) -> Any:
+    a, b = ctx.saved_tensors
+    return grad @ b.t().to(grad.dtype), a.t().to(grad.dtype) @ grad
+
+
+multiply.register_autograd(_multiply_backward, setup_context=_save_for_backward)
+
+
+class Calls(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 32))
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.function(x, self.weight).float())
+
+
+class Doubled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = nn.Bilinear(32, 32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.product(x, x.sin()))
+
+
+MODULES: dict[str, Any] = {
+    "bilinear": Doubled,
+    "a custom op": lambda: Calls(multiply),
+    "cdist": lambda: Calls(torch.cdist),  # casts to float32, so that its kernel does not cast
+    "cdist of few rows": lambda: Calls(lambda x, weight: torch.cdist(x, weight, 2.0, "donot_use_mm_for_euclid_dist")),
+    "matmul": lambda: Calls(torch.matmul),
+}
+
+
+def steps(model: nn.Module, x: torch.Tensor) -> list[Any]:
+    seen: list[Any] = []
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(x)
+        model.zero_grad(set_to_none=True)
+        output.float().square().sum().backward()
+        seen += [output.detach(), *(parameter.grad for parameter in model.parameters())]
+    return seen
+
+
+def made(build: Any) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(build(), build()), torch.randn(64, 32)
+
+
+@pytest.mark.parametrize("save", ["matmul", everything], ids=["matmul", "everything"])
+@pytest.mark.parametrize("name", MODULES)
+def test_kernels_that_call_ops_compute_the_same_under_autocast(name: str, save: Any) -> None:
+    model, x = made(MODULES[name])
+    expected = steps(model, x)
+    with graphckpt.apply(model, {"*": {"activation_checkpointing": Selective(save)}}):
+        assert all(map(torch.equal, steps(model, x), expected))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_counting_bytes_does_not_change_a_step_under_autocast(name: str) -> None:
+    model, x = made(MODULES[name])
+    expected = steps(model, x)
+    with LiveBytes():
+        assert all(map(torch.equal, steps(model, x), expected))
+
+
+@pytest.mark.parametrize("function", [torch.pinverse, lambda weight: torch.linalg.pinv(weight.detach()) * weight])
+def test_an_op_that_is_a_part_of_another_or_not_is_refused_under_autocast(function: Any) -> None:
+    model, x = made(lambda: Calls(lambda x, weight: x @ function(weight)))
+    expected = steps(model, x)
+    with graphckpt.apply(model, {"*": {"activation_checkpointing": True}}):
+        assert all(map(torch.equal, steps(model, x), expected))
+    with (
+        graphckpt.apply(model, {"*": {"activation_checkpointing": Selective("matmul")}}),
+        pytest.raises(RuntimeError, match=r"expected no autocast.*fix: "),
+    ):
+        steps(model, x)
+
+
+def test_all_ops_of_pytorch_compute_the_same() -> None:
+    script = Path(__file__).with_name("op_samples.py")
+    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    lines = ran.stdout.splitlines()
+    (num_compared,) = [int(line.split()[1]) for line in lines if line.startswith("compared:")]
+    assert num_compared > 1000
+    # `linalg.pinv` is refused; the noise of `rrelu` is written after autograd has saved it, which no rule sees
+    found = {line.removeprefix("differs: ").strip() for line in lines if line.startswith("differs:")}
+    assert found - {"nn.functional.rrelu", "nn.functional.rrelu autocast"} <= {
+        "linalg.pinv autocast",
+        "pinverse autocast",
+    }
+
+
+KINDS = ["mlp", "batch_norm", "gru", "spectral_norm", "attention", "edits_its_input", "containers", "grad_in_forward"]
+SAVES: dict[str, Any] = {"clones": ["aten.clone.default"], "everything": everything}
+INNER: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "selective": {"[123]": Selective("matmul")},
+    "everything": {"[123]": Selective(everything)},
+    "everything, twice": {"[123]": Selective(everything), "re:[123]\\..*": Selective("matmul")},
+    "a segment": {"re:[123]\\..*": Selective(["aten.clone.default"])},
+    "excluded children": {"[123]": Selective(everything), "re:[123]\\.[a-z]*[aeiou]": False},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("save", SAVES)
+def test_ops_of_the_engine_are_no_ops_of_the_block(save: str, inner: str, kind: str) -> None:
+    plain = plain_steps(kind)
+    model = chain(kind)
+    with put(model, {"": Selective(SAVES[save])} | INNER[inner]):
+        assert differing(run_steps(model), plain) == []
+
+
+class OnHost(nn.Module):
+    """What it saves goes through hooks of the caller's, whose copies are no ops of the block."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+            return self.inner(x)
+
+
+@pytest.mark.parametrize(
+    "rules", [{"0.inner": Selective(everything)}, {"0.inner": Selective(everything), "0.inner.1": False}]
+)
+def test_ops_of_hooks_around_are_no_ops_of_the_block(rules: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(OnHost(nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32), nn.GELU())))
+    x = torch.randn(8, 32)
+    expected = steps(model, x)
+    with graphckpt.apply(model, {name: {"activation_checkpointing": rule} for name, rule in rules.items()}):
+        assert all(map(torch.equal, steps(model, x), expected))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_sparse_results_are_kept() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(32, 32))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.sparse.mm((self.weight * (self.weight > 0.5)).to_sparse_csr(), x).tanh()
+
+    model, x = made(Masked)
+    _, expected = kept_bytes(model, x[:32], amp=False, backward_within=False)
+    with graphckpt.apply(model, {"*": {"activation_checkpointing": Selective(everything)}}):
+        for _ in range(3):
+            _, found = kept_bytes(model, x[:32], amp=False, backward_within=False)
+            assert all(map(torch.equal, found, expected))
+
+
+class Block(nn.Module):
+    """Casts its input once for each of three products: in the recomputation that is a leaf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        return x + torch.tanh(self.out(torch.softmax(q @ k.t(), -1).to(v.dtype) @ v))
+
+
+def kept_bytes(model: nn.Module, x: torch.Tensor, *, amp: bool, backward_within: bool) -> tuple[int, list[Any]]:
+    model.zero_grad(set_to_none=True)
+    with LiveBytes(record_timeline=False) as live:
+        live.track([*model.parameters(), x])
+        before = live.live_bytes
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            loss = model(x).float().square().sum()
+            kept = live.live_bytes - before
+            if backward_within:
+                loss.backward()
+        if not backward_within:
+            loss.backward()
+    return kept, [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["blocks of their own", "one block, twice"])
+@pytest.mark.parametrize(
+    "save",
+    [
+        "matmul",
+        ["aten.addmm.default[0,2]", "aten.tanh.default[0]"],
+        ["aten._to_copy.default[0]", "aten.tanh.default[0]"],
+    ],
+    ids=str,
+)
+def test_backward_within_autocast_keeps_the_same_bytes(save: Any, shared: bool) -> None:
+    model, x = made(Block)
+    model = nn.Sequential(*[model[0]] * 2) if shared else model
+    for backward_within in (False, True):
+        _, expected = kept_bytes(model, x, amp=True, backward_within=backward_within)
+        with graphckpt.apply(model, {"0" if shared else "*": {"activation_checkpointing": True}}):
+            full = [kept_bytes(model, x, amp=True, backward_within=backward_within)[0] for _ in range(3)]
+        with graphckpt.apply(model, {"0" if shared else "*": {"activation_checkpointing": Selective(save)}}) as handle:
+            found = [kept_bytes(model, x, amp=True, backward_within=backward_within) for _ in range(3)]
+            assert "by number are not kept" not in str(handle.explain(show=False))
+        assert all(map(torch.equal, found[-1][1], expected))
+        assert found[-1][0] == found[0][0] > full[-1]
+        assert [kept for kept, _ in found] == [found[0][0]] * 3
