@@ -55,9 +55,7 @@ def _arguments() -> argparse.Namespace:
     how.add_argument("--seeds", help="a range, such as 0:300")
     parser.add_argument("--minutes", type=float, default=None, help="how long to go on, from a seed made of the time")
     parser.add_argument("--workers", type=int, default=1, help="processes")
-    parser.add_argument(
-        "--without", nargs="*", default=[], help="kinds of layers, containers, steps or rules to leave out"
-    )
+    parser.add_argument("--without", nargs="*", default=[], help="kinds of layers, steps, rules to leave out")
     parser.add_argument("--scripts", type=Path, help="a folder for the scripts, which are printed otherwise")
     parser.add_argument("--worker", nargs=3, type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
