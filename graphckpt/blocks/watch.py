@@ -87,16 +87,17 @@ class Watcher:
             return
         self.close()
         recorder = self._bytes = Recorder([*self._state(), *_tensors(args, kwargs)])
-        watching = recorder.watching()
         rows = _rows_for_modules(recorder, self._wrappers, self._plain_modules())
         rows.__enter__()
-        watching.__enter__()
-        end = root.register_forward_hook(_Hook(lambda: watching.__exit__, None, None, None), always_call=True)
+        end = root.register_forward_hook(_Hook(lambda: recorder.end), always_call=True)
         stop = root.register_forward_pre_hook(_Hook(WeakMethod(self.close)))
         self._hooks += [end, stop, _Closing(rows)]
+        recorder.begin()
 
     def close(self) -> None:
-        """Ends a recording that is going on."""
+        """Ends a recording that is going on; also one that an interrupt has ended halfway, before the next forward."""
+        if self._bytes is not None:
+            self._bytes.end()
         hooks, self._hooks = self._hooks, []
         for hook in hooks:
             hook.remove()

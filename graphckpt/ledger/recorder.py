@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
-from graphckpt._compat import saved_tensor_hooks_in_force, storage_of
+from graphckpt._compat import (
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    saved_tensor_hooks_in_force,
+    storage_of,
+)
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.ledger.live import inner_tensors
 from graphckpt.ledger.record import Event
@@ -76,13 +80,23 @@ class Recorder:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watches a step, or a forward, from its first op to its last."""
-        self._outer = saved_tensor_hooks_in_force()
-        with saved_tensors_hooks(self._save_plainly, self._give_back):
-            if self._live is None:
+        try:
+            self.begin()
+            with self._live or nullcontext():
                 yield
-            else:
-                with self._live:
-                    yield
+        finally:
+            self.end()
+
+    def begin(self) -> None:
+        """Begins to see what ops save."""
+        self._outer = saved_tensor_hooks_in_force()
+        push_saved_tensor_hooks(self._save_plainly, self._give_back)
+
+    def end(self) -> None:
+        """Ends what :meth:`begin` has begun, unless that has ended already."""
+        hooks = saved_tensor_hooks_in_force()
+        if hooks is not None and hooks[0] == self._save_plainly:
+            pop_saved_tensor_hooks()
 
     def phase(self, name: str, block: str = "") -> None:
         """Labels what follows: ``"forward"``, ``"backward"``, ``"recompute"`` or ``"optimizer"``."""

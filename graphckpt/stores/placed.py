@@ -69,15 +69,14 @@ class PlacedStore(Store):
         """How many pieces are kept now; none after a step."""
         with self._lock:
             self._empty_bin()
+            if self._num_alive and all(ref() is None for ref in self._groups):
+                self._num_alive = 0  # an interrupt has kept a piece from being made or freed
             return self._num_alive
 
     def open(self, group: Group) -> Group:
         """Begins what one call of a block keeps."""
         with self._lock:
-            self._empty_bin()
-            if self._num_alive and all(ref() is None for ref in self._groups):
-                self._num_alive = 0  # an interrupt has kept a piece from being made or freed
-            if not self._num_alive and all((g := ref()) is None or g.is_sealed for ref in self._groups):
+            if not self.num_alive and all((g := ref()) is None or g.is_sealed for ref in self._groups):
                 self._groups.clear()
                 self._order.begin_step()
                 for place in self._opened_places():

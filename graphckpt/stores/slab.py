@@ -21,32 +21,29 @@ class Ranges:
     (10, 30)
     """
 
-    __slots__ = ("_begins", "_ends")
+    __slots__ = ("_ranges",)
 
     def __init__(self) -> None:
-        self._begins: list[int] = []
-        self._ends: list[int] = []
+        self._ranges: list[tuple[int, int]] = []  # one list, so that an interrupt finds it before or after a change
 
     def add(self, begin: int, end: int) -> bool:
         """Adds a range. Returns whether it was free."""
-        after = bisect(self._begins, begin)
-        if after and self._ends[after - 1] > begin:
+        after = bisect(self._ranges, (begin, end))
+        if after and self._ranges[after - 1][1] > begin:
             return False
-        if after < len(self._begins) and self._begins[after] < end:
+        if after < len(self._ranges) and self._ranges[after][0] < end:
             return False
-        self._begins.insert(after, begin)
-        self._ends.insert(after, end)
+        self._ranges.insert(after, (begin, end))
         return True
 
-    def remove(self, begin: int) -> None:
-        """Removes the range that begins at ``begin``."""
-        position = bisect_left(self._begins, begin)
-        del self._begins[position], self._ends[position]
+    def remove(self, begin: int, end: int) -> None:
+        """Removes a range."""
+        del self._ranges[bisect_left(self._ranges, (begin, end))]
 
     def gap(self, size: int) -> int:
         """Returns where the first gap of ``size`` begins; it may be behind all ranges."""
         begin = 0
-        for low, high in zip(self._begins, self._ends, strict=True):
+        for low, high in self._ranges:
             if low - begin >= size:
                 break
             begin = high
@@ -81,7 +78,7 @@ class SlabPlan:
         self._moment = 0
         self._begins: list[tuple[int, int]] = []  # bytes and moment of each put of this step
         self._ends: dict[int, int] = {}
-        self._alive: dict[int, int] = {}  # where the ranges of the slab begin that are in use, by put
+        self._alive: dict[int, tuple[int, int]] = {}  # the ranges of the slab that are in use, by put
         self._in_use = Ranges()
 
     @property
@@ -112,7 +109,9 @@ class SlabPlan:
         self._ends.clear()
         if grows:
             self._alive.clear()  # what is still in use lies in the old slab
-            self._in_use = Ranges()
+        self._in_use = Ranges()  # anew, as an interrupt may have left a range in it
+        for begin, end in self._alive.values():
+            self._in_use.add(begin, end)
         return grows
 
     def put(self, num_bytes: int, slab_bytes: int | None = None) -> tuple[int, int | None]:
@@ -133,7 +132,7 @@ class SlabPlan:
             if slab_bytes is not None and end > slab_bytes:
                 return number, None  # that is no fault of the plan
             if self._in_use.add(begin, end):
-                self._alive[number] = begin
+                self._alive[number] = begin, end
                 return number, begin
         self._is_off_plan = True
         return number, None
@@ -147,7 +146,7 @@ class SlabPlan:
         if begin + size > slab_bytes:
             return None
         self._in_use.add(begin, begin + size)
-        self._alive[number] = begin
+        self._alive[number] = begin, begin + size
         return begin
 
     def is_extra(self, num_bytes: int) -> bool:
@@ -157,9 +156,9 @@ class SlabPlan:
 
     def free(self, number: int) -> None:
         """The range of put ``number`` is no longer in use."""
-        begin = self._alive.pop(number, None)
-        if begin is not None:
-            self._in_use.remove(begin)
+        found = self._alive.pop(number, None)
+        if found is not None:
+            self._in_use.remove(*found)
         if number >= self._first:
             self._ends[number] = self._moment
             self._moment += 1

@@ -20,6 +20,7 @@ from zoo import B, BatchNorm, Counts, D, EditsItsInput, Mlp, Noise
 
 import graphckpt
 from graphckpt import Host, Segments, Selective
+from graphckpt.ledger.recorder import Recorder
 from graphckpt.rules.passes import running
 from graphckpt.stores.thread_copies import ThreadCopies
 from interrupts.moments import AfterSeconds, AtEvent, Moment, count_events
@@ -118,6 +119,15 @@ def left_in_force() -> list[str]:
     if graphckpt.is_recomputing():
         found.append("is_recomputing()")
     return found
+
+
+def _are_of_explain() -> bool:
+    """Whether the hooks in force are those that record the first forward for `explain()`.
+
+    They change nothing, and the next forward of the model removes them.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return isinstance(getattr(hooks[0], "__self__", None), Recorder)
 
 
 def clear_what_is_left() -> None:
@@ -249,7 +259,9 @@ class Trial:
         return Fault(self.policy, place, is_fresh, moment.where(), tuple(what)) if what else None
 
     def _check(self, moment: Moment, before: dict[str, Any]) -> list[str]:
-        found = [f"left: {name}" for name in left_in_force()]
+        found = [
+            f"left: {name}" for name in left_in_force() if not (name == "saved-tensor hooks" and _are_of_explain())
+        ]
         if not moment.is_in_engine:
             clear_what_is_left()
         ours = state_of(self._model) | {"random state": torch.get_rng_state()}
