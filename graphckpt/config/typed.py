@@ -17,10 +17,8 @@ from graphckpt.errors import ConfigError, did_you_mean
 _log = logging.getLogger("graphckpt")
 
 _PLAIN = (bool, int, float, str, bytes, type(None), Path)
-_LIMITS: dict[type, int] = {
-    int: 2**63,
-    float: 10**300,
-}  # what a tensor or a generator takes; an int can be beyond every float
+_LIMITS: dict[type, int] = {int: 2**64, float: 10**300}
+"""Beyond them, numbers mean nothing here; an int can be beyond every float."""
 
 Read = tuple[Any, list[str]]
 """What was read, and the faults; with faults, the value means nothing."""

@@ -10,7 +10,8 @@ from graphckpt.errors import GraphckptError
 from graphckpt.train.loop import TrainError
 from graphckpt.train.parallel import is_lost
 from graphckpt.train.room import is_out_of_memory
-from graphckpt.train.snapshot import first_line
+
+_MOST_CHARACTERS = 400  # of the error's own words
 
 
 @contextmanager
@@ -31,5 +32,6 @@ def naming(keys: str, what: str) -> Iterator[None]:
             raise
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{frame.filename}:{frame.lineno}"
-        text = f"{keys}: {what} failed, {type(error).__name__}: {first_line(error)} (at {place})"
+        said = " ".join(str(error).split())  # in one line
+        text = f"{keys}: {what} failed, {type(error).__name__}: {said[:_MOST_CHARACTERS]} (at {place})"
         raise TrainError(f"{text} · fix: see what these keys of the config say") from error

@@ -37,6 +37,10 @@ _CLASSES = {
     "collections": {"OrderedDict"},
 }
 """All that a list of tensors is made of."""
+_BROKEN = (
+    *(AttributeError, EOFError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError),
+    pickle.UnpicklingError,
+)
 
 
 def portable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -99,13 +103,13 @@ def read(folder: Path, like: Mapping[str, Tensor | None], group: Any) -> dict[st
     sizes = _sizes(folder, reader)
     if missing := [name for name in like if name not in sizes]:
         raise SnapshotError(f"{folder}: has no {', '.join(missing[:3])} · fix: it was written for another model")
-    found = {name: _target(sizes[name], tensor) for name, tensor in like.items()}
-    targets = {name: tensor for name, tensor in found.items() if not is_elsewhere(tensor)}
     try:
+        found = {name: _target(sizes[name], tensor) for name, tensor in like.items()}
+        targets = {name: tensor for name, tensor in found.items() if not is_elsewhere(tensor)}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what `no_dist` says
             load(cast("dict[str, Any]", targets), storage_reader=reader, process_group=group, no_dist=group is None)
-    except (CheckpointException, OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+    except (CheckpointException, *_BROKEN) as error:
         raise SnapshotError(f"{folder}: cannot be read ({_reason(error)})") from error
     return found
 
@@ -122,7 +126,7 @@ def names(folder: Path) -> list[str]:
 def _sizes(folder: Path, reader: _Reader) -> dict[str, TensorStorageMetadata]:
     try:
         found = reader.read_metadata().state_dict_metadata
-    except (OSError, EOFError, AttributeError, TypeError, ValueError, pickle.UnpicklingError) as error:
+    except _BROKEN as error:
         raise SnapshotError(f"{folder}: cannot be read ({_reason(error)})") from error
     return {name: kind for name, kind in found.items() if isinstance(kind, TensorStorageMetadata)}
 

@@ -234,7 +234,7 @@ def test_the_old_run_is_there_until_an_iteration_of_the_new_one_is_done(place):
 
 def test_what_cannot_be_saved_shows_before_the_run(place, capsys):
     assert train("model.config.output_attentions=True") == 2  # which Transformers saves in no generation config
-    assert "error: model: saving its config failed, ValueError: " in capsys.readouterr().err
+    assert "error: model: saving its config failed, " in capsys.readouterr().err
     assert not (place / "out").exists()
 
 
