@@ -111,8 +111,8 @@ def edited(block: str, what: str) -> str:
 def edits_argument(block: str, name: str) -> str:
     """The message for a forward that edits an argument of which no copy was made."""
     return (
-        f"{block}: forward edited its argument `{name}` in place: expected an edit of an argument that the first call "
-        "of a module edits too · fix: edit a clone of it"
+        f"{block}: forward edited its argument `{name}` in place, and no copy of it was kept: expected edits that the "
+        "first call of a module makes too · fix: edit a clone of it"
     )
 
 

@@ -120,7 +120,7 @@ def test_a_forward_that_begins_to_edit_its_argument() -> None:
         block(torch.randn(3, requires_grad=True) * 1).sum().backward()
         block.edits = True
         with pytest.raises(
-            RecomputeError, match=r"0: forward edited its argument `x` in place, which it did not do on"
+            RecomputeError, match=r"0: forward edited its argument `x` in place, and no copy of it was kept"
         ):
             block(torch.randn(3, requires_grad=True) * 1)
 
