@@ -175,7 +175,7 @@ class ModuleState:
                         tensor.detach().requires_grad_(tensor.requires_grad),
                     )
                 )
-            elif (owner, key) in self._renormalized or (
+            elif any(owner is own for own, _ in self._renormalized) or (
                 watch.was_written(tensor) if is_fake(tensor) else not _same_bits(tensor, before)
             ):
                 moved.append((Moving(owner, key, in_place=True), before))
