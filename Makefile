@@ -5,8 +5,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SITE := $(VENV)/.installed-site
+LOWEST ?= .venv-lowest
 
-.PHONY: demo test lint format unit fuzz interrupts docs wheel clean
+.PHONY: demo test lint format unit fresh-context lowest gpu fuzz interrupts docs wheel clean
 
 # PASSIVE: threads that wait do not spin; with another process on the two cores that is several times faster.
 demo: $(INSTALLED)
@@ -22,6 +23,32 @@ lint: $(INSTALLED)
 
 unit: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -q
+
+# Every backward in a fresh context, as CUDA's thread for it has one: what a CPU can show of that.
+fresh-context: $(INSTALLED)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/pytest -n 2 --dist worksteal -q -p fresh_context $(FRESH)
+FRESH ?= tests/rules tests/capture tests/graph
+
+# The lowest releases that pyproject.toml allows, in an environment of their own. torch is the one exception: PyPI has
+# 2.11.0 for CUDA only, which takes gigabytes; where PyTorch's own index can be reached, LOWEST_TORCH=2.11.0 tests it.
+LOWEST_TORCH ?= 2.13.0
+# transformers 5.17.0 calls what torch 2.13 has deprecated since.
+LOWEST_WARNINGS := -W 'ignore:`torch.jit.script`:DeprecationWarning'
+lowest: $(LOWEST)/.installed
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/pytest -n 2 --dist worksteal -q $(LOWEST_WARNINGS) \
+	    tests/capture tests/graph tests/integrations \
+	    tests/rules/test_rule_contract.py tests/rules/test_rule_architectures.py
+
+$(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
+	$(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-lowest.txt torch==$(LOWEST_TORCH) \
+	    pytest pytest-xdist hypothesis datasets -e ".[transformers-trainer,lightning,plan]"
+	touch $(LOWEST)/.installed
+
+# On a machine with a CUDA device, where torch, transformers, pytest and matplotlib are installed: see docs/gpu.md.
+GPU ?=
+gpu:
+	$(PYTHON) benchmarks/gpu.py $(GPU)
 
 # Random programmes under random policies, beside the plain model: MINUTES of them, or `make fuzz FUZZ="--seeds 0:300"`.
 MINUTES ?= 30
@@ -59,4 +86,4 @@ $(SITE): $(INSTALLED)
 	touch $(SITE)
 
 clean:
-	rm -rf $(VENV) build dist output
+	rm -rf $(VENV) $(LOWEST) build dist output

@@ -1,7 +1,7 @@
 """A pytest plugin that runs every backward in a fresh context, as CUDA's thread for it does; not a test itself.
 
-On a CPU, backward runs in the thread that calls it and sees its context variables. On CUDA, autograd has its own thread,
-where each of them has its default. Code that reads one of the caller's in backward fails there, and under
+On a CPU, backward runs in the thread that calls it and sees its context variables. On CUDA, autograd has a thread of
+its own, where each of them has its default. Code that reads one of the caller's fails there, and under
 
     PYTHONPATH=tests pytest -p fresh_context
 """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -17,9 +19,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 @pytest.fixture
 def summary(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import gpu_summary
-
-    return gpu_summary
+    return importlib.import_module("gpu_summary")
 
 
 @pytest.mark.slow
@@ -50,10 +50,7 @@ def test_dry_run_walks_all_parts_and_sums_them_up(tmp_path: Path) -> None:
 
 def test_a_job_that_fails_or_hangs_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import argparse
-
-    import jobs
-
+    jobs = importlib.import_module("jobs")
     script = tmp_path / "steps.py"
     script.write_text(
         "import json, sys, time\n"
