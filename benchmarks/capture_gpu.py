@@ -1,23 +1,23 @@
 """Measures what recording the step of GPT-2 124M as one CUDA graph saves, beside the same Graph without it.
 
-Each pair runs in a process of its own: two models with equal weights, one captured, one not, whose steps are timed in
-turn, so that clocks and temperature are the same for both. A step is forward, backward and AdamW under bfloat16
-autocast. What counts is the ratio.
+Each pair runs in a process of its own: first the eager steps, then, when their model is gone, the captured ones, so
+that each has the whole memory. A step is forward, backward and AdamW under bfloat16 autocast. What counts is the ratio.
 
-    python benchmarks/capture_gpu.py [--batches 1 4 32] [--tokens 1024] [--steps 20]
+    python benchmarks/capture_gpu.py [--batches 1 8 16] [--tokens 1024] [--steps 20] [--minutes 9] [--out FOLDER]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
+from device import Cuda, device_for
+from jobs import Jobs, arguments, cell
 from report import header, spread, table, write
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -38,13 +38,13 @@ POLICIES: dict[str, dict[str, Any]] = {
 class Step(Graph):
     """One training step."""
 
-    def __init__(self, model: GPT2LMHeadModel, policy: dict[str, Any], capture: str) -> None:
+    def __init__(self, model: Any, policy: dict[str, Any], capture: str, kind: str) -> None:
         super().__init__()
         self.model = model
         for block in self.model.transformer.h:
             block.config.update(policy)
-        rate = torch.tensor(1e-4, device="cuda")
-        self.add_optimizer(torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=True))
+        rate = torch.tensor(1e-4, device=kind)
+        self.add_optimizer(torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=kind == "cuda"))
         self.config.enable_amp(dtype=torch.bfloat16)
         self.config.capture = capture
 
@@ -55,70 +55,54 @@ class Step(Graph):
         return loss
 
 
-def model_of(tokens: int) -> nn.Module:
-    """Builds GPT-2 124M, with the same weights at every call."""
+def model_of(tokens: int, device: Cuda, **sizes: int) -> nn.Module:
+    """Builds GPT-2 124M, or one of other sizes, with the same weights at every call."""
     torch.manual_seed(0)
-    config = GPT2Config(use_cache=False, loss_type="ForCausalLM", n_positions=tokens)
-    with torch.device("cuda"):
+    config = GPT2Config(use_cache=False, loss_type="ForCausalLM", n_positions=tokens, **sizes)
+    with torch.device(device.kind):
         return GPT2LMHeadModel(config).train()
 
 
-def measure(policy: str, batch: int, tokens: int, warm_up: int, steps: int) -> dict[str, Any]:
+def measure(
+    policy: str, batch: int, tokens: int, warm_up: int, steps: int, sizes: dict[str, int], device: Cuda
+) -> dict[str, Any]:
     """Runs one pair in this process. Seconds are those of the wall, bytes those of the allocator."""
-    graphs, seconds, peaks = {}, {}, {}
-    ids_BT = torch.randint(50257, (batch, tokens), device="cuda")
-    for capture in ("eager", "cuda_graph"):
-        before = torch.cuda.memory_allocated()
-        graph = graphs[capture] = Step(model_of(tokens), POLICIES[policy], capture)
+    ids_BT = torch.randint(sizes.get("vocab_size", 50257), (batch, tokens), device=device.kind)
+    row: dict[str, Any] = {"policy": policy, "batch": batch, "tokens": tokens}
+    for name, capture in {"eager": "eager", "captured": "cuda_graph" if device.kind == "cuda" else "auto"}.items():
+        before = device.allocated()
+        graph = Step(model_of(tokens, device, **sizes), POLICIES[policy], capture, device.kind)
         for _ in range(warm_up):
             graph(ids_BT)
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        graph(ids_BT)
-        torch.cuda.synchronize()
-        peaks[capture] = torch.cuda.max_memory_allocated() - before
-        seconds[capture] = []
-    pool_bytes = graphs["cuda_graph"]._step.recorded.captures.runner.pool_bytes()
-    for _ in range(steps):
-        for capture, graph in graphs.items():
-            torch.cuda.synchronize()
+        peak = device.peak_of(partial(graph, ids_BT), before)
+        seconds = []
+        for _ in range(steps):
+            device.synchronize()
             begin = perf_counter()
             graph(ids_BT)
-            torch.cuda.synchronize()
-            seconds[capture].append(perf_counter() - begin)
-    plain, captured = (spread(seconds[capture]) for capture in ("eager", "cuda_graph"))
-    return {
-        "policy": policy,
-        "batch": batch,
-        "tokens": tokens,
-        "eager_seconds": plain,
-        "captured_seconds": captured,
-        "ratio": captured["median"] / plain["median"],
-        "eager_peak_bytes": peaks["eager"],
-        "pool_bytes": pool_bytes,
-        "capture": graphs["cuda_graph"].explain(show=False).capture,
-    }
-
-
-def run(job: dict[str, Any]) -> dict[str, Any]:
-    """Runs ``measure`` in a process of its own; a pair that runs out of memory is a row as well."""
-    done = subprocess.run(
-        [sys.executable, __file__, "--job", json.dumps(job)], capture_output=True, text=True, check=False
-    )
-    if done.returncode == 0:
-        return dict(json.loads(done.stdout.splitlines()[-1]))
-    if "OutOfMemoryError" in done.stderr or "out of memory" in done.stderr:
-        return {**{key: job[key] for key in ("policy", "batch", "tokens")}, "failed": "memory"}
-    raise SystemExit(done.stderr)
+            device.synchronize()
+            seconds.append(perf_counter() - begin)
+        row[f"{name}_seconds"] = spread(seconds)
+        if name == "eager":
+            row["eager_peak_bytes"] = peak
+            now = device.allocated()
+            row["static_bytes"] = now - before if now is not None and before is not None else None
+        else:
+            runner = graph._step.recorded.captures.runner if device.kind == "cuda" else None
+            row["pool_bytes"] = None if runner is None else runner.pool_bytes()
+            row["capture"] = graph.explain(show=False).capture
+        del graph
+        device.release()
+    return {**row, "ratio": row["captured_seconds"]["median"] / row["eager_seconds"]["median"]}
 
 
 def row(result: dict[str, Any]) -> list[str]:
     """Returns the cells of the table."""
     place = [result["policy"], f"{result['batch']} x {result['tokens']}"]
     if "failed" in result:
-        return [*place, "out of memory", "-", "-", "-", "-"]
+        return [*place, f"failed: {result['failed']}", *["-"] * 5]
     times = [format_seconds(result[f"{kind}_seconds"]["median"]) for kind in ("eager", "captured")]
-    sizes = [format_bytes(result[key]) for key in ("eager_peak_bytes", "pool_bytes")]
+    sizes = [cell(result[key], format_bytes) for key in ("eager_peak_bytes", "static_bytes", "pool_bytes")]
     return [*place, *times, f"{result['ratio']:.2f}", *sizes]
 
 
@@ -126,35 +110,35 @@ def main() -> None:
     """Runs all, in turn, and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 32])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 16])
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--warm-up", type=int, default=6)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
+    arguments(parser, minutes=9)
     options = parser.parse_args()
+    device = device_for(is_dry=options.dry_run)
     if options.job is not None:
-        print(json.dumps(measure(**options.job)))
+        print(json.dumps(measure(**options.job, device=device)))
         return
-    if not torch.cuda.is_available():
-        raise SystemExit("benchmarks/capture_gpu.py: there is no CUDA device")
-    results = [
-        run(
-            {
-                "policy": policy, "batch": batch, "tokens": options.tokens,
-                "warm_up": options.warm_up, "steps": options.steps,
-            }
-        )
-        for batch in options.batches
-        for policy in options.policies
-    ]  # fmt: skip
-    columns = ["policy", "batch x tokens", "eager", "captured", "captured / eager", "eager peak", "pool"]
+    sizes: dict[str, int] = {}
+    if options.dry_run:
+        options.batches, options.tokens, options.warm_up, options.steps = [1], 8, 1, 2
+        sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2}
+    head = header(**device.header(), steps=options.steps, warm_up=options.warm_up)
+    jobs = Jobs(__file__, options, head)
+    for batch in options.batches:
+        for policy in options.policies:
+            times = {"warm_up": options.warm_up, "steps": options.steps}
+            jobs.run({"policy": policy, "batch": batch, "tokens": options.tokens, **times, "sizes": sizes})
+    columns = ["policy", "batch x tokens", "eager", "captured", "captured / eager", "eager peak", "static", "pool"]
     text = (
         "eager, captured: a step, the median. eager peak: most that was allocated in a step above what was before the "
-        "model, weights and optimizer included. pool: what the recording holds, without these.\n\n"
+        "model. static: what of it stays between steps, weights and optimizer. pool: what the recording holds beside "
+        "that.\n\n"
     )
-    device = torch.cuda.get_device_name()
-    head = header(device=device, cuda=torch.version.cuda, steps=options.steps, warm_up=options.warm_up)
-    write(f"{Path(__file__).stem}", head, results, text + table(columns, [row(result) for result in results]))
+    write(
+        Path(__file__).stem, head, jobs.rows, text + table(columns, [row(result) for result in jobs.rows]), options.out
+    )
 
 
 if __name__ == "__main__":

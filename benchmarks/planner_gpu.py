@@ -6,16 +6,14 @@ the device's profile alone (on fake tensors) and after measuring on the device, 
 plans with and without offloading and under uniform policies, timed in turn.
 
     python benchmarks/planner_gpu.py [--models gpt2 gpt2-1.5b bert-large llama-1b] [--profile h200] [--minutes 9]
+        [--pareto gpt2] [--shares 0.5 ...] [--out FOLDER]
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import random
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -24,8 +22,10 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from device import Cuda, device_for
+from jobs import Jobs, arguments, cell
 from planner import OURS, Method, different, draw, every, quartiles, transformers_own
-from report import RESULTS, header, table, write
+from report import header, table, write
 from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
@@ -66,9 +66,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int]]] = {
     "gpt2-1.5b": (partial(gpt2, n_embd=1600, n_layer=48, n_head=25), (4, 1024)),
     "bert-large": (bert_large, (16, 512)),
     "llama-1b": (llama_1b, (2, 2048)),
+    "tiny": (partial(gpt2, n_embd=64, n_layer=4, n_head=2, vocab_size=64, n_positions=64), (8, 64)),
 }
-"""How to build, with dropout as the model has it, and batch and tokens."""
+"""How to build, with dropout as the model has it, and batch and tokens. The last one is for dry runs."""
 JOBS = [
+    {"model": "tiny", "precision": "autocast", "is_captured": False},
     {"model": "gpt2", "precision": "autocast", "is_captured": False},
     {"model": "gpt2", "precision": "bfloat16", "is_captured": False},
     {"model": "gpt2", "precision": "autocast", "is_captured": True},
@@ -87,18 +89,18 @@ JOBS = [
 class Training:
     """A model, an optimizer and a batch, and the step that they make; it is built on the current device."""
 
-    def __init__(self, model_name: str, precision: str, *, is_captured: bool = False) -> None:
+    def __init__(self, model_name: str, precision: str, kind: str = "cuda", *, is_captured: bool = False) -> None:
         build, (batch, length) = MODELS[model_name]
         torch.manual_seed(0)
         model = build().train()
         self.model = model.to(torch.bfloat16) if precision == "bfloat16" else model
+        self.kind = kind
         self.autocasts = precision == "autocast"
         self.ids_BT = torch.zeros(batch, length, dtype=torch.int64) + 7
-        kind = {"capturable": True} if is_captured else {}
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True, **kind)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True, capturable=is_captured)
 
     def forward_backward(self) -> Tensor:
-        with torch.autocast("cuda", dtype=torch.bfloat16) if self.autocasts else nullcontext():
+        with torch.autocast(self.kind, dtype=torch.bfloat16) if self.autocasts else nullcontext():
             loss: Tensor = self.model(input_ids=self.ids_BT, labels=self.ids_BT).loss
         loss.backward()
         return loss
@@ -127,17 +129,6 @@ class Captured(Graph):
         return loss
 
 
-def peak_of(step: Callable[[], object], before: int, times: int = 1) -> int:
-    """Returns the most that was allocated in some steps above ``before``."""
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    for _ in range(times):
-        step()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
 # ---- first part
 
 
@@ -151,7 +142,7 @@ def foretell(model: str, precision: str, profile: str) -> Planner:
     return Planner(measured, device=profile)
 
 
-def predict(model: str, precision: str, profile: str, *, is_captured: bool) -> dict[str, Any]:
+def predict(model: str, precision: str, profile: str, device: Cuda, *, is_captured: bool) -> dict[str, Any]:
     """Runs one job of the first part in this process."""
     begin = perf_counter()
     planner = foretell(model, precision, profile)
@@ -159,43 +150,42 @@ def predict(model: str, precision: str, profile: str, *, is_captured: bool) -> d
     result["foretelling_seconds"] = perf_counter() - begin
     limit = planner.bytes_of(0.5, available=0)
     alone = planner.plan(limit)
-    before = torch.cuda.memory_allocated()
-    with torch.device("cuda"):
-        training = Training(model, precision, is_captured=is_captured)
+    before = device.allocated()
+    with torch.device(device.kind):
+        training = Training(model, precision, device.kind, is_captured=is_captured)
     result |= {"budget_bytes": limit, "plain_foretold_bytes": planner.plain.peak}
     begin = perf_counter()
     if is_captured:  # the first calls run as they are, a later one is recorded
         graph = Captured(training)
         found = graph.plan(training.ids_BT, memory_budget=limit)
         result["planning_seconds"] = perf_counter() - begin
-        result["peak_bytes"] = peak_of(lambda: graph(training.ids_BT), before, times=6)
+        result["peak_bytes"] = device.peak_of(lambda: graph(training.ids_BT), before, times=6)
         result["capture"] = graph.explain(show=False).capture
     else:
         for _ in range(3):
             training.step()
-        result["plain_bytes"] = peak_of(training.step, before)
+        result["plain_bytes"] = device.peak_of(training.step, before)
         with alone.apply(training.model):
             training.step()
-            result["alone_bytes"] = peak_of(training.step, before)
+            result["alone_bytes"] = device.peak_of(training.step, before)
             result["alone_foretold_bytes"] = alone.predicted_peak_bytes
         begin = perf_counter()
         found = plan(training.model, training.step, memory_budget=limit)
         result["planning_seconds"] = perf_counter() - begin
         with found.apply():
             training.step()
-            result["peak_bytes"] = peak_of(training.step, before)
+            result["peak_bytes"] = device.peak_of(training.step, before)
     return {**result, "foretold_bytes": found.predicted_peak_bytes, "correction_bytes": found.correction_bytes}
 
 
 # ---- second part
 
 
-def pareto(model: str, shares: list[float], turns: int) -> list[dict[str, Any]]:
+def pareto(model: str, shares: list[float], turns: int, device: Cuda) -> list[dict[str, Any]]:
     """Times plans and uniform policies on one model; returns a row per method."""
-    torch.cuda.init()
-    before = torch.cuda.memory_allocated()
-    with torch.device("cuda"):
-        training = Training(model, "autocast")
+    before = device.allocated()
+    with torch.device(device.kind):
+        training = Training(model, "autocast", device.kind)
     blocks = [name for name, _ in found_blocks(training.model, None)]
     plain = Method("plain", "plain", training.forward_backward)
     methods = [plain]
@@ -225,16 +215,16 @@ def pareto(model: str, shares: list[float], turns: int) -> list[dict[str, Any]]:
     for method in methods:
         with method.on():
             training.step()
-            method.row["allocator_peak_bytes"] = peak_of(training.step, before)
+            method.row["allocator_peak_bytes"] = device.peak_of(training.step, before)
     seconds: dict[str, list[float]] = defaultdict(list)
     for _ in range(turns):
         for method in random.sample(methods, len(methods)):
             with method.on():
                 training.step()
-                torch.cuda.synchronize()
+                device.synchronize()
                 begin = perf_counter()
                 training.step()
-                torch.cuda.synchronize()
+                device.synchronize()
                 seconds[method.name].append(perf_counter() - begin)
     rows = []
     for method in methods:
@@ -247,26 +237,16 @@ def pareto(model: str, shares: list[float], turns: int) -> list[dict[str, Any]]:
 # ---- all
 
 
-def run(job: dict[str, Any], timeout: float) -> Any:
-    """Runs one job in a process of its own; one that fails is a row as well."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", __file__, "--job", json.dumps(job)],
-            capture_output=True, text=True, check=False, timeout=timeout,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return {**job, "failed": "time"}
-    if done.returncode == 0:
-        return json.loads(done.stdout.splitlines()[-1])
-    last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-    return {**job, "failed": "memory" if "out of memory" in done.stderr else last}
-
-
-def do(job: dict[str, Any]) -> Any:
+def do(job: dict[str, Any], device: Cuda) -> Any:
     """Runs a job in this process."""
     if "shares" in job:
-        return pareto(**job)
-    return predict(**job)
+        return pareto(**job, device=device)
+    return predict(**job, device=device)
+
+
+def inside(peak: int | None, budget: int | None) -> str:
+    """Returns whether a peak is within its budget, or a dash."""
+    return "-" if peak is None or budget is None else "yes" if peak <= budget else "no"
 
 
 def errors(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
@@ -279,12 +259,12 @@ def errors(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
         pairs = [("plain_bytes", "plain_foretold_bytes"), ("alone_bytes", "alone_foretold_bytes")]
         cells = []
         for real, foretold in [*pairs, ("peak_bytes", "foretold_bytes")]:
-            if real in row:
+            if row.get(real) is not None:
                 off = f"{row[foretold] / row[real] - 1:+.2%}".replace("%", " %")
                 cells += [format_bytes(row[real]), off]
             else:
                 cells += ["-", "-"]
-        yield [*name, *cells, "yes" if row["peak_bytes"] <= row["budget_bytes"] else "no"]
+        yield [*name, *cells, inside(row["peak_bytes"], row["budget_bytes"])]
 
 
 def front(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
@@ -293,52 +273,43 @@ def front(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
         if "failed" in row:
             yield [row.get("method", "all"), "-", "-", f"failed: {row['failed']}", "-"]
             continue
-        budget = row.get("budget_bytes")
-        inside = "-" if budget is None else "yes" if row["allocator_peak_bytes"] <= budget else "no"
+        fits = inside(row["allocator_peak_bytes"], row.get("budget_bytes"))
         ratio = "{median:.2f} ({low:.2f} to {high:.2f})".format(**row["ratio"])
-        peak, seconds = format_bytes(row["allocator_peak_bytes"]), format_seconds(row["seconds"]["median"])
-        yield [row["method"], peak, inside, seconds, ratio]
+        peak, seconds = cell(row["allocator_peak_bytes"], format_bytes), format_seconds(row["seconds"]["median"])
+        yield [row["method"], peak, fits, seconds, ratio]
 
 
 def main() -> None:
     """Runs all, in turn, and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=[name for name in MODELS if name != "tiny"])
     parser.add_argument("--profile", choices=names(), default="h200", help="the device's")
     parser.add_argument("--pareto", nargs="*", choices=MODELS, default=["gpt2"], help="models of the second part")
     parser.add_argument("--turns", type=int, default=10)
-    parser.add_argument("--minutes", type=float, default=9, help="what has not begun by then is left out")
-    parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--shares", nargs="*", type=float, default=[n / 10 for n in range(9, 1, -1)])
+    arguments(parser, minutes=9)
     options = parser.parse_args()
     logging.set_verbosity_error()
+    device = device_for(is_dry=options.dry_run)
     if options.job is not None:
-        print(json.dumps(do(options.job)))
+        print(json.dumps(do(options.job, device)))
         return
-    if not torch.cuda.is_available():
-        raise SystemExit("benchmarks/planner_gpu.py: there is no CUDA device")
-    device = torch.cuda.get_device_name()
-    head = header(device=device, cuda=torch.version.cuda, profile=options.profile, turns=options.turns)
-    end = perf_counter() + 60 * options.minutes
-
-    def left(job: dict[str, Any]) -> Any:
-        seconds = end - perf_counter()
-        return run(job, seconds) if seconds > 0 else {**job, "failed": "time"}
-
-    fronts, text = [], []
+    if options.dry_run:
+        options.models, options.pareto, options.shares, options.turns = ["tiny"], ["tiny"], [0.5], 2
+    head = header(**device.header(), profile=options.profile, turns=options.turns)
+    jobs = Jobs(__file__, options, head)
+    text = []
     for model in options.pareto:
-        found = left({"model": model, "shares": [n / 10 for n in range(9, 1, -1)], "turns": options.turns})
-        rows = found if isinstance(found, list) else [found]
-        fronts += rows
+        rows = jobs.run({"model": model, "shares": options.shares, "turns": options.turns})
         columns = ["method", "peak", "inside", "step", "x plain (quartiles)"]
         text.append(
             f"## {model}, bfloat16 autocast: plans and uniform policies\n\n{table(columns, list(front(rows)))}\n"
         )
-        if timed := [row for row in rows if "ratio" in row]:
-            RESULTS.mkdir(exist_ok=True)
-            draw(f"{model}, {device}", timed, RESULTS / f"planner_gpu_{model}.svg", clock="time")
+        if timed := [row for row in rows if row.get("allocator_peak_bytes") is not None]:
+            draw(f"{model}, {head['device']}", timed, options.out / f"planner_gpu_{model}.svg", clock="time")
             text.append(f"![time against peak](planner_gpu_{model}.svg)\n")
-    jobs = [job for job in JOBS if job["model"] in options.models]
-    predicted = [left({**job, "profile": options.profile}) for job in jobs]
+    found = [job for job in JOBS if job["model"] in options.models]
+    predicted = [row for job in found for row in jobs.run({**job, "profile": options.profile})]
     columns = [
         "model", "precision", "step", "plain", "foretold from the profile", "plan from the profile", "foretold",
         "plan after measuring", "foretold", "inside",
@@ -348,7 +319,7 @@ def main() -> None:
         "beside each, how far above it the prediction was. Captured: of the calls up to the one that is recorded."
     )
     text.insert(0, f"## Foretold and real peaks\n\n{note}\n\n{table(columns, list(errors(predicted)))}\n")
-    write("planner_gpu", head, predicted + fronts, "\n".join(text))
+    write("planner_gpu", head, jobs.rows, "\n".join(text), options.out)
 
 
 if __name__ == "__main__":

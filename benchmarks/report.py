@@ -38,10 +38,10 @@ def header(**settings: Any) -> dict[str, Any]:
     }
 
 
-def write(name: str, head: dict[str, Any], rows: list[dict[str, Any]], text: str) -> None:
-    """Writes ``results/<name>.json`` and ``results/<name>.md`` and prints the latter."""
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps({"header": head, "rows": rows}, indent=1) + "\n")
+def write(name: str, head: dict[str, Any], rows: list[dict[str, Any]], text: str, folder: Path = RESULTS) -> None:
+    """Writes ``<folder>/<name>.json`` and ``<folder>/<name>.md``, and prints the latter."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps({"header": head, "rows": rows}, indent=1) + "\n")
     machine, versions = head["machine"], head["versions"]
     hardware = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_GiB']} GiB, {machine['system']}"
     load = machine["load_1min_at_start"]
@@ -56,7 +56,8 @@ def write(name: str, head: dict[str, Any], rows: list[dict[str, Any]], text: str
         text.rstrip(),
         "",
     ]
-    (RESULTS / f"{name}.md").write_text("\n".join(lines))
+    (folder / f"{name}.md").write_text("\n".join(lines))
+    (folder / f"{name}.jsonl").unlink(missing_ok=True)
     print("\n".join(lines))
 
 

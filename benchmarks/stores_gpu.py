@@ -3,15 +3,14 @@
 Each variant runs in a process of its own: it builds the model (random weights, bfloat16), runs steps to warm up and
 steps to time. A step is forward and backward, without an optimizer, whose state is the same in all variants.
 
-    python benchmarks/stores_gpu.py [--models gpt2 gpt-1.3b] [--tokens 1024 2048 4096 8192] [--batch 1] [--steps 10]
+    python benchmarks/stores_gpu.py [--models gpt2 gpt-1.3b] [--tokens 1024 4096] [--batch 1] [--steps 10]
+        [--minutes 9] [--out FOLDER]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -19,6 +18,8 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from device import Cuda, device_for
+from jobs import Jobs, arguments, cell
 from report import header, spread, table, write
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -80,7 +81,10 @@ def transformers_own(*, offload: bool) -> Callable[[nn.Module], Forward]:
     """Checkpointing as Transformers has it."""
 
     def set_up(model: Any) -> Forward:
-        model.activation_checkpointing_enable(offload=offload)
+        if offload or hasattr(model, "activation_checkpointing_enable"):  # 5.17 has neither name nor places
+            model.activation_checkpointing_enable(offload=offload)
+        else:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return nullcontext
 
     return set_up
@@ -88,7 +92,7 @@ def transformers_own(*, offload: bool) -> Callable[[nn.Module], Forward]:
 
 def torch_save_on_cpu(model: nn.Module) -> Forward:
     """All that is saved goes to pinned memory."""
-    return lambda: torch.autograd.graph.save_on_cpu(pin_memory=True)
+    return lambda: torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
 
 
 VARIANTS: dict[str, Callable[[nn.Module], Forward]] = {
@@ -102,68 +106,57 @@ VARIANTS: dict[str, Callable[[nn.Module], Forward]] = {
 }
 
 
-def measure(name: str, variant: str, batch: int, tokens: int, warm_up: int, steps: int) -> dict[str, Any]:
+def measure(
+    model: str, variant: str, batch: int, tokens: int, warm_up: int, steps: int, sizes: dict[str, int], device: Cuda
+) -> dict[str, Any]:
     """Runs one variant in this process. Bytes are those of the allocators, seconds those of the wall."""
-    registered = Registered(torch.cuda.cudart())
-    torch.cuda.cudart = lambda: registered  # type: ignore[assignment]
+    registered = Registered(torch.cuda.cudart()) if device.kind == "cuda" else None
+    if registered is not None:
+        torch.cuda.cudart = lambda: registered  # type: ignore[assignment]
     torch.manual_seed(0)
-    config = GPT2Config(use_cache=False, loss_type="ForCausalLM", n_positions=tokens, **SHAPES[name])
-    with torch.device("cuda"):
-        model = GPT2LMHeadModel(config).to(torch.bfloat16).train()
+    config = GPT2Config(use_cache=False, loss_type="ForCausalLM", n_positions=tokens, **(sizes or SHAPES[model]))
+    with torch.device(device.kind):
+        network = GPT2LMHeadModel(config).to(torch.bfloat16).train()
         ids_BT = torch.randint(config.vocab_size, (batch, tokens))
-    around = VARIANTS[variant](model)
+    around = VARIANTS[variant](network)
 
     def forward() -> torch.Tensor:
         with around():
-            loss: torch.Tensor = model(input_ids=ids_BT, labels=ids_BT).loss
+            loss: torch.Tensor = network(input_ids=ids_BT, labels=ids_BT).loss
         return loss
 
-    for _ in range(warm_up):
+    def step() -> None:
         forward().backward()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+
+    for _ in range(warm_up):
+        step()
+    before = device.allocated()
     loss = forward()
-    kept = torch.cuda.memory_allocated() - before
+    after = device.allocated()
     loss.backward()
+    peak = device.peak_of(step, 0)
     seconds = []
     for _ in range(steps):
-        torch.cuda.synchronize()
+        device.synchronize()
         begin = perf_counter()
-        forward().backward()
-        torch.cuda.synchronize()
+        step()
+        device.synchronize()
         seconds.append(perf_counter() - begin)
-    return {
-        "model": name,
-        "batch": batch,
-        "tokens": tokens,
-        "variant": variant,
-        "kept_bytes": kept,
-        "peak_bytes": torch.cuda.max_memory_allocated(),
-        "pinned_bytes": registered.peak + torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0),
-        "step_seconds": spread(seconds),
-        "loss": loss.item(),
-    }
-
-
-def run(job: dict[str, Any]) -> dict[str, Any]:
-    """Runs ``measure`` in a process of its own; a variant that runs out of memory is a row as well."""
-    done = subprocess.run(
-        [sys.executable, __file__, "--job", json.dumps(job)], capture_output=True, text=True, check=False
-    )
-    if done.returncode == 0:
-        return dict(json.loads(done.stdout.splitlines()[-1]))
-    if "OutOfMemoryError" in done.stderr:
-        return {"model": job["name"], **{key: job[key] for key in ("batch", "tokens", "variant")}, "failed": "memory"}
-    raise SystemExit(done.stderr)
+    row = {"model": model, "batch": batch, "tokens": tokens, "variant": variant}
+    row |= {"kept_bytes": None, "peak_bytes": peak, "pinned_bytes": None}
+    if before is not None and after is not None:
+        row["kept_bytes"] = after - before
+    if registered is not None:
+        row["pinned_bytes"] = registered.peak + torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)
+    return {**row, "step_seconds": spread(seconds), "loss": loss.item()}
 
 
 def row(result: dict[str, Any]) -> list[str]:
     """Returns the cells of the table."""
     place = [result["variant"], result["model"], f"{result['batch']} x {result['tokens']}"]
     if "failed" in result:
-        return [*place, "out of memory", "-", "-", "-"]
-    sizes = [format_bytes(result[key]) for key in ("kept_bytes", "peak_bytes", "pinned_bytes")]
+        return [*place, f"failed: {result['failed']}", *["-"] * 3]
+    sizes = [cell(result[key], format_bytes) for key in ("kept_bytes", "peak_bytes", "pinned_bytes")]
     return [*place, *sizes, format_seconds(result["step_seconds"]["median"])]
 
 
@@ -171,37 +164,37 @@ def main() -> None:
     """Runs all, in turn, and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--tokens", nargs="+", type=int, default=[1024, 2048, 4096, 8192])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1024, 4096])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
+    arguments(parser, minutes=9)
     options = parser.parse_args()
+    device = device_for(is_dry=options.dry_run)
     if options.job is not None:
-        print(json.dumps(measure(**options.job)))
+        print(json.dumps(measure(**options.job, device=device)))
         return
-    if not torch.cuda.is_available():
-        raise SystemExit("benchmarks/stores_gpu.py: there is no CUDA device")
-    results = [
-        run(
-            {
-                "name": model, "variant": variant, "batch": options.batch, "tokens": tokens,
-                "warm_up": options.warm_up, "steps": options.steps,
-            }
-        )
-        for model in options.models
-        for tokens in options.tokens
-        for variant in options.variants
-    ]  # fmt: skip
+    sizes: dict[str, int] = {}
+    if options.dry_run:
+        options.models, options.tokens, options.warm_up, options.steps = ["gpt2"], [8], 2, 2
+        sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2}
+    head = header(**device.header(), steps=options.steps, warm_up=options.warm_up)
+    jobs = Jobs(__file__, options, head)
+    for tokens in options.tokens:
+        for model in options.models:
+            for variant in options.variants:
+                shape = {"batch": options.batch, "tokens": tokens, "sizes": sizes}
+                times = {"warm_up": options.warm_up, "steps": options.steps}
+                jobs.run({"model": model, "variant": variant, **shape, **times})
     columns = ["variant", "model", "batch x tokens", "kept", "peak", "pinned", "step"]
     text = (
         "kept: allocated between forward and backward. peak: most that was allocated, weights and gradients included. "
         "pinned: most host memory that was pinned. step: forward and backward, the median.\n\n"
     )
-    device = torch.cuda.get_device_name()
-    head = header(device=device, cuda=torch.version.cuda, steps=options.steps, warm_up=options.warm_up)
-    write(f"{Path(__file__).stem}", head, results, text + table(columns, [row(result) for result in results]))
+    write(
+        Path(__file__).stem, head, jobs.rows, text + table(columns, [row(result) for result in jobs.rows]), options.out
+    )
 
 
 if __name__ == "__main__":

@@ -17,13 +17,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import graphckpt.rng
-import graphckpt.rules.frame
-import graphckpt.rules.hole
-import graphckpt.rules.op_memory
 from graphckpt.capture import Recording, Runner
 from graphckpt.stores.copies import Copies, HostBuffer, Mark
-
-USERS_OF_RANDOM_STATE = (graphckpt.rules.frame, graphckpt.rules.hole, graphckpt.rules.op_memory)
 
 
 class Tape(TorchDispatchMode):
@@ -167,10 +162,17 @@ def taped_random_state(tape: Tape) -> Iterator[None]:
         put(state)
         tape.plays.append(lambda: put(state))
 
-    for module in USERS_OF_RANDOM_STATE:
-        module.take_random_state, module.set_random_state = taped_take, taped_set
+    taped = {"take_random_state": (take, taped_take), "set_random_state": (put, taped_set)}
+    users = [  # by whom they were imported
+        (module, name)
+        for path, module in sys.modules.items()
+        for name, (own, _) in taped.items()
+        if path.startswith("graphckpt.rules.") and getattr(module, name, None) is own
+    ]
+    for module, name in users:
+        setattr(module, name, taped[name][1])
     try:
         yield
     finally:
-        for module in USERS_OF_RANDOM_STATE:
-            module.take_random_state, module.set_random_state = take, put
+        for module, name in users:
+            setattr(module, name, taped[name][0])

@@ -243,3 +243,48 @@ def test_backward_within_autocast_keeps_the_same_bytes(save: Any, shared: bool) 
         assert all(map(torch.equal, found[-1][1], expected))
         assert found[-1][0] == found[0][0] > full[-1]
         assert [kept for kept, _ in found] == [found[0][0]] * 3
+
+
+class Step(graphckpt.Graph):
+    """Runs backward within `build`, and so within the region of autocast."""
+
+    def __init__(self, model: nn.Module, save: Any, *, amp: bool) -> None:
+        super().__init__()
+        self.model = model
+        for block in self.model:
+            block.config.activation_checkpointing = save
+        self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        if amp:
+            self.config.enable_amp(dtype=torch.bfloat16)
+
+    def build(self, x: torch.Tensor) -> torch.Tensor:
+        loss = self.model(x).float().square().sum()
+        loss.backward()
+        return loss
+
+
+class Narrow(nn.Module):
+    """All that a policy may keep of it is as big with autocast as without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x).float())).float()
+
+
+def test_a_graph_keeps_the_same_bytes_with_amp_as_without() -> None:
+    kept: dict[bool, int] = {}
+    for amp in (False, True):
+        model, x = made(Narrow)
+        graph = Step(model, Selective(["aten.tanh.default[0]"]), amp=amp)
+        for _ in range(5):
+            graph(x)
+        graph.measure()
+        for _ in range(3):
+            graph(x)
+        explanation = graph.explain(show=False)
+        assert "by number are not kept" not in str(explanation)
+        kept[amp] = sum(row.bytes_after for row in explanation.rows if row.rule.startswith("selective"))
+    assert kept[True] == kept[False]

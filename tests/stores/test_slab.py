@@ -24,7 +24,7 @@ def test_ranges_that_overlap_are_refused() -> None:
     assert not ranges.add(120, 130)
     assert ranges.add(200, 300)
     assert ranges.add(0, 100)
-    ranges.remove(100)
+    ranges.remove(100, 200)
     assert ranges.gap(100) == 100
     assert ranges.gap(101) == 300
 
@@ -35,7 +35,7 @@ def test_ranges_are_those_of_a_set_of_numbers(steps: list[tuple[int, int, bool]]
     for begin, size, removes in steps:
         if removes and taken:
             first = min(taken)
-            ranges.remove(first)
+            ranges.remove(first, max(taken[first]) + 1)
             del taken[first]
         wanted = set(range(begin, begin + size))
         is_free = all(wanted.isdisjoint(numbers) for numbers in taken.values())

@@ -1,0 +1,40 @@
+"""A pytest plugin that runs every backward in a fresh context, as CUDA's thread for it does; not a test itself.
+
+On a CPU, backward runs in the thread that calls it and sees its context variables. On CUDA, autograd has its own thread,
+where each of them has its default. Code that reads one of the caller's in backward fails there, and under
+
+    PYTHONPATH=tests pytest -p fresh_context
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+HOLDERS = (torch.autograd, torch.autograd.graph)
+"""The modules through which Tensor.backward, autograd.grad and autograd.backward reach the engine."""
+NAME = "_engine_run_backward"
+
+
+def in_fresh_context(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function whose every call has a context of its own, without any variable set."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return contextvars.Context().run(function, *args, **kwargs)
+
+    return call
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Replaces the function before a test module can import it."""
+    for holder in HOLDERS:
+        setattr(holder, NAME, in_fresh_context(getattr(holder, NAME)))
+
+
+def pytest_report_header() -> str:
+    """Says in the report that this run is one of these."""
+    return "every backward runs in a fresh context"
