@@ -230,13 +230,7 @@ class Trial:
         if number is None:
             number = 1 + int(drawn * self._events[is_fresh])
         moment: Any = AfterSeconds(drawn * self._seconds) if by_timer else AtEvent(number)
-<<<<<<< HEAD
-        ignored: list[Any] = []
-        hook, sys.unraisablehook = sys.unraisablehook, ignored.append
-=======
-        before = state_of(self._model)
         hook, sys.unraisablehook = sys.unraisablehook, lambda _: None  # holding what it is given would keep keys alive
->>>>>>> main
         raised = False
         other: list[str] = []
         try:
