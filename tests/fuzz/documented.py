@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING, NamedTuple
 
-DOCUMENTED: tuple[tuple[str, str], ...] = (
-    (
-        r"forward edited its argument `[^`]+` in place, which it did not do on its first call",
-        "only from a later call on",
-    ),
+if TYPE_CHECKING:
+    from fuzz.programme import Programme
+
+
+class Refusal(NamedTuple):
+    """A regular expression of messages, the part of a programme that causes them, and the words of docs/limits.md."""
+
+    message: str
+    part: str
+    words: str
+
+
+DOCUMENTED = (
+    Refusal("edited its argument `[^`]+` in place, and the recomputation has no copy of it", "", "has no copy of it"),
+    Refusal("its argument `[^`]+` was edited in place", "EditsItsInputLater", "only from a later call on"),
+    Refusal("a tensor that one of its ops saves was edited in place", "saved_on_cpu", "save_on_cpu"),
 )
-"""Regular expressions of messages, and the words of docs/limits.md that describe the refusal."""
 
 
-def reason_for(message: str) -> str | None:
+def reason_for(message: str, programme: Programme) -> str | None:
     """Returns the words that describe a refusal, or ``None`` if none do."""
-    return next((reason for pattern, reason in DOCUMENTED if re.search(pattern, message)), None)
+    parts = f"{programme.model_expression()} {[step.shape for step in programme.steps]}"
+    found = (refusal for refusal in DOCUMENTED if refusal.part in parts and re.search(refusal.message, message))
+    return next((refusal.words for refusal in found), None)

@@ -56,7 +56,9 @@ def execute(programme: Programme) -> Outcome:
         try:
             ours = run(make_model, _rules(programme), steps)
         except GraphckptError as error:
-            return Outcome("documented" if reason_for(str(error)) else "refused", _text(error), _place_of(error))
+            return Outcome(
+                "documented" if reason_for(str(error), programme) else "refused", _text(error), _place_of(error)
+            )
         except Exception as error:
             return Outcome("crashed", _text(error), _place_of(error))
         names = differing(ours, plain)

@@ -159,7 +159,7 @@ def _work(seed: int, end: int, stride: int, *, minutes: float | None) -> int:
 
 
 def _shrunk(programme: Programme, outcome: Outcome) -> tuple[Programme, Outcome]:
-    small = shrink(programme, lambda other: execute(other).is_like(outcome), most=500)
+    small = shrink(programme, lambda other: execute(other).is_like(outcome), most=300)
     return small, execute(small)
 
 

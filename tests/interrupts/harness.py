@@ -230,9 +230,9 @@ class Trial:
         if number is None:
             number = 1 + int(drawn * self._events[is_fresh])
         moment: Any = AfterSeconds(drawn * self._seconds) if by_timer else AtEvent(number)
-        before = state_of(self._model)
         hook, sys.unraisablehook = sys.unraisablehook, lambda _: None  # holding what it is given would keep keys alive
         raised = False
+        other: list[str] = []
         try:
             torch.manual_seed(3)
             try:
@@ -243,9 +243,11 @@ class Trial:
                 sys.setprofile(None)
         except KeyboardInterrupt:  # the timer's, just before it was taken away
             raised = True
+        except Exception as error:
+            other = [f"raised in its place: {type(error).__name__} {str(error).splitlines()[0][:150]}"]
         finally:
             sys.unraisablehook = hook
-        what = self._check(moment, before) if moment.stack else []
+        what = other + self._check(moment) if moment.stack else other
         self.swallowed += bool(moment.stack) and not raised
         self._is_fresh = self._is_fresh and not moment.stack
         if moment.stack and not moment.is_in_engine:
@@ -257,7 +259,7 @@ class Trial:
         place = number if not by_timer else round(drawn * self._seconds, 6)
         return Fault(self.policy, place, is_fresh, moment.where(), tuple(what)) if what else None
 
-    def _check(self, moment: Moment, before: dict[str, Any]) -> list[str]:
+    def _check(self, moment: Moment) -> list[str]:
         found = [
             f"left: {name}" for name in left_in_force() if not (name == "saved-tensor hooks" and _are_of_explain())
         ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import faulthandler
 import sys
 import time
 import warnings
@@ -20,6 +21,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from interrupts.harness import POLICIES, RIVAL, Fault, Trial
+
+_SECONDS = 60  # an interrupted step and the one after it take some milliseconds; else they hang
 
 
 def main() -> int:
@@ -41,6 +44,7 @@ def main() -> int:
         groups: dict[tuple[str, ...], list[Fault]] = collections.defaultdict(list)
         num = 0
         for fault in _all(trial, arguments.every) if arguments.every else _random(trial, count):
+            faulthandler.dump_traceback_later(_SECONDS, exit=True)
             num += 1
             if fault is not None:
                 groups[fault.kind].append(fault)
