@@ -86,8 +86,15 @@ class ModuleState:
         """Returns the parameters and buffers in place now."""
         return [t for owner, key in self._slots if (t := owner.get(key)) is not None]
 
-    def take(self) -> Snapshot:
-        """Reads what a second run must see again. Costs a dictionary look-up per parameter, no copy of any."""
+    def take(self, *, is_again: bool = False) -> Snapshot:
+        """Reads what a recomputation must see again. Costs a dictionary look-up per parameter, no copy of any.
+
+        Args:
+            is_again: Whether this is part of the recomputation of a block around, for which the policies of its
+                original forward are in place.
+        """
+        if is_again:
+            self._policy_changes = -1
         tensors = [owner.get(key) for owner, key in self._slots]
         modes = tuple([ref().training for ref in self._modules])  # type: ignore[union-attr]
         moving = self._moving.get(modes)
@@ -98,6 +105,7 @@ class ModuleState:
                 for ref in self._modules
                 if (forward := _fields(ref).get("forward")) is not None and not isinstance(forward, MethodType)
             ]
+        changes, self._policy_changes = self._policy_changes, -1 if is_again else self._policy_changes
         return Snapshot(
             tensors,
             [0 if tensor is None else tensor._version for tensor in tensors],
@@ -106,7 +114,7 @@ class ModuleState:
             {i: t.detach().clone() for i in self._still.get(modes, ()) if _is_small(t := tensors[i])},
             _read_attributes(self._attributes.get(modes, ())),
             [(module, forward()) for module, forward in self._forwards],
-            self._policy_changes,
+            changes,
         )
 
     def rewind(self, snapshot: Snapshot, undo: Undo) -> None:

@@ -88,7 +88,8 @@ class Frame:
         with unseen(running.get()):
             self._random = take_random_state(self.devices)
             self._ambient = take_ambient(self.devices)
-            self._snapshot = state.take()
+            run = running.get()
+            self._snapshot = state.take(is_again=run is not None and run.again)
             learning = site.learns and not state.has_learnt(self._snapshot)
             self._early_stop &= not learning  # the first call's second run goes on to its end, and must save no more
             watch = self._watch = state.watch() if learning else None
