@@ -179,7 +179,7 @@ class ModuleState:
                 watch.was_written(tensor) if is_fake(tensor) else not _same_bits(tensor, before)
             ):
                 moved.append((Moving(owner, key, in_place=True), before))
-        moved += self._moving_unseen(watch, snapshot, [place for place, _ in moved])
+        moved += self._moving_unseen(watch, [place for place, _ in moved])
         for owner, attributes in watch.attributes:
             moved.extend((Moving(owner, key, in_place=False), value) for key, value in _changed(owner, attributes))
         lasting = tuple((place, value) for place, value in moved if not _sets_up(value, place.owner.get(place.key)))
@@ -192,22 +192,18 @@ class ModuleState:
         held = _read_attributes(self._attributes_not_among(places))
         return replace(snapshot, moving=lasting, copies=copies, attributes=held), places
 
-    def _moving_unseen(self, watch: Watch, snapshot: Snapshot, moved: list[Moving]) -> list[tuple[Moving, Any]]:
-        """Returns the buffers beside one that is edited without a bump of its version, as BatchNorm's are.
+    def _moving_unseen(self, watch: Watch, moved: list[Moving]) -> list[tuple[Moving, Any]]:
+        """Returns the small buffers beside one that is edited in place, such as the other statistics of a BatchNorm.
 
-        One of them may hold the same before and after the first call alone, such as the mean of a centred batch.
+        They may hold the same before and after the first call alone, as the mean of a centred batch, and BatchNorm
+        edits them without a bump of their versions.
         """
-        versions = {id(t): v for t, v in zip(snapshot.tensors, snapshot.versions, strict=True) if t is not None}
-        owners = {
-            id(place.owner)
-            for place in moved
-            if place.in_place and versions.get(id(tensor := place.owner[place.key])) == tensor._version
-        }
+        owners = {id(place.owner) for place in moved if place.in_place}
         known = {(id(place.owner), place.key) for place in moved}
         return [
             (Moving(owner, key, in_place=True), before)
             for owner, key, tensor, before in watch.tensors
-            if id(owner) in owners and (id(owner), key) not in known and not is_fake(tensor)
+            if id(owner) in owners and (id(owner), key) not in known and _is_small(tensor)
         ]
 
     def remember(self, snapshot: Snapshot, places: tuple[Moving, ...]) -> None:

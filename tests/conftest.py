@@ -15,6 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))  # tests/architectures.py and tests/zoo.py are imported by name
 
 pytest_plugins = ["pytester"]
+collect_ignore = ["rules/op_samples.py"]  # its imports take 20 seconds and change settings of the process
 collect_ignore_glob = [] if torch.cuda.is_available() else ["gpu/*"]
 
 torch.set_num_threads(1)  # two workers on two cores

@@ -113,7 +113,7 @@ class Arguments:
             self.edited = moved | frame.site.edited
             frame.site.edited = self.edited
         elif not moved <= self.edited:
-            self._leaves = []
+            self.drop()
             raise RecomputeError(edits_argument(frame.site.name, frame.name_of(min(moved - self.edited))))
         if self.edited:
             groups = [group for group in alias_groups(tensors) if not self.edited.isdisjoint(group)]
@@ -129,6 +129,10 @@ class Arguments:
                     self._leaves[each.position].drop_copy(each.tensor)
         if self._objects:
             self._objects = settle_objects(self._objects)
+
+    def drop(self) -> None:
+        """Drops all, after an error: one that was edited in place would hold what saves it, which holds this object."""
+        self._leaves, self._given, self._aliases = [], [], []
 
     def take(self, frame: Frame, undo: Undo) -> list[Any]:
         """Returns the leaves for the recomputation; :meth:`assemble` makes arguments of them.

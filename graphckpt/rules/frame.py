@@ -105,6 +105,7 @@ class Frame:
                 self._snapshot, moving = state.learn(watch, self._snapshot)
             edits = state.edits_unknown(self._snapshot)
             if edits is not None:
+                self._arguments.drop()
                 raise RecomputeError(edits_module(site.name, edits))
             self._settle(returned, learning=learning)
             if moving is not None:
@@ -147,6 +148,7 @@ class Frame:
                 return function(*args, **kwargs)
         except BaseException:
             guard.restore_ambient(self._ambient, depth)
+            self._arguments.drop()
             raise
         finally:
             try:

@@ -1,0 +1,154 @@
+"""Excluded children whose outputs alone do not stand for what they did: the recomputation runs them again."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphckpt
+
+
+class EditsItsArgument(nn.Module):
+    """The child is an activation that edits its argument, of which the parent goes on to use the edited values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.child = nn.Linear(4, 4), nn.ELU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        y = self.child(h)
+        return y.sin() + h.cos()
+
+
+class FillsCache(nn.Module):
+    """The child appends to a list of the parent's."""
+
+    class Child(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, cache: list[Tensor]) -> Tensor:
+            cache.append(self.linear(x).sin())
+            return x.cos()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = self.Child()
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache: list[Tensor] = []
+        return self.child(x * 2, cache) * torch.stack(cache).sum(0).exp()
+
+
+class ReadsAttribute(nn.Module):
+    """The parent reads what the child sets on itself, as the loss of a router."""
+
+    class Child(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.loss = nn.Linear(4, 4), None
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            self.loss = y.square().mean()
+            return y.sin()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = self.Child()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.child(x).exp() * self.child.loss.exp()
+
+
+class TakesGradient(nn.Module):
+    """The parent takes a gradient through the child, beside a path around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.child = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        y = (self.child(h).sin() + h.square()).sum()
+        (slope,) = torch.autograd.grad(y, h, create_graph=True)
+        return slope.sin() * h
+
+
+class CatchesError(nn.Module):
+    """The child raises, and the parent goes on without it."""
+
+    class Child(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.requires_grad:
+                raise ValueError
+            return x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.child = nn.Linear(4, 4), self.Child()
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return self.child(self.linear(x))
+        except ValueError:
+            return self.linear(x).sin()
+
+
+def grads(model: nn.Module, rules: dict[str, Any]) -> list[Tensor]:
+    torch.manual_seed(1)
+    model = nn.Sequential(copy.deepcopy(model), nn.Linear(4, 4))
+    found = []
+    with graphckpt.apply(model, rules):
+        for number in range(2):
+            model.zero_grad()
+            model(torch.linspace(-1, 1, 12).view(3, 4) + number).square().sum().backward()
+            found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return found
+
+
+@pytest.mark.parametrize("around", [{"0": True}, {"": True, "0": "selective"}], ids=["full", "selective in full"])
+@pytest.mark.parametrize("kind", [EditsItsArgument, FillsCache, ReadsAttribute, TakesGradient, CatchesError])
+def test_an_excluded_child_that_does_more_than_return(kind: type[nn.Module], around: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = kind()
+    plain, ours = grads(model, {}), grads(model, around | {"0.child": False})
+    assert len(plain) == len(ours) > 0
+    assert all(map(torch.equal, plain, ours))
+
+
+def test_statistics_that_the_first_call_leaves_as_they_are_move_once() -> None:
+    """A cumulative average over equal batches is the same before and after the call that is learnt from."""
+    found = []
+    for rule in (False, True):
+        model = nn.Sequential(nn.BatchNorm1d(4, momentum=None), nn.Tanh())
+        with graphckpt.apply(model, {"0": rule}):
+            for number in range(3):
+                x = torch.linspace(-1, 1, 12).view(3, 4) * (number + 1)
+                with torch.no_grad():
+                    model(x)
+                model(x.requires_grad_()).sum().backward()
+        found.append([buffer.clone() for buffer in model.buffers()])
+    assert all(map(torch.equal, *found))
+
+
+def test_a_forward_that_fails_after_an_edit_of_its_argument_leaves_nothing() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError(str(x.mul_(2).sin().sum().item()))
+
+    model = nn.Sequential(nn.Linear(4, 4), Fails())
+    disk = {"activation_checkpointing": False, "offload": "disk", "min_elements": 1}
+    with graphckpt.apply(model, {"0": disk, "1": True}) as handle:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"\d"):
+                model(torch.ones(300, 4))
+            gc.collect()
+            assert [wrapper.site.store.num_alive for wrapper in handle._wrappers if wrapper.name == "0"] == [0]
