@@ -83,6 +83,13 @@ def test_a_script_runs_by_itself(tmp_path: Path) -> None:
     assert "fuzz" not in script.read_text()
 
 
+def test_workers_share_the_seeds_of_a_run() -> None:
+    words = [sys.executable, Path(__file__).parent / "run.py", "--seeds", "0:6", "--workers", "2"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\n6 programmes in " in done.stdout
+
+
 def test_documented_refusals_stand_in_the_documentation() -> None:
     text = (Path(__file__).parents[2] / "docs" / "limits.md").read_text(encoding="utf-8")
     assert [refusal.words for refusal in DOCUMENTED if refusal.words not in text] == []

@@ -36,6 +36,7 @@ _NO_WARNING = "use_reentrant has no meaning, so that nothing warns if it is not 
 EXPECTED = {
     "TestAutograd.test_checkpoint_detects_non_determinism": _ERROR_TEXT,
     "TestAutograd.test_checkpoint_sequential_warns_if_use_reentrant_not_passed_explcitly": _NO_WARNING,
+    "TestAutograd.test_checkpoint_valid_reset_on_error": _ONE_KIND,
     "TestAutograd.test_checkpoint_warns_if_use_reentrant_not_passed_explcitly": _NO_WARNING,
     "TestAutograd.test_checkpointing_without_reentrant_custom_function_works": (
         "a custom function may read its saved tensors twice; the test expects an error"
