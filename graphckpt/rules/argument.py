@@ -35,7 +35,8 @@ class Traits:
         self.requires_grad = tensor.requires_grad
         self._has_history = not tensor.is_leaf
         self._is_view = tensor._is_view()
-        self._kind = type(tensor)
+        arrives = hasattr(tensor, "trigger_wait")  # of a functional collective: once it is there, it is a plain tensor
+        self._kind = torch.Tensor if arrives else type(tensor)
         self._attributes: dict[str, Any] | None = own_attributes(tensor) if tensor.__dict__ else None
 
     def give_to(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -56,7 +57,7 @@ class Traits:
         Raises:
             RecomputeError: Python cannot make it one of that class.
         """
-        if type(tensor) is not self._kind:
+        if type(tensor) is not self._kind and not hasattr(tensor, "trigger_wait"):
             try:
                 tensor.__class__ = self._kind
             except TypeError:

@@ -128,7 +128,7 @@ class SecondRun(Run):
         while self._last >= 0 and slots[self._last]() is None:
             self._last -= 1
         self._first_fault: Fault | None = None
-        self._unfilled = -1  # the op that has saved a tensor which it may fill only later
+        self._unfilled: tuple[int, torch.Size] | None = None  # an op, and the shape of what it may fill only later
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -139,10 +139,13 @@ class SecondRun(Run):
             self.on_pack(position)
         if type(tensor) is WithoutValues:
             raise RuntimeError(f"{self.frame.site.name}: tensor {position} is saved, and was left out")
+        fills = False  # `rrelu` saves its noise, which it fills only then, before its input
         if tensor.requires_grad:
+            if self._unfilled is not None:
+                fills = self._unfilled == (autograd_sequence_number(), tensor.shape)
             tensor = tensor.detach()
         elif may_be_filled_later(tensor):
-            self._unfilled = autograd_sequence_number()
+            self._unfilled = autograd_sequence_number(), tensor.shape
         if position < len(self._slots):
             slot = self._slots[position]()
             if slot is not None and slot.value is None:
@@ -152,7 +155,7 @@ class SecondRun(Run):
                     )
                 slot.value = tensor
                 slot.version = tensor._version
-        if position >= self._last and self._early_stop and self._unfilled != autograd_sequence_number():
+        if position >= self._last and self._early_stop and not fills:
             raise Stop(self)
         return tensor
 

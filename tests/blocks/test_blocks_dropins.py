@@ -279,7 +279,6 @@ CALLABLES: dict[str, Callable[[], Any]] = {
     "mock around a module": lambda: Mock(wraps=module()),
     "vmap": lambda: torch.vmap(torch.sin),
     "module.__call__": lambda: module().__call__,
-    "cached": lambda: functools.lru_cache(module()),
 }
 
 
@@ -300,10 +299,17 @@ def test_whatever_can_be_called_can_be_checkpointed(name: str) -> None:
     assert equal(run(checkpoint), run(lambda function, x: function(x)))
 
 
+def test_a_function_that_returns_a_cached_result_is_refused() -> None:
+    """The recomputation is called with the same object, for which the function does not run again."""
+    y = checkpoint(functools.lru_cache(nn.Linear(4, 4)), torch.ones(2, 4, requires_grad=True) * 2)
+    with pytest.raises(RecomputeError, match="the second 0"):
+        y.square().sum().backward()
+
+
 def test_a_function_that_edits_its_argument_is_told_what_is_true() -> None:
     h = torch.ones(4, requires_grad=True) * 2
     with pytest.raises(
-        RecomputeError, match=r"edited its argument `argument 0` in place, .*: expected .* fix: "
+        RecomputeError, match=r"edited its argument `argument 0` in place, and the recomputation has no copy .* fix: "
     ) as caught:
         checkpoint(torch.relu_, h)
     assert "did not do on its first call" not in str(caught.value)
