@@ -35,8 +35,8 @@ class Site:
     """
 
     __slots__ = (
-        "_parts", "_roots", "edited", "is_placed", "learns", "name", "notes", "num_strays", "recipes", "recorder",
-        "state", "store",
+        "_parts", "_roots", "edited", "fills_saved", "is_placed", "learns", "name", "notes", "num_strays", "recipes",
+        "recorder", "state", "store",
     )  # fmt: skip
 
     def __init__(
@@ -48,6 +48,8 @@ class Site:
         self.store = store or DeviceStore()
         self.state = ModuleState(self._modules())
         self.learns = learns
+        self.fills_saved = any(isinstance(module, nn.RReLU) for module in self._modules())
+        """Whether an op of the block writes to a tensor after autograd has saved it, as that of ``nn.RReLU`` does."""
         self.edited: frozenset[int] = frozenset()
         """Positions of the tensor arguments that forward edits in place, as first calls have shown."""
         self.recipes: dict[object, Recipe] = {}

@@ -34,7 +34,7 @@ class StoredCall:
         """Answers autograd, which wants ``tensor`` saved."""
         if self._unfilled and self._unfilled_op != autograd_sequence_number():
             self._keep_filled()
-        if may_be_filled_later(tensor):
+        if self.site.fills_saved and may_be_filled_later(tensor):
             self._unfilled_op = autograd_sequence_number()
             self._unfilled.append(_Filled(tensor))
             return self._unfilled[-1]
