@@ -1,4 +1,4 @@
-"""Calls ops below dispatch modes as PyTorch calls them without one: with what autocast does in their kernels."""
+"""Calls ops and functions below dispatch modes as PyTorch calls them without one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,16 @@ from torch._C import (
     _SetExcludeDispatchKeyGuard,
 )
 
-__all__ = ["call_with_autocast"]
+__all__ = ["above_dispatch_modes", "call_with_autocast"]
+
+
+def above_dispatch_modes() -> Any:
+    """Returns a context, to be entered below a dispatch mode, in which autograd and autocast are in force again.
+
+    They are as they were when Python called the op that the mode has got.
+    """
+    return torch._C._RestorePythonTLSSnapshot()  # type: ignore[attr-defined]
+
 
 # Note [Autocast below a dispatch mode]
 # Before it calls a mode, PyTorch sets aside all that comes before kernels, autocast among it, and so also for what a
@@ -39,7 +48,7 @@ def call_with_autocast(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     keys: list[DispatchKey] = []
     without_casts = _keys_without_casts(func)
     if without_casts:
-        with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]  # as it was when Python called PyTorch
+        with above_dispatch_modes():
             if _is_any_autocast_enabled():
                 keys = [key for kind, key in without_casts if torch.is_autocast_enabled(kind)]
     if not keys:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from graphckpt._compat import pytree, storage_of, version_sharing_detach
+from graphckpt._compat_autocast import above_dispatch_modes
 from graphckpt.errors import RecomputeError
 from graphckpt.rng import set_random_state, take_random_state
 from graphckpt.rules.kept import Kept, KeptResult
@@ -121,7 +122,8 @@ class OpMemory:
         """Returns what an op has returned, or ``None`` if that is not kept."""
         result = self.results.get(key)
         try:
-            leaves = result.take() if result is not None else None
+            with above_dispatch_modes():  # a block around, which keeps it, may have to be recomputed
+                leaves = result.take() if result is not None else None
         except RecomputeError:  # the block around keeps it, and says that it was edited in place: the op runs again
             return None
         if result is None or leaves is None:
