@@ -17,14 +17,6 @@ from torch._C import (
 __all__ = ["above_dispatch_modes", "call_with_autocast"]
 
 
-def above_dispatch_modes() -> Any:
-    """Returns a context, to be entered below a dispatch mode, in which autograd and autocast are in force again.
-
-    They are as they were when Python called the op that the mode has got.
-    """
-    return torch._C._RestorePythonTLSSnapshot()  # type: ignore[attr-defined]
-
-
 # Note [Autocast below a dispatch mode]
 # Before it calls a mode, PyTorch sets aside all that comes before kernels, autocast among it, and so also for what a
 # kernel calls itself: `bilinear` on a CPU is the op `_trilinear`, whose kernel multiplies matrices, in bfloat16 under
@@ -48,7 +40,7 @@ def call_with_autocast(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     keys: list[DispatchKey] = []
     without_casts = _keys_without_casts(func)
     if without_casts:
-        with above_dispatch_modes():
+        with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]  # as it was when Python called PyTorch
             if _is_any_autocast_enabled():
                 keys = [key for kind, key in without_casts if torch.is_autocast_enabled(kind)]
     if not keys:
@@ -64,6 +56,17 @@ def call_with_autocast(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     other = _SetExcludeDispatchKeyGuard(others[0], False) if others else _NOTHING
     with _SetExcludeDispatchKeyGuard(key, False), other:
         return func(*args, **kwargs)
+
+
+def above_dispatch_modes() -> Any:
+    """Returns a context, to be entered below a dispatch mode, in which autograd and autocast are in force again.
+
+    They are as they were when Python called the op that the mode is called for.
+    """
+    include = torch._C._dispatch_tls_local_include_set()  # without the mode that is called
+    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+        exclude = torch._C._dispatch_tls_local_exclude_set()
+    return torch._C._ForceDispatchKeyGuard(include, exclude)
 
 
 @functools.cache
