@@ -38,8 +38,10 @@ class Moving:
             return nn.Parameter(value.clone(), requires_grad=present.requires_grad)
         if not self.in_place:
             return value
-        is_leaf = isinstance(present, torch.Tensor) and present.is_leaf  # such as a parameter of `functional_call`
-        return value.clone().requires_grad_(is_leaf and present.requires_grad)
+        fresh = value.clone()
+        if isinstance(present, torch.Tensor) and present.is_leaf:  # such as a parameter of `functional_call`
+            fresh.requires_grad_(present.requires_grad)
+        return fresh
 
 
 @final

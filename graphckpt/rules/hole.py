@@ -233,9 +233,7 @@ def _ask(run: SecondRun, site: Site) -> tuple[bool, Any]:
         raise holes_differ(frame.site.name, call.name if call else None, site.name)
     answered, output = call.answer()
     if not answered:
-        site.note(
-            "it is recomputed: it edits its arguments or sets attributes, or its parent edits its output"
-        )
+        site.note("it is recomputed: it edits its arguments or sets attributes, or its parent edits its output")
     return answered, output
 
 
