@@ -1,8 +1,8 @@
 """Say, block by block, what a training step keeps, recomputes or moves."""
 
 from graphckpt.blocks import BlockConfig, Handle, apply
-from graphckpt.blocks.dropins import checkpoint, checkpoint_sequential, checkpoint_wrapper, is_recomputing
 from graphckpt.blocks.forward import disable_checkpointing
+from graphckpt.blocks.functional import checkpoint, checkpoint_sequential, checkpoint_wrapper, is_recomputing
 from graphckpt.blocks.graph_module import GraphModule
 from graphckpt.blocks.proxy import Block
 from graphckpt.errors import ConfigError, GraphckptError, GraphError, RecomputeError, StoreError

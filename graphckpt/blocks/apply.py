@@ -9,10 +9,10 @@ from torch import nn
 
 from graphckpt.blocks.config import BlockConfig
 from graphckpt.blocks.forward import BlockForward
-from graphckpt.blocks.policy import make_plan
 from graphckpt.blocks.proxy import unwrap
+from graphckpt.blocks.resolve import resolve_policies
 from graphckpt.blocks.select import Selector, describe, select
-from graphckpt.blocks.watch import Watcher
+from graphckpt.blocks.step_recorder import StepRecorder
 from graphckpt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,9 +28,9 @@ class Handle:
 
     def __init__(self, model: nn.Module, wrappers: list[BlockForward], idle: dict[str, str]) -> None:
         self._wrappers = wrappers
-        self._watcher = Watcher(type(model).__name__, [("", model)], wrappers, idle)
+        self._watcher = StepRecorder(type(model).__name__, [("", model)], wrappers, idle)
         for wrapper in wrappers:
-            wrapper.put_on()
+            wrapper.install()
         self._watcher.watch_next_forward()
 
     def explain(self, plot: str | None = None, *, show: bool = True) -> Explanation:
@@ -55,7 +55,7 @@ class Handle:
         """Takes the policies off. The model is what it was before; a second call does nothing."""
         self._watcher.close()
         for wrapper in self._wrappers:
-            wrapper.take_off()
+            wrapper.uninstall()
             if wrapper.placement is not None:
                 wrapper.placement.store.close()
 
@@ -97,7 +97,7 @@ def apply(model: nn.Module, rules: Mapping[Selector, Mapping[str, Any] | Rule | 
     plan = None
     if not faults:
         try:
-            plan = make_plan([("", model)], configs)
+            plan = resolve_policies([("", model)], configs)
         except ConfigError as error:
             faults.append(str(error))
     for name, module in model.named_modules():

@@ -62,7 +62,7 @@ def _rows(
         names[REST] = None
     for name in names:
         wrapper = wrapped.get(name)
-        notes = list(wrapper.site.notes) if wrapper is not None else []
+        notes = list(wrapper.context.notes) if wrapper is not None else []
         if name in idle:
             notes.insert(0, idle[name])
         moved = kept.traffic.get(name) or Traffic()
@@ -70,7 +70,7 @@ def _rows(
         yield Row(
             block=name or title,
             rule=_rule(wrapper),
-            place=wrapper.site.store.place if wrapper is not None else "device",
+            place=wrapper.context.store.place if wrapper is not None else "device",
             bytes_before=kept.bytes_before[name],
             bytes_after=kept.bytes_after[name] + moved.bytes_at["device"],
             bytes_host=moved.bytes_at["host"],
@@ -123,7 +123,7 @@ def _useless_flags(title: str, wrappers: Sequence[BlockForward]) -> Iterator[str
     """What a store says of blocks whose flag it cannot act on, once for all of them."""
     blocks: dict[str, list[str]] = {}
     for wrapper in wrappers:
-        for note in wrapper.site.notes:
+        for note in wrapper.context.notes:
             if "does nothing" in note:
                 blocks.setdefault(note, []).append(wrapper.name or title)
     for note, names in blocks.items():

@@ -14,9 +14,9 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from graphckpt._compat import is_transformed
 from graphckpt.blocks.compiled import CompiledForward
-from graphckpt.blocks.rival import Rivals
-from graphckpt.rules import Keep, Rule, Site, running
-from graphckpt.state import policy_changes
+from graphckpt.blocks.native_checkpointing import NativeCheckpointing
+from graphckpt.module_state import policy_changes
+from graphckpt.rules import BlockContext, Keep, Rule, running
 from graphckpt.stores import Placement
 
 if TYPE_CHECKING:
@@ -37,13 +37,13 @@ class BlockForward:
     __slots__ = (
         "__weakref__",
         "_compiled",
-        "_covered",
+        "_context",
         "_inner",
         "_is_beneath",
         "_is_on",
         "_module",
-        "_rivals",
-        "_site",
+        "_native",
+        "_wrapped",
         "compile_options",
         "is_part",
         "name",
@@ -62,12 +62,12 @@ class BlockForward:
         is_part: bool = False,
     ) -> None:
         self._module = weakref.ref(module)
-        self._covered: Callable[..., Any] | None = module.__dict__.get("forward")
-        self._inner = _beneath(self._covered)
+        self._wrapped: Callable[..., Any] | None = module.__dict__.get("forward")
+        self._inner = _unwrapped(self._wrapped)
         self._is_beneath = False
         self._is_on = True
-        self._rivals: Rivals | None = None
-        self._site: Site | None = None
+        self._native: NativeCheckpointing | None = None
+        self._context: BlockContext | None = None
         self.name = name
         self.rule = rule
         self.placement = placement
@@ -79,14 +79,14 @@ class BlockForward:
         self._compiled: Callable[..., Any] | None = None
 
     @property
-    def site(self) -> Site:
+    def context(self) -> BlockContext:
         """What all calls of the block share; made on first use."""
-        if self._site is None:
+        if self._context is None:
             module = self._module()
             assert module is not None
-            self._rivals = Rivals(module) or None
-            self._site = Site(self.name, [module], None if self.placement is None else self.placement.store)
-        return self._site
+            self._native = NativeCheckpointing(module) or None
+            self._context = BlockContext(self.name, [module], None if self.placement is None else self.placement.store)
+        return self._context
 
     @property
     def module(self) -> nn.Module | None:
@@ -110,16 +110,16 @@ class BlockForward:
             return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
         if not torch.is_grad_enabled():
             return self.rule.run_without_gradients(self.name, function, args, kwargs)
-        site = self._site or self.site
-        under_rule = self._under_rule(site, function)
-        return function(*args, **kwargs) if under_rule is None else self.rule.run(site, under_rule, args, kwargs)
+        context = self._context or self.context
+        under_rule = self._under_rule(context, function)
+        return function(*args, **kwargs) if under_rule is None else self.rule.run(context, under_rule, args, kwargs)
 
-    def _under_rule(self, site: Site, function: Callable[..., Any]) -> Callable[..., Any] | None:
+    def _under_rule(self, context: BlockContext, function: Callable[..., Any]) -> Callable[..., Any] | None:
         """Returns what the rule is to run; ``None`` if the forward is to run without it."""
         if is_transformed():
-            site.note("torch.func or forward-mode AD is around it: it runs as it is, and all is saved")
+            context.note("torch.func or forward-mode AD is around it: it runs as it is, and all is saved")
             return None
-        return function if self._rivals is None else self._rivals.set_aside(site, function)
+        return function if self._native is None else self._native.suspend(context, function)
 
     def _function(self) -> Callable[..., Any]:
         if self._inner is not None:
@@ -127,7 +127,7 @@ class BlockForward:
         module = self._module()
         return MethodType(type(module).forward, module)  # type: ignore[union-attr]
 
-    def put_on(self) -> None:
+    def install(self) -> None:
         """Puts this wrapper in place, over what is there."""
         self._is_on = True
         policy_changes.number += 1
@@ -135,12 +135,12 @@ class BlockForward:
             return
         fields = self._module().__dict__
         covered = fields.get("forward")
-        if covered is not self._covered:  # another library has wrapped or unwrapped the module since the last time
-            self._covered = covered
-            self._inner = _beneath(covered)
+        if covered is not self._wrapped:  # another library has wrapped or unwrapped the module since the last time
+            self._wrapped = covered
+            self._inner = _unwrapped(covered)
         fields["forward"] = self
 
-    def take_off(self) -> None:
+    def uninstall(self) -> None:
         """Takes this wrapper away. If something has been put over it since, it stays beneath and does nothing."""
         self._is_on = False
         policy_changes.number += 1
@@ -151,10 +151,10 @@ class BlockForward:
         self._is_beneath = present is not None and present is not self
         if present is not self:
             return
-        if self._covered is None:
+        if self._wrapped is None:
             del module.__dict__["forward"]
         else:
-            module.__dict__["forward"] = self._covered
+            module.__dict__["forward"] = self._wrapped
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockForward:
         twin = memo.get(id(self._module()))
@@ -162,7 +162,7 @@ class BlockForward:
             return self
         wrapper = BlockForward(twin, self.name, self.rule, copy.deepcopy(self.placement, memo))
         more = copy.deepcopy(self.compile_options, memo), self.is_part
-        wrapper.__setstate__((copy.deepcopy(self._covered, memo), self._is_on, *more))
+        wrapper.__setstate__((copy.deepcopy(self._wrapped, memo), self._is_on, *more))
         return wrapper
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -170,7 +170,7 @@ class BlockForward:
             BlockForward,
             (self._module(), self.name, self.rule, self.placement),
             (
-                self._covered,
+                self._wrapped,
                 self._is_on,
                 self.compile_options,
                 self.is_part,
@@ -178,8 +178,8 @@ class BlockForward:
         )
 
     def __setstate__(self, state: tuple[Any, bool, dict[str, Any] | None, bool]) -> None:
-        self._covered, self._is_on, self.compile_options, self.is_part = state
-        self._inner = _beneath(self._covered)
+        self._wrapped, self._is_on, self.compile_options, self.is_part = state
+        self._inner = _unwrapped(self._wrapped)
 
 
 @contextmanager
@@ -197,7 +197,7 @@ def checkpointing_is_off() -> bool:
     return _disabled.get() or is_transformed()
 
 
-def _beneath(forward: Callable[..., Any] | None) -> Callable[..., Any] | None:
+def _unwrapped(forward: Callable[..., Any] | None) -> Callable[..., Any] | None:
     while isinstance(forward, BlockForward):  # a Graph's policy stands in for one that `apply` has put on
-        forward = forward._covered
+        forward = forward._wrapped
     return forward

@@ -15,7 +15,7 @@ from graphckpt.errors import GraphError
 from graphckpt.graph.config import GraphConfig
 from graphckpt.graph.inspected import Inspected
 from graphckpt.graph.planned import Planned
-from graphckpt.graph.saved import load_state, saved_state
+from graphckpt.graph.state_dict import load_state, saved_state
 from graphckpt.graph.step import Readiness, Step, running_graph
 from graphckpt.graph.text import DebugLog, graph_text
 from graphckpt.graph.update import Update

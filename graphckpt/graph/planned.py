@@ -8,7 +8,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from graphckpt.blocks.layers import layers
+from graphckpt.blocks.find_layers import layers
 from graphckpt.errors import ConfigError, GraphError
 from graphckpt.graph.verify import unchanged
 from graphckpt.planning.agree import team_of

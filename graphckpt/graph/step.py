@@ -10,12 +10,12 @@ from weakref import ref
 import torch
 
 from graphckpt.blocks.forward import disable_checkpointing
-from graphckpt.blocks.policy import make_plan
-from graphckpt.blocks.watch import Watcher
+from graphckpt.blocks.resolve import resolve_policies
+from graphckpt.blocks.step_recorder import StepRecorder
 from graphckpt.errors import GraphError
-from graphckpt.graph.batches import fresh_outputs, is_new, micro_batches, pack_outputs
+from graphckpt.graph.captured_step import RecordedStep
 from graphckpt.graph.inputs import InputCheck
-from graphckpt.graph.recorded import RecordedStep
+from graphckpt.graph.micro_batches import fresh_outputs, is_new, micro_batches, pack_outputs
 from graphckpt.graph.update import ScaledBackward, leaving_grads
 from graphckpt.ledger.live import inner_tensors
 from graphckpt.tree import flatten_call
@@ -70,7 +70,7 @@ class Step:
         self.inputs: InputCheck | None = None
         self.is_running = False
         self.num_calls = 0
-        self.watcher: Watcher | None = None
+        self.watcher: StepRecorder | None = None
         self.name = name
         self.roots = roots
         self._tree = tree
@@ -137,7 +137,7 @@ class Step:
         self.is_running = True
         try:
             for wrapper in wrappers:
-                wrapper.put_on()
+                wrapper.install()
             fields.update(roots)
             if self.recorded is not None:
                 output, is_fresh = self.recorded.call(build, args, kwargs, must_run=self._is_watched)
@@ -151,7 +151,7 @@ class Step:
             for name in roots:
                 fields.pop(name, None)
             for wrapper in wrappers:
-                wrapper.take_off()
+                wrapper.uninstall()
             self.is_running = False
             running_graph.reset(token)
         if isinstance(output, torch.Tensor) and is_new(output):
@@ -190,7 +190,7 @@ class Step:
             self._prepare()
 
     def _prepare(self) -> None:
-        plan = make_plan(self.roots.items(), self._tree.configs)
+        plan = resolve_policies(self.roots.items(), self._tree.configs)
         blocks = [
             (w.module, w.rule, w.placement, w.compile_options, w.is_part, [ref(m) for m in w.module.modules()])
             for w in plan.wrappers
@@ -221,7 +221,7 @@ class Step:
     def _watch(self, args: Any, kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
         if self.watcher is None:
             _, idle, roots = self._seen
-            self.watcher = Watcher(self.name, roots, self._wrappers, idle)
+            self.watcher = StepRecorder(self.name, roots, self._wrappers, idle)
         if self._num_watched >= _WATCHED_OPS:
             return self.watcher.time()
         return self.watcher.measure(_tensors(args, kwargs))

@@ -42,7 +42,7 @@ class PolicyCallback:
     def _put_on(self, model: nn.Module) -> None:
         self._take_off()  # what a training that ended in an error has left
         self.explanation = None
-        self.handle = self._policies.put_on(model)
+        self.handle = self._policies.install(model)
 
     def _measure(self) -> None:
         """Has the coming step watched op by op until :meth:`_look`, if nothing has shown yet what is kept."""

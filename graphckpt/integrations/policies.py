@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 from torch import nn
 
 from graphckpt.blocks import BlockConfig, Handle, apply
-from graphckpt.blocks.layers import layers
+from graphckpt.blocks.find_layers import layers
 from graphckpt.errors import ConfigError
 from graphckpt.units import format_bytes
 
@@ -56,7 +56,7 @@ class Policies:
         for selector, value in self._blocks.items():
             BlockConfig(f"{owner}.blocks[{selector!r}]").update(_as_fields(value))
 
-    def put_on(self, model: nn.Module) -> Handle:
+    def install(self, model: nn.Module) -> Handle:
         """Sets the policies on ``model``.
 
         Raises:

@@ -25,16 +25,16 @@ from graphckpt._compat_autocast import call_with_autocast
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.planning.run import Option
 from graphckpt.rules import Full, Rule, Selective
-from graphckpt.rules.op_log import OpLog
-from graphckpt.rules.op_modes import is_counted
+from graphckpt.rules.engine.saved_hooks import IN_PLACE
+from graphckpt.rules.ops.modes import is_counted
+from graphckpt.rules.ops.op_graph import OpGraph
 from graphckpt.rules.selective import PRESETS
-from graphckpt.rules.stored import IN_PLACE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from graphckpt.planning.trace import Seconds
-    from graphckpt.rules import Site
+    from graphckpt.rules import BlockContext
 
 MOST = 4
 """Levels of a block. More of them cost runs, and plans mix two that lie around what they need."""
@@ -61,7 +61,7 @@ class Level(Rule):
         """Counts from 1."""
         return f"selective(level {self.number + 1})"
 
-    def run(self, site: Site, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    def run(self, context: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Is never called: what a block gets in its place is ``selective``."""
         raise NotImplementedError
 
@@ -71,7 +71,7 @@ class Level(Rule):
 class Ops:
     """The ops of one forward of a block, and what each takes."""
 
-    log: OpLog = field(default_factory=OpLog)
+    log: OpGraph = field(default_factory=OpGraph)
     seconds: list[float] = field(default_factory=list)
 
 
@@ -91,9 +91,9 @@ class Look(Rule):
     clock: Callable[[], float]
     op_seconds: Seconds | None = None
 
-    def run(self, site: Site, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    def run(self, context: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs the block; all is kept."""
-        del site
+        del context
         ops = Ops()
         self.seen.append(ops)
 
@@ -154,7 +154,7 @@ def levels(seen: Sequence[Ops], most: int = MOST) -> list[tuple[list[str], float
         seen: calls of equal blocks, of which the fastest counts op by op.
         most: how many levels at most.
     """
-    log = seen[0].log if seen else OpLog()
+    log = seen[0].log if seen else OpGraph()
     alike = [ops for ops in seen if ops.log.is_whole and len(ops.log.calls) == len(log.calls)]
     if not log.is_whole or not alike:
         return []
@@ -220,7 +220,7 @@ def _own(option: Option, found: Sequence[tuple[Sequence[str], float | None]]) ->
     )
 
 
-def _cheapest(log: OpLog, ticks: Sequence[int]) -> list[_Choice]:
+def _cheapest(log: OpGraph, ticks: Sequence[int]) -> list[_Choice]:
     """Returns the cheapest choices for many prices of a byte: from what autograd keeps to nothing.
 
     The price at which two neighbours are equally good shows whether there is another one between them. The pair with
@@ -247,7 +247,7 @@ def _cheapest(log: OpLog, ticks: Sequence[int]) -> list[_Choice]:
     return [keep, *sorted((choice for choice in between if choice not in (keep, nothing)), reverse=True), nothing]
 
 
-def _cut(log: OpLog, ticks: Sequence[int], price: float) -> _Choice:
+def _cut(log: OpGraph, ticks: Sequence[int], price: float) -> _Choice:
     """Returns the cheapest choice when a byte costs so many ticks."""
     import networkx as nx  # noqa: PLC0415 - a third of a second that only levels take
 
@@ -286,7 +286,7 @@ def _bulge(before: _Choice, choice: _Choice, after: _Choice) -> float:
     return abs((c - a) * (f - b) - (e - a) * (d - b))
 
 
-def _names(log: OpLog, kept: Iterable[int]) -> list[str]:
+def _names(log: OpGraph, kept: Iterable[int]) -> list[str]:
     numbers: dict[str, list[int]] = {}
     for number in sorted(kept):
         call = log.calls[number]

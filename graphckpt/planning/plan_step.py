@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from graphckpt._compat_compiler import has_compiled_call
 from graphckpt.blocks.apply import apply
+from graphckpt.blocks.find_layers import layers
 from graphckpt.blocks.forward import BlockForward
-from graphckpt.blocks.layers import layers
 from graphckpt.blocks.select import select
 from graphckpt.errors import ConfigError, did_you_mean
 from graphckpt.planning import budget as budgets

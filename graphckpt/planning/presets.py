@@ -17,7 +17,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from graphckpt.blocks.layers import layers
+from graphckpt.blocks.find_layers import layers
 from graphckpt.errors import ConfigError
 from graphckpt.rules.segments import run_starts
 

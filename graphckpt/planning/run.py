@@ -95,13 +95,13 @@ class Blocks:
                 stored: Any = _Stored(store(option))
                 compiling = option.fields.get("compile")
                 wrapper = BlockForward(module, name, option.rule, stored, compile_options=compiling)
-                wrapper.site.learns = learns
-                wrapper.put_on()
+                wrapper.context.learns = learns
+                wrapper.install()
                 wrappers.append(wrapper)
             yield lambda: _without(wrappers)
         finally:
             for wrapper in reversed(wrappers):
-                wrapper.take_off()
+                wrapper.uninstall()
 
     @contextmanager
     def marked(self, listener: Listener) -> Iterator[None]:
@@ -118,12 +118,12 @@ class Blocks:
 @contextmanager
 def _without(wrappers: Sequence[BlockForward]) -> Iterator[None]:
     for wrapper in reversed(wrappers):
-        wrapper.take_off()
+        wrapper.uninstall()
     try:
         yield
     finally:
         for wrapper in wrappers:
-            wrapper.put_on()
+            wrapper.install()
 
 
 @final

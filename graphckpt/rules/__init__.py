@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from graphckpt.rules.base import Rule
-from graphckpt.rules.frame import Frame
+from graphckpt.rules.engine.context import BlockContext
+from graphckpt.rules.engine.execution import Contexts, running
+from graphckpt.rules.engine.frame import Frame
 from graphckpt.rules.full import Full
 from graphckpt.rules.joined import Joined
 from graphckpt.rules.keep import Keep
-from graphckpt.rules.passes import Contexts, running
 from graphckpt.rules.registry import parse_rule, rule_classes
 from graphckpt.rules.segments import Segments, run_segments
 from graphckpt.rules.selective import Selective
-from graphckpt.rules.site import Site
 from graphckpt.rules.tiles import Tiles
 
 __all__ = [
+    "BlockContext",
     "Contexts",
     "Frame",
     "Full",
@@ -23,7 +24,6 @@ __all__ = [
     "Rule",
     "Segments",
     "Selective",
-    "Site",
     "Tiles",
     "parse_rule",
     "rule_classes",

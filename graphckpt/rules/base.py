@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from graphckpt.rules.site import Site
+    from graphckpt.rules.engine.context import BlockContext
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Rule(ABC):
         return None
 
     @abstractmethod
-    def run(self, site: Site, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    def run(self, block: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs ``function(*args, **kwargs)``, the block's forward, with autograd on."""
 
     def run_without_gradients(self, name: str, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

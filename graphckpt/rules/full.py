@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from graphckpt.rules.base import Rule
-from graphckpt.rules.frame import Frame
-from graphckpt.rules.passes import running
+from graphckpt.rules.engine.execution import running
+from graphckpt.rules.engine.frame import Frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from graphckpt.rules.site import Site
+    from graphckpt.rules.engine.context import BlockContext
 
 
 @final
@@ -22,8 +22,8 @@ class Full(Rule):
 
     name: ClassVar[str] = "full"
 
-    def run(self, site: Site, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    def run(self, block: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs the block; backward will run it again, once. Inside of such a block it is part of that one."""
         if running.get() is not None:
             return function(*args, **kwargs)
-        return Frame(site, function).run(args, kwargs)
+        return Frame(block, function).run(args, kwargs)

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from graphckpt.rules.base import Rule
-from graphckpt.rules.frame import Frame
-from graphckpt.rules.passes import running
+from graphckpt.rules.engine.execution import running
+from graphckpt.rules.engine.frame import Frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import nn
 
-    from graphckpt.rules.site import Site
+    from graphckpt.rules.engine.context import BlockContext
 
 
 @final
@@ -45,8 +45,8 @@ class Joined(Rule):
             )
         return None
 
-    def run(self, site: Site, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    def run(self, block: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs the block; backward will run those before it again, and then it."""
         if running.get() is not None:
             return function(*args, **kwargs)
-        return Frame(site, function, joins=True).run(args, kwargs)
+        return Frame(block, function, joins=True).run(args, kwargs)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from graphckpt.rules.base import Rule
-from graphckpt.rules.hole import run_hole
+from graphckpt.rules.engine.excluded import run_excluded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from graphckpt.rules.site import Site
+    from graphckpt.rules.engine.context import BlockContext
 
 
 @final
@@ -21,6 +21,6 @@ class Keep(Rule):
 
     name: ClassVar[str] = "keep"
 
-    def run(self, site: Site, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Runs the block once; its outputs are handed back if the block around it runs again."""
-        return run_hole(site, function, args, kwargs)
+    def run(self, block: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs the block once; its outputs are outputs back if the block around it runs again."""
+        return run_excluded(block, function, args, kwargs)

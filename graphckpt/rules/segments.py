@@ -18,12 +18,12 @@ from torch import nn
 
 from graphckpt.errors import ConfigError
 from graphckpt.rules.base import Rule
-from graphckpt.rules.frame import Frame
+from graphckpt.rules.engine.frame import Frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from graphckpt.rules.site import Site
+    from graphckpt.rules.engine.context import BlockContext
 
 
 Wrap: TypeAlias = "Callable[[Callable[..., Any]], Callable[..., Any]]"
@@ -68,35 +68,35 @@ class Segments(Rule):
             return f"segments = {self.runs} is more than its {len(module)} children · fix: use 'sqrt'"  # type: ignore[arg-type]
         return None
 
-    def run(self, site: Site, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    def run(self, block: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs the container; ``function`` is its bound forward."""
         children = list(function.__self__)  # type: ignore[attr-defined]
         if kwargs or len(args) != 1:
             return function(*args, **kwargs)  # raises what nn.Sequential raises
-        return run_segments(site, children, self.runs, args[0], wrap=getattr(function, "wrap", _as_it_is))
+        return run_segments(block, children, self.runs, args[0], wrap=getattr(function, "wrap", _as_it_is))
 
 
 def run_segments(
-    site: Site, children: Sequence[Callable[..., Any]], runs: int | str, value: Any, *, wrap: Wrap = _as_it_is
+    block: BlockContext, children: Sequence[Callable[..., Any]], runs: int | str, value: Any, *, wrap: Wrap = _as_it_is
 ) -> Any:
     """Passes ``value`` through ``children``, all but the last run of them under recompute.
 
     Every call of children goes through ``wrap``, which returns what to call in its place.
     """
     if runs == "log":
-        return _run_halves(site, children, wrap, 0, len(children), value)
+        return _run_halves(block, children, wrap, 0, len(children), value)
     starts = (*run_starts(num_children=len(children), runs=runs), len(children))
     for first, end in pairwise(starts):
         if end == len(children):
             return wrap(_call_in_order)(children[first:end], value)
-        value = _frame(site, children, first, end, wrap(partial(_call_in_order, children[first:end])), value)
+        value = _frame(block, children, first, end, wrap(partial(_call_in_order, children[first:end])), value)
     return value
 
 
 def run_starts(*, num_children: int, runs: int | str) -> tuple[int, ...]:
     """Cuts a chain of children into runs of nearly equal length.
 
-    Kept at once: one input per run and one run in full, so the peak is least near ``sqrt(num_children)`` runs
+    SavedTensor at once: one input per run and one run in full, so the peak is least near ``sqrt(num_children)`` runs
     (Chen et al. 2016, arXiv:1604.06174).
 
     >>> run_starts(num_children=10, runs=3)
@@ -109,25 +109,25 @@ def run_starts(*, num_children: int, runs: int | str) -> tuple[int, ...]:
 
 
 def _run_halves(
-    site: Site, children: Sequence[Callable[..., Any]], wrap: Wrap, first: int, end: int, value: Any
+    block: BlockContext, children: Sequence[Callable[..., Any]], wrap: Wrap, first: int, end: int, value: Any
 ) -> Any:
     while end - first > 1:
         middle = (first + end) // 2
-        halves = wrap(partial(_run_halves, site, children, wrap, first, middle))
-        value = _frame(site, children, first, middle, halves, value)
+        halves = wrap(partial(_run_halves, block, children, wrap, first, middle))
+        value = _frame(block, children, first, middle, halves, value)
         first = middle
     return wrap(_call_in_order)(children[first:end], value)
 
 
 def _frame(
-    site: Site,
+    block: BlockContext,
     children: Sequence[Callable[..., Any]],
     first: int,
     end: int,
     function: Callable[[Any], Any],
     value: Any,
 ) -> Any:
-    return Frame(site.part((first, end), children[first:end]), function).run((value,), {})
+    return Frame(block.part((first, end), children[first:end]), function).run((value,), {})
 
 
 def _call_in_order(children: Sequence[Callable[..., Any]], value: Any) -> Any:

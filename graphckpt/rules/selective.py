@@ -1,4 +1,4 @@
-"""Keeps a block's inputs and the results of chosen ops; backward runs the rest again and is handed those."""
+"""Keeps a block's inputs and the results of chosen ops; backward runs the rest again and is outputs those."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from graphckpt.errors import ConfigError, did_you_mean
 from graphckpt.rules.base import Rule
-from graphckpt.rules.frame import Frame
-from graphckpt.rules.op_memory import OpMemory
-from graphckpt.rules.recipe import Chosen
+from graphckpt.rules.engine.frame import Frame
+from graphckpt.rules.ops.contexts import SelectiveContexts
+from graphckpt.rules.ops.schedule import NamedOps
 from graphckpt.tree import flatten_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from graphckpt.rules.op_log import Op
-    from graphckpt.rules.recipe import Policy
-    from graphckpt.rules.site import Site
+    from graphckpt.rules.engine.context import BlockContext
+    from graphckpt.rules.ops.op_graph import Op
+    from graphckpt.rules.ops.schedule import Policy
 
 
 def _ops(*names: str) -> frozenset[Op]:
@@ -76,12 +76,12 @@ class Selective(Rule):
     def __reduce__(self) -> tuple[Any, ...]:
         return Selective, (self.save,)  # the policy made from `save` need not be picklable
 
-    def run(self, site: Site, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    def run(self, block: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs the block; backward will run it again, but for the chosen ops."""
         policy: Policy = self._policy  # type: ignore[attr-defined]
         leaves, _ = flatten_call(args, kwargs)
-        kind = _kind(leaves) if isinstance(policy, Chosen) else None
-        return Frame(site, function, OpMemory(policy, kind)).run(args, kwargs)
+        kind = _kind(leaves) if isinstance(policy, NamedOps) else None
+        return Frame(block, function, SelectiveContexts(policy, kind)).run(args, kwargs)
 
     def describe(self) -> str:
         """Names the preset, the ops or the policy function."""
@@ -100,7 +100,7 @@ def _kind(leaves: Iterable[Any]) -> object:
 
 def _policy(save: Any) -> Policy:
     if isinstance(save, str) and save in PRESETS:
-        return Chosen(PRESETS[save])
+        return NamedOps(PRESETS[save])
     if isinstance(save, (list, tuple, set, frozenset)):
         return _read(save)
     if callable(save) and not isinstance(save, str):
@@ -112,7 +112,7 @@ def _policy(save: Any) -> Policy:
     )
 
 
-def _read(entries: Iterable[Any]) -> Chosen:
+def _read(entries: Iterable[Any]) -> NamedOps:
     """Returns the policy that a list of ops means."""
     whole: set[Op] = set()
     some: dict[Op, set[int]] = {}
@@ -127,7 +127,7 @@ def _read(entries: Iterable[Any]) -> Chosen:
             continue
         for op in ops:
             some.setdefault(op, set()).update(map(int, numbered["numbers"].split(",")))
-    return Chosen(whole, some, words)
+    return NamedOps(whole, some, words)
 
 
 def _op(op: Any) -> Op:

@@ -12,13 +12,13 @@ import torch
 
 from graphckpt.errors import ConfigError
 from graphckpt.rules.base import Rule
-from graphckpt.rules.frame import Frame
+from graphckpt.rules.engine.frame import Frame
 from graphckpt.tree import build_value, flatten_call, flatten_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from graphckpt.rules.site import Site
+    from graphckpt.rules.engine.context import BlockContext
 
 
 @final
@@ -54,9 +54,9 @@ class Tiles(Rule):
         if self.reduce not in (None, "sum", "mean"):
             raise ConfigError(f"tiles: reduce {self.reduce!r} is unknown · fix: use 'sum', 'mean' or None")
 
-    def run(self, site: Site, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    def run(self, block: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs the block slice by slice."""
-        return self._in_slices(site.name, lambda *tile: Frame(site, function).run(*tile), args, kwargs)
+        return self._in_slices(block.name, lambda *tile: Frame(block, function).run(*tile), args, kwargs)
 
     def run_without_gradients(self, name: str, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs a loss in slices: what is too big for training at once is too big for evaluation.

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from graphckpt.blocks.config import BlockConfig
-from graphckpt.blocks.layers import marked_layers
+from graphckpt.blocks.find_layers import marked_layers
 from graphckpt.blocks.select import select
 from graphckpt.errors import ConfigError, bullets, did_you_mean
 from graphckpt.train.settings import ActivationCheckpointConfig

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import graphckpt
-from graphckpt.rules.passes import running
+from graphckpt.rules.engine.execution import running
 
 
 class Bench:
@@ -139,7 +139,7 @@ def run(
             optimizer.zero_grad()
     seen, stores = bench.seen, set()
     if handle is not None:
-        stores = {wrapper.site.store for wrapper in handle._wrappers}
+        stores = {wrapper.context.store for wrapper in handle._wrappers}
         handle.remove()
     del model, handle, bench, optimizer
     return seen | {"left behind": left_behind(stores)}

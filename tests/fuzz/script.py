@@ -31,7 +31,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import graphckpt
 from graphckpt import Disk, Host, Segments, Selective, Tiles
-from graphckpt.rules.passes import running
+from graphckpt.rules.engine.execution import running
 from graphckpt.stores.thread_copies import ThreadCopies
 
 torch.set_num_threads(1)

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from graphckpt import ConfigError
-from graphckpt.blocks.layers import layers
+from graphckpt.blocks.find_layers import layers
 from graphckpt.integrations.transformers import GraphckptArguments, GraphckptCallback
 from graphckpt.ledger.live import LiveBytes
 

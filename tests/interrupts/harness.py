@@ -21,7 +21,7 @@ from zoo import B, BatchNorm, Counts, D, EditsItsInput, Mlp, Noise
 import graphckpt
 from graphckpt import Host, Segments, Selective
 from graphckpt.ledger.recorder import Recorder
-from graphckpt.rules.passes import running
+from graphckpt.rules.engine.execution import running
 from graphckpt.stores.thread_copies import ThreadCopies
 from interrupts.moments import AfterSeconds, AtEvent, Moment, count_events
 
@@ -309,7 +309,7 @@ class Trial:
         return found | state_of(model) | {"random state": torch.get_rng_state()}
 
     def _alive(self) -> list[str]:
-        stores = {wrapper.site.store for wrapper in self._handle._wrappers} if self._handle is not None else set()
+        stores = {wrapper.context.store for wrapper in self._handle._wrappers} if self._handle is not None else set()
         if not any(getattr(store, "num_alive", 0) for store in stores):
             return []
         gc.collect()

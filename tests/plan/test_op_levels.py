@@ -18,13 +18,13 @@ from graphckpt.planning.plan_step import found_blocks
 from graphckpt.planning.real import RealStep
 from graphckpt.planning.run import Blocks
 from graphckpt.rules import Selective
-from graphckpt.rules.op_log import OpCall, OpLog
+from graphckpt.rules.ops.op_graph import OpCall, OpGraph
 
 
 def drawn(seed):
     """Returns a log of some ops at random, and what they take."""
     rng = random.Random(seed)
-    log = OpLog()
+    log = OpGraph()
     for number in range(8):
         inputs = frozenset(rng.sample(range(number), min(number, rng.choice((1, 1, 2)))))
         call = OpCall("op", number, inputs, (), None, num_bytes=rng.choice((0, 40, 100, 400)), is_read=True)

@@ -20,7 +20,7 @@ import torch  # noqa: E402
 from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
 
-from graphckpt.rules import Rule, Selective, Site  # noqa: E402
+from graphckpt.rules import BlockContext, Rule, Selective  # noqa: E402
 
 NUMBER = 2  # of the sample of an op: the first ones are small
 WITHOUT_VALUES = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
@@ -75,7 +75,7 @@ def outcome(op: Any, sample: Any, rule: Rule | None, *, autocast: bool) -> list[
 
 
 def call(rule: Rule | None, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    return function(*args, **kwargs) if rule is None else rule.run(Site("op", ()), function, args, kwargs)
+    return function(*args, **kwargs) if rule is None else rule.run(BlockContext("op", ()), function, args, kwargs)
 
 
 def fresh(value: Any) -> Any:

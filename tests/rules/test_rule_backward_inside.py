@@ -80,7 +80,7 @@ def steps(model: nn.Module, *, amp: bool, rules: dict[str, Any] | None = None, t
         seen += [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
         seen += [b.clone() for b in model.buffers()]
     if handle is not None:
-        assert all(wrapper.site.store.num_alive == 0 for wrapper in handle._wrappers if wrapper.site.is_placed)
+        assert all(wrapper.context.store.num_alive == 0 for wrapper in handle._wrappers if wrapper.context.is_placed)
         handle.remove()
     return seen
 

@@ -151,4 +151,4 @@ def test_a_forward_that_fails_after_an_edit_of_its_argument_leaves_nothing() -> 
             with pytest.raises(RuntimeError, match=r"\d"):
                 model(torch.ones(300, 4))
             gc.collect()
-            assert [wrapper.site.store.num_alive for wrapper in handle._wrappers if wrapper.name == "0"] == [0]
+            assert [wrapper.context.store.num_alive for wrapper in handle._wrappers if wrapper.name == "0"] == [0]

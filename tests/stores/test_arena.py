@@ -134,7 +134,7 @@ def test_forwards_without_gradients_leave_it_alone() -> None:
     with graphckpt.apply(model, {"[123]": {"activation_checkpointing": True, "contiguous": True}}) as handle:
         for _ in range(2):
             model(x).sum().backward()
-        arena = arena_of(handle._wrappers[0].site.store)
+        arena = arena_of(handle._wrappers[0].context.store)
         size = arena.slab_bytes
         loss = model(x).sum()
         with torch.no_grad():

@@ -39,7 +39,7 @@ def flags(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def stores_of(handle: graphckpt.Handle) -> list[PlacedStore]:
-    stores = {id(w.site.store): w.site.store for w in handle._wrappers}
+    stores = {id(w.context.store): w.context.store for w in handle._wrappers}
     return [store for store in stores.values() if isinstance(store, PlacedStore)]
 
 

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import torch
 
 from graphckpt.errors import RecomputeError
-from graphckpt.objects import rewind_objects, settle_objects, take_objects
-from graphckpt.rules.aliases import Aliases, alias_groups, has_storage
-from graphckpt.rules.argument import Argument, Traits, as_edited
-from graphckpt.rules.handed import Handed
-from graphckpt.rules.kept import Same
-from graphckpt.rules.mismatch import edited, edits_argument, iterator_argument, shares_with_buffer
+from graphckpt.mutable_arguments import rewind_objects, settle_objects, take_objects
+from graphckpt.rules.engine.aliases import Aliases, alias_groups, has_storage
+from graphckpt.rules.engine.argument import Argument, Traits, as_edited
+from graphckpt.rules.engine.chained import ChainedInput
+from graphckpt.rules.engine.mismatch import edited, edits_argument, iterator_argument, shares_with_buffer
+from graphckpt.rules.engine.saved import SameArgument
 from graphckpt.tree import ATOMS, flatten_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from graphckpt.moving import Moving, Snapshot
-    from graphckpt.rules.frame import Frame
-    from graphckpt.rules.handed import Returned
+    from graphckpt.rules.engine.chained import BlockOutput
+    from graphckpt.rules.engine.frame import Frame
     from graphckpt.undo import Undo
 
 
@@ -76,7 +76,7 @@ class Arguments:
         """Names the argument that leaf number ``position`` belongs to."""
         return self._shape.name(position, function)
 
-    def keep(self, frame: Frame, snapshot: Snapshot, returned: Returned | None, *, learning: bool) -> None:
+    def keep(self, frame: Frame, snapshot: Snapshot, returned: BlockOutput | None, *, learning: bool) -> None:
         """Keeps what the recomputation needs, before the original forward."""
         leaves = self._leaves
         tensors: list[tuple[int, torch.Tensor]] = []
@@ -87,13 +87,13 @@ class Arguments:
                 if first == position:
                     tensors.append((position, leaf))
                 else:  # `attention(x, x, x)` takes another path than three equal tensors
-                    leaves[position] = Same(first)
+                    leaves[position] = SameArgument(first)
             elif type(leaf) not in ATOMS:
                 if hasattr(leaf, "__next__"):
-                    raise RecomputeError(iterator_argument(frame.site.name, frame.name_of(position)))
+                    raise RecomputeError(iterator_argument(frame.block.name, frame.name_of(position)))
                 self._objects = self._objects or take_objects(leaves)
         self._find_own(frame, snapshot, tensors)
-        self.edited = frame.site.edited
+        self.edited = frame.block.edited
         if self.edited and not learning:
             groups = alias_groups(tensors)
             self.edited |= {p for group in groups if not self.edited.isdisjoint(group) for p in group}
@@ -104,7 +104,7 @@ class Arguments:
             if not learning or frame.outer is not None:  # else at the end of the forward, which shows what is edited
                 leaves[position] = frame.keep_argument(tensor, copied, returned)
 
-    def settle(self, frame: Frame, snapshot: Snapshot, returned: Returned | None, *, learning: bool) -> None:
+    def settle(self, frame: Frame, snapshot: Snapshot, returned: BlockOutput | None, *, learning: bool) -> None:
         """Drops what the recomputation does not need, after the original forward.
 
         Raises:
@@ -117,11 +117,11 @@ class Arguments:
             self._find_own(frame, snapshot, tensors)
         moved = frozenset(each.position for each in given if each.is_edited()) - self._own.keys()
         if learning:
-            self.edited = moved | frame.site.edited
-            frame.site.edited = self.edited
+            self.edited = moved | frame.block.edited
+            frame.block.edited = self.edited
         elif not moved <= self.edited:
             self.drop()
-            raise RecomputeError(edits_argument(frame.site.name, frame.name_of(min(moved - self.edited))))
+            raise RecomputeError(edits_argument(frame.block.name, frame.name_of(min(moved - self.edited))))
         self._find_aliases(frame, tensors)
         if learning:
             for each in given:
@@ -150,7 +150,9 @@ class Arguments:
             self.edited |= {each.position for each in copied if each.is_edited()} - self._own.keys()
             self._find_aliases(frame, [(each.position, each.tensor) for each in self._given])
         for position, leaf in enumerate(self._leaves):
-            taken.append(taken[leaf.position] if isinstance(leaf, Same) else self._take(frame, position, leaf, undo))
+            taken.append(
+                taken[leaf.position] if isinstance(leaf, SameArgument) else self._take(frame, position, leaf, undo)
+            )
         for aliases in self._aliases:
             aliases.rebuild(taken)
         return taken
@@ -168,7 +170,7 @@ class Arguments:
         for position, place in self._own.items():
             leaves[position] = place.owner[place.key]
         for position, leaf in enumerate(self._leaves):
-            if isinstance(leaf, Same):
+            if isinstance(leaf, SameArgument):
                 leaves[position] = leaves[leaf.position]
         if self._objects:
             rewind_objects(self._objects, undo)
@@ -177,7 +179,7 @@ class Arguments:
     def _take(self, frame: Frame, position: int, leaf: Any, undo: Undo) -> Any:
         if position in self._own:
             return None  # filled in by `assemble`
-        if isinstance(leaf, Handed):
+        if isinstance(leaf, ChainedInput):
             return leaf.of(frame.before)  # type: ignore[arg-type]
         for each in self._given:
             if each.position == position and each.copied is not None:
@@ -186,7 +188,7 @@ class Arguments:
             return leaf
         tensor = leaf.take(undo, is_edited=position in self.edited)
         if tensor is None:
-            raise RecomputeError(edited(frame.site.name, f"its argument `{frame.name_of(position)}`"))
+            raise RecomputeError(edited(frame.block.name, f"its argument `{frame.name_of(position)}`"))
         return tensor
 
     def _find_aliases(self, frame: Frame, tensors: list[tuple[int, torch.Tensor]]) -> None:
@@ -209,7 +211,7 @@ class Arguments:
                 if own is tensor:
                     self._own[position] = place
                 elif _share_storage(own, tensor):
-                    raise RecomputeError(shares_with_buffer(frame.site.name, frame.name_of(position), place.key))
+                    raise RecomputeError(shares_with_buffer(frame.block.name, frame.name_of(position), place.key))
 
 
 def _share_storage(own: Any, tensor: torch.Tensor) -> bool:

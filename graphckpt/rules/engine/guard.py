@@ -33,17 +33,17 @@ from graphckpt._compat import (
     push_saved_tensor_hooks,
     saved_tensor_hooks_in_force,
 )
-from graphckpt.ambient import restore_ambient
+from graphckpt.autocast_state import restore_ambient
 from graphckpt.rng import set_random_state
-from graphckpt.rules.passes import running
+from graphckpt.rules.engine.execution import running
 from graphckpt.undo import put_back
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from graphckpt.ambient import Ambient
+    from graphckpt.autocast_state import Ambient
     from graphckpt.rng import RandomState
-    from graphckpt.rules.passes import Run
+    from graphckpt.rules.engine.execution import Execution
     from graphckpt.undo import Undo
 
 
@@ -60,13 +60,13 @@ class Guard:
         self._is_entered = False
         self._ambient: tuple[Ambient, int] | None = None
         self._random: RandomState | None = None
-        self._run: Run | None = None
+        self._run: Execution | None = None
         self._grad = torch.is_grad_enabled()
         self.undo: Undo = []
         """What was replaced in modules and arguments."""
 
     def enter(
-        self, run: Run | None, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+        self, run: Execution | None, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
     ) -> None:
         """Makes ``run`` the present one, and passes what autograd saves through ``pack`` and ``unpack``."""
         self._hooks = saved_tensor_hooks_in_force()

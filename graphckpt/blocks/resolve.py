@@ -22,29 +22,31 @@ _UNCALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  
 
 @final
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ResolvedPolicies:
     """The wrappers of a tree of modules, in its order, and why flags on other modules do nothing."""
 
     wrappers: list[BlockForward]
     idle: dict[str, str]
 
 
-def make_plan(roots: Iterable[tuple[str, nn.Module]], configs: Mapping[nn.Module, BlockConfig]) -> Plan:
+def resolve_policies(
+    roots: Iterable[tuple[str, nn.Module]], configs: Mapping[nn.Module, BlockConfig]
+) -> ResolvedPolicies:
     """Walks the trees below ``roots`` and decides, for each module with a config, what its flags mean where it stands.
 
     Raises:
         ConfigError: Rules that cannot act on their modules; all of them at once.
     """
-    walk = _Walk(configs)
+    walk = _Resolver(configs)
     for name, root in roots:
-        walk.visit(name, root, _Around())
+        walk.visit(name, root, _Inherited())
     if walk.faults:
         raise ConfigError("\n".join(f"- {fault}" for fault in walk.faults) if len(walk.faults) > 1 else walk.faults[0])
     return walk.plan
 
 
 @dataclass(frozen=True, slots=True)
-class _Around:
+class _Inherited:
     """What the blocks around a module say."""
 
     rule: Rule | None = None
@@ -55,15 +57,15 @@ class _Around:
     """Where what the module saves goes already, as a block around it does not run again but has a store."""
 
 
-class _Walk:
+class _Resolver:
     def __init__(self, configs: Mapping[nn.Module, BlockConfig]) -> None:
-        self.plan = Plan([], {})
+        self.plan = ResolvedPolicies([], {})
         self.faults: list[str] = []
         self._configs = configs
         self._seen: dict[nn.Module, None] = {}
         self._placements: list[Placement] = []
 
-    def visit(self, name: str, module: nn.Module, around: _Around) -> None:
+    def visit(self, name: str, module: nn.Module, around: _Inherited) -> None:
         if module in self._seen:
             return
         self._seen[module] = None
@@ -74,7 +76,7 @@ class _Walk:
         for key, child in module.named_children():
             self.visit(f"{name}.{key}" if name else key, child, inside)
 
-    def _decide(self, name: str, module: nn.Module, config: BlockConfig | None, around: _Around) -> _Around:
+    def _decide(self, name: str, module: nn.Module, config: BlockConfig | None, around: _Inherited) -> _Inherited:
         """Returns what is around the children."""
         rule = config.rule if config is not None else None
         placement = self._placement(around.fields)
@@ -98,8 +100,8 @@ class _Walk:
         return replace(around, rule=rule)
 
     def _decide_kept(
-        self, name: str, module: nn.Module, config: BlockConfig | None, placement: Placement | None, around: _Around
-    ) -> _Around:
+        self, name: str, module: nn.Module, config: BlockConfig | None, placement: Placement | None, around: _Inherited
+    ) -> _Inherited:
         """A module that does not run again by itself."""
         is_hole = config is not None and config.rule is not None and around.rule is not None
         options = config.compile_options if config is not None else None

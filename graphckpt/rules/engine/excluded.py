@@ -1,4 +1,4 @@
-"""A child that is kept inside of a block that runs again: its outputs are handed back, it does not run twice."""
+"""A child that is kept inside of a block that runs again: its outputs are outputs back, it does not run twice."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
-from graphckpt.objects import take_objects
+from graphckpt.mutable_arguments import take_objects
 from graphckpt.rng import set_random_state, take_random_state
-from graphckpt.rules.argument import Traits, own_attributes
-from graphckpt.rules.frame import Frame
-from graphckpt.rules.guard import Guard
-from graphckpt.rules.kept import Kept
-from graphckpt.rules.mismatch import holes_differ
-from graphckpt.rules.passes import Run, SecondRun, running, unseen
-from graphckpt.rules.stored import IN_PLACE, StoredCall
+from graphckpt.rules.engine.argument import Traits, own_attributes
+from graphckpt.rules.engine.execution import Execution, Recomputation, running, unseen
+from graphckpt.rules.engine.frame import Frame
+from graphckpt.rules.engine.guard import Guard
+from graphckpt.rules.engine.mismatch import excluded_differ
+from graphckpt.rules.engine.saved import SavedTensor
+from graphckpt.rules.engine.saved_hooks import IN_PLACE, StoredCall
 from graphckpt.stores import DeviceStore
 from graphckpt.tree import build_value, flatten_call, flatten_value
 from graphckpt.undo import differs
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
     from graphckpt.moving import Snapshot
     from graphckpt.rng import RandomState
-    from graphckpt.rules.site import Site
+    from graphckpt.rules.engine.context import BlockContext
 
 
 @final
-class HoleCall:
+class ExcludedCall:
     """One call of a kept child in a first run, and how to answer for it in the second."""
 
-    __slots__ = ("_handles", "_leaves", "_random", "_site", "_spec", "_versions")
+    __slots__ = ("_block", "_handles", "_leaves", "_random", "_spec", "_versions")
 
-    def __init__(self, site: Site, output: Any, frame: Frame, random: RandomState) -> None:
-        self._site = site
+    def __init__(self, block: BlockContext, output: Any, frame: Frame, random: RandomState) -> None:
+        self._block = block
         self._random = random
         leaves, self._spec = flatten_value(output)
         self._handles = [_watch_node(leaf, frame) for leaf in leaves if _has_history(leaf)]
@@ -54,16 +54,16 @@ class HoleCall:
     @property
     def name(self) -> str:
         """Path of the child."""
-        return self._site.name
+        return self._block.name
 
     def settle(self, snapshot: Snapshot) -> None:
-        """Decides after the original forward whether the recomputation can be handed the outputs.
+        """Decides after the original forward whether the recomputation can be outputs the outputs.
 
         It cannot where the parent has edited one in place, and where the child sets attributes of its modules, which
         the parent may read.
         """
         attributes = {id(place.owner) for place, _ in snapshot.moving if not place.in_place}
-        if self._has_changed() or (attributes and not attributes.isdisjoint(self._site.state.attribute_ids())):
+        if self._has_changed() or (attributes and not attributes.isdisjoint(self._block.state.attribute_ids())):
             self._leaves = None
         self._versions = []
         while self._handles:
@@ -93,7 +93,7 @@ class _Output:
     __slots__ = ("_kept", "_traits")
 
     def __init__(self, tensor: torch.Tensor, frame: Frame) -> None:
-        self._kept = Kept(tensor, frame, frame.outer)
+        self._kept = SavedTensor(tensor, frame, frame.outer)
         self._traits = Traits(tensor)
 
     def take(self) -> torch.Tensor | None:
@@ -139,7 +139,7 @@ class _Inputs:
 
 
 def _is_special(leaf: Any) -> bool:
-    """Whether a tensor is more than its values: what is handed back is not the same object."""
+    """Whether a tensor is more than its values: what is outputs back is not the same object."""
     return isinstance(leaf, torch.Tensor) and (isinstance(leaf, nn.Parameter) or bool(own_attributes(leaf)))
 
 
@@ -159,96 +159,96 @@ def _watch_node(tensor: torch.Tensor, frame: Frame) -> Any:
     return tensor.grad_fn.register_prehook(note)  # type: ignore[union-attr]
 
 
-def run_hole(site: Site, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def run_excluded(block: BlockContext, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Runs a kept child; outside of a block that runs again this is a plain call.
 
     Blocks may nest: the child is a hole in every block around it, up to one whose second run this is.
     """
     around = _runs_around(running.get())
     if not around:
-        return _run_alone(site, function, args, kwargs)
+        return _run_alone(block, function, args, kwargs)
     outermost = around[-1]
-    first_runs = around[:-1] if isinstance(outermost, SecondRun) else around
+    first_runs = around[:-1] if isinstance(outermost, Recomputation) else around
     inputs = stored = None
     with unseen(around[0]):  # copies of a store, or of hooks, are no ops of the block
-        answered, output = _ask(outermost, site) if isinstance(outermost, SecondRun) else (False, None)
+        answered, output = _ask(outermost, block) if isinstance(outermost, Recomputation) else (False, None)
     if not answered:
-        stored = None if isinstance(outermost, SecondRun) or outermost.frame.outer is not None else _stored(site)
-        keep = None if isinstance(outermost, SecondRun) else outermost.frame.outer
+        stored = None if isinstance(outermost, Recomputation) or outermost.frame.outer is not None else _stored(block)
+        keep = None if isinstance(outermost, Recomputation) else outermost.frame.outer
         hooks = (stored.pack, stored.unpack) if stored is not None else keep or IN_PLACE
         inputs = _Inputs(args, kwargs) if first_runs else None
         try:
-            output = _run_kept(around, hooks, site, function, args, kwargs, is_stored=stored is not None)
+            output = _run_kept(around, hooks, block, function, args, kwargs, is_stored=stored is not None)
         except Exception:
             for run in first_runs:
-                run.frame.holes.append(RepeatedCall(site.name))
+                run.frame.excluded.append(RepeatedCall(block.name))
             raise
     with unseen(around[0]):
         if stored is not None:
             stored.seal()
         is_repeated = inputs is not None and inputs.are_edited()
         for frame in (run.frame for run in first_runs if not run.frame.keeps_rest):
-            call = RepeatedCall(site.name) if is_repeated else None
-            frame.holes.append(call or HoleCall(site, output, frame, take_random_state(frame.devices)))
+            call = RepeatedCall(block.name) if is_repeated else None
+            frame.excluded.append(call or ExcludedCall(block, output, frame, take_random_state(frame.devices)))
     return output
 
 
-def _run_alone(site: Site, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _run_alone(block: BlockContext, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Runs a block with no recompute around it: what it saves goes to its store."""
-    if not site.is_placed and site.recorder is None:
+    if not block.is_placed and block.recorder is None:
         return function(*args, **kwargs)
-    hooks_around = site.hooks_around()
+    hooks_around = block.hooks_around()
     if hooks_around is not None:
-        if site.is_placed:
-            site.note("hooks of the caller are in force around it: what it saves goes to them, not to its store")
+        if block.is_placed:
+            block.note("hooks of the caller are in force around it: what it saves goes to them, not to its store")
         return function(*args, **kwargs)
-    stored = _stored(site)
+    stored = _stored(block)
     hooks = IN_PLACE if stored is None else (stored.pack, stored.unpack)
-    output = _run_kept([], hooks, site, function, args, kwargs, is_stored=stored is not None)
+    output = _run_kept([], hooks, block, function, args, kwargs, is_stored=stored is not None)
     if stored is not None:
         stored.seal()
     return output
 
 
-def _stored(site: Site) -> StoredCall | None:
-    return None if isinstance(site.store, DeviceStore) else StoredCall(site, site.open_group())
+def _stored(block: BlockContext) -> StoredCall | None:
+    return None if isinstance(block.store, DeviceStore) else StoredCall(block, block.open_group())
 
 
-def _runs_around(run: Run | None) -> list[Run]:
+def _runs_around(run: Execution | None) -> list[Execution]:
     around = []
     while run is not None:
         around.append(run)
-        if isinstance(run, SecondRun):
+        if isinstance(run, Recomputation):
             break
         run = run.outer
     return around
 
 
-def _ask(run: SecondRun, site: Site) -> tuple[bool, Any]:
+def _ask(run: Recomputation, block: BlockContext) -> tuple[bool, Any]:
     frame = run.frame
-    position = run.hole_cursor
-    run.hole_cursor += 1
-    call = frame.holes[position] if position < len(frame.holes) else None
-    if call is None or call.name != site.name:
-        raise holes_differ(frame.site.name, call.name if call else None, site.name)
+    position = run.excluded_cursor
+    run.excluded_cursor += 1
+    call = frame.excluded[position] if position < len(frame.excluded) else None
+    if call is None or call.name != block.name:
+        raise excluded_differ(frame.block.name, call.name if call else None, block.name)
     answered, output = call.answer()
     if not answered:
-        site.note("it is recomputed: it edits its arguments or sets attributes, or its parent edits its output")
+        block.note("it is recomputed: it edits its arguments or sets attributes, or its parent edits its output")
     return answered, output
 
 
 def _run_kept(
-    around: list[Run],
+    around: list[Execution],
     keep: tuple[Any, Any],
-    site: Site,
+    block: BlockContext,
     function: Callable[..., Any],
     args: Sequence[Any],
     kwargs: dict[str, Any],
     *,
     is_stored: bool = False,
 ) -> Any:
-    recorder = site.recorder
-    pack = keep[0] if recorder is None else recorder.kept_run(site.name, keep[0], is_stored=is_stored)
+    recorder = block.recorder
+    pack = keep[0] if recorder is None else recorder.kept_run(block.name, keep[0], is_stored=is_stored)
     guard = Guard()
     try:
         # what runs in here belongs to what is around the outermost block
@@ -261,4 +261,4 @@ def _run_kept(
         finally:
             guard.leave()  # see Note [An interrupt at any moment]
             if recorder is not None:
-                recorder.kept_run_ended(site.name)
+                recorder.kept_run_ended(block.name)

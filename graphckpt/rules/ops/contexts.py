@@ -1,13 +1,13 @@
-"""The op results that one call of a block keeps, and the second run that is handed them.
+"""The op results that one call of a block keeps, and the second run that is outputs them.
 
 ::
 
     first run     addmm -> pow -> mul -> add -> tanh -> mul -> addmm      kept: addmm, tanh
-    second run    (addmm)  -      -      -     (tanh)   mul               handed back: in brackets
+    second run    (addmm)  -      -      -     (tanh)   mul               outputs back: in brackets
 
 What only leads up to a kept result, or comes after all that autograd saves, is not run again: the second run carries a
 tensor without values in its place, which nothing may read. A result that the second run would not ask for is not kept.
-All this shows in the first call of a block; calls like it follow the recipe that it has left.
+All this shows in the first call of a block; calls like it follow the schedule that it has left.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from graphckpt._compat import pytree, storage_of, version_sharing_detach
 from graphckpt._compat_autocast import above_dispatch_modes
 from graphckpt.errors import RecomputeError
 from graphckpt.rng import set_random_state, take_random_state
-from graphckpt.rules.kept import Kept, KeptResult
-from graphckpt.rules.op_log import OpLog
-from graphckpt.rules.op_modes import CAST, Follow, HandBack, HandBackInOrder, Keep
-from graphckpt.rules.passes import SecondRun, running
-from graphckpt.rules.recipe import Chosen, learn
+from graphckpt.rules.engine.execution import Recomputation, running
+from graphckpt.rules.engine.saved import SavedResult, SavedTensor
+from graphckpt.rules.ops.modes import CAST, CachedMode, CachingMode, ScheduledCachedMode, ScheduledCachingMode
+from graphckpt.rules.ops.op_graph import OpGraph
+from graphckpt.rules.ops.schedule import NamedOps, learn
 from graphckpt.writes import edited_by
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from graphckpt.rules.frame import Frame
-    from graphckpt.rules.op_log import Op
-    from graphckpt.rules.op_modes import Mode
-    from graphckpt.rules.recipe import Key, Policy, Recipe
+    from graphckpt.rules.engine.frame import Frame
+    from graphckpt.rules.ops.modes import OpMode
+    from graphckpt.rules.ops.op_graph import Op
+    from graphckpt.rules.ops.schedule import Key, OpSchedule, Policy
 
-_MOST_RECIPES = 16  # of a block: one for each shape of its arguments
-_MOST_STRAYS = 16  # calls of a block that were unlike those before, until it is taken as it comes
+_MAX_SCHEDULES = 16  # of a block: one for each shape of its arguments
+_MAX_MISMATCHES = 16  # calls of a block that were unlike those before, until it is taken as it comes
 
 
 @final
-class OpMemory:
+class SelectiveContexts:
     """The kept op results of one call of a block.
 
     Args:
@@ -52,37 +52,37 @@ class OpMemory:
 
     def __init__(self, policy: Policy, kind: object = None) -> None:
         self.policy = policy
-        self.results: dict[Key, KeptResult] = {}
+        self.results: dict[Key, SavedResult] = {}
         self.storages: dict[int, list[Key]] = {}  # id of a storage: the kept results that lie in it
-        self.log: OpLog | None = None
-        self.recipe: Recipe | None = None
+        self.log: OpGraph | None = None
+        self.schedule: OpSchedule | None = None
         """What the second run goes by."""
         self._kind = kind
         self._num_saved = 0
         self._keys: list[Key] = []  # of all that was kept, in order
         self._num_asked_for = 0  # of them: what is kept after autograd has saved its last tensor, nothing asks for
         self._is_settled = False
-        self._modes: list[Mode] = []
+        self._modes: list[OpMode] = []
 
-    def first_run(self, frame: Frame) -> AbstractContextManager[None]:
+    def original_forward(self, frame: Frame) -> AbstractContextManager[None]:
         """Returns the context that keeps the chosen results."""
         if frame.outer is not None or self._kind is None:  # what is around the block must see it keep the same again
-            return self._in_force(Keep(self, frame))
-        recipe = frame.site.recipes.get(self._kind)
-        if recipe is None:
-            self.log = OpLog()
-        elif recipe.is_of_use:
-            self.recipe = recipe
-            return self._following(Follow(self, frame, recipe))
-        return self._in_force(Keep(self, frame))
+            return self._in_force(CachingMode(self, frame))
+        schedule = frame.block.schedules.get(self._kind)
+        if schedule is None:
+            self.log = OpGraph()
+        elif schedule.is_of_use:
+            self.schedule = schedule
+            return self._following(ScheduledCachingMode(self, frame, schedule))
+        return self._in_force(CachingMode(self, frame))
 
-    def second_run(self, frame: Frame) -> AbstractContextManager[None]:
+    def recomputation(self, frame: Frame) -> AbstractContextManager[None]:
         """Returns the context that hands them back."""
         run = running.get()
-        is_for_backward = isinstance(run, SecondRun) and run.frame is frame and not run.hands_on
-        if self.recipe is not None and self.recipe.is_of_use and self._is_settled:
-            return self._in_force(HandBackInOrder(self, frame, self.recipe, leaves_out=is_for_backward))
-        return self._in_force(HandBack(self, frame))
+        is_for_backward = isinstance(run, Recomputation) and run.frame is frame and not run.returns_output
+        if self.schedule is not None and self.schedule.is_of_use and self._is_settled:
+            return self._in_force(ScheduledCachedMode(self, frame, self.schedule, skips=is_for_backward))
+        return self._in_force(CachedMode(self, frame))
 
     def saves(self, tensor: torch.Tensor) -> None:
         """Autograd saves a tensor of the first run."""
@@ -92,7 +92,7 @@ class OpMemory:
             self.log.saves(tensor)
 
     @contextmanager
-    def _in_force(self, mode: Mode) -> Iterator[None]:
+    def _in_force(self, mode: OpMode) -> Iterator[None]:
         self._modes.append(mode)
         try:
             with mode:
@@ -101,7 +101,7 @@ class OpMemory:
             self._modes.remove(mode)  # it holds this object: a cycle would keep what it keeps alive
 
     @contextmanager
-    def _following(self, mode: Follow) -> Iterator[None]:
+    def _following(self, mode: ScheduledCachingMode) -> Iterator[None]:
         with self._in_force(mode):
             yield
         mode.end()
@@ -111,11 +111,11 @@ class OpMemory:
         leaves, spec = ([output], None) if isinstance(output, torch.Tensor) else pytree.tree_flatten(output)
         aliases = [version_sharing_detach(x) if isinstance(x, torch.Tensor) else x for x in leaves]
         versions = [(x, x._version) for x in aliases if isinstance(x, torch.Tensor)]
-        kept = [Kept(x, frame, frame.outer) if isinstance(x, torch.Tensor) else x for x in aliases]
+        kept = [SavedTensor(x, frame, frame.outer) if isinstance(x, torch.Tensor) else x for x in aliases]
         random = take_random_state(frame.devices) if torch.Tag.nondeterministic_seeded in key[0].tags else None
         for tensor, _ in versions:
             self.storages.setdefault(id(storage_of(tensor)), []).append(key)
-        self.results[key] = KeptResult(kept, spec, versions, random)
+        self.results[key] = SavedResult(kept, spec, versions, random)
         self._keys.append(key)
 
     def hand_back(self, key: Key, frame: Frame) -> Any:
@@ -146,7 +146,7 @@ class OpMemory:
         """Forgets the results that the block edited in place after they were kept, and those of no use."""
         self.storages.clear()
         for key in self._keys[self._num_asked_for :]:
-            self._let_go(key, frame)
+            self._release(key, frame)
         for key, result in list(self.results.items()):
             if result.is_edited():
                 del self.results[key]
@@ -155,49 +155,49 @@ class OpMemory:
         if self.log is not None:
             self._learn(self.log, frame)
             self.log = None
-        elif self.recipe is not None and self._num_saved != self.recipe.num_saved:
-            self.does_not_follow(frame)
+        elif self.schedule is not None and self._num_saved != self.schedule.num_saved:
+            self.mismatch(frame)
         self._is_settled = True
 
-    def _learn(self, log: OpLog, frame: Frame) -> None:
-        recipe = learn(log, set(self.results), self._num_saved)
-        recipe.is_of_use = log.is_whole and not frame.holes
-        if not recipe.is_of_use:
+    def _learn(self, log: OpGraph, frame: Frame) -> None:
+        schedule = learn(log, set(self.results), self._num_saved)
+        schedule.is_of_use = log.is_whole and not frame.excluded
+        if not schedule.is_of_use:
             self._note(frame)
-        elif isinstance(self.policy, Chosen):
-            for word in self.policy.missed(recipe.ops):
-                frame.site.note(f"selective: no {word} has run in it, and so nothing of it is kept")
-        recipes = frame.site.recipes
-        recipes[self._kind] = recipe
-        while len(recipes) > _MOST_RECIPES:
-            del recipes[next(iter(recipes))]
-        if recipe.is_of_use:
-            self.recipe = recipe
-            for position in recipe.left_out:
-                self._let_go(recipe.keys[position], frame)
+        elif isinstance(self.policy, NamedOps):
+            for word in self.policy.missed(schedule.ops):
+                frame.block.note(f"selective: no {word} has run in it, and so nothing of it is kept")
+        schedules = frame.block.schedules
+        schedules[self._kind] = schedule
+        while len(schedules) > _MAX_SCHEDULES:
+            del schedules[next(iter(schedules))]
+        if schedule.is_of_use:
+            self.schedule = schedule
+            for position in schedule.skipped:
+                self._release(schedule.keys[position], frame)
 
-    def _let_go(self, key: Key, frame: Frame) -> None:
+    def _release(self, key: Key, frame: Frame) -> None:
         result = self.results.pop(key, None)
         if result is not None:
-            result.let_go(frame)
+            result.release(frame)
 
-    def does_not_follow(self, frame: Frame) -> None:
-        """This call is unlike the one that has left the recipe: all that is not kept runs again."""
-        site = frame.site
-        if self.recipe is not None and site.recipes.get(self._kind) is self.recipe:
-            site.num_strays += 1
-            if site.num_strays < _MOST_STRAYS:
-                del site.recipes[self._kind]  # the next call leaves one of its own
+    def mismatch(self, frame: Frame) -> None:
+        """This call is unlike the one that has left the schedule: all that is not kept runs again."""
+        block = frame.block
+        if self.schedule is not None and block.schedules.get(self._kind) is self.schedule:
+            block.num_mismatches += 1
+            if block.num_mismatches < _MAX_MISMATCHES:
+                del block.schedules[self._kind]  # the next call leaves one of its own
             else:
-                self.recipe.is_of_use = False
+                self.schedule.is_of_use = False
                 self._note(frame)
-        self.recipe = None
+        self.schedule = None
 
     def run_all(self, frame: Frame) -> bool:
         """Has second runs leave nothing out from now on; returns whether that is any different."""
-        if self.recipe is None or not self.recipe.is_of_use:
+        if self.schedule is None or not self.schedule.is_of_use:
             return False
-        self.recipe.is_of_use = False
+        self.schedule.is_of_use = False
         self._note(frame)
         return True
 
@@ -209,9 +209,9 @@ class OpMemory:
         return func is not CAST and (self._kind is None or func in getattr(self.policy, "whole", ()))
 
     def _note(self, frame: Frame) -> None:
-        if not (isinstance(self.policy, Chosen) and self.policy.some):
+        if not (isinstance(self.policy, NamedOps) and self.policy.some):
             return
-        frame.site.note(
+        frame.block.note(
             "selective: its calls, or their two runs, are not alike op by op, or not all ops are seen; all that is not "
             "kept runs again, and results that are named by number are not kept"
         )

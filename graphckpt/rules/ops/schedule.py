@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias, final
 import torch
 
 from graphckpt._compat import WithoutValues, pytree
-from graphckpt.rules.op_log import Kind
+from graphckpt.rules.ops.op_graph import Kind
 
 if TYPE_CHECKING:
-    from graphckpt.rules.op_log import Op, OpCall, OpLog
+    from graphckpt.rules.ops.op_graph import Op, OpCall, OpGraph
 
 Key: TypeAlias = "tuple[Op, int]"
 """An op, and how often it has been called before in the block."""
@@ -24,7 +24,7 @@ Policy: TypeAlias = Callable[[Any, Any, Any, dict[str, Any], int], bool]
 
 @final
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class NamedOps:
     """The policy that keeps what is named."""
 
     whole: Collection[Op]
@@ -43,23 +43,23 @@ class Chosen:
         return [word for word, meant in self.words.items() if not any(op in ops for op in meant)]
 
 
-class Act(Enum):
+class Action(Enum):
     """What a second run does where an op is called."""
 
     RUN = "run"
-    HAND_BACK = "hand back"
-    LEAVE_OUT = "leave out"
+    CACHED = "hand back"
+    SKIP = "leave out"
 
 
 @final
 @dataclass(slots=True)
-class Recipe:
+class OpSchedule:
     """The ops of a block's forward in order, and what a second run does with each."""
 
     ops: list[Op]
     keys: list[Key]
-    acts: list[Act]
-    left_out: dict[int, OpCall]
+    acts: list[Action]
+    skipped: dict[int, OpCall]
     num_saved: int
     """Tensors that autograd saves."""
     is_of_use: bool = True
@@ -67,7 +67,7 @@ class Recipe:
 
     def is_like(self, position: int, output: Any) -> bool:
         """Returns whether an op that a second run will leave out has returned the same as when this was learnt."""
-        call = self.left_out[position]
+        call = self.skipped[position]
         if call.spec is None:
             return bool(call.outputs[0] == Kind.of(output))
         leaves, spec = pytree.tree_flatten(output)
@@ -75,38 +75,38 @@ class Recipe:
 
     def without_values(self, position: int, args: Any) -> Any:
         """Returns what an op that is left out has returned, with no values in it."""
-        call = self.left_out[position]
+        call = self.skipped[position]
         if call.edits:
             return args[0]
         leaves = [WithoutValues.like(kind) if isinstance(kind, Kind) else kind for kind in call.outputs]
         return leaves[0] if call.spec is None else pytree.tree_unflatten(leaves, call.spec)
 
 
-def learn(log: OpLog, kept: set[Key], num_saved: int) -> Recipe:
+def learn(log: OpGraph, kept: set[Key], num_saved: int) -> OpSchedule:
     """Returns what follows from one forward.
 
     Args:
         log: its ops.
-        kept: those whose results can be handed back.
+        kept: those whose results can be outputs back.
         num_saved: tensors that autograd saves.
     """
     keys = [(call.func, call.number) for call in log.calls]
     needed = log.needed(lambda call: (call.func, call.number) in kept)
-    recipe = Recipe([call.func for call in log.calls], keys, [], {}, num_saved)
+    schedule = OpSchedule([call.func for call in log.calls], keys, [], {}, num_saved)
     for position, call in enumerate(log.calls):
         is_late = position >= log.num_saving  # no second run comes this far
         if call.is_view:
-            is_idle = any(recipe.acts[maker] is Act.LEAVE_OUT for maker in call.inputs)
+            is_idle = any(schedule.acts[maker] is Action.SKIP for maker in call.inputs)
         else:
             is_idle = position not in needed
         if keys[position] in kept and not (is_idle or is_late):
-            recipe.acts.append(Act.HAND_BACK)
+            schedule.acts.append(Action.CACHED)
         elif is_idle or is_late:
-            recipe.acts.append(Act.LEAVE_OUT)
-            recipe.left_out[position] = call
+            schedule.acts.append(Action.SKIP)
+            schedule.skipped[position] = call
         else:
-            recipe.acts.append(Act.RUN)
-    return recipe
+            schedule.acts.append(Action.RUN)
+    return schedule
 
 
 def _is_same(leaf: Any, known: Any) -> bool:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import noop_context_fn
 from graphckpt.blocks.forward import BlockForward, checkpointing_is_off
 from graphckpt.blocks.proxy import unwrap
 from graphckpt.errors import ConfigError
-from graphckpt.rules import Frame, Full, Site, run_segments, running
+from graphckpt.rules import BlockContext, Frame, Full, run_segments, running
 from graphckpt.stores import Host, Placement
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def checkpoint(
     if not torch.is_grad_enabled() or checkpointing_is_off():
         return function(*args, **kwargs)
     contexts = None if context_fn is noop_context_fn else _GivenContexts(*context_fn())
-    frame = Frame(_site(function), function, contexts, early_stop=early_stop, strict=determinism_check == "default")
+    frame = Frame(_context(function), function, contexts, early_stop=early_stop, strict=determinism_check == "default")
     return frame.run(args, kwargs)
 
 
@@ -85,8 +85,12 @@ def checkpoint_sequential(
         raise ConfigError(f"segments: {segments!r} is not within 1 and the {len(chain)} functions · fix: the number")
     if not torch.is_grad_enabled() or checkpointing_is_off():
         return reduce(lambda value, function: function(value), chain, input)
-    site = _site(functions) if isinstance(functions, nn.Sequential) else Site("checkpoint_sequential", (), learns=False)
-    return run_segments(site, chain, segments, input)
+    context = (
+        _context(functions)
+        if isinstance(functions, nn.Sequential)
+        else BlockContext("checkpoint_sequential", (), learns=False)
+    )
+    return run_segments(context, chain, segments, input)
 
 
 def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False) -> nn.Module:
@@ -105,7 +109,7 @@ def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False) -> nn.Mo
     if isinstance(module.forward, BlockForward):
         raise ConfigError(f"checkpoint_wrapper: this {type(module).__name__} is wrapped already · fix: wrap it once")
     placement = _IN_HOST_MEMORY if offload_to_cpu else None
-    BlockForward(module, type(module).__name__, Full(), placement).put_on()
+    BlockForward(module, type(module).__name__, Full(), placement).install()
     return module
 
 
@@ -148,23 +152,23 @@ class _GivenContexts:
         return nullcontext()
 
 
-_SITES: weakref.WeakKeyDictionary[nn.Module, dict[tuple[weakref.ref[nn.Module], ...], Site]] = (
+_SITES: weakref.WeakKeyDictionary[nn.Module, dict[tuple[weakref.ref[nn.Module], ...], BlockContext]] = (
     weakref.WeakKeyDictionary()
 )
 # What first calls have taught about modules: a cache, which changes no result.
 
 
-def _site(function: Any) -> Site:
+def _context(function: Any) -> BlockContext:
     modules = list(dict.fromkeys(_modules_of(function)))
     name = getattr(function, "__qualname__", None)
     if not isinstance(name, str):  # an object that can be called
         name = type(modules[0] if modules else function).__name__
     if not modules:
-        return Site(name, (), learns=False)
+        return BlockContext(name, (), learns=False)
     known = _SITES.setdefault(modules[0], {})
     key = tuple(weakref.ref(module) for module in modules)  # not ids: those of the dead are given anew
     if key not in known:
-        known[key] = Site(name, modules)
+        known[key] = BlockContext(name, modules)
     return known[key]
 
 

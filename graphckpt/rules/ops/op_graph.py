@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, final
 import torch
 
 from graphckpt._compat import is_fake, pytree
-from graphckpt.rules.kept import may_be_filled_later
+from graphckpt.rules.engine.saved import may_be_filled_later
 from graphckpt.writes import edited_by
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class OpCall:
 
 @final
 @dataclass(slots=True)
-class OpLog:
+class OpGraph:
     """The ops of one forward, in order."""
 
     calls: list[OpCall] = field(default_factory=list)

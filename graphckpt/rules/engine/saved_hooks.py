@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, final
 from graphckpt._compat import autograd_sequence_number
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.errors import EditedError
-from graphckpt.rules.kept import Kept, may_be_filled_later
-from graphckpt.rules.mismatch import edited
+from graphckpt.rules.engine.mismatch import edited
+from graphckpt.rules.engine.saved import SavedTensor, may_be_filled_later
 
 if TYPE_CHECKING:
     import torch
 
-    from graphckpt.rules.site import Site
+    from graphckpt.rules.engine.context import BlockContext
     from graphckpt.stores import Group
 
 
@@ -22,33 +22,33 @@ class StoredCall:
     """The pair of hooks around the call.
 
     Args:
-        site: The block.
+        block: The block.
         group: What belongs together in its store.
         outer: Hooks around the block that its tensors pass through, in place of its store.
     """
 
-    __slots__ = ("_outer", "_unfilled", "_unfilled_op", "group", "site")
+    __slots__ = ("_outer", "_unfilled", "_unfilled_op", "block", "group")
 
-    def __init__(self, site: Site, group: Group | None, outer: Any = None) -> None:
-        self.site = site
+    def __init__(self, block: BlockContext, group: Group | None, outer: Any = None) -> None:
+        self.block = block
         self.group = group
         self._outer = outer
         self._unfilled: list[_Filled] = []
         self._unfilled_op = -1
 
     @never_compiled
-    def pack(self, tensor: torch.Tensor) -> Kept | _Filled:
+    def pack(self, tensor: torch.Tensor) -> SavedTensor | _Filled:
         """Answers autograd, which wants ``tensor`` saved."""
         if self._unfilled and self._unfilled_op != autograd_sequence_number():
             self.keep_filled()
-        if self.site.fills_saved and may_be_filled_later(tensor):
+        if self.block.fills_saved and may_be_filled_later(tensor):
             self._unfilled_op = autograd_sequence_number()
             self._unfilled.append(_Filled(tensor))
             return self._unfilled[-1]
-        return Kept(tensor, self, self._outer)
+        return SavedTensor(tensor, self, self._outer)
 
     @never_compiled
-    def unpack(self, kept: Kept | _Filled) -> torch.Tensor:
+    def unpack(self, kept: SavedTensor | _Filled) -> torch.Tensor:
         """Gives autograd the tensor back.
 
         Raises:
@@ -58,13 +58,13 @@ class StoredCall:
             kept = kept.keep(self)
         tensor = kept.take()
         if tensor is None:
-            raise EditedError(edited(self.site.name, "a tensor that one of its ops saves"))
+            raise EditedError(edited(self.block.name, "a tensor that one of its ops saves"))
         return tensor
 
     def seal(self) -> None:
         """The call is over."""
         self.keep_filled()
-        self.site.store.seal(self.group)
+        self.block.store.seal(self.group)
 
     def keep_filled(self) -> None:
         """The ops have run that may have filled what they had saved before."""
@@ -80,13 +80,13 @@ class _Filled:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor: torch.Tensor | None = tensor
-        self._kept: Kept | None = None
+        self._kept: SavedTensor | None = None
 
-    def keep(self, call: StoredCall) -> Kept:
+    def keep(self, call: StoredCall) -> SavedTensor:
         """Returns what stands for the tensor in the store."""
         if self._kept is None:
             assert self._tensor is not None
-            self._kept, self._tensor = Kept(self._tensor, call, call._outer), None
+            self._kept, self._tensor = SavedTensor(self._tensor, call, call._outer), None
         return self._kept
 
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import torch
 
 from graphckpt.errors import RecomputeError
-from graphckpt.rules.argument import Traits
-from graphckpt.rules.mismatch import unknown_alias
+from graphckpt.rules.engine.argument import Traits
+from graphckpt.rules.engine.mismatch import unknown_alias
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from graphckpt.rules.frame import Frame
+    from graphckpt.rules.engine.frame import Frame
 
 
 class _Member(NamedTuple):
@@ -47,7 +47,7 @@ class Aliases:
         kinds = {(tensor.dtype, tensor.is_conj(), tensor.is_neg()) for _, tensor in tensors}
         if len(roots) > 1 or len(kinds) > 1 or any(tensor.is_conj() or tensor.is_neg() for _, tensor in tensors):
             names = [frame.name_of(position) for position, _ in tensors]
-            raise RecomputeError(unknown_alias(frame.site.name, names))
+            raise RecomputeError(unknown_alias(frame.block.name, names))
         begin = min(int(tensor.storage_offset()) for _, tensor in tensors)
         self._members = [
             _Member(

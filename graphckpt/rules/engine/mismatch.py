@@ -16,7 +16,7 @@ from graphckpt.errors import RecomputeError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from graphckpt.rules.passes import SecondRun
+    from graphckpt.rules.engine.execution import Recomputation
 
     _Kind = tuple[torch.dtype, torch.Size]
 
@@ -41,7 +41,7 @@ class Fault:
     op: str = ""
     line: str = ""
 
-    def located(self, probe: SecondRun, rerun: Callable[[], None]) -> Fault:
+    def located(self, probe: Recomputation, rerun: Callable[[], None]) -> Fault:
         """Runs the block once more, watching, and returns the fault with the op and the line that it belongs to."""
         watch = _Watch(self.position)
         probe.on_pack = watch.on_pack
@@ -146,7 +146,7 @@ def iterator_argument(block: str, name: str) -> str:
     return f"{block}: argument `{name}` is an iterator; a second run would find it used up · fix: pass a list"
 
 
-def holes_differ(block: str, expected: str | None, got: str) -> RecomputeError:
+def excluded_differ(block: str, expected: str | None, got: str) -> RecomputeError:
     """The error for children that were called in another order."""
     was = f"called {expected}" if expected else "called no other child that is kept"
     return RecomputeError(f"{block}: the first run {was} where the second run called {got} · {_FIX}")

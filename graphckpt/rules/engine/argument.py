@@ -1,6 +1,6 @@
 """One tensor argument of a recomputed block, held so that the recomputation is called with the same tensor.
 
-Where it stays on the device, the recomputation is handed the very object. Elsewhere a tensor is made that has what the
+Where it stays on the device, the recomputation is outputs the very object. Elsewhere a tensor is made that has what the
 object had: class, Python attributes, whether it requires grad and whether it has history.
 """
 
@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from graphckpt.errors import RecomputeError
-from graphckpt.rules.kept import Kept
+from graphckpt.rules.engine.saved import SavedTensor
 from graphckpt.stores import DeviceStore
 from graphckpt.undo import differs, fill
 
 if TYPE_CHECKING:
-    from graphckpt.rules.frame import Frame
+    from graphckpt.rules.engine.frame import Frame
     from graphckpt.undo import Undo
 
 
@@ -109,14 +109,14 @@ class Argument:
         value = tensor if copied is None else copied
         self._tensor: torch.Tensor | None = None
         self._version: int | None = None
-        self._kept: Kept | None = None
-        site, outer = frame.site, frame.outer
+        self._kept: SavedTensor | None = None
+        block, outer = frame.block, frame.outer
         # Hooks around the block are not asked to save a parameter: the module that holds it does.
-        if isinstance(site.store, DeviceStore) if outer is None else isinstance(tensor, nn.Parameter):
-            if outer is None and site.recorder is not None:
-                site.recorder.kept(site.name, value)
+        if isinstance(block.store, DeviceStore) if outer is None else isinstance(tensor, nn.Parameter):
+            if outer is None and block.recorder is not None:
+                block.recorder.kept(block.name, value)
         else:
-            self._kept = Kept(value, frame, outer)
+            self._kept = SavedTensor(value, frame, outer)
             if not self._kept.stays:
                 return
             self._kept = None

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @final
-class Watcher:
+class StepRecorder:
     """Knows the blocks of a model and what was last seen of a step through them."""
 
     def __init__(
@@ -201,7 +201,7 @@ def _rows_for_modules(
     hooks = []
     try:
         for wrapper in wrappers:
-            wrapper.site.recorder = recorder
+            wrapper.context.recorder = recorder
         while plain:  # emptied: what waits here for the end of the step must not keep the model alive
             name, module = plain.pop()
             hooks.append(module.register_forward_pre_hook(_Hook(lambda: recorder.enter_plain, name), prepend=True))
@@ -211,7 +211,7 @@ def _rows_for_modules(
     finally:
         for wrapper in wrappers:
             if wrapper.module is not None:
-                wrapper.site.recorder = None
+                wrapper.context.recorder = None
         for hook in hooks:
             hook.remove()
 

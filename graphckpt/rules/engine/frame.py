@@ -1,6 +1,6 @@
 """One forward of one block that will run again in backward: the first run, what it keeps, and the second run.
 
-Autograd asks for a saved tensor through a hook. The first run answers with an empty :class:`Slot`; the first slot that
+Autograd asks for a saved tensor through a hook. The first run answers with an empty :class:`Holder`; the first holder that
 backward reads starts the second run, which fills them all, in the order in which they were made.
 """
 
@@ -15,27 +15,35 @@ import torch
 
 from graphckpt._compat import early_stop_in_force
 from graphckpt._compat_compiler import never_compiled
-from graphckpt.ambient import autocast_depth, enter_ambient, take_ambient
+from graphckpt.autocast_state import autocast_depth, enter_ambient, take_ambient
 from graphckpt.errors import EditedError, RecomputeError
 from graphckpt.rng import set_random_state, take_random_state
-from graphckpt.rules.argument import Argument
-from graphckpt.rules.arguments import Arguments
-from graphckpt.rules.guard import Guard
-from graphckpt.rules.handed import Handed, Returned, last_returned, tensors_in
-from graphckpt.rules.kept import Slot
-from graphckpt.rules.mismatch import differs, edited, edits_argument, edits_module
-from graphckpt.rules.passes import Contexts, Run, SecondRun, Stop, keep_rest_around, running, unseen
-from graphckpt.rules.stored import StoredCall
+from graphckpt.rules.engine.argument import Argument
+from graphckpt.rules.engine.arguments import Arguments
+from graphckpt.rules.engine.chained import BlockOutput, ChainedInput, last_output, tensors_in
+from graphckpt.rules.engine.execution import (
+    Contexts,
+    Execution,
+    Recomputation,
+    StopRecomputation,
+    keep_rest_around,
+    running,
+    unseen,
+)
+from graphckpt.rules.engine.guard import Guard
+from graphckpt.rules.engine.mismatch import differs, edited, edits_argument, edits_module
+from graphckpt.rules.engine.saved import Holder
+from graphckpt.rules.engine.saved_hooks import StoredCall
 from graphckpt.stores import DeviceStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from graphckpt.module_state import Watch
     from graphckpt.moving import Snapshot
     from graphckpt.rng import RandomState
-    from graphckpt.rules.hole import HoleCall, RepeatedCall
-    from graphckpt.rules.site import Site
-    from graphckpt.state import Watch
+    from graphckpt.rules.engine.context import BlockContext
+    from graphckpt.rules.engine.excluded import ExcludedCall, RepeatedCall
     from graphckpt.stores import Group
 
 
@@ -44,14 +52,34 @@ class Frame:
     """What one call of a block keeps, and how to run it again."""
 
     __slots__ = (
-        "__weakref__", "_ambient", "_arguments", "_early_stop", "_function", "_is_complete", "_joins", "_random",
-        "_rest", "_slots", "_snapshot", "_state", "_strict", "_watch", "before", "contexts", "devices", "group",
-        "handed", "holes", "original", "outer", "site",
+        "__weakref__",
+        "_ambient",
+        "_arguments",
+        "_early_stop",
+        "_function",
+        "_holders",
+        "_is_complete",
+        "_joins",
+        "_random",
+        "_rest",
+        "_snapshot",
+        "_state",
+        "_strict",
+        "_watch",
+        "before",
+        "block",
+        "contexts",
+        "devices",
+        "excluded",
+        "group",
+        "original",
+        "outer",
+        "outputs",
     )  # fmt: skip
 
     def __init__(
         self,
-        site: Site,
+        block: BlockContext,
         function: Callable[..., Any],
         contexts: Contexts | None = None,
         *,
@@ -59,49 +87,49 @@ class Frame:
         strict: bool = True,
         joins: bool = False,
     ) -> None:
-        self.site = site
+        self.block = block
         self.contexts = contexts
         self._early_stop = early_stop_in_force(early_stop)
         self._strict = strict
         self._joins = joins
         self.before: Frame | None = None
         """The call of the recomputed block right before, if the two are recomputed as one."""
-        self.handed: list[torch.Tensor] | None = None
-        self.holes: list[HoleCall | RepeatedCall] = []
+        self.outputs: list[torch.Tensor] | None = None
+        self.excluded: list[ExcludedCall | RepeatedCall] = []
         self.outer: Any = None
-        self.original: Run | None = None
+        self.original: Execution | None = None
         """The original forward while it runs; after that, the one around it."""
         self._function = function
         self._is_complete = False
         self._rest: StoredCall | None = None
         self._watch: Watch | None = None
-        self._slots: list[weakref.ref[Slot]] = []
+        self._holders: list[weakref.ref[Holder]] = []
         self.group: Group | None = None
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs the block for the first time, with nothing saved but what the second run needs."""
-        site = self.site
-        state = self._state = site.present_state()
-        self.outer = site.hooks_around()
-        if self.outer is None and not isinstance(site.store, DeviceStore):
-            self.group = site.open_group()
+        block = self.block
+        state = self._state = block.present_state()
+        self.outer = block.hooks_around()
+        if self.outer is None and not isinstance(block.store, DeviceStore):
+            self.group = block.open_group()
         arguments = self._arguments = Arguments(args, kwargs)
-        self.devices = site.random_devices(arguments.leaves)
+        self.devices = block.random_devices(arguments.leaves)
         with unseen(running.get()):
             self._random = take_random_state(self.devices)
             self._ambient = take_ambient(self.devices)
             run = running.get()
             self._snapshot = state.take(is_again=run is not None and run.again)
-            learning = site.learns and not state.has_learnt(self._snapshot)
+            learning = block.learns and not state.has_learnt(self._snapshot)
             self._early_stop &= not learning  # the first call's second run goes on to its end, and must save no more
             watch = self._watch = state.watch() if learning else None
             function = self._function if watch is None else watch.around(self._function)
-            returned = last_returned.get() if self._joins and self.outer is None else None
+            returned = last_output.get() if self._joins and self.outer is None else None
             arguments.keep(self, self._snapshot, returned, learning=learning)
 
-        output = self._first_run(function, args, kwargs)
+        output = self._original_forward(function, args, kwargs)
         if isinstance(output, GeneratorType):
-            site.note("its forward is a generator: what it yields is made outside of the block, and all of it is kept")
+            block.note("its forward is a generator: what it yields is made outside of the block, and all of it is kept")
         with unseen(running.get()):
             moving = self._watch = None
             if watch is not None:
@@ -109,11 +137,11 @@ class Frame:
             edits = state.edits_unknown(self._snapshot)
             if edits is not None:
                 self._arguments.drop()
-                raise RecomputeError(edits_module(site.name, edits))
+                raise RecomputeError(edits_module(block.name, edits))
             self._settle(returned, learning=learning)
             if moving is not None:
                 state.remember(self._snapshot, moving)
-        last_returned.set(Returned(self, output) if self._rest is None else None)
+        last_output.set(BlockOutput(self, output) if self._rest is None else None)
         return output
 
     @property
@@ -128,8 +156,8 @@ class Frame:
         order, as autograd runs them by when they were made.
         """
         if self._rest is None and not self._is_complete:
-            self._rest = StoredCall(self.site, self.group, self.outer)
-            self.site.note(
+            self._rest = StoredCall(self.block, self.group, self.outer)
+            self.block.note(
                 "its forward runs a backward: what the block saves from there on is kept, and only what it saves "
                 "before is recomputed"
             )
@@ -139,39 +167,39 @@ class Frame:
         """Answers autograd, which wants ``tensor`` saved."""
         if self._rest is not None:
             return self._rest.pack(tensor)
-        slot = Slot(tensor)
-        self._slots.append(weakref.ref(slot))
+        holder = Holder(tensor)
+        self._holders.append(weakref.ref(holder))
         if self.contexts is not None:
             self.contexts.saves(tensor)
-        return slot
+        return holder
 
     @never_compiled
-    def unpack(self, slot: Any) -> torch.Tensor:
+    def unpack(self, holder: Any) -> torch.Tensor:
         """Gives autograd the tensor back, running the block again if need be."""
         keep_rest_around(self)
-        if not isinstance(slot, Slot):
+        if not isinstance(holder, Holder):
             assert self._rest is not None
-            return self._rest.unpack(slot)
-        if slot.value is None:
-            self._run_again()
-        value, slot.value = slot.value, None
+            return self._rest.unpack(holder)
+        if holder.value is None:
+            self._recompute()
+        value, holder.value = holder.value, None
         assert value is not None
-        if value._version != slot.version:
-            raise EditedError(edited(self.site.name, "a tensor that one of its ops saves"))
+        if value._version != holder.version:
+            raise EditedError(edited(self.block.name, "a tensor that one of its ops saves"))
         return value
 
-    def _first_run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        site = self.site
-        recorder = site.recorder
-        pack: Any = self.pack if recorder is None else recorder.first_run(site.name, self.pack)
-        run = self.original = Run(self, running.get(), again=False)
+    def _original_forward(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        block = self.block
+        recorder = block.recorder
+        pack: Any = self.pack if recorder is None else recorder.first_run(block.name, self.pack)
+        run = self.original = Execution(self, running.get(), again=False)
         depth = autocast_depth()
         guard = Guard()
         try:
             guard.enter(run, pack, self.unpack)
             if self.contexts is None:
                 return function(*args, **kwargs)
-            with self.contexts.first_run(self):
+            with self.contexts.original_forward(self):
                 return function(*args, **kwargs)
         except BaseException:
             guard.restore_ambient(self._ambient, depth)
@@ -184,29 +212,29 @@ class Frame:
                 guard.leave()  # see Note [An interrupt at any moment]
                 self.original = run.outer
                 if recorder is not None:
-                    recorder.first_run_ended(site.name)
+                    recorder.first_run_ended(block.name)
 
     def name_of(self, position: int) -> str:
         """Names the argument that leaf ``position`` belongs to."""
         return self._arguments.name(position, self._function)
 
     def keep_argument(
-        self, tensor: torch.Tensor, copied: torch.Tensor | None, returned: Returned | None
-    ) -> Argument | Handed:
+        self, tensor: torch.Tensor, copied: torch.Tensor | None, returned: BlockOutput | None
+    ) -> Argument | ChainedInput:
         """Keeps a tensor argument, or notes that the block right before returns it."""
         number = None if returned is None or copied is not None else returned.number_of(tensor)
         if returned is None or number is None:
             return Argument(tensor, self, copied)
         self.before = returned.frame()
-        return Handed(number, tensor)
+        return ChainedInput(number, tensor)
 
-    def _settle(self, returned: Returned | None, *, learning: bool) -> None:
+    def _settle(self, returned: BlockOutput | None, *, learning: bool) -> None:
         """After the first run: lets go of what the second run does not need."""
-        site = self.site
+        block = self.block
         self._arguments.settle(self, self._snapshot, returned, learning=learning)
         if self._joins and self.before is None:
-            site.note("joined: no argument is what a recomputed block right before it has returned; all are kept")
-        for hole in self.holes:
+            block.note("joined: no argument is what a recomputed block right before it has returned; all are kept")
+        for hole in self.excluded:
             hole.settle(self._snapshot)
         self._is_complete = True
         if self._rest is not None:
@@ -214,56 +242,56 @@ class Frame:
         if self.contexts is not None:
             self.contexts.settle(self)
         if self.group is not None:
-            site.store.seal(self.group)
+            block.store.seal(self.group)
 
     def _run_blocks_before(self) -> None:
         """Has the blocks run again, from the first on, that this one is joined to."""
         frames, frame = [], self.before
-        while frame is not None and frame.handed is None:
+        while frame is not None and frame.outputs is None:
             frames.append(frame)
             frame = frame.before
         for frame in reversed(frames):
-            frame._run_again(hands_on=True)
+            frame._recompute(returns_output=True)
 
-    def _run_again(self, *, hands_on: bool = False) -> None:
+    def _recompute(self, *, returns_output: bool = False) -> None:
         self._run_blocks_before()
-        recorder = self.site.recorder
+        recorder = self.block.recorder
         if recorder is not None:
-            recorder.second_run(self.site.name)
+            recorder.second_run(self.block.name)
         try:
-            early_stop = not hands_on and (self._early_stop or self._rest is not None)
-            run = SecondRun(self, self._slots, early_stop=early_stop, hands_on=hands_on)
+            early_stop = not returns_output and (self._early_stop or self._rest is not None)
+            run = Recomputation(self, self._holders, early_stop=early_stop, returns_output=returns_output)
             try:
-                self._second_run(run)
+                self._recompute_once(run)
             except Exception:
                 if self.contexts is None or not self.contexts.run_all(self):
                     raise  # else code that is no op, such as a kernel, may have asked for what was left out
-                run = SecondRun(self, self._slots, early_stop=early_stop, hands_on=hands_on)
-                self._second_run(run)
+                run = Recomputation(self, self._holders, early_stop=early_stop, returns_output=returns_output)
+                self._recompute_once(run)
             for position, tensor, version in run.given:
                 if tensor._version != version:
-                    raise RecomputeError(edits_argument(self.site.name, self.name_of(position)))
+                    raise RecomputeError(edits_argument(self.block.name, self.name_of(position)))
             fault = run.fault()
             if fault is not None and (self._strict or isinstance(fault.first, int)):
-                probe = SecondRun(self, self._slots, early_stop=False)
+                probe = Recomputation(self, self._holders, early_stop=False)
                 self._run_blocks_before()
-                fault = fault.located(probe, lambda: self._second_run(probe))
-                raise RecomputeError(differs(self.site.name, fault))
+                fault = fault.located(probe, lambda: self._recompute_once(probe))
+                raise RecomputeError(differs(self.block.name, fault))
         finally:
             if recorder is not None:
-                recorder.second_run_ended(self.site.name)
+                recorder.second_run_ended(self.block.name)
 
-    def _second_run(self, run: SecondRun) -> None:
+    def _recompute_once(self, run: Recomputation) -> None:
         with unseen(run.outer):
             self._repeat(run)
 
-    def _repeat(self, run: SecondRun) -> None:
+    def _repeat(self, run: Recomputation) -> None:
         state, snapshot = self._state, self._snapshot
         if self._watch is not None:  # a backward within the original forward of a first call
             snapshot, _ = state.learn(self._watch, snapshot)
         changed = state.edited(snapshot)
         if changed is not None:
-            raise RecomputeError(edited(self.site.name, changed))
+            raise RecomputeError(edited(self.block.name, changed))
         random_now = take_random_state(self.devices)
         ambient_now = take_ambient(self.devices)
         depth = autocast_depth()
@@ -277,9 +305,9 @@ class Frame:
                     if ambient_now != self._ambient:
                         enter_ambient(stack, self._ambient, ambient_now)
                     if self.contexts is not None:
-                        stack.enter_context(self.contexts.second_run(self))
+                        stack.enter_context(self.contexts.recomputation(self))
                     self._call(run, args, kwargs)
-        except Stop as stop:
+        except StopRecomputation as stop:
             if stop.run is not run:
                 raise
         except BaseException:
@@ -292,14 +320,14 @@ class Frame:
                 guard.leave()  # see Note [An interrupt at any moment]
 
     def _enter_again(
-        self, run: SecondRun, guard: Guard, snapshot: Snapshot, random_now: RandomState
+        self, run: Recomputation, guard: Guard, snapshot: Snapshot, random_now: RandomState
     ) -> tuple[Sequence[Any], dict[str, Any]]:
         """Puts everything back to what it was before the original forward, and returns the arguments."""
         arguments = self._arguments
         leaves = arguments.take(self, guard.undo)
         run.given = arguments.versions(leaves)
         if self.before is not None:
-            self.before.handed = None
+            self.before.outputs = None
         guard.enter(run, run.pack, run.unpack)
         guard.restore_random_state(random_now)
         self._state.rewind(snapshot, guard.undo)
@@ -309,8 +337,8 @@ class Frame:
         set_random_state(self._random)
         return args, kwargs
 
-    def _call(self, run: SecondRun, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def _call(self, run: Recomputation, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         torch.set_grad_enabled(True)  # until the guard leaves
         output = self._function(*args, **kwargs)
-        if run.hands_on:
-            self.handed = [tensor.detach() for tensor in tensors_in(output)]
+        if run.returns_output:
+            self.outputs = [tensor.detach() for tensor in tensors_in(output)]

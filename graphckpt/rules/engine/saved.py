@@ -11,12 +11,12 @@ from graphckpt.errors import EditedError
 
 if TYPE_CHECKING:
     from graphckpt.rng import RandomState
-    from graphckpt.rules.site import Site
+    from graphckpt.rules.engine.context import BlockContext
     from graphckpt.stores import Group, Store
 
 
 @final
-class Same:
+class SameArgument:
     """Stands for an argument that is the same object as an earlier one."""
 
     __slots__ = ("position",)
@@ -26,7 +26,7 @@ class Same:
 
 
 @final
-class Slot:
+class Holder:
     """Stands in autograd's graph for a tensor that the second run will make again."""
 
     __slots__ = ("__weakref__", "dtype", "shape", "value", "version")
@@ -41,12 +41,12 @@ class Slot:
 class Keeper(Protocol):
     """Who keeps tensors: a call of a block."""
 
-    site: Site
+    block: BlockContext
     group: Group | None
 
 
 @final
-class Kept:
+class SavedTensor:
     """A tensor that the first run keeps for the second: an argument, a hole's output, an op's result.
 
     It passes through the hooks around the block, if there are any: inside of a block that will run again itself,
@@ -56,18 +56,18 @@ class Kept:
     __slots__ = ("_held", "_requires_grad", "_store", "_unpack", "_version")
 
     def __init__(self, tensor: torch.Tensor, keeper: Keeper, outer: Any) -> None:
-        site = keeper.site
+        block = keeper.block
         self._requires_grad = tensor.requires_grad
-        self._store: Store | None = site.store if outer is None else None
+        self._store: Store | None = block.store if outer is None else None
         self._unpack: Any = None
         self._version: int | None = None
-        recorder = site.recorder
+        recorder = block.recorder
         if outer is None:
-            self._held = site.store.put(tensor, keeper.group)
+            self._held = block.store.put(tensor, keeper.group)
             if self.stays:  # other stores see edits themselves
                 self._version = None if tensor.is_inference() else tensor._version
                 if recorder is not None:
-                    recorder.kept(site.name, tensor)
+                    recorder.kept(block.name, tensor)
         else:
             pack, self._unpack = outer
             if recorder is None:
@@ -81,11 +81,11 @@ class Kept:
         """Whether the tensor stays where it is."""
         return self._store is not None and isinstance(self._held, torch.Tensor)
 
-    def let_go(self, keeper: Keeper) -> None:
+    def release(self, keeper: Keeper) -> None:
         """Says that the tensor is not kept after all; nobody may ask for it any more."""
-        recorder = keeper.site.recorder
+        recorder = keeper.block.recorder
         if recorder is not None and self._store is not None and isinstance(self._held, torch.Tensor):
-            recorder.let_go(keeper.site.name, self._held)
+            recorder.let_go(keeper.block.name, self._held)
         self._held = None
 
     def take(self) -> torch.Tensor | None:
@@ -102,7 +102,7 @@ class Kept:
 
 @final
 @dataclass(frozen=True, slots=True)
-class KeptResult:
+class SavedResult:
     """What an op has returned."""
 
     leaves: list[Any]
@@ -119,15 +119,17 @@ class KeptResult:
         """Returns its leaves; ``None`` if one was edited."""
         if self.is_edited():
             return None  # by code after the block: the op runs again
-        taken = [leaf.take() if isinstance(leaf, Kept) else leaf for leaf in self.leaves]
-        edited = any(isinstance(leaf, Kept) and value is None for leaf, value in zip(self.leaves, taken, strict=True))
+        taken = [leaf.take() if isinstance(leaf, SavedTensor) else leaf for leaf in self.leaves]
+        edited = any(
+            isinstance(leaf, SavedTensor) and value is None for leaf, value in zip(self.leaves, taken, strict=True)
+        )
         return None if edited else taken
 
-    def let_go(self, keeper: Keeper) -> None:
+    def release(self, keeper: Keeper) -> None:
         """Says that it is not kept after all."""
         for leaf in self.leaves:
-            if isinstance(leaf, Kept):
-                leaf.let_go(keeper)
+            if isinstance(leaf, SavedTensor):
+                leaf.release(keeper)
 
 
 def may_be_filled_later(tensor: torch.Tensor) -> bool:

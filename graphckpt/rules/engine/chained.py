@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from graphckpt.errors import RecomputeError
-from graphckpt.rules.argument import Traits
-from graphckpt.rules.mismatch import returns_differ
+from graphckpt.rules.engine.argument import Traits
+from graphckpt.rules.engine.mismatch import returns_differ
 from graphckpt.tree import flatten_value
 
 if TYPE_CHECKING:
-    from graphckpt.rules.frame import Frame
+    from graphckpt.rules.engine.frame import Frame
 
 
 @final
-class Returned:
+class BlockOutput:
     """What the first run of a frame has returned. It keeps neither alive."""
 
     __slots__ = ("_tensors", "frame")
@@ -37,11 +37,11 @@ class Returned:
         return None
 
 
-last_returned: ContextVar[Returned | None] = ContextVar("last_returned", default=None)
+last_output: ContextVar[BlockOutput | None] = ContextVar("last_output", default=None)
 
 
 @final
-class Handed:
+class ChainedInput:
     """An argument that is not kept: the block before returns it again."""
 
     __slots__ = ("_kind", "_number", "_traits")
@@ -57,10 +57,10 @@ class Handed:
         Raises:
             RecomputeError: it has returned something else.
         """
-        kinds = [(tensor.dtype, tensor.shape) for tensor in before.handed or ()]
+        kinds = [(tensor.dtype, tensor.shape) for tensor in before.outputs or ()]
         if kinds[self._number : self._number + 1] != [self._kind]:
-            raise RecomputeError(returns_differ(before.site.name, self._number, self._kind, kinds))
-        return self._traits.give_to(before.handed[self._number])  # type: ignore[index]
+            raise RecomputeError(returns_differ(before.block.name, self._number, self._kind, kinds))
+        return self._traits.give_to(before.outputs[self._number])  # type: ignore[index]
 
 
 def tensors_in(output: Any) -> list[torch.Tensor]:

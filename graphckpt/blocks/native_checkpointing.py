@@ -12,13 +12,13 @@ from graphckpt.undo import put_back, replace_item
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from graphckpt.rules import Site
+    from graphckpt.rules import BlockContext
     from graphckpt.undo import Undo
 
 _FLAG = "gradient_checkpointing"
 
 
-class Rivals:
+class NativeCheckpointing:
     """The modules in a block that can checkpoint themselves. It knows them by their flag, not by their library."""
 
     __slots__ = ("_modules",)
@@ -29,7 +29,7 @@ class Rivals:
     def __bool__(self) -> bool:
         return bool(self._modules)
 
-    def set_aside(self, site: Site, function: Callable[..., Any]) -> Callable[..., Any] | None:
+    def suspend(self, context: BlockContext, function: Callable[..., Any]) -> Callable[..., Any] | None:
         """Returns ``function`` with the modules' own checkpointing off; ``None`` if it is under way around this call.
 
         It is around where a class checkpoints in ``__call__``, as Transformers once did, not in ``forward``.
@@ -40,14 +40,14 @@ class Rivals:
             return function
         owner = getattr(function, "__self__", None)
         if owner in flagged and type(owner).__call__ is not nn.Module.__call__:
-            site.note("its own gradient checkpointing acts, not this policy: switch it off on the model")
+            context.note("its own gradient checkpointing acts, not this policy: switch it off on the model")
             return None
-        site.note("the model's own gradient checkpointing is on as well: this policy acts, that one is set aside")
-        return _Alone(function, flagged)
+        context.note("the model's own gradient checkpointing is on as well: this policy acts, that one is set aside")
+        return _Suspended(function, flagged)
 
 
 @final
-class _Alone:
+class _Suspended:
     """A forward during which some modules do not checkpoint themselves."""
 
     __slots__ = ("__self__", "__wrapped__", "_modules")
@@ -59,7 +59,7 @@ class _Alone:
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a part of the forward that runs alone too: rules may call children one by one."""
-        return _Alone(function, self._modules)
+        return _Suspended(function, self._modules)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         undo: Undo = []

@@ -11,21 +11,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphckpt._compat import WithoutValues
 from graphckpt._compat_autocast import call_with_autocast
 from graphckpt._compat_compiler import never_compiled
-from graphckpt.rules.op_log import BY_SIZE
-from graphckpt.rules.passes import running
-from graphckpt.rules.recipe import Act, Recipe
+from graphckpt.rules.engine.execution import running
+from graphckpt.rules.ops.op_graph import BY_SIZE
+from graphckpt.rules.ops.schedule import Action, OpSchedule
 
 if TYPE_CHECKING:
-    from graphckpt.rules.frame import Frame
-    from graphckpt.rules.op_log import Op
-    from graphckpt.rules.op_memory import OpMemory
-    from graphckpt.rules.recipe import Key
+    from graphckpt.rules.engine.frame import Frame
+    from graphckpt.rules.ops.contexts import SelectiveContexts
+    from graphckpt.rules.ops.op_graph import Op
+    from graphckpt.rules.ops.schedule import Key
 
 
-class Mode(TorchDispatchMode):
+class OpMode(TorchDispatchMode):
     """Sees each op of one run of a block that is the block's own."""
 
-    def __init__(self, memory: OpMemory, frame: Frame) -> None:
+    def __init__(self, memory: SelectiveContexts, frame: Frame) -> None:
         super().__init__()
         self._memory = memory
         self._frame = frame
@@ -48,10 +48,10 @@ class Mode(TorchDispatchMode):
         raise NotImplementedError
 
 
-class Counting(Mode):
+class CountingMode(OpMode):
     """Knows an op by how often it was called before."""
 
-    def __init__(self, memory: OpMemory, frame: Frame) -> None:
+    def __init__(self, memory: SelectiveContexts, frame: Frame) -> None:
         super().__init__(memory, frame)
         self._numbers: dict[Op, int] = defaultdict(int)
 
@@ -62,7 +62,7 @@ class Counting(Mode):
 
 
 @final
-class Keep(Counting):
+class CachingMode(CountingMode):
     """Keeps what the policy says, and notes the ops, where there is a log."""
 
     def _call(self, func: Op, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -78,37 +78,39 @@ class Keep(Counting):
         log = memory.log
         if log is not None:
             run = running.get()
-            log.is_whole &= run is not None and run.frame is frame  # the ops of a block inside have slots of their own
+            log.is_whole &= (
+                run is not None and run.frame is frame
+            )  # the ops of a block inside have holders of their own
             log.add(func, number, args, kwargs, output)
         return output
 
     def _is_of_use(self, func: Op) -> bool:
-        """Whether the second run can hand the results of an op back: one that follows a recipe can any."""
+        """Whether the second run can hand the results of an op back: one that follows a schedule can any."""
         return self._memory.log is not None or self._memory.hands_back(func)
 
 
 @final
-class Follow(Mode):
-    """Keeps what a recipe says, as long as the ops come as it says."""
+class ScheduledCachingMode(OpMode):
+    """Keeps what a schedule says, as long as the ops come as it says."""
 
-    def __init__(self, memory: OpMemory, frame: Frame, recipe: Recipe) -> None:
+    def __init__(self, memory: SelectiveContexts, frame: Frame, schedule: OpSchedule) -> None:
         super().__init__(memory, frame)
-        self._recipe = recipe
+        self._recipe = schedule
         self._position = 0
-        self._instead: Keep | None = None
+        self._instead: CachingMode | None = None
 
     def _call(self, func: Op, args: Any, kwargs: dict[str, Any]) -> Any:
         output = call_with_autocast(func, args, kwargs)
         if self._instead is not None:
             return self._instead.see(self._instead._key(func), args, kwargs, output)
-        memory, recipe, position = self._memory, self._recipe, self._position
+        memory, schedule, position = self._memory, self._recipe, self._position
         self._position = position + 1
-        is_next = position < len(recipe.ops) and recipe.ops[position] is func
-        act = recipe.acts[position] if is_next else None
-        if act is None or (act is Act.LEAVE_OUT and not recipe.is_like(position, output)):
+        is_next = position < len(schedule.ops) and schedule.ops[position] is func
+        act = schedule.acts[position] if is_next else None
+        if act is None or (act is Action.SKIP and not schedule.is_like(position, output)):
             return self._leave(func, args, kwargs, output)
-        if act is Act.HAND_BACK:
-            memory.keep(recipe.keys[position], output, self._frame)
+        if act is Action.CACHED:
+            memory.keep(schedule.keys[position], output, self._frame)
         elif memory.storages:
             memory.forget_edited(func, args, kwargs)
         return output
@@ -116,18 +118,18 @@ class Follow(Mode):
     def end(self) -> None:
         """The forward is over."""
         if self._instead is None and self._position != len(self._recipe.ops):
-            self._memory.does_not_follow(self._frame)
+            self._memory.mismatch(self._frame)
 
     def _leave(self, func: Op, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        self._memory.does_not_follow(self._frame)
-        self._instead = Keep(self._memory, self._frame)
+        self._memory.mismatch(self._frame)
+        self._instead = CachingMode(self._memory, self._frame)
         for known, _ in self._recipe.keys[: self._position - 1]:
             self._instead._key(known)
         return self._instead.see(self._instead._key(func), args, kwargs, output)
 
 
 @final
-class HandBack(Counting):
+class CachedMode(CountingMode):
     """Hands back what is kept, and runs the rest."""
 
     def _call(self, func: Op, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -137,24 +139,24 @@ class HandBack(Counting):
 
 
 @final
-class HandBackInOrder(Mode):
-    """Does what a recipe says."""
+class ScheduledCachedMode(OpMode):
+    """Does what a schedule says."""
 
-    def __init__(self, memory: OpMemory, frame: Frame, recipe: Recipe, *, leaves_out: bool) -> None:
+    def __init__(self, memory: SelectiveContexts, frame: Frame, schedule: OpSchedule, *, skips: bool) -> None:
         super().__init__(memory, frame)
-        self._recipe = recipe
-        self._leaves_out = leaves_out
+        self._recipe = schedule
+        self._skips = skips
         self._position = 0
 
     def _call(self, func: Op, args: Any, kwargs: dict[str, Any]) -> Any:
-        recipe, position = self._recipe, self._position
+        schedule, position = self._recipe, self._position
         self._position = position + 1
-        if position >= len(recipe.ops) or recipe.ops[position] is not func:
+        if position >= len(schedule.ops) or schedule.ops[position] is not func:
             raise RuntimeError(f"{func} is not what ran here the first time")  # and all runs again
-        act = recipe.acts[position]
-        if act is Act.LEAVE_OUT and self._leaves_out:
-            return recipe.without_values(position, args)
-        output = self._memory.hand_back(recipe.keys[position], self._frame) if act is Act.HAND_BACK else None
+        act = schedule.acts[position]
+        if act is Action.SKIP and self._skips:
+            return schedule.without_values(position, args)
+        output = self._memory.hand_back(schedule.keys[position], self._frame) if act is Action.CACHED else None
         if output is not None:
             return output
         if func in BY_SIZE and isinstance(args[0], WithoutValues):

@@ -10,21 +10,21 @@ import torch
 from torch import nn
 
 from graphckpt._compat import saved_tensor_hooks_in_force
+from graphckpt.module_state import ModuleState
 from graphckpt.rng import random_devices
-from graphckpt.rules.stored import are_own
-from graphckpt.state import ModuleState
+from graphckpt.rules.engine.saved_hooks import are_own
 from graphckpt.stores import DeviceStore, Group
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from graphckpt.ledger.recorder import Recorder
-    from graphckpt.rules.recipe import Recipe
+    from graphckpt.rules.ops.schedule import OpSchedule
     from graphckpt.stores import Store
 
 
 @final
-class Site:
+class BlockContext:
     """The name, the store and the learnt habits of a block.
 
     Args:
@@ -35,8 +35,19 @@ class Site:
     """
 
     __slots__ = (
-        "_parts", "_roots", "edited", "fills_saved", "is_placed", "learns", "name", "notes", "num_strays", "recipes",
-        "recorder", "state", "store",
+        "_parts",
+        "_roots",
+        "edited",
+        "fills_saved",
+        "is_placed",
+        "learns",
+        "name",
+        "notes",
+        "num_mismatches",
+        "recorder",
+        "schedules",
+        "state",
+        "store",
     )  # fmt: skip
 
     def __init__(
@@ -52,20 +63,20 @@ class Site:
         """Whether an op of the block writes to a tensor after autograd has saved it, as that of ``nn.RReLU`` does."""
         self.edited: frozenset[int] = frozenset()
         """Positions of the tensor arguments that forward edits in place, as first calls have shown."""
-        self.recipes: dict[object, Recipe] = {}
+        self.schedules: dict[object, OpSchedule] = {}
         """What calls have shown of the block's ops, by what calls that are alike have in common."""
-        self.num_strays = 0
+        self.num_mismatches = 0
         """Calls that did not follow what those before have shown."""
         self.recorder: Recorder | None = None
         self.notes: dict[str, None] = {}
         """What ``explain()`` must say about this block, in order, each once."""
-        self._parts: dict[object, Site] = {}
+        self._parts: dict[object, BlockContext] = {}
 
-    def part(self, key: object, children: Iterable[object]) -> Site:
-        """Returns the site of a run of this block's children: its own habits, the same name, store and record."""
+    def part(self, key: object, children: Iterable[object]) -> BlockContext:
+        """Returns the block of a run of this block's children: its own habits, the same name, store and record."""
         if key not in self._parts:
             store = self.store if self.is_placed else None
-            self._parts[key] = Site(self.name, [c for c in children if isinstance(c, nn.Module)], store)
+            self._parts[key] = BlockContext(self.name, [c for c in children if isinstance(c, nn.Module)], store)
         part = self._parts[key]
         part.recorder = self.recorder
         part.notes = self.notes

@@ -1,4 +1,4 @@
-"""A pass through a block's forward: the first run, or a second one that fills the slots of the first."""
+"""A pass through a block's forward: the first run, or a second one that fills the holders of the first."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 
 from graphckpt._compat import WithoutValues, autograd_sequence_number, current_backward
 from graphckpt._compat_compiler import never_compiled
-from graphckpt.rules.kept import may_be_filled_later
-from graphckpt.rules.mismatch import Fault
+from graphckpt.rules.engine.mismatch import Fault
+from graphckpt.rules.engine.saved import may_be_filled_later
 
 if TYPE_CHECKING:
     import weakref
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
     import torch
 
-    from graphckpt.rules.frame import Frame
-    from graphckpt.rules.kept import Slot
+    from graphckpt.rules.engine.frame import Frame
+    from graphckpt.rules.engine.saved import Holder
 
 
 class Contexts(Protocol):
     """Contexts around the two runs of a frame, such as those that keep op results."""
 
-    def first_run(self, frame: Frame) -> AbstractContextManager[Any]:
+    def original_forward(self, frame: Frame) -> AbstractContextManager[Any]:
         """Returns the context for the first run."""
 
-    def second_run(self, frame: Frame) -> AbstractContextManager[Any]:
+    def recomputation(self, frame: Frame) -> AbstractContextManager[Any]:
         """Returns the context for a second run."""
 
     def saves(self, tensor: torch.Tensor) -> None:
@@ -43,12 +43,12 @@ class Contexts(Protocol):
         """Returns a context in which the one in force does nothing."""
 
 
-class Run:
+class Execution:
     """A pass through a block's forward that is going on in this thread."""
 
     __slots__ = ("again", "backward", "frame", "is_active", "outer")
 
-    def __init__(self, frame: Frame, outer: Run | None, *, again: bool) -> None:
+    def __init__(self, frame: Frame, outer: Execution | None, *, again: bool) -> None:
         self.frame = frame
         self.outer = outer
         self.again: bool = again or (outer is not None and outer.again)
@@ -58,10 +58,10 @@ class Run:
         """Whether it is going on now."""
 
 
-running: ContextVar[Run | None] = ContextVar("running", default=None)
+running: ContextVar[Execution | None] = ContextVar("running", default=None)
 
 
-def innermost(frame: Frame) -> Run | None:
+def innermost(frame: Frame) -> Execution | None:
     """Returns the innermost execution that is going on around a backward that wants tensors of ``frame``.
 
     Where a forward calls backward, autograd may do its work in a thread of its own, whose context variables know
@@ -84,7 +84,7 @@ def keep_rest_around(frame: Frame) -> None:
             run = run.outer
 
 
-def unseen(run: Run | None) -> AbstractContextManager[None]:
+def unseen(run: Execution | None) -> AbstractContextManager[None]:
     """Returns a context that hides ops from the contexts of ``run`` and of the runs around it.
 
     Those are the engine's own ops, such as copies of arguments, and those of a recomputation that a backward within
@@ -109,49 +109,57 @@ def _paused(contexts: list[Contexts]) -> Iterator[None]:
 _NOTHING = nullcontext()
 
 
-class Stop(BaseException):  # not an Exception: a forward that catches those must not catch this
+class StopRecomputation(BaseException):  # not an Exception: a forward that catches those must not catch this
     """Ends a second run once every tensor that backward can still ask for is there."""
 
-    def __init__(self, run: SecondRun) -> None:
+    def __init__(self, run: Recomputation) -> None:
         self.run = run
 
 
 @final
-class SecondRun(Run):
-    """Fills the slots of a frame while its block runs again."""
+class Recomputation(Execution):
+    """Fills the holders of a frame while its block runs again."""
 
     __slots__ = (
-        "_early_stop", "_first_fault", "_last", "_slots", "_unfilled", "cursor", "given", "hands_on", "hole_cursor",
+        "_early_stop",
+        "_first_fault",
+        "_holders",
+        "_last",
+        "_unfilled",
+        "cursor",
+        "excluded_cursor",
+        "given",
         "on_pack",
+        "returns_output",
     )  # fmt: skip
 
     def __init__(
-        self, frame: Frame, slots: list[weakref.ref[Slot]], *, early_stop: bool, hands_on: bool = False
+        self, frame: Frame, holders: list[weakref.ref[Holder]], *, early_stop: bool, returns_output: bool = False
     ) -> None:
         super().__init__(frame, innermost(frame), again=True)
-        self.hands_on = hands_on
+        self.returns_output = returns_output
         self.cursor = 0
-        self.hole_cursor = 0
+        self.excluded_cursor = 0
         self.on_pack: Callable[[int], None] | None = None
         self.given: list[tuple[int, torch.Tensor, int]] = []
         """The arguments that forward leaves as they are: positions, tensors, versions."""
-        self._slots = slots
+        self._holders = holders
         self._early_stop = early_stop
-        self._last = len(slots) - 1  # of the slots that are alive
-        while self._last >= 0 and slots[self._last]() is None:
+        self._last = len(holders) - 1  # of the holders that are alive
+        while self._last >= 0 and holders[self._last]() is None:
             self._last -= 1
         self._first_fault: Fault | None = None
         self._unfilled: tuple[int, torch.Size] | None = None  # an op, and the shape of what it may fill only later
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Puts ``tensor`` into the slot whose turn it is."""
+        """Puts ``tensor`` into the holder whose turn it is."""
         position = self.cursor
         self.cursor = position + 1
         if self.on_pack is not None:
             self.on_pack(position)
         if type(tensor) is WithoutValues:
-            raise RuntimeError(f"{self.frame.site.name}: tensor {position} is saved, and was left out")
+            raise RuntimeError(f"{self.frame.block.name}: tensor {position} is saved, and was left out")
         fills = False  # `rrelu` saves its noise, which it fills only then, before its input
         if tensor.requires_grad:
             if self._unfilled is not None:
@@ -159,17 +167,17 @@ class SecondRun(Run):
             tensor = tensor.detach()
         elif may_be_filled_later(tensor):
             self._unfilled = autograd_sequence_number(), tensor.shape
-        if position < len(self._slots):
-            slot = self._slots[position]()
-            if slot is not None and slot.value is None:
-                if slot.shape != tensor.shape or slot.dtype != tensor.dtype:
+        if position < len(self._holders):
+            holder = self._holders[position]()
+            if holder is not None and holder.value is None:
+                if holder.shape != tensor.shape or holder.dtype != tensor.dtype:
                     self._first_fault = self._first_fault or Fault(
-                        position, (slot.dtype, slot.shape), (tensor.dtype, tensor.shape)
+                        position, (holder.dtype, holder.shape), (tensor.dtype, tensor.shape)
                     )
-                slot.value = tensor
-                slot.version = tensor._version
+                holder.value = tensor
+                holder.version = tensor._version
         if position >= self._last and self._early_stop and not fills:
-            raise Stop(self)
+            raise StopRecomputation(self)
         return tensor
 
     @never_compiled
@@ -182,5 +190,5 @@ class SecondRun(Run):
         if self._first_fault is not None:
             return self._first_fault
         short = self.cursor <= self._last
-        long = not self._early_stop and self.cursor > len(self._slots)
-        return Fault(self.cursor - 1, len(self._slots), self.cursor) if short or long else None
+        long = not self._early_stop and self.cursor > len(self._holders)
+        return Fault(self.cursor - 1, len(self._holders), self.cursor) if short or long else None

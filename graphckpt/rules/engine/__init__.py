@@ -1,0 +1,1 @@
+"""The engine: original forwards, recomputations, and what is saved between the two."""
