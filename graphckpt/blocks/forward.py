@@ -98,7 +98,7 @@ class BlockForward:
         function = self._function()
         run = running.get()
         # A recomputation follows the policies of its original forward, whatever has been switched off since.
-        is_again = run is not None and run.again
+        is_again = run is not None and run.is_recomputation
         is_on = self._is_on or is_again
         if self.compile_options is not None and is_on and not torch.compiler.is_compiling():
             function = self._compiled = self._compiled or CompiledForward(function, self.compile_options)

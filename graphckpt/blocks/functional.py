@@ -21,6 +21,8 @@ from graphckpt.stores import Host, Placement
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from graphckpt.rules.engine.execution import RecomputableCall
+
 
 def checkpoint(
     function: Callable[..., Any],
@@ -120,7 +122,7 @@ _IN_HOST_MEMORY = Placement(offload=Host())
 def is_recomputing() -> bool:
     """Whether the code that asks is part of a second run, in this thread."""
     run = running.get()
-    return run is not None and run.again
+    return run is not None and run.is_recomputation
 
 
 @final
@@ -130,21 +132,21 @@ class _GivenContexts:
     def __init__(self, first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> None:
         self._first, self._second = first, second
 
-    def first_run(self, frame: Frame) -> AbstractContextManager[Any]:
+    def original_forward(self, frame: RecomputableCall) -> AbstractContextManager[Any]:
         del frame
         return self._first
 
-    def second_run(self, frame: Frame) -> AbstractContextManager[Any]:
+    def recomputation(self, frame: RecomputableCall) -> AbstractContextManager[Any]:
         del frame
         return self._second
 
     def saves(self, tensor: torch.Tensor) -> None:
         """PyTorch's contexts do not ask."""
 
-    def settle(self, frame: Frame) -> None:
+    def settle(self, frame: RecomputableCall) -> None:
         """PyTorch's contexts look after themselves."""
 
-    def run_all(self, frame: Frame) -> bool:
+    def run_all(self, frame: RecomputableCall) -> bool:
         del frame
         return False
 

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, Protocol, final
 
-from graphckpt.blocks.config import FIELDS
+from graphckpt.blocks.config import FIELDS, BlockConfig
 
-if TYPE_CHECKING:
-    from graphckpt.blocks.proxy import Block
+
+class NamedBlock(Protocol):
+    """What this module and slices need to know of a :class:`~graphckpt.blocks.proxy.Block`."""
+
+    @property
+    def name(self) -> str:
+        """The last part of the block's path."""
+
+    @property
+    def name_prefix(self) -> str:
+        """The path before the name."""
+
+    @property
+    def config(self) -> BlockConfig:
+        """The policy of the block."""
 
 
 @final
@@ -16,18 +29,19 @@ class GraphModule:
 
     __slots__ = ("_block",)
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: NamedBlock) -> None:
+        self._block: NamedBlock
         object.__setattr__(self, "_block", block)
 
     @property
     def name(self) -> str:
         """The last part of the block's path."""
-        return self._block.name  # type: ignore[no-any-return]
+        return self._block.name
 
     @property
     def name_prefix(self) -> str:
         """The path before the name."""
-        return self._block.name_prefix  # type: ignore[no-any-return]
+        return self._block.name_prefix
 
     @property
     def type(self) -> str:

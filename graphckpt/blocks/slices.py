@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, final
 
-from graphckpt.blocks.graph_module import GraphModule
+from graphckpt.blocks.graph_module import GraphModule, NamedBlock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from graphckpt.blocks.config import BlockConfig
-    from graphckpt.blocks.proxy import Block
 
 
 @final
 class BlockSlice:
     """Some consecutive blocks of a container. What is set on ``config`` is set on each of them."""
 
-    def __init__(self, origin: Any, blocks: list[Block], path: str, key: slice) -> None:
+    def __init__(self, origin: Any, blocks: list[NamedBlock], path: str, key: slice) -> None:
         self.origin = origin
         self.name = f"{path}[{'' if key.start is None else key.start}:{'' if key.stop is None else key.stop}]"
         self.config = ConfigOfEach([block.config for block in blocks])
@@ -38,7 +37,7 @@ class BlockSlice:
     def __getitem__(self, key: Any) -> Any:
         return self._blocks[key]
 
-    def __iter__(self) -> Iterator[Block]:
+    def __iter__(self) -> Iterator[NamedBlock]:
         return iter(self._blocks)
 
     def __len__(self) -> int:

@@ -22,5 +22,5 @@ class Keep(Rule):
     name: ClassVar[str] = "keep"
 
     def run(self, block: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Runs the block once; its outputs are outputs back if the block around it runs again."""
+        """Runs the block once; its outputs are handed back if the block around it runs again."""
         return run_excluded(block, function, args, kwargs)

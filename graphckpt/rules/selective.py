@@ -1,4 +1,4 @@
-"""Keeps a block's inputs and the results of chosen ops; backward runs the rest again and is outputs those."""
+"""Keeps a block's inputs and the results of chosen ops; backward recomputes the rest."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ _OFFLOADS = frozenset({CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFE
 @final
 @dataclass(frozen=True)
 class Selective(Rule):
-    """Keeps the results of chosen ops beside the inputs.
+    """Keeps the results of chosen ops in addition to the inputs.
 
-    Ops that only lead up to a kept result are not run again, and a result that no recomputation asks for is not kept.
-    Where a policy function chooses, which may do so otherwise in each call, all ops up to the last saved tensor run
-    again but those whose results it keeps.
+    Ops that only lead up to a kept result are not recomputed, and a result that no recomputation reads is not kept.
+    Under a policy function, which may decide otherwise in each call, all ops up to the last saved tensor are
+    recomputed, except those whose results it keeps.
 
     Args:
         save: ``"matmul"``, ``"attention"``, ``"matmul+attention"``; or a list of ops, each an ``OpOverload`` or its
@@ -77,7 +77,7 @@ class Selective(Rule):
         return Selective, (self.save,)  # the policy made from `save` need not be picklable
 
     def run(self, block: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Runs the block; backward will run it again, but for the chosen ops."""
+        """Runs the block; backward will recompute it, except for the chosen ops."""
         policy: Policy = self._policy  # type: ignore[attr-defined]
         leaves, _ = flatten_call(args, kwargs)
         kind = _kind(leaves) if isinstance(policy, NamedOps) else None
@@ -93,7 +93,7 @@ class Selective(Rule):
 
 
 def _kind(leaves: Iterable[Any]) -> object:
-    """Returns what calls with the same ops have in common, as a rule."""
+    """Returns what calls that run the same ops have in common, as a rule."""
     tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     return tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors)
 
@@ -107,8 +107,8 @@ def _policy(save: Any) -> Policy:
         return lambda output, func, args, kwargs, _number: _decides(save, output, func, args, kwargs)
     known = ", ".join(repr(name) for name in PRESETS)
     raise ConfigError(
-        f"selective.save: there is no preset {save!r}{did_you_mean(str(save), PRESETS)} · "
-        f"fix: use one of {known}, a list of ops, or a policy function"
+        f"selective.save: expected one of {known}, a list of ops or a policy function, got {save!r}"
+        f"{did_you_mean(str(save), PRESETS)} · fix: use one of these"
     )
 
 
@@ -116,18 +116,18 @@ def _read(entries: Iterable[Any]) -> NamedOps:
     """Returns the policy that a list of ops means."""
     whole: set[Op] = set()
     some: dict[Op, set[int]] = {}
-    words: dict[str, frozenset[Op]] = {}
+    names: dict[str, frozenset[Op]] = {}
     for entry in entries:
         numbered = _SOME.fullmatch(entry) if isinstance(entry, str) else None
         name = entry if numbered is None else numbered["op"]
         is_preset = isinstance(name, str) and name in PRESETS
-        words[str(entry)] = ops = PRESETS[name] if is_preset else frozenset([_op(name)])
+        names[str(entry)] = ops = PRESETS[name] if is_preset else frozenset([_op(name)])
         if numbered is None:
             whole |= ops
             continue
         for op in ops:
             some.setdefault(op, set()).update(map(int, numbered["numbers"].split(",")))
-    return NamedOps(whole, some, words)
+    return NamedOps(whole, some, names)
 
 
 def _op(op: Any) -> Op:
@@ -142,11 +142,13 @@ def _op(op: Any) -> Op:
         except AttributeError:
             packet = None
         if packet is None or len(names) < 2:
-            raise ConfigError(f"selective.save: there is no op {op!r} · fix: write it as 'aten.mm.default'") from None
+            raise ConfigError(
+                f"selective.save: expected an op such as 'aten.mm.default', got {op!r} · fix: correct it"
+            ) from None
         return packet.default if isinstance(packet, torch._ops.OpOverloadPacket) else packet
     if not isinstance(op, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
         raise ConfigError(
-            f"selective.save: {op!r} is no op · fix: use an OpOverload such as torch.ops.aten.mm.default, or its name"
+            f"selective.save: expected an OpOverload or its name, got {op!r} · fix: use torch.ops.aten.mm.default"
         )
     return op
 
@@ -159,11 +161,11 @@ def _decides(policy: Callable[..., Any], output: Any, func: Op, args: Any, kwarg
         return decision
     if decision in _OFFLOADS:
         raise ConfigError(
-            f"selective.save: the policy asks to offload the result of {func} · "
+            f"selective.save: expected MUST_SAVE for {func}, got {decision} from the policy · "
             "fix: return MUST_SAVE and set `offload` on the block"
         )
     if not isinstance(decision, CheckpointPolicy):
         raise ConfigError(
-            f"selective.save: the policy returned {decision!r} for {func} · fix: return a bool or a CheckpointPolicy"
+            f"selective.save: expected a bool or CheckpointPolicy for {func}, got {decision!r} · fix: return one"
         )
     return decision in _SAVES

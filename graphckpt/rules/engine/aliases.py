@@ -13,7 +13,7 @@ from graphckpt.rules.engine.mismatch import unknown_alias
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from graphckpt.rules.engine.frame import Frame
+    from graphckpt.rules.engine.execution import RecomputableCall
 
 
 class _Member(NamedTuple):
@@ -42,7 +42,7 @@ class Aliases:
 
     __slots__ = ("_members", "_num_elements")
 
-    def __init__(self, frame: Frame, tensors: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def __init__(self, frame: RecomputableCall, tensors: Sequence[tuple[int, torch.Tensor]]) -> None:
         roots = {id(root) for _, tensor in tensors if (root := _root(tensor)).requires_grad}
         kinds = {(tensor.dtype, tensor.is_conj(), tensor.is_neg()) for _, tensor in tensors}
         if len(roots) > 1 or len(kinds) > 1 or any(tensor.is_conj() or tensor.is_neg() for _, tensor in tensors):

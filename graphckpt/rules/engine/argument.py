@@ -1,6 +1,6 @@
 """One tensor argument of a recomputed block, held so that the recomputation is called with the same tensor.
 
-Where it stays on the device, the recomputation is outputs the very object. Elsewhere a tensor is made that has what the
+Where it stays on the device, the recomputation is handed the very object. Elsewhere a tensor is made that has what the
 object had: class, Python attributes, whether it requires grad and whether it has history.
 """
 
@@ -17,7 +17,7 @@ from graphckpt.stores import DeviceStore
 from graphckpt.undo import differs, fill
 
 if TYPE_CHECKING:
-    from graphckpt.rules.engine.frame import Frame
+    from graphckpt.rules.engine.execution import RecomputableCall
     from graphckpt.undo import Undo
 
 
@@ -104,7 +104,7 @@ class Argument:
 
     __slots__ = ("_kept", "_tensor", "_version", "traits")
 
-    def __init__(self, tensor: torch.Tensor, frame: Frame, copied: torch.Tensor | None) -> None:
+    def __init__(self, tensor: torch.Tensor, frame: RecomputableCall, copied: torch.Tensor | None) -> None:
         self.traits = Traits(tensor)
         value = tensor if copied is None else copied
         self._tensor: torch.Tensor | None = None

@@ -14,7 +14,7 @@ from graphckpt.errors import RecomputeError
 from graphckpt.mutable_arguments import rewind_objects, settle_objects, take_objects
 from graphckpt.rules.engine.aliases import Aliases, alias_groups, has_storage
 from graphckpt.rules.engine.argument import Argument, Traits, as_edited
-from graphckpt.rules.engine.chained import ChainedInput
+from graphckpt.rules.engine.chained import BlockOutput, ChainedInput
 from graphckpt.rules.engine.mismatch import edited, edits_argument, iterator_argument, shares_with_buffer
 from graphckpt.rules.engine.saved import SameArgument
 from graphckpt.tree import ATOMS, flatten_call
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from graphckpt.moving import Moving, Snapshot
-    from graphckpt.rules.engine.chained import BlockOutput
-    from graphckpt.rules.engine.frame import Frame
+    from graphckpt.rules.engine.execution import RecomputableCall
     from graphckpt.undo import Undo
 
 
@@ -56,7 +55,7 @@ class Arguments:
         kwargs: Keyword arguments.
     """
 
-    __slots__ = ("_aliases", "_given", "_leaves", "_objects", "_own", "_shape", "edited")
+    __slots__ = ("_aliases", "_given", "_leaves", "_objects", "_own", "_shape", "before", "edited")
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self._leaves, self._shape = flatten_call(args, kwargs)
@@ -64,6 +63,8 @@ class Arguments:
         self._objects: Any = ()
         self._own: dict[int, Moving] = {}
         self._aliases: list[Aliases] = []
+        self.before: RecomputableCall | None = None
+        """The call of the recomputed block right before, if the two are recomputed as one."""
         self.edited: frozenset[int] = frozenset()
         """Positions of the tensors that forward edits in place."""
 
@@ -76,7 +77,9 @@ class Arguments:
         """Names the argument that leaf number ``position`` belongs to."""
         return self._shape.name(position, function)
 
-    def keep(self, frame: Frame, snapshot: Snapshot, returned: BlockOutput | None, *, learning: bool) -> None:
+    def keep(
+        self, frame: RecomputableCall, snapshot: Snapshot, returned: BlockOutput | None, *, learning: bool
+    ) -> None:
         """Keeps what the recomputation needs, before the original forward."""
         leaves = self._leaves
         tensors: list[tuple[int, torch.Tensor]] = []
@@ -102,9 +105,11 @@ class Arguments:
             version = 0 if tensor.is_inference() else tensor._version
             self._given.append(_Given(position, tensor, version, copied))
             if not learning or frame.outer is not None:  # else at the end of the forward, which shows what is edited
-                leaves[position] = frame.keep_argument(tensor, copied, returned)
+                leaves[position] = self._keep(frame, tensor, copied, returned)
 
-    def settle(self, frame: Frame, snapshot: Snapshot, returned: BlockOutput | None, *, learning: bool) -> None:
+    def settle(
+        self, frame: RecomputableCall, snapshot: Snapshot, returned: BlockOutput | None, *, learning: bool
+    ) -> None:
         """Drops what the recomputation does not need, after the original forward.
 
         Raises:
@@ -128,7 +133,7 @@ class Arguments:
                 is_edited = each.position in self.edited
                 if frame.outer is None:
                     copied = each.copied if is_edited else None
-                    self._leaves[each.position] = frame.keep_argument(each.tensor, copied, returned)
+                    self._leaves[each.position] = self._keep(frame, each.tensor, copied, returned)
                 elif not is_edited:
                     self._leaves[each.position].drop_copy(each.tensor)
         if self._objects:
@@ -138,7 +143,7 @@ class Arguments:
         """Drops all, after an error: one that was edited in place would hold what saves it, which holds this object."""
         self._leaves, self._given, self._aliases = [], [], []
 
-    def take(self, frame: Frame, undo: Undo) -> list[Any]:
+    def take(self, frame: RecomputableCall, undo: Undo) -> list[Any]:
         """Returns the leaves for the recomputation; :meth:`assemble` makes arguments of them.
 
         Raises:
@@ -176,11 +181,11 @@ class Arguments:
             rewind_objects(self._objects, undo)
         return self._shape.assemble(leaves)
 
-    def _take(self, frame: Frame, position: int, leaf: Any, undo: Undo) -> Any:
+    def _take(self, frame: RecomputableCall, position: int, leaf: Any, undo: Undo) -> Any:
         if position in self._own:
             return None  # filled in by `assemble`
         if isinstance(leaf, ChainedInput):
-            return leaf.of(frame.before)  # type: ignore[arg-type]
+            return leaf.of(self.before)  # type: ignore[arg-type]
         for each in self._given:
             if each.position == position and each.copied is not None:
                 return each.as_edited() if position in self.edited else each.tensor
@@ -191,14 +196,24 @@ class Arguments:
             raise RecomputeError(edited(frame.block.name, f"its argument `{frame.name_of(position)}`"))
         return tensor
 
-    def _find_aliases(self, frame: Frame, tensors: list[tuple[int, torch.Tensor]]) -> None:
+    def _keep(
+        self, frame: RecomputableCall, tensor: torch.Tensor, copied: torch.Tensor | None, returned: BlockOutput | None
+    ) -> Argument | ChainedInput:
+        """Keeps a tensor, or notes that the block right before returns it."""
+        number = None if returned is None or copied is not None else returned.number_of(tensor)
+        if returned is None or number is None:
+            return Argument(tensor, frame, copied)
+        self.before = returned.frame()
+        return ChainedInput(number, tensor)
+
+    def _find_aliases(self, frame: RecomputableCall, tensors: list[tuple[int, torch.Tensor]]) -> None:
         """Finds the arguments that share memory with one that forward edits, and so are edited with it."""
         if self.edited:
             groups = [group for group in alias_groups(tensors) if not self.edited.isdisjoint(group)]
             self.edited |= {position for group in groups for position in group}
             self._aliases = [Aliases(frame, [each for each in tensors if each[0] in group]) for group in groups]
 
-    def _find_own(self, frame: Frame, snapshot: Snapshot, tensors: list[tuple[int, torch.Tensor]]) -> None:
+    def _find_own(self, frame: RecomputableCall, snapshot: Snapshot, tensors: list[tuple[int, torch.Tensor]]) -> None:
         """Finds the arguments that are tensors of the block's own modules which its forward edits."""
         places = [place for place, _ in snapshot.moving if place.in_place]
         if not places:

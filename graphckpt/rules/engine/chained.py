@@ -1,4 +1,4 @@
-"""What a recomputed block returns, for a block right behind it that keeps no copy of it: both run again as one."""
+"""Joined blocks: the input that one of them does not keep, as the recomputation of the block before returns it."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from graphckpt.rules.engine.mismatch import returns_differ
 from graphckpt.tree import flatten_value
 
 if TYPE_CHECKING:
-    from graphckpt.rules.engine.frame import Frame
+    from graphckpt.rules.engine.execution import RecomputableCall
 
 
 @final
 class BlockOutput:
-    """What the first run of a frame has returned. It keeps neither alive."""
+    """The tensors that a recomputed block has returned. It keeps neither them nor the call alive."""
 
     __slots__ = ("_tensors", "frame")
 
-    def __init__(self, frame: Frame, output: Any) -> None:
+    def __init__(self, frame: RecomputableCall, output: Any) -> None:
         self.frame = weakref.ref(frame)
         self._tensors = [(weakref.ref(t), None if t.is_inference() else t._version) for t in tensors_in(output)]
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
-        """Returns which of the tensors this one is; ``None`` if it is none of them, or was edited since."""
+        """Returns the position of ``tensor`` among them, or ``None`` if it is not there or was edited since."""
         if self.frame() is None or tensor.is_inference():
             return None
         for number, (ref, version) in enumerate(self._tensors):
@@ -42,7 +42,7 @@ last_output: ContextVar[BlockOutput | None] = ContextVar("last_output", default=
 
 @final
 class ChainedInput:
-    """An argument that is not kept: the block before returns it again."""
+    """An argument that is not kept: the recomputation of the block before returns it."""
 
     __slots__ = ("_kind", "_number", "_traits")
 
@@ -51,8 +51,8 @@ class ChainedInput:
         self._number = number
         self._traits = Traits(tensor)
 
-    def of(self, before: Frame) -> torch.Tensor:
-        """Returns the argument, of all that the block before has returned again.
+    def of(self, before: RecomputableCall) -> torch.Tensor:
+        """Returns the argument, one of the tensors that the recomputation of the block before has returned.
 
         Raises:
             RecomputeError: it has returned something else.

@@ -1,4 +1,4 @@
-"""One block under a policy: what all of its calls share."""
+"""State shared by all calls of one block: its name, its store, and what earlier calls have shown."""
 
 from __future__ import annotations
 
@@ -9,23 +9,20 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
-from graphckpt._compat import saved_tensor_hooks_in_force
 from graphckpt.module_state import ModuleState
 from graphckpt.rng import random_devices
-from graphckpt.rules.engine.saved_hooks import are_own
 from graphckpt.stores import DeviceStore, Group
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from graphckpt.ledger.recorder import Recorder
-    from graphckpt.rules.ops.schedule import OpSchedule
     from graphckpt.stores import Store
 
 
 @final
 class BlockContext:
-    """The name, the store and the learnt habits of a block.
+    """The name and the store of a block, and what its earlier calls have shown.
 
     Args:
         name: Path of the block, for messages and tables.
@@ -63,17 +60,17 @@ class BlockContext:
         """Whether an op of the block writes to a tensor after autograd has saved it, as that of ``nn.RReLU`` does."""
         self.edited: frozenset[int] = frozenset()
         """Positions of the tensor arguments that forward edits in place, as first calls have shown."""
-        self.schedules: dict[object, OpSchedule] = {}
-        """What calls have shown of the block's ops, by what calls that are alike have in common."""
+        self.schedules: dict[object, Any] = {}
+        """Op schedules of earlier calls, by the shapes of their arguments; see :mod:`graphckpt.rules.ops.schedule`."""
         self.num_mismatches = 0
-        """Calls that did not follow what those before have shown."""
+        """Calls that did not follow the schedule of an earlier one."""
         self.recorder: Recorder | None = None
         self.notes: dict[str, None] = {}
         """What ``explain()`` must say about this block, in order, each once."""
         self._parts: dict[object, BlockContext] = {}
 
     def part(self, key: object, children: Iterable[object]) -> BlockContext:
-        """Returns the block of a run of this block's children: its own habits, the same name, store and record."""
+        """Returns the context of some consecutive children of the block, with the same name, store and recorder."""
         if key not in self._parts:
             store = self.store if self.is_placed else None
             self._parts[key] = BlockContext(self.name, [c for c in children if isinstance(c, nn.Module)], store)
@@ -83,31 +80,22 @@ class BlockContext:
         return part
 
     def present_state(self) -> ModuleState:
-        """Returns the state of the modules that are there now; what was learnt of others is forgotten."""
+        """Returns the state of the present submodules; what calls have shown of earlier ones is dropped."""
         if self.state.is_stale():
             self.state = ModuleState(self._modules())
         return self.state
 
     def open_group(self) -> Group | None:
-        """Begins what one call of the block keeps in its store."""
+        """Opens the group of what one call of the block keeps in its store."""
         traffic = self.recorder.traffic[self.name] if self.recorder is not None else None
         return self.store.open(Group(self.name or "(model)", self.tensors, self.note, traffic))
-
-    def hooks_around(self) -> Any:
-        """Returns the hooks that what this block keeps must pass through, or ``None`` if it goes to its own store."""
-        hooks: Any = saved_tensor_hooks_in_force()
-        if hooks is None:
-            return None
-        if self.recorder is not None:
-            hooks = self.recorder.beneath(hooks)
-        return None if self.is_placed and hooks is not None and are_own(hooks) else hooks
 
     def _modules(self) -> Iterable[nn.Module]:
         found = (module for ref in self._roots if (root := ref()) is not None for module in root.modules())
         return dict.fromkeys(found)
 
     def note(self, text: str) -> None:
-        """Says something about the block in ``explain()``."""
+        """Adds a line about the block to ``explain()``."""
         self.notes.setdefault(text)
 
     def tensors(self) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""A child that is kept inside of a block that runs again: its outputs are outputs back, it does not run twice."""
+"""Excluded children: children of a recomputed block that are not recomputed, as their outputs are kept."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from graphckpt.mutable_arguments import take_objects
 from graphckpt.rng import set_random_state, take_random_state
 from graphckpt.rules.engine.argument import Traits, own_attributes
 from graphckpt.rules.engine.execution import Execution, Recomputation, running, unseen
-from graphckpt.rules.engine.frame import Frame
 from graphckpt.rules.engine.guard import Guard
 from graphckpt.rules.engine.mismatch import excluded_differ
 from graphckpt.rules.engine.saved import SavedTensor
-from graphckpt.rules.engine.saved_hooks import IN_PLACE, StoredCall
+from graphckpt.rules.engine.saved_hooks import IN_PLACE, StoredCall, hooks_around
 from graphckpt.stores import DeviceStore
 from graphckpt.tree import build_value, flatten_call, flatten_value
 from graphckpt.undo import differs
@@ -27,15 +26,16 @@ if TYPE_CHECKING:
     from graphckpt.moving import Snapshot
     from graphckpt.rng import RandomState
     from graphckpt.rules.engine.context import BlockContext
+    from graphckpt.rules.engine.execution import RecomputableCall
 
 
 @final
 class ExcludedCall:
-    """One call of a kept child in a first run, and how to answer for it in the second."""
+    """One call of an excluded child, whose outputs the recomputation takes from here."""
 
     __slots__ = ("_block", "_handles", "_leaves", "_random", "_spec", "_versions")
 
-    def __init__(self, block: BlockContext, output: Any, frame: Frame, random: RandomState) -> None:
+    def __init__(self, block: BlockContext, output: Any, frame: RecomputableCall, random: RandomState) -> None:
         self._block = block
         self._random = random
         leaves, self._spec = flatten_value(output)
@@ -57,7 +57,7 @@ class ExcludedCall:
         return self._block.name
 
     def settle(self, snapshot: Snapshot) -> None:
-        """Decides after the original forward whether the recomputation can be outputs the outputs.
+        """Decides after the original forward whether the recomputation can take the outputs from here.
 
         It cannot where the parent has edited one in place, and where the child sets attributes of its modules, which
         the parent may read.
@@ -73,7 +73,7 @@ class ExcludedCall:
         return any(tensor._version != version for tensor, version in self._versions)
 
     def answer(self) -> tuple[bool, Any]:
-        """Returns ``(True, output)``, or ``(False, None)`` if the child has to run again after all."""
+        """Returns ``(True, output)``, or ``(False, None)`` if the child has to be recomputed after all."""
         if self._leaves is None or self._has_changed():
             return False, None
         leaves = []
@@ -88,11 +88,11 @@ class ExcludedCall:
 
 @final
 class _Output:
-    """A tensor that a kept child has returned."""
+    """A tensor that an excluded child has returned."""
 
     __slots__ = ("_kept", "_traits")
 
-    def __init__(self, tensor: torch.Tensor, frame: Frame) -> None:
+    def __init__(self, tensor: torch.Tensor, frame: RecomputableCall) -> None:
         self._kept = SavedTensor(tensor, frame, frame.outer)
         self._traits = Traits(tensor)
 
@@ -104,7 +104,7 @@ class _Output:
 
 @final
 class RepeatedCall:
-    """One call of a kept child that has to run in the recomputation too: it raised, or has edited its arguments."""
+    """One call of an excluded child that is recomputed after all: it raised, or has edited its arguments."""
 
     __slots__ = ("name",)
 
@@ -112,16 +112,16 @@ class RepeatedCall:
         self.name = name
 
     def settle(self, snapshot: Snapshot) -> None:
-        """There is nothing to decide."""
+        """Decides nothing."""
 
     def answer(self) -> tuple[bool, Any]:
-        """The child has to run."""
+        """Returns ``(False, None)``."""
         return False, None
 
 
 @final
 class _Inputs:
-    """The arguments of a kept child, to see whether its forward edits them."""
+    """The arguments of an excluded child, to find out whether its forward edits them."""
 
     __slots__ = ("_objects", "_versions")
 
@@ -139,7 +139,7 @@ class _Inputs:
 
 
 def _is_special(leaf: Any) -> bool:
-    """Whether a tensor is more than its values: what is outputs back is not the same object."""
+    """Whether code may depend on which object a tensor is: the recomputation gets another one."""
     return isinstance(leaf, torch.Tensor) and (isinstance(leaf, nn.Parameter) or bool(own_attributes(leaf)))
 
 
@@ -147,7 +147,7 @@ def _has_history(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
 
 
-def _watch_node(tensor: torch.Tensor, frame: Frame) -> Any:
+def _watch_node(tensor: torch.Tensor, frame: RecomputableCall) -> Any:
     """Tells ``frame`` when a backward inside of its forward gets to what has made ``tensor``."""
     found = weakref.ref(frame)
 
@@ -160,15 +160,15 @@ def _watch_node(tensor: torch.Tensor, frame: Frame) -> Any:
 
 
 def run_excluded(block: BlockContext, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Runs a kept child; outside of a block that runs again this is a plain call.
+    """Runs an excluded child; outside of a recomputed block this is a plain call.
 
-    Blocks may nest: the child is a hole in every block around it, up to one whose second run this is.
+    Blocks may nest: the child is excluded from every block around it, up to the one that is being recomputed.
     """
     around = _runs_around(running.get())
     if not around:
         return _run_alone(block, function, args, kwargs)
     outermost = around[-1]
-    first_runs = around[:-1] if isinstance(outermost, Recomputation) else around
+    originals = around[:-1] if isinstance(outermost, Recomputation) else around
     inputs = stored = None
     with unseen(around[0]):  # copies of a store, or of hooks, are no ops of the block
         answered, output = _ask(outermost, block) if isinstance(outermost, Recomputation) else (False, None)
@@ -176,29 +176,28 @@ def run_excluded(block: BlockContext, function: Callable[..., Any], args: Sequen
         stored = None if isinstance(outermost, Recomputation) or outermost.frame.outer is not None else _stored(block)
         keep = None if isinstance(outermost, Recomputation) else outermost.frame.outer
         hooks = (stored.pack, stored.unpack) if stored is not None else keep or IN_PLACE
-        inputs = _Inputs(args, kwargs) if first_runs else None
+        inputs = _Inputs(args, kwargs) if originals else None
         try:
             output = _run_kept(around, hooks, block, function, args, kwargs, is_stored=stored is not None)
         except Exception:
-            for run in first_runs:
+            for run in originals:
                 run.frame.excluded.append(RepeatedCall(block.name))
             raise
     with unseen(around[0]):
         if stored is not None:
             stored.seal()
         is_repeated = inputs is not None and inputs.are_edited()
-        for frame in (run.frame for run in first_runs if not run.frame.keeps_rest):
+        for frame in (run.frame for run in originals if not run.frame.keeps_rest):
             call = RepeatedCall(block.name) if is_repeated else None
             frame.excluded.append(call or ExcludedCall(block, output, frame, take_random_state(frame.devices)))
     return output
 
 
 def _run_alone(block: BlockContext, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Runs a block with no recompute around it: what it saves goes to its store."""
+    """Runs a block that is in no recomputed block: what it saves goes to its store."""
     if not block.is_placed and block.recorder is None:
         return function(*args, **kwargs)
-    hooks_around = block.hooks_around()
-    if hooks_around is not None:
+    if hooks_around(block) is not None:
         if block.is_placed:
             block.note("hooks of the caller are in force around it: what it saves goes to them, not to its store")
         return function(*args, **kwargs)
@@ -251,7 +250,7 @@ def _run_kept(
     pack = keep[0] if recorder is None else recorder.kept_run(block.name, keep[0], is_stored=is_stored)
     guard = Guard()
     try:
-        # what runs in here belongs to what is around the outermost block
+        # what runs in here belongs to what is around the outermost recomputed block
         guard.enter(around[-1].outer if around else running.get(), pack, keep[1])
         with unseen(around[0] if around else None):
             return function(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""A pass through a block's forward: the first run, or a second one that fills the holders of the first."""
+"""One execution of a block's forward: the original, or the recomputation that fills its holders."""
 
 from __future__ import annotations
 
@@ -17,41 +17,96 @@ if TYPE_CHECKING:
 
     import torch
 
-    from graphckpt.rules.engine.frame import Frame
+    from graphckpt.moving import Snapshot
+    from graphckpt.rules.engine.context import BlockContext
     from graphckpt.rules.engine.saved import Holder
+    from graphckpt.stores import Group
 
 
 class Contexts(Protocol):
-    """Contexts around the two runs of a frame, such as those that keep op results."""
+    """Contexts around the original forward and the recomputation of a call, such as those that keep op results."""
 
-    def original_forward(self, frame: Frame) -> AbstractContextManager[Any]:
-        """Returns the context for the first run."""
+    def original_forward(self, frame: RecomputableCall) -> AbstractContextManager[Any]:
+        """Returns the context for the original forward."""
 
-    def recomputation(self, frame: Frame) -> AbstractContextManager[Any]:
-        """Returns the context for a second run."""
+    def recomputation(self, frame: RecomputableCall) -> AbstractContextManager[Any]:
+        """Returns the context for a recomputation."""
 
     def saves(self, tensor: torch.Tensor) -> None:
-        """Autograd saves a tensor of the first run."""
+        """Is called when autograd saves a tensor of the original forward."""
 
-    def settle(self, frame: Frame) -> None:
-        """The first run is over."""
+    def settle(self, frame: RecomputableCall) -> None:
+        """Is called after the original forward."""
 
-    def run_all(self, frame: Frame) -> bool:
-        """A second run has failed: has the next one leave nothing out; returns whether that is any different."""
+    def run_all(self, frame: RecomputableCall) -> bool:
+        """Is called after a recomputation that raised: the next one skips no op. Returns whether any was skipped."""
 
     def paused(self) -> AbstractContextManager[None]:
         """Returns a context in which the one in force does nothing."""
 
 
+class AnsweredCall(Protocol):
+    """One call of an excluded child, and how the recomputation answers for it."""
+
+    @property
+    def name(self) -> str:
+        """Path of the child."""
+
+    def settle(self, snapshot: Snapshot) -> None:
+        """Is called after the original forward of the block around the child."""
+
+    def answer(self) -> tuple[bool, Any]:
+        """Returns ``(True, output)``, or ``(False, None)`` if the child has to be recomputed after all."""
+
+
+class RecomputableCall(Protocol):
+    """What the parts of the engine need to know of a :class:`~graphckpt.rules.engine.frame.Frame`."""
+
+    block: BlockContext
+    contexts: Contexts | None
+    group: Group | None
+    outer: Any
+    """The saved-tensor hooks around the call, which what it saves passes through; ``None``: its store has it."""
+    devices: tuple[torch.device, ...]
+    """Whose random state the call may use, beside that of the CPU."""
+    excluded: list[AnsweredCall]
+    outputs: list[torch.Tensor] | None
+    """What a recomputation for a joined block has returned."""
+    original: Execution | None
+
+    @property
+    def before(self) -> RecomputableCall | None:
+        """The call of the recomputed block right before, if the two are recomputed as one."""
+
+    def recompute_output(self) -> None:
+        """Recomputes the block for the joined block right behind it, up to its ``outputs``."""
+
+    @property
+    def keeps_rest(self) -> bool:
+        """Whether what it saves is kept by now; see :meth:`keep_rest`."""
+
+    def keep_rest(self) -> None:
+        """Keeps what it saves from now on."""
+
+    def name_of(self, position: int) -> str:
+        """Names the argument that leaf ``position`` belongs to."""
+
+
 class Execution:
-    """A pass through a block's forward that is going on in this thread."""
+    """One execution of a block's forward that is going on in this thread.
 
-    __slots__ = ("again", "backward", "frame", "is_active", "outer")
+    Args:
+        frame: The call.
+        outer: The execution around it.
+        is_recomputation: Whether it is one, or a part of one.
+    """
 
-    def __init__(self, frame: Frame, outer: Execution | None, *, again: bool) -> None:
+    __slots__ = ("backward", "frame", "is_active", "is_recomputation", "outer")
+
+    def __init__(self, frame: RecomputableCall, outer: Execution | None, *, is_recomputation: bool) -> None:
         self.frame = frame
         self.outer = outer
-        self.again: bool = again or (outer is not None and outer.again)
+        self.is_recomputation: bool = is_recomputation or (outer is not None and outer.is_recomputation)
         self.backward = current_backward()
         """The backward that it is a part of, if it is."""
         self.is_active = False
@@ -61,7 +116,7 @@ class Execution:
 running: ContextVar[Execution | None] = ContextVar("running", default=None)
 
 
-def innermost(frame: Frame) -> Execution | None:
+def innermost(frame: RecomputableCall) -> Execution | None:
     """Returns the innermost execution that is going on around a backward that wants tensors of ``frame``.
 
     Where a forward calls backward, autograd may do its work in a thread of its own, whose context variables know
@@ -73,8 +128,8 @@ def innermost(frame: Frame) -> Execution | None:
     return run
 
 
-def keep_rest_around(frame: Frame) -> None:
-    """A backward wants tensors of ``frame``: the original forwards that it runs inside of keep all from now on."""
+def keep_rest_around(frame: RecomputableCall) -> None:
+    """Keeps the rest of the original forwards within which a backward is running that needs tensors of ``frame``."""
     run = innermost(frame)
     if run is not None:
         backward = current_backward()
@@ -110,7 +165,7 @@ _NOTHING = nullcontext()
 
 
 class StopRecomputation(BaseException):  # not an Exception: a forward that catches those must not catch this
-    """Ends a second run once every tensor that backward can still ask for is there."""
+    """Ends a recomputation once every tensor that backward can still ask for is there."""
 
     def __init__(self, run: Recomputation) -> None:
         self.run = run
@@ -118,7 +173,7 @@ class StopRecomputation(BaseException):  # not an Exception: a forward that catc
 
 @final
 class Recomputation(Execution):
-    """Fills the holders of a frame while its block runs again."""
+    """Fills the holders of a call while its block is recomputed."""
 
     __slots__ = (
         "_early_stop",
@@ -134,9 +189,14 @@ class Recomputation(Execution):
     )  # fmt: skip
 
     def __init__(
-        self, frame: Frame, holders: list[weakref.ref[Holder]], *, early_stop: bool, returns_output: bool = False
+        self,
+        frame: RecomputableCall,
+        holders: list[weakref.ref[Holder]],
+        *,
+        early_stop: bool,
+        returns_output: bool = False,
     ) -> None:
-        super().__init__(frame, innermost(frame), again=True)
+        super().__init__(frame, innermost(frame), is_recomputation=True)
         self.returns_output = returns_output
         self.cursor = 0
         self.excluded_cursor = 0
@@ -153,13 +213,13 @@ class Recomputation(Execution):
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Puts ``tensor`` into the holder whose turn it is."""
+        """Puts ``tensor`` into the next holder."""
         position = self.cursor
         self.cursor = position + 1
         if self.on_pack is not None:
             self.on_pack(position)
         if type(tensor) is WithoutValues:
-            raise RuntimeError(f"{self.frame.block.name}: tensor {position} is saved, and was left out")
+            raise RuntimeError(f"{self.frame.block.name}: tensor {position} is saved, but its op was skipped")
         fills = False  # `rrelu` saves its noise, which it fills only then, before its input
         if tensor.requires_grad:
             if self._unfilled is not None:
@@ -186,7 +246,7 @@ class Recomputation(Execution):
         return tensor
 
     def fault(self) -> Fault | None:
-        """Returns how this run differed from the first one, if it did."""
+        """Returns how this recomputation differed from the original forward, if it did."""
         if self._first_fault is not None:
             return self._first_fault
         short = self.cursor <= self._last

@@ -1,7 +1,8 @@
-"""One forward of one block that will run again in backward: the first run, what it keeps, and the second run.
+"""One call of a recomputed block: the original forward, what it keeps, and the recomputation.
 
-Autograd asks for a saved tensor through a hook. The first run answers with an empty :class:`Holder`; the first holder that
-backward reads starts the second run, which fills them all, in the order in which they were made.
+Autograd passes each tensor that it saves to a hook. In the original forward, the hook returns an empty
+:class:`~graphckpt.rules.engine.saved.Holder`; the first holder that backward reads starts the recomputation, which
+fills all of them, in the order in which they were made.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from graphckpt._compat_compiler import never_compiled
 from graphckpt.autocast_state import autocast_depth, enter_ambient, take_ambient
 from graphckpt.errors import EditedError, RecomputeError
 from graphckpt.rng import set_random_state, take_random_state
-from graphckpt.rules.engine.argument import Argument
 from graphckpt.rules.engine.arguments import Arguments
-from graphckpt.rules.engine.chained import BlockOutput, ChainedInput, last_output, tensors_in
+from graphckpt.rules.engine.chained import BlockOutput, last_output, tensors_in
 from graphckpt.rules.engine.execution import (
+    AnsweredCall,
     Contexts,
     Execution,
+    RecomputableCall,
     Recomputation,
     StopRecomputation,
     keep_rest_around,
@@ -33,7 +35,7 @@ from graphckpt.rules.engine.execution import (
 from graphckpt.rules.engine.guard import Guard
 from graphckpt.rules.engine.mismatch import differs, edited, edits_argument, edits_module
 from graphckpt.rules.engine.saved import Holder
-from graphckpt.rules.engine.saved_hooks import StoredCall
+from graphckpt.rules.engine.saved_hooks import StoredCall, hooks_around
 from graphckpt.stores import DeviceStore
 
 if TYPE_CHECKING:
@@ -43,38 +45,26 @@ if TYPE_CHECKING:
     from graphckpt.moving import Snapshot
     from graphckpt.rng import RandomState
     from graphckpt.rules.engine.context import BlockContext
-    from graphckpt.rules.engine.excluded import ExcludedCall, RepeatedCall
     from graphckpt.stores import Group
 
 
 @final
 class Frame:
-    """What one call of a block keeps, and how to run it again."""
+    """One call of a recomputed block.
+
+    Args:
+        block: The block.
+        function: Its forward.
+        contexts: Contexts around the original forward and the recomputation.
+        early_stop: Whether a recomputation ends once it has filled the last holder that is alive.
+        strict: Whether the saved tensors of a recomputation must have the shapes and dtypes of the original ones.
+        joins: Whether the block is joined to the one right before it.
+    """
 
     __slots__ = (
-        "__weakref__",
-        "_ambient",
-        "_arguments",
-        "_early_stop",
-        "_function",
-        "_holders",
-        "_is_complete",
-        "_joins",
-        "_random",
-        "_rest",
-        "_snapshot",
-        "_state",
-        "_strict",
-        "_watch",
-        "before",
-        "block",
-        "contexts",
-        "devices",
-        "excluded",
-        "group",
-        "original",
-        "outer",
-        "outputs",
+        "__weakref__", "_ambient", "_arguments", "_early_stop", "_function", "_holders", "_is_complete", "_joins",
+        "_random", "_rest", "_snapshot", "_state", "_strict", "_watch", "block", "contexts", "devices", "excluded",
+        "group", "original", "outer", "outputs",
     )  # fmt: skip
 
     def __init__(
@@ -92,10 +82,8 @@ class Frame:
         self._early_stop = early_stop_in_force(early_stop)
         self._strict = strict
         self._joins = joins
-        self.before: Frame | None = None
-        """The call of the recomputed block right before, if the two are recomputed as one."""
         self.outputs: list[torch.Tensor] | None = None
-        self.excluded: list[ExcludedCall | RepeatedCall] = []
+        self.excluded: list[AnsweredCall] = []
         self.outer: Any = None
         self.original: Execution | None = None
         """The original forward while it runs; after that, the one around it."""
@@ -107,10 +95,10 @@ class Frame:
         self.group: Group | None = None
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Runs the block for the first time, with nothing saved but what the second run needs."""
+        """Runs the original forward, which keeps nothing but what the recomputation needs."""
         block = self.block
         state = self._state = block.present_state()
-        self.outer = block.hooks_around()
+        self.outer = hooks_around(block)
         if self.outer is None and not isinstance(block.store, DeviceStore):
             self.group = block.open_group()
         arguments = self._arguments = Arguments(args, kwargs)
@@ -119,9 +107,9 @@ class Frame:
             self._random = take_random_state(self.devices)
             self._ambient = take_ambient(self.devices)
             run = running.get()
-            self._snapshot = state.take(is_again=run is not None and run.again)
+            self._snapshot = state.take(is_again=run is not None and run.is_recomputation)
             learning = block.learns and not state.has_learnt(self._snapshot)
-            self._early_stop &= not learning  # the first call's second run goes on to its end, and must save no more
+            self._early_stop &= not learning  # its recomputation runs to the end, and must save no more
             watch = self._watch = state.watch() if learning else None
             function = self._function if watch is None else watch.around(self._function)
             returned = last_output.get() if self._joins and self.outer is None else None
@@ -164,7 +152,7 @@ class Frame:
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> object:
-        """Answers autograd, which wants ``tensor`` saved."""
+        """Hook for a tensor that autograd saves."""
         if self._rest is not None:
             return self._rest.pack(tensor)
         holder = Holder(tensor)
@@ -175,7 +163,7 @@ class Frame:
 
     @never_compiled
     def unpack(self, holder: Any) -> torch.Tensor:
-        """Gives autograd the tensor back, running the block again if need be."""
+        """Hook for a saved tensor that autograd needs; recomputes the block if necessary."""
         keep_rest_around(self)
         if not isinstance(holder, Holder):
             assert self._rest is not None
@@ -192,7 +180,7 @@ class Frame:
         block = self.block
         recorder = block.recorder
         pack: Any = self.pack if recorder is None else recorder.first_run(block.name, self.pack)
-        run = self.original = Execution(self, running.get(), again=False)
+        run = self.original = Execution(self, running.get(), is_recomputation=False)
         depth = autocast_depth()
         guard = Guard()
         try:
@@ -218,22 +206,12 @@ class Frame:
         """Names the argument that leaf ``position`` belongs to."""
         return self._arguments.name(position, self._function)
 
-    def keep_argument(
-        self, tensor: torch.Tensor, copied: torch.Tensor | None, returned: BlockOutput | None
-    ) -> Argument | ChainedInput:
-        """Keeps a tensor argument, or notes that the block right before returns it."""
-        number = None if returned is None or copied is not None else returned.number_of(tensor)
-        if returned is None or number is None:
-            return Argument(tensor, self, copied)
-        self.before = returned.frame()
-        return ChainedInput(number, tensor)
-
     def _settle(self, returned: BlockOutput | None, *, learning: bool) -> None:
-        """After the first run: lets go of what the second run does not need."""
+        """Drops what the recomputation does not need, after the original forward."""
         block = self.block
         self._arguments.settle(self, self._snapshot, returned, learning=learning)
         if self._joins and self.before is None:
-            block.note("joined: no argument is what a recomputed block right before it has returned; all are kept")
+            block.note("joined: no argument is the output of a recomputed block right before it; all are kept")
         for hole in self.excluded:
             hole.settle(self._snapshot)
         self._is_complete = True
@@ -244,46 +222,64 @@ class Frame:
         if self.group is not None:
             block.store.seal(self.group)
 
-    def _run_blocks_before(self) -> None:
-        """Has the blocks run again, from the first on, that this one is joined to."""
+    @property
+    def before(self) -> RecomputableCall | None:
+        """The call of the recomputed block right before, if the two are recomputed as one."""
+        return self._arguments.before
+
+    def recompute_output(self) -> None:
+        """Recomputes the block for the joined block right behind it, up to its ``outputs``."""
+        self._recompute(returns_output=True)
+
+    def _recompute_before(self) -> None:
+        """Recomputes the blocks that this one is joined to, from the first on."""
         frames, frame = [], self.before
         while frame is not None and frame.outputs is None:
             frames.append(frame)
             frame = frame.before
         for frame in reversed(frames):
-            frame._recompute(returns_output=True)
+            frame.recompute_output()
 
     def _recompute(self, *, returns_output: bool = False) -> None:
-        self._run_blocks_before()
+        self._recompute_before()
         recorder = self.block.recorder
         if recorder is not None:
             recorder.second_run(self.block.name)
+        early_stop = not returns_output and (self._early_stop or self._rest is not None)
         try:
-            early_stop = not returns_output and (self._early_stop or self._rest is not None)
-            run = Recomputation(self, self._holders, early_stop=early_stop, returns_output=returns_output)
             try:
-                self._recompute_once(run)
+                run = self._recompute_once(early_stop=early_stop, returns_output=returns_output)
             except Exception:
                 if self.contexts is None or not self.contexts.run_all(self):
-                    raise  # else code that is no op, such as a kernel, may have asked for what was left out
-                run = Recomputation(self, self._holders, early_stop=early_stop, returns_output=returns_output)
-                self._recompute_once(run)
+                    raise  # else code that is no op, such as a kernel, may have read a result that was skipped
+                run = self._recompute_once(early_stop=early_stop, returns_output=returns_output)
             for position, tensor, version in run.given:
                 if tensor._version != version:
                     raise RecomputeError(edits_argument(self.block.name, self.name_of(position)))
             fault = run.fault()
             if fault is not None and (self._strict or isinstance(fault.first, int)):
-                probe = Recomputation(self, self._holders, early_stop=False)
-                self._run_blocks_before()
-                fault = fault.located(probe, lambda: self._recompute_once(probe))
-                raise RecomputeError(differs(self.block.name, fault))
+                self._recompute_before()
+                raise RecomputeError(differs(self.block.name, fault.located(self._watch_recomputation)))
         finally:
             if recorder is not None:
                 recorder.second_run_ended(self.block.name)
 
-    def _recompute_once(self, run: Recomputation) -> None:
+    def _watch_recomputation(self, on_pack: Callable[[int], None]) -> None:
+        """Recomputes the block once more, and calls ``on_pack`` with the number of each saved tensor."""
+        self._recompute_once(on_pack=on_pack)
+
+    def _recompute_once(
+        self,
+        *,
+        early_stop: bool = False,
+        returns_output: bool = False,
+        on_pack: Callable[[int], None] | None = None,
+    ) -> Recomputation:
+        run = Recomputation(self, self._holders, early_stop=early_stop, returns_output=returns_output)
+        run.on_pack = on_pack
         with unseen(run.outer):
             self._repeat(run)
+        return run
 
     def _repeat(self, run: Recomputation) -> None:
         state, snapshot = self._state, self._snapshot

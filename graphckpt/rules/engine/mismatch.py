@@ -1,4 +1,4 @@
-"""Says how a second run differed from the first: which tensor, saved by which op, on which line."""
+"""Messages for a recomputation that differs from the original forward: which tensor, op and line."""
 
 from __future__ import annotations
 
@@ -16,21 +16,19 @@ from graphckpt.errors import RecomputeError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from graphckpt.rules.engine.execution import Recomputation
-
     _Kind = tuple[torch.dtype, torch.Size]
 
 _FIX = (
     "fix: make forward depend on its arguments, parameters and random state alone, or set "
     "activation_checkpointing = False on this block"
 )
-_NOT_THE_USERS = tuple(str(Path(module).parent) for module in (torch.__file__, __file__))
+_LIBRARIES = tuple(str(Path(module).parent) for module in (torch.__file__, __file__))
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """The first difference between two runs.
+    """The first difference between the original forward and the recomputation.
 
     ``first`` and ``second`` are ``(dtype, shape)`` of saved tensor number ``position``, or the counts of saved tensors.
     """
@@ -41,18 +39,21 @@ class Fault:
     op: str = ""
     line: str = ""
 
-    def located(self, probe: Recomputation, rerun: Callable[[], None]) -> Fault:
-        """Runs the block once more, watching, and returns the fault with the op and the line that it belongs to."""
-        watch = _Watch(self.position)
-        probe.on_pack = watch.on_pack
-        with suppress(Exception), watch:
-            rerun()
-        return replace(self, op=watch.op, line=watch.line)
+    def located(self, recompute: Callable[[Callable[[int], None]], None]) -> Fault:
+        """Returns the fault with the op and the line that it belongs to.
+
+        Args:
+            recompute: Recomputes the block once more; calls its argument with the number of each saved tensor.
+        """
+        finder = _OpFinder(self.position)
+        with suppress(Exception), finder:
+            recompute(finder.on_pack)
+        return replace(self, op=finder.op, line=finder.line)
 
 
 @final
-class _Watch(TorchFunctionMode):
-    """Knows which PyTorch function is running when saved tensor number ``position`` is made."""
+class _OpFinder(TorchFunctionMode):
+    """Finds out which PyTorch function is running when saved tensor number ``position`` is made."""
 
     def __init__(self, position: int) -> None:
         super().__init__()
@@ -77,31 +78,31 @@ class _Watch(TorchFunctionMode):
         self.op = "an op" if func is None else resolve_name(func) or getattr(func, "__name__", repr(func))
         frame = sys._getframe(1)  # inspect.stack() reads every source file on the way
         while frame is not None:
-            if not frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+            if not frame.f_code.co_filename.startswith(_LIBRARIES):
                 self.line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
                 return
             frame = frame.f_back  # type: ignore[assignment]
 
 
 def differs(block: str, fault: Fault) -> str:
-    """The message for a second run that was not like the first."""
+    """The message for a recomputation that differs from the original forward."""
     where = f", saved by {fault.op} at {fault.line}," if fault.op else ""
     if isinstance(fault.first, int):
-        number = f"the first run saved {fault.first} tensors, the second {fault.second}"
-        return f"{block}: {number}; the last one{where} is not the same in both · {_FIX}"
+        number = f"the original forward saved {fault.first} tensors, the recomputation {fault.second}"
+        return f"{block}: {number}; the last one{where} differs · {_FIX}"
     assert not isinstance(fault.second, int)
     was, now = _describe(*fault.first), _describe(*fault.second)
-    return f"{block}: saved tensor {fault.position}{where} was {was} in the first run and {now} in the second · {_FIX}"
+    return f"{block}: saved tensor {fault.position}{where}: expected {was}, got {now} in the recomputation · {_FIX}"
 
 
 def returns_differ(block: str, number: int, was: _Kind, second: Sequence[_Kind]) -> str:
-    """The message for a block that hands another tensor on to the joined block behind it than in the first run."""
+    """The message for a block whose recomputation returns another tensor to the joined block behind it."""
     first, now = _describe(*was), _describe(*second[number]) if number < len(second) else "nothing"
-    return f"{block}: tensor {number} that it returned was {first} in the first run and {now} in the second · {_FIX}"
+    return f"{block}: tensor {number} that it returns: expected {first}, got {now} in the recomputation · {_FIX}"
 
 
 def edited(block: str, what: str) -> str:
-    """The message for a tensor that was changed between the first run and backward."""
+    """The message for a tensor that was edited between forward and backward."""
     return (
         f"{block}: {what} was edited in place between forward and backward · "
         "fix: edit a clone, or edit after backward()"
@@ -143,13 +144,13 @@ def edits_module(block: str, name: str) -> str:
 
 def iterator_argument(block: str, name: str) -> str:
     """The message for an argument that can be read only once."""
-    return f"{block}: argument `{name}` is an iterator; a second run would find it used up · fix: pass a list"
+    return f"{block}: argument `{name}` is an iterator, which the recomputation would find exhausted · fix: pass a list"
 
 
 def excluded_differ(block: str, expected: str | None, got: str) -> RecomputeError:
-    """The error for children that were called in another order."""
-    was = f"called {expected}" if expected else "called no other child that is kept"
-    return RecomputeError(f"{block}: the first run {was} where the second run called {got} · {_FIX}")
+    """The error for excluded children that are called in another order."""
+    was = f"a call of {expected}" if expected else "no further call of an excluded child"
+    return RecomputeError(f"{block}: expected {was}, got one of {got} in the recomputation · {_FIX}")
 
 
 def _describe(dtype: torch.dtype, shape: torch.Size) -> str:

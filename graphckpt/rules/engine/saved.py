@@ -1,4 +1,4 @@
-"""What stands in autograd's graph for a tensor, and what is kept so that the tensor can be made again."""
+"""Placeholders for saved tensors in the autograd graph, and the data needed to recompute them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @final
 class SameArgument:
-    """Stands for an argument that is the same object as an earlier one."""
+    """Placeholder for an argument that is the same object as an earlier one."""
 
     __slots__ = ("position",)
 
@@ -27,7 +27,7 @@ class SameArgument:
 
 @final
 class Holder:
-    """Stands in autograd's graph for a tensor that the second run will make again."""
+    """Placeholder in the autograd graph for a tensor that the recomputation will fill in."""
 
     __slots__ = ("__weakref__", "dtype", "shape", "value", "version")
 
@@ -39,7 +39,7 @@ class Holder:
 
 
 class Keeper(Protocol):
-    """Who keeps tensors: a call of a block."""
+    """A call of a block that keeps tensors."""
 
     block: BlockContext
     group: Group | None
@@ -47,10 +47,15 @@ class Keeper(Protocol):
 
 @final
 class SavedTensor:
-    """A tensor that the first run keeps for the second: an argument, a hole's output, an op's result.
+    """A tensor that is kept for the recomputation: an argument, an excluded child's output, an op's result.
 
-    It passes through the hooks around the block, if there are any: inside of a block that will run again itself,
-    nothing is kept, but made again.
+    It passes through the hooks around the block, if there are any: within a block that is recomputed itself, it is not
+    kept, but recomputed.
+
+    Args:
+        tensor: The tensor.
+        keeper: The call that keeps it.
+        outer: The hooks around the call; ``None`` if its store keeps the tensor.
     """
 
     __slots__ = ("_held", "_requires_grad", "_store", "_unpack", "_version")
@@ -78,18 +83,18 @@ class SavedTensor:
 
     @property
     def stays(self) -> bool:
-        """Whether the tensor stays where it is."""
+        """Whether the tensor stays on its device."""
         return self._store is not None and isinstance(self._held, torch.Tensor)
 
     def release(self, keeper: Keeper) -> None:
-        """Says that the tensor is not kept after all; nobody may ask for it any more."""
+        """Drops the tensor, which :meth:`take` must not be called for any more."""
         recorder = keeper.block.recorder
         if recorder is not None and self._store is not None and isinstance(self._held, torch.Tensor):
             recorder.let_go(keeper.block.name, self._held)
         self._held = None
 
     def take(self) -> torch.Tensor | None:
-        """Returns the tensor, cut off from its history; ``None`` if it was edited in place since."""
+        """Returns the tensor without history; ``None`` if it was edited in place since."""
         tensor: torch.Tensor | None
         try:
             tensor = self._unpack(self._held) if self._store is None else self._store.get(self._held)
@@ -103,13 +108,13 @@ class SavedTensor:
 @final
 @dataclass(frozen=True, slots=True)
 class SavedResult:
-    """What an op has returned."""
+    """A kept result of an op."""
 
     leaves: list[Any]
     spec: Any
     """``None`` if it is one tensor."""
     versions: list[tuple[torch.Tensor, int]]
-    random: RandomState | None  # after an op that draws: the second run must not lose its place in the stream
+    random: RandomState | None  # after an op that draws random numbers, for the ops behind it
 
     def is_edited(self) -> bool:
         """Whether a tensor of it was edited in place since."""
@@ -126,7 +131,7 @@ class SavedResult:
         return None if edited else taken
 
     def release(self, keeper: Keeper) -> None:
-        """Says that it is not kept after all."""
+        """Drops it."""
         for leaf in self.leaves:
             if isinstance(leaf, SavedTensor):
                 leaf.release(keeper)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, final
 
-from graphckpt._compat import autograd_sequence_number
+from graphckpt._compat import autograd_sequence_number, saved_tensor_hooks_in_force
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.errors import EditedError
 from graphckpt.rules.engine.mismatch import edited
@@ -104,6 +104,16 @@ IN_PLACE = (_without_history, _same)
 """The hooks of a block whose saved tensors stay on the device whatever is around it."""
 
 
-def are_own(hooks: Any) -> bool:
-    """Whether hooks in force say where a block keeps what it saves, and are not a caller's or a second run's."""
+def _are_own(hooks: Any) -> bool:
+    """Whether hooks in force are those of a block that is not recomputed, not a caller's or a recomputation's."""
     return hooks[1] is _same or getattr(hooks[1], "__func__", None) is StoredCall.unpack
+
+
+def hooks_around(block: BlockContext) -> Any:
+    """Returns the hooks that what a block saves must pass through, or ``None`` if it goes to the block's store."""
+    hooks: Any = saved_tensor_hooks_in_force()
+    if hooks is None:
+        return None
+    if block.recorder is not None:
+        hooks = block.recorder.beneath(hooks)
+    return None if block.is_placed and hooks is not None and _are_own(hooks) else hooks

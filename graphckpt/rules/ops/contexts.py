@@ -1,95 +1,80 @@
-"""The op results that one call of a block keeps, and the second run that is outputs them.
+"""The dispatch modes around the original forward and the recomputation of a ``selective`` block.
 
 ::
 
-    first run     addmm -> pow -> mul -> add -> tanh -> mul -> addmm      kept: addmm, tanh
-    second run    (addmm)  -      -      -     (tanh)   mul               outputs back: in brackets
+    original forward   addmm -> pow -> mul -> add -> tanh -> mul -> addmm      kept: addmm, tanh
+    recomputation      (addmm)  -      -      -     (tanh)   mul               cached: in brackets, skipped: -
 
-What only leads up to a kept result, or comes after all that autograd saves, is not run again: the second run carries a
-tensor without values in its place, which nothing may read. A result that the second run would not ask for is not kept.
-All this shows in the first call of a block; calls like it follow the schedule that it has left.
+An op that only leads up to a kept result, or comes after the last tensor that autograd saves, is skipped: the
+recomputation carries a tensor without values in its place, which nothing may read. A result that no recomputation would
+read is not kept. The first call of a block records all this as an op schedule, which calls with arguments of the same
+shapes follow.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, final
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, final
 
-import torch
-
-from graphckpt._compat import pytree, storage_of, version_sharing_detach
-from graphckpt._compat_autocast import above_dispatch_modes
-from graphckpt.errors import RecomputeError
-from graphckpt.rng import set_random_state, take_random_state
 from graphckpt.rules.engine.execution import Recomputation, running
-from graphckpt.rules.engine.saved import SavedResult, SavedTensor
-from graphckpt.rules.ops.modes import CAST, CachedMode, CachingMode, ScheduledCachedMode, ScheduledCachingMode
+from graphckpt.rules.ops.kept_results import KeptResults
+from graphckpt.rules.ops.modes import CachedMode, CachingMode, ScheduledCachedMode, ScheduledCachingMode
 from graphckpt.rules.ops.op_graph import OpGraph
-from graphckpt.rules.ops.schedule import NamedOps, learn
-from graphckpt.writes import edited_by
+from graphckpt.rules.ops.schedule import NamedOps, make_schedule
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from graphckpt.rules.engine.frame import Frame
-    from graphckpt.rules.ops.modes import OpMode
-    from graphckpt.rules.ops.op_graph import Op
-    from graphckpt.rules.ops.schedule import Key, OpSchedule, Policy
+    import torch
 
-_MAX_SCHEDULES = 16  # of a block: one for each shape of its arguments
-_MAX_MISMATCHES = 16  # calls of a block that were unlike those before, until it is taken as it comes
+    from graphckpt.rules.engine.execution import RecomputableCall
+    from graphckpt.rules.ops.modes import OpMode
+    from graphckpt.rules.ops.schedule import OpSchedule, Policy
+
+_MAX_SCHEDULES = 16  # of a block: one for each set of argument shapes
+_MAX_MISMATCHES = 16  # calls of a block that did not follow their schedule, before schedules are disabled for it
 
 
 @final
 class SelectiveContexts:
-    """The kept op results of one call of a block.
+    """The contexts around one call of a block.
 
     Args:
-        policy: says which results to keep.
-        kind: what calls that are alike have in common, such as the shapes of their arguments; ``None``: nothing can be
-            learnt from one for another, as the policy may change its mind.
+        policy: Decides which results to keep.
+        kind: What calls that run the same ops have in common, such as the shapes of their arguments; ``None`` for a
+            policy that may decide otherwise in each call.
     """
 
     def __init__(self, policy: Policy, kind: object = None) -> None:
-        self.policy = policy
-        self.results: dict[Key, SavedResult] = {}
-        self.storages: dict[int, list[Key]] = {}  # id of a storage: the kept results that lie in it
-        self.log: OpGraph | None = None
-        self.schedule: OpSchedule | None = None
-        """What the second run goes by."""
+        self._results = KeptResults(policy, learns=kind is not None)
+        self._schedule: OpSchedule | None = None  # that the recomputation follows
         self._kind = kind
-        self._num_saved = 0
-        self._keys: list[Key] = []  # of all that was kept, in order
-        self._num_asked_for = 0  # of them: what is kept after autograd has saved its last tensor, nothing asks for
         self._is_settled = False
         self._modes: list[OpMode] = []
 
-    def original_forward(self, frame: Frame) -> AbstractContextManager[None]:
+    def original_forward(self, frame: RecomputableCall) -> AbstractContextManager[None]:
         """Returns the context that keeps the chosen results."""
-        if frame.outer is not None or self._kind is None:  # what is around the block must see it keep the same again
-            return self._in_force(CachingMode(self, frame))
-        schedule = frame.block.schedules.get(self._kind)
+        if frame.outer is not None or self._kind is None:  # the hooks around must see the same tensors in each call
+            return self._in_force(CachingMode(self._results, frame))
+        schedule: OpSchedule | None = frame.block.schedules.get(self._kind)
         if schedule is None:
-            self.log = OpGraph()
-        elif schedule.is_of_use:
-            self.schedule = schedule
-            return self._following(ScheduledCachingMode(self, frame, schedule))
-        return self._in_force(CachingMode(self, frame))
+            self._results.graph = OpGraph()
+        elif schedule.is_valid:
+            self._schedule = schedule
+            return self._following(ScheduledCachingMode(self._results, frame, schedule, self._drop_schedule))
+        return self._in_force(CachingMode(self._results, frame))
 
-    def recomputation(self, frame: Frame) -> AbstractContextManager[None]:
-        """Returns the context that hands them back."""
+    def recomputation(self, frame: RecomputableCall) -> AbstractContextManager[None]:
+        """Returns the context that returns the kept results in place of running their ops."""
         run = running.get()
         is_for_backward = isinstance(run, Recomputation) and run.frame is frame and not run.returns_output
-        if self.schedule is not None and self.schedule.is_of_use and self._is_settled:
-            return self._in_force(ScheduledCachedMode(self, frame, self.schedule, skips=is_for_backward))
-        return self._in_force(CachedMode(self, frame))
+        if self._schedule is not None and self._schedule.is_valid and self._is_settled:
+            return self._in_force(ScheduledCachedMode(self._results, frame, self._schedule, skips=is_for_backward))
+        return self._in_force(CachedMode(self._results, frame))
 
     def saves(self, tensor: torch.Tensor) -> None:
-        """Autograd saves a tensor of the first run."""
-        self._num_saved += 1
-        self._num_asked_for = len(self._keys)
-        if self.log is not None:
-            self.log.saves(tensor)
+        """Is called when autograd saves a tensor of the original forward."""
+        self._results.saves(tensor)
 
     @contextmanager
     def _in_force(self, mode: OpMode) -> Iterator[None]:
@@ -98,7 +83,7 @@ class SelectiveContexts:
             with mode:
                 yield
         finally:
-            self._modes.remove(mode)  # it holds this object: a cycle would keep what it keeps alive
+            self._modes.remove(mode)  # it refers to the call: a cycle would keep all results alive
 
     @contextmanager
     def _following(self, mode: ScheduledCachingMode) -> Iterator[None]:
@@ -106,119 +91,69 @@ class SelectiveContexts:
             yield
         mode.end()
 
-    def keep(self, key: Key, output: Any, frame: Frame) -> None:
-        """Keeps what an op has returned."""
-        leaves, spec = ([output], None) if isinstance(output, torch.Tensor) else pytree.tree_flatten(output)
-        aliases = [version_sharing_detach(x) if isinstance(x, torch.Tensor) else x for x in leaves]
-        versions = [(x, x._version) for x in aliases if isinstance(x, torch.Tensor)]
-        kept = [SavedTensor(x, frame, frame.outer) if isinstance(x, torch.Tensor) else x for x in aliases]
-        random = take_random_state(frame.devices) if torch.Tag.nondeterministic_seeded in key[0].tags else None
-        for tensor, _ in versions:
-            self.storages.setdefault(id(storage_of(tensor)), []).append(key)
-        self.results[key] = SavedResult(kept, spec, versions, random)
-        self._keys.append(key)
-
-    def hand_back(self, key: Key, frame: Frame) -> Any:
-        """Returns what an op has returned, or ``None`` if that is not kept."""
-        result = self.results.get(key)
-        try:
-            # the block around, if it is the one that keeps the result, may have to be recomputed for it
-            with nullcontext() if frame.outer is None else above_dispatch_modes():
-                leaves = result.take() if result is not None else None
-        except RecomputeError:  # the block around keeps it, and says that it was edited in place: the op runs again
-            return None
-        if result is None or leaves is None:
-            return None
-        if result.random is not None:
-            set_random_state(result.random)
-        return leaves[0] if result.spec is None else pytree.tree_unflatten(leaves, result.spec)
-
-    def forget_edited(self, func: Op, args: Any, kwargs: dict[str, Any]) -> None:
-        """Forgets a kept result that ``func`` edits, also through a view that does not share its version counter.
-
-        GRU edits what ``unsafe_chunk`` returns, which is such a view.
-        """
-        for tensor in edited_by(func, args, kwargs):
-            for key in self.storages.pop(id(storage_of(tensor)), ()):
-                self.results.pop(key, None)
-
-    def settle(self, frame: Frame) -> None:
-        """Forgets the results that the block edited in place after they were kept, and those of no use."""
-        self.storages.clear()
-        for key in self._keys[self._num_asked_for :]:
-            self._release(key, frame)
-        for key, result in list(self.results.items()):
-            if result.is_edited():
-                del self.results[key]
-            elif frame.outer is not None or frame.group is not None:
-                result.versions.clear()  # what is around the block keeps it, or a store, and sees edits itself
-        if self.log is not None:
-            self._learn(self.log, frame)
-            self.log = None
-        elif self.schedule is not None and self._num_saved != self.schedule.num_saved:
-            self.mismatch(frame)
+    def settle(self, frame: RecomputableCall) -> None:
+        """Drops what the recomputation does not need, and records or checks the schedule of the ops."""
+        results = self._results
+        results.settle(frame)
+        graph, results.graph = results.graph, None
+        if graph is not None:
+            self._record(graph, frame)
+        elif self._schedule is not None and results.num_saved != self._schedule.num_saved:
+            self._drop_schedule(frame)
         self._is_settled = True
 
-    def _learn(self, log: OpGraph, frame: Frame) -> None:
-        schedule = learn(log, set(self.results), self._num_saved)
-        schedule.is_of_use = log.is_whole and not frame.excluded
-        if not schedule.is_of_use:
+    def _record(self, graph: OpGraph, frame: RecomputableCall) -> None:
+        results = self._results
+        schedule = make_schedule(graph, set(results.results), results.num_saved)
+        schedule.is_valid = graph.is_whole and not frame.excluded
+        if not schedule.is_valid:
             self._note(frame)
-        elif isinstance(self.policy, NamedOps):
-            for word in self.policy.missed(schedule.ops):
-                frame.block.note(f"selective: no {word} has run in it, and so nothing of it is kept")
+        elif isinstance(results.policy, NamedOps):
+            for word in results.policy.missing(schedule.ops):
+                frame.block.note(f"selective: the block runs no {word}, so no result of it is kept")
         schedules = frame.block.schedules
         schedules[self._kind] = schedule
         while len(schedules) > _MAX_SCHEDULES:
             del schedules[next(iter(schedules))]
-        if schedule.is_of_use:
-            self.schedule = schedule
+        if schedule.is_valid:
+            self._schedule = schedule
             for position in schedule.skipped:
-                self._release(schedule.keys[position], frame)
+                results.release(schedule.keys[position], frame)
 
-    def _release(self, key: Key, frame: Frame) -> None:
-        result = self.results.pop(key, None)
-        if result is not None:
-            result.release(frame)
-
-    def mismatch(self, frame: Frame) -> None:
-        """This call is unlike the one that has left the schedule: all that is not kept runs again."""
-        block = frame.block
-        if self.schedule is not None and block.schedules.get(self._kind) is self.schedule:
+    def _drop_schedule(self, frame: RecomputableCall) -> None:
+        """Is called when a call does not follow its schedule: all that is not kept will be recomputed."""
+        block, schedule = frame.block, self._schedule
+        known: OpSchedule | None = block.schedules.get(self._kind)
+        if schedule is not None and known is schedule:
             block.num_mismatches += 1
             if block.num_mismatches < _MAX_MISMATCHES:
-                del block.schedules[self._kind]  # the next call leaves one of its own
+                del block.schedules[self._kind]  # the next call records another one
             else:
-                self.schedule.is_of_use = False
+                schedule.is_valid = False
                 self._note(frame)
-        self.schedule = None
+        self._schedule = None
 
-    def run_all(self, frame: Frame) -> bool:
-        """Has second runs leave nothing out from now on; returns whether that is any different."""
-        if self.schedule is None or not self.schedule.is_of_use:
+    def run_all(self, frame: RecomputableCall) -> bool:
+        """Has the next recomputations skip no op. Returns whether any was skipped."""
+        schedule = self._schedule
+        if schedule is None or not schedule.is_valid:
             return False
-        self.schedule.is_of_use = False
+        schedule.is_valid = False
         self._note(frame)
         return True
 
-    def hands_back(self, func: Op) -> bool:
-        """Whether a result can be known by how often its op was called before, whatever other ops come between.
-
-        A cast cannot: autocast casts a weight once for all calls around which it stands, in one of the runs alone.
-        """
-        return func is not CAST and (self._kind is None or func in getattr(self.policy, "whole", ()))
-
-    def _note(self, frame: Frame) -> None:
-        if not (isinstance(self.policy, NamedOps) and self.policy.some):
-            return
-        frame.block.note(
-            "selective: its calls, or their two runs, are not alike op by op, or not all ops are seen; all that is not "
-            "kept runs again, and results that are named by number are not kept"
-        )
+    def _note(self, frame: RecomputableCall) -> None:
+        policy = self._results.policy
+        if isinstance(policy, NamedOps) and policy.numbered:
+            frame.block.note(
+                "selective: its calls, or the original forward and the recomputation, do not run the same ops, or not "
+                "all of its ops are visible; all that is not kept is recomputed, and results named by number are not "
+                "kept"
+            )
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Lets ops run unseen by the modes that are in force now."""
+        """Hides ops from the modes that are in force now."""
         modes = [mode for mode in self._modes if not mode.is_paused]
         for mode in modes:
             mode.is_paused = True

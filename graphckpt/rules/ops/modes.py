@@ -1,4 +1,4 @@
-"""Sees the ops of a block's two runs: keeps results in the first, hands them back in the second."""
+"""Dispatch modes: keep op results in the original forward, and return them in the recomputation."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from graphckpt._compat import WithoutValues
 from graphckpt._compat_autocast import call_with_autocast
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.rules.engine.execution import running
-from graphckpt.rules.ops.op_graph import BY_SIZE
+from graphckpt.rules.ops.op_graph import BY_SIZE, CAST
 from graphckpt.rules.ops.schedule import Action, OpSchedule
 
 if TYPE_CHECKING:
-    from graphckpt.rules.engine.frame import Frame
-    from graphckpt.rules.ops.contexts import SelectiveContexts
+    from collections.abc import Callable
+
+    from graphckpt.rules.engine.execution import RecomputableCall
+    from graphckpt.rules.ops.kept_results import KeptResults
     from graphckpt.rules.ops.op_graph import Op
     from graphckpt.rules.ops.schedule import Key
 
 
 class OpMode(TorchDispatchMode):
-    """Sees each op of one run of a block that is the block's own."""
+    """Receives the ops of one execution of a block, but for those of the engine."""
 
-    def __init__(self, memory: SelectiveContexts, frame: Frame) -> None:
+    def __init__(self, results: KeptResults, frame: RecomputableCall) -> None:
         super().__init__()
-        self._memory = memory
+        self._results = results
         self._frame = frame
         self.is_paused = False
 
@@ -49,10 +51,10 @@ class OpMode(TorchDispatchMode):
 
 
 class CountingMode(OpMode):
-    """Knows an op by how often it was called before."""
+    """Identifies an op by how often it was called before."""
 
-    def __init__(self, memory: SelectiveContexts, frame: Frame) -> None:
-        super().__init__(memory, frame)
+    def __init__(self, results: KeptResults, frame: RecomputableCall) -> None:
+        super().__init__(results, frame)
         self._numbers: dict[Op, int] = defaultdict(int)
 
     def _key(self, func: Op) -> Key:
@@ -63,39 +65,53 @@ class CountingMode(OpMode):
 
 @final
 class CachingMode(CountingMode):
-    """Keeps what the policy says, and notes the ops, where there is a log."""
+    """Keeps the results that the policy chooses, and records the ops if the call has a graph."""
 
     def _call(self, func: Op, args: Any, kwargs: dict[str, Any]) -> Any:
         return self.see(self._key(func), args, kwargs, call_with_autocast(func, args, kwargs))
 
     def see(self, key: Key, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        """An op has run."""
+        """Is called after an op."""
         func, number = key
-        memory, frame = self._memory, self._frame
-        memory.forget_edited(func, args, kwargs)
-        if _makes_new_tensors(func) and memory.policy(output, func, args, kwargs, number) and self._is_of_use(func):
-            memory.keep(key, output, frame)
-        log = memory.log
-        if log is not None:
+        results, frame = self._results, self._frame
+        results.drop_edited(func, args, kwargs)
+        if _makes_new_tensors(func) and results.policy(output, func, args, kwargs, number) and self._is_of_use(func):
+            results.keep(key, output, frame)
+        graph = results.graph
+        if graph is not None:
             run = running.get()
-            log.is_whole &= (
+            graph.is_whole &= (
                 run is not None and run.frame is frame
             )  # the ops of a block inside have holders of their own
-            log.add(func, number, args, kwargs, output)
+            graph.add(func, number, args, kwargs, output)
         return output
 
     def _is_of_use(self, func: Op) -> bool:
-        """Whether the second run can hand the results of an op back: one that follows a schedule can any."""
-        return self._memory.log is not None or self._memory.hands_back(func)
+        """Whether the recomputation can use the results of an op: with a schedule, it can use any."""
+        return self._results.graph is not None or self._results.is_found_by_number(func)
 
 
 @final
 class ScheduledCachingMode(OpMode):
-    """Keeps what a schedule says, as long as the ops come as it says."""
+    """Keeps the results that a schedule names, as long as the ops follow it.
 
-    def __init__(self, memory: SelectiveContexts, frame: Frame, schedule: OpSchedule) -> None:
-        super().__init__(memory, frame)
-        self._recipe = schedule
+    Args:
+        results: The kept results.
+        frame: The call.
+        schedule: The schedule of an earlier call.
+        on_mismatch: Is called with ``frame`` if the ops do not follow the schedule.
+    """
+
+    def __init__(
+        self,
+        results: KeptResults,
+        frame: RecomputableCall,
+        schedule: OpSchedule,
+        on_mismatch: Callable[[RecomputableCall], None],
+    ) -> None:
+        super().__init__(results, frame)
+        self._schedule = schedule
+        self._on_mismatch = on_mismatch
         self._position = 0
         self._instead: CachingMode | None = None
 
@@ -103,60 +119,60 @@ class ScheduledCachingMode(OpMode):
         output = call_with_autocast(func, args, kwargs)
         if self._instead is not None:
             return self._instead.see(self._instead._key(func), args, kwargs, output)
-        memory, schedule, position = self._memory, self._recipe, self._position
+        results, schedule, position = self._results, self._schedule, self._position
         self._position = position + 1
         is_next = position < len(schedule.ops) and schedule.ops[position] is func
         act = schedule.acts[position] if is_next else None
         if act is None or (act is Action.SKIP and not schedule.is_like(position, output)):
             return self._leave(func, args, kwargs, output)
         if act is Action.CACHED:
-            memory.keep(schedule.keys[position], output, self._frame)
-        elif memory.storages:
-            memory.forget_edited(func, args, kwargs)
+            results.keep(schedule.keys[position], output, self._frame)
+        else:
+            results.drop_edited(func, args, kwargs)
         return output
 
     def end(self) -> None:
-        """The forward is over."""
-        if self._instead is None and self._position != len(self._recipe.ops):
-            self._memory.mismatch(self._frame)
+        """Is called after the forward."""
+        if self._instead is None and self._position != len(self._schedule.ops):
+            self._on_mismatch(self._frame)
 
     def _leave(self, func: Op, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        self._memory.mismatch(self._frame)
-        self._instead = CachingMode(self._memory, self._frame)
-        for known, _ in self._recipe.keys[: self._position - 1]:
+        self._on_mismatch(self._frame)
+        self._instead = CachingMode(self._results, self._frame)
+        for known, _ in self._schedule.keys[: self._position - 1]:
             self._instead._key(known)
         return self._instead.see(self._instead._key(func), args, kwargs, output)
 
 
 @final
 class CachedMode(CountingMode):
-    """Hands back what is kept, and runs the rest."""
+    """Returns kept results, and runs the other ops."""
 
     def _call(self, func: Op, args: Any, kwargs: dict[str, Any]) -> Any:
         key = self._key(func)
-        output = self._memory.hand_back(key, self._frame) if self._memory.hands_back(func) else None
+        output = self._results.take(key, self._frame) if self._results.is_found_by_number(func) else None
         return call_with_autocast(func, args, kwargs) if output is None else output
 
 
 @final
 class ScheduledCachedMode(OpMode):
-    """Does what a schedule says."""
+    """Runs, skips or returns the result of each op, as a schedule says."""
 
-    def __init__(self, memory: SelectiveContexts, frame: Frame, schedule: OpSchedule, *, skips: bool) -> None:
-        super().__init__(memory, frame)
-        self._recipe = schedule
+    def __init__(self, results: KeptResults, frame: RecomputableCall, schedule: OpSchedule, *, skips: bool) -> None:
+        super().__init__(results, frame)
+        self._schedule = schedule
         self._skips = skips
         self._position = 0
 
     def _call(self, func: Op, args: Any, kwargs: dict[str, Any]) -> Any:
-        schedule, position = self._recipe, self._position
+        schedule, position = self._schedule, self._position
         self._position = position + 1
         if position >= len(schedule.ops) or schedule.ops[position] is not func:
-            raise RuntimeError(f"{func} is not what ran here the first time")  # and all runs again
+            raise RuntimeError(f"{func} is not the op of the original forward")  # no op is skipped then
         act = schedule.acts[position]
         if act is Action.SKIP and self._skips:
             return schedule.without_values(position, args)
-        output = self._memory.hand_back(schedule.keys[position], self._frame) if act is Action.CACHED else None
+        output = self._results.take(schedule.keys[position], self._frame) if act is Action.CACHED else None
         if output is not None:
             return output
         if func in BY_SIZE and isinstance(args[0], WithoutValues):
@@ -170,7 +186,6 @@ def _with_any_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 DETACH = torch.ops.aten.detach.default
-CAST = torch.ops.aten._to_copy.default
 
 
 def is_counted(func: Op, args: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Which op of a block's forward needs the results of which others, and what autograd saves of them."""
+"""The graph of the ops in a block's forward, and which of their results autograd saves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Op: TypeAlias = Any
 
 
 class Kind(NamedTuple):
-    """What is known of a tensor without its values."""
+    """The metadata of a tensor."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -30,7 +30,7 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Self:
-        """Returns what is known of a tensor."""
+        """Returns the metadata of ``tensor``."""
         return cls(tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
 
 
@@ -41,7 +41,9 @@ BY_SIZE = frozenset(
         "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full",
     )
 )  # fmt: skip
-"""Ops that want the size of a tensor and not its values, as for the mask of a dropout."""
+"""Ops that read the size of a tensor and not its values, as for the mask of a dropout."""
+
+CAST = torch.ops.aten._to_copy.default
 
 _COMMUNICATE = frozenset({"c10d", "c10d_functional", "_c10d_functional", "symm_mem"})
 
@@ -49,32 +51,32 @@ _COMMUNICATE = frozenset({"c10d", "c10d_functional", "_c10d_functional", "symm_m
 @final
 @dataclass(slots=True)
 class OpCall:
-    """One op, as the first run has seen it. ``number`` counts the calls of the same op before."""
+    """One op of the original forward. ``number`` counts the earlier calls of the same op."""
 
     func: Op
     number: int
     inputs: frozenset[int]
-    """The calls that have made what it reads, as far as they are in the block."""
+    """The calls in the block whose results it reads."""
     outputs: tuple[Any, ...]
     """The :class:`Kind` of each tensor that it returns, and what else it returns."""
     spec: Any
     """Of the value that holds the outputs; ``None`` if it is one tensor."""
     edits: bool = False
-    """It edits its first argument, a result of the block, and returns it."""
+    """Whether it edits its first argument, a result of the block, and returns it."""
     is_view: bool = False
     must_run: bool = False
-    """It does something that results do not show: writes to what is not the block's, talks to other processes."""
+    """Whether it has other effects: it writes to a tensor from outside, or communicates."""
     is_random: bool = False
     is_edited: bool = False
-    """A later op writes to a result of it."""
+    """Whether a later op writes to a result of it."""
     is_read: bool = False
-    """Another op reads a result of it."""
+    """Whether another op reads a result of it."""
     num_bytes: int = 0
-    """Of the results, where they are new tensors."""
+    """Bytes of its results, if they are new tensors."""
 
     @property
     def can_be_kept(self) -> bool:
-        """Whether its results are new tensors: those of others cost nothing, or are no values of their own."""
+        """Whether its results are new tensors, which stay as they are."""
         return not (self.is_view or self.edits or self.must_run or self.is_edited)
 
 
@@ -87,16 +89,16 @@ class OpGraph:
     saved: set[int] = field(default_factory=set)
     """The calls whose results autograd saves."""
     saved_bytes: int = 0
-    """Of what they have made."""
+    """Bytes of these results."""
     num_saving: int = 0
-    """How many calls there are up to the last tensor that autograd saves: a second run ends there."""
+    """The number of calls before the last tensor that autograd saves, where a recomputation ends."""
     is_whole: bool = True
-    """Whether all that the block does can be seen here. Ops of tensor subclasses, such as DTensor, cannot."""
+    """Whether all ops of the block are in the graph. Those on tensor subclasses, such as DTensor, are not."""
     _saved_storages: set[int] = field(default_factory=set)
     _maker: dict[int, int] = field(default_factory=dict)  # by id of a storage: the call that has written it last
 
     def add(self, func: Op, number: int, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """Notes an op that has run."""
+        """Adds an op that has run."""
         schema = getattr(func, "_schema", None)
         given = list(_tensors(chain(args, kwargs.values())))
         leaves, spec = ([output], None) if isinstance(output, torch.Tensor) else pytree.tree_flatten(output)
@@ -133,8 +135,8 @@ class OpGraph:
         self.calls.append(call)
 
     def saves(self, tensor: torch.Tensor) -> None:
-        """Autograd saves a tensor."""
-        # what an op fills after it has saved it, is there once that op has run
+        """Is called when autograd saves a tensor."""
+        # what an op fills after autograd has saved it is complete once the op has run
         self.num_saving = max(self.num_saving, len(self.calls) + may_be_filled_later(tensor))
         if not _is_plain(tensor):
             self.is_whole = False
@@ -147,15 +149,15 @@ class OpGraph:
             self.saved.add(maker)
 
     def close(self) -> None:
-        """The forward is over: no storage can be known by its id any more."""
+        """Is called after the forward, when storages can no longer be identified by their ids."""
         self._maker.clear()
         self._saved_storages.clear()
 
     def roots(self) -> set[int]:
-        """Returns the calls that backward needs whatever is kept.
+        """Returns the calls that a recomputation needs whatever is kept.
 
-        Those are what autograd saves, what is done for its effect, random ops, which move on the stream for all that
-        come after, and results that no op reads: code that is no op of PyTorch may read them, such as a kernel.
+        Those are calls whose results autograd saves, calls with other effects, random ops, which advance the generator
+        for later ones, and calls whose results no op reads, as code that is no op may read them, such as a kernel.
         """
         roots = {
             number
@@ -165,7 +167,7 @@ class OpGraph:
         return roots | self.saved
 
     def needed(self, is_kept: Callable[[OpCall], bool]) -> set[int]:
-        """Returns the calls whose results a second run cannot do without."""
+        """Returns the calls whose results a recomputation needs."""
         needed: set[int] = set()
         todo = list(self.roots())
         while todo:

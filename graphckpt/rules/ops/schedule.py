@@ -1,4 +1,4 @@
-"""What the calls of a block have in common, op by op: learnt from one forward, followed by those like it."""
+"""Op schedules: the ops of a block in order, and what the recomputation does with each."""
 
 from __future__ import annotations
 
@@ -25,48 +25,48 @@ Policy: TypeAlias = Callable[[Any, Any, Any, dict[str, Any], int], bool]
 @final
 @dataclass(frozen=True, slots=True)
 class NamedOps:
-    """The policy that keeps what is named."""
+    """The policy that keeps the results of named ops."""
 
     whole: Collection[Op]
-    """Ops of which all results are kept."""
-    some: Mapping[Op, Collection[int]] = field(default_factory=dict)
-    """Ops of which those with some numbers are."""
-    words: Mapping[str, Collection[Op]] = field(default_factory=dict)
-    """What a user has named one by one, and the ops that each word means."""
+    """Ops of which every result is kept."""
+    numbered: Mapping[Op, Collection[int]] = field(default_factory=dict)
+    """Ops of which the results with these numbers are kept."""
+    names: Mapping[str, Collection[Op]] = field(default_factory=dict)
+    """The names that the user has given, and the ops that each stands for."""
 
     def __call__(self, output: Any, func: Op, args: Any, kwargs: dict[str, Any], number: int) -> bool:
         """Returns whether the result is named."""
-        return func in self.whole or number in self.some.get(func, ())
+        return func in self.whole or number in self.numbered.get(func, ())
 
-    def missed(self, ops: Collection[Op]) -> list[str]:
-        """Returns the words for which none of ``ops`` stands."""
-        return [word for word, meant in self.words.items() if not any(op in ops for op in meant)]
+    def missing(self, ops: Collection[Op]) -> list[str]:
+        """Returns the names that stand for none of ``ops``."""
+        return [name for name, meant in self.names.items() if not any(op in ops for op in meant)]
 
 
 class Action(Enum):
-    """What a second run does where an op is called."""
+    """What a recomputation does with an op."""
 
     RUN = "run"
-    CACHED = "hand back"
-    SKIP = "leave out"
+    CACHED = "cached"
+    SKIP = "skip"
 
 
 @final
 @dataclass(slots=True)
 class OpSchedule:
-    """The ops of a block's forward in order, and what a second run does with each."""
+    """The ops of a block's forward in order, and what a recomputation does with each."""
 
     ops: list[Op]
     keys: list[Key]
     acts: list[Action]
     skipped: dict[int, OpCall]
     num_saved: int
-    """Tensors that autograd saves."""
-    is_of_use: bool = True
-    """``False``: it did not hold, or there is nothing to follow."""
+    """How many tensors autograd saves."""
+    is_valid: bool = True
+    """``False``: calls did not follow it, or not all ops of the block are visible."""
 
     def is_like(self, position: int, output: Any) -> bool:
-        """Returns whether an op that a second run will leave out has returned the same as when this was learnt."""
+        """Whether an op that the recomputation will skip has returned what it did when this was recorded."""
         call = self.skipped[position]
         if call.spec is None:
             return bool(call.outputs[0] == Kind.of(output))
@@ -74,7 +74,7 @@ class OpSchedule:
         return spec == call.spec and all(map(_is_same, leaves, call.outputs))
 
     def without_values(self, position: int, args: Any) -> Any:
-        """Returns what an op that is left out has returned, with no values in it."""
+        """Returns the result of a skipped op, as tensors without values."""
         call = self.skipped[position]
         if call.edits:
             return args[0]
@@ -82,26 +82,26 @@ class OpSchedule:
         return leaves[0] if call.spec is None else pytree.tree_unflatten(leaves, call.spec)
 
 
-def learn(log: OpGraph, kept: set[Key], num_saved: int) -> OpSchedule:
-    """Returns what follows from one forward.
+def make_schedule(graph: OpGraph, kept: set[Key], num_saved: int) -> OpSchedule:
+    """Returns the schedule that follows from one forward.
 
     Args:
-        log: its ops.
-        kept: those whose results can be outputs back.
-        num_saved: tensors that autograd saves.
+        graph: Its ops.
+        kept: The ops whose results are kept.
+        num_saved: How many tensors autograd saves.
     """
-    keys = [(call.func, call.number) for call in log.calls]
-    needed = log.needed(lambda call: (call.func, call.number) in kept)
-    schedule = OpSchedule([call.func for call in log.calls], keys, [], {}, num_saved)
-    for position, call in enumerate(log.calls):
-        is_late = position >= log.num_saving  # no second run comes this far
+    keys = [(call.func, call.number) for call in graph.calls]
+    needed = graph.needed(lambda call: (call.func, call.number) in kept)
+    schedule = OpSchedule([call.func for call in graph.calls], keys, [], {}, num_saved)
+    for position, call in enumerate(graph.calls):
+        is_late = position >= graph.num_saving  # no recomputation comes this far
         if call.is_view:
-            is_idle = any(schedule.acts[maker] is Action.SKIP for maker in call.inputs)
+            is_unused = any(schedule.acts[maker] is Action.SKIP for maker in call.inputs)
         else:
-            is_idle = position not in needed
-        if keys[position] in kept and not (is_idle or is_late):
+            is_unused = position not in needed
+        if keys[position] in kept and not (is_unused or is_late):
             schedule.acts.append(Action.CACHED)
-        elif is_idle or is_late:
+        elif is_unused or is_late:
             schedule.acts.append(Action.SKIP)
             schedule.skipped[position] = call
         else:

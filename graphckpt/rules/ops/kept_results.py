@@ -1,0 +1,111 @@
+"""The op results that one call of a ``selective`` block keeps for its recomputation."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from graphckpt._compat import pytree, storage_of, version_sharing_detach
+from graphckpt._compat_autocast import above_dispatch_modes
+from graphckpt.errors import RecomputeError
+from graphckpt.rng import set_random_state, take_random_state
+from graphckpt.rules.engine.saved import SavedResult, SavedTensor
+from graphckpt.rules.ops.op_graph import CAST
+from graphckpt.writes import edited_by
+
+if TYPE_CHECKING:
+    from graphckpt.rules.engine.execution import RecomputableCall
+    from graphckpt.rules.ops.op_graph import Op, OpGraph
+    from graphckpt.rules.ops.schedule import Key, Policy
+
+
+@final
+class KeptResults:
+    """The kept results of one call.
+
+    Args:
+        policy: Decides which results to keep.
+        learns: Whether calls with arguments of the same shapes follow one schedule of ops.
+    """
+
+    def __init__(self, policy: Policy, *, learns: bool) -> None:
+        self.policy = policy
+        self.results: dict[Key, SavedResult] = {}
+        self.graph: OpGraph | None = None
+        """The ops of a call that no schedule exists for yet."""
+        self.num_saved = 0
+        """How many tensors autograd has saved."""
+        self._learns = learns
+        self._storages: dict[int, list[Key]] = {}  # id of a storage: the kept results in it
+        self._keys: list[Key] = []  # of all kept results, in order
+        self._num_used = 0  # of them: no recomputation reads what is kept after the last saved tensor
+
+    def saves(self, tensor: torch.Tensor) -> None:
+        """Is called when autograd saves a tensor of the original forward."""
+        self.num_saved += 1
+        self._num_used = len(self._keys)
+        if self.graph is not None:
+            self.graph.saves(tensor)
+
+    def keep(self, key: Key, output: Any, frame: RecomputableCall) -> None:
+        """Keeps the result of an op."""
+        leaves, spec = ([output], None) if isinstance(output, torch.Tensor) else pytree.tree_flatten(output)
+        aliases = [version_sharing_detach(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+        versions = [(x, x._version) for x in aliases if isinstance(x, torch.Tensor)]
+        kept = [SavedTensor(x, frame, frame.outer) if isinstance(x, torch.Tensor) else x for x in aliases]
+        random = take_random_state(frame.devices) if torch.Tag.nondeterministic_seeded in key[0].tags else None
+        for tensor, _ in versions:
+            self._storages.setdefault(id(storage_of(tensor)), []).append(key)
+        self.results[key] = SavedResult(kept, spec, versions, random)
+        self._keys.append(key)
+
+    def take(self, key: Key, frame: RecomputableCall) -> Any:
+        """Returns the result of an op, or ``None`` if it is not kept."""
+        result = self.results.get(key)
+        try:
+            # the block around, if it is the one that keeps the result, may have to be recomputed for it
+            with nullcontext() if frame.outer is None else above_dispatch_modes():
+                leaves = result.take() if result is not None else None
+        except RecomputeError:  # edited in place since, as the block around found: the op is recomputed
+            return None
+        if result is None or leaves is None:
+            return None
+        if result.random is not None:
+            set_random_state(result.random)
+        return leaves[0] if result.spec is None else pytree.tree_unflatten(leaves, result.spec)
+
+    def drop_edited(self, func: Op, args: Any, kwargs: dict[str, Any]) -> None:
+        """Drops a kept result that ``func`` edits, also through a view that does not share its version counter.
+
+        GRU edits what ``unsafe_chunk`` returns, which is such a view.
+        """
+        if self._storages:
+            for tensor in edited_by(func, args, kwargs):
+                for key in self._storages.pop(id(storage_of(tensor)), ()):
+                    self.results.pop(key, None)
+
+    def settle(self, frame: RecomputableCall) -> None:
+        """Drops the results that the block has edited in place since, and those that no recomputation reads."""
+        self._storages.clear()
+        for key in self._keys[self._num_used :]:
+            self.release(key, frame)
+        for key, result in list(self.results.items()):
+            if result.is_edited():
+                del self.results[key]
+            elif frame.outer is not None or frame.group is not None:
+                result.versions.clear()  # the block around, or the store, checks versions itself
+
+    def release(self, key: Key, frame: RecomputableCall) -> None:
+        """Drops one result."""
+        result = self.results.pop(key, None)
+        if result is not None:
+            result.release(frame)
+
+    def is_found_by_number(self, func: Op) -> bool:
+        """Whether a result is known by how often its op was called before, whatever ops come in between.
+
+        A cast is not: autocast casts a weight once per region, so in one of the two executions alone.
+        """
+        return func is not CAST and (not self._learns or func in getattr(self.policy, "whole", ()))
