@@ -1,6 +1,6 @@
 """Settings around a forward that change what its ops do: autocast, default device, attention kernels.
 
-They are read before the first run and put back for the second, which runs inside of ``backward()``.
+They are read before the original forward and put back for the recomputation, which runs inside of ``backward()``.
 """
 
 from __future__ import annotations

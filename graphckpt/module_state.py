@@ -121,7 +121,7 @@ class ModuleState:
         """Puts ``snapshot`` in place and notes in ``undo`` what it replaced."""
         for (owner, key), tensor in zip(self._slots, snapshot.tensors, strict=True):
             if owner.get(key) is not tensor and not _is_sharding(owner.get(key), tensor):
-                replace_item(owner, key, tensor, undo)  # functional_call had put it in place for the first run
+                replace_item(owner, key, tensor, undo)  # functional_call had replaced it for the original forward
         for index, copied in snapshot.copies.items():
             if snapshot.tensors[index]._version != snapshot.versions[index]:
                 replace_item(*self._slots[index], copied.clone(), undo)
@@ -164,7 +164,7 @@ class ModuleState:
                 replace_item(fields, "forward", forwards.get(ref, ABSENT), undo)
 
     def watch(self) -> Watch:
-        """Begins to learn: what it returns is given to :meth:`learn` after the first run."""
+        """Returns copies of all values that may change, for :meth:`learn` after the original forward."""
         attributes = [ref().__dict__ for ref in self._modules]
         places: list[tuple[dict[str, Any], str]] = [*self._slots]
         places += [(d, key) for d in attributes for key in d if key not in _OWN]
@@ -245,7 +245,7 @@ class ModuleState:
         return found
 
     def edited(self, snapshot: Snapshot) -> str | None:
-        """Returns the name of a parameter or buffer that was edited in place after the first run, or ``None``."""
+        """Returns the name of a parameter or buffer that was edited after the original forward, or ``None``."""
         known = {(id(place.owner), place.key) for place, _ in snapshot.moving}
         for index, (tensor, version) in enumerate(zip(snapshot.tensors, snapshot.versions, strict=True)):
             if tensor is not None and tensor._version != version and index not in snapshot.copies:
@@ -300,7 +300,7 @@ def _is_sharding(now: Any, then: Any) -> bool:
 
 
 def _sets_up(before: Any, after: Any) -> bool:
-    """Whether a first call set something up, which is done once: a second run must not do it again.
+    """Whether a first call set something up, which is done once: a recomputation must not do it again.
 
     Transformers installs hooks on the first call and notes that in a flag.
     """

@@ -47,7 +47,7 @@ class Moving:
 @final
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a block's modules held when its first run began."""
+    """The state of a block's modules when the original forward began."""
 
     tensors: list[Any]
     versions: list[int]
@@ -58,6 +58,6 @@ class Snapshot:
     attributes: list[tuple[weakref.ref[nn.Module], str, torch.Tensor, int]]
     """Tensors that are attributes of a module and no buffers, as hooks set them, and their versions."""
     forwards: list[tuple[weakref.ref[nn.Module], Any]]
-    """What stands in place of the ``forward`` of a module's class, such as a policy."""
+    """The ``forward`` attributes of modules that replace that of the class, such as policies."""
     policy_changes: int
     """How many there had been."""

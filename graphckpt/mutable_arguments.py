@@ -1,4 +1,4 @@
-"""Objects among a call's arguments that pass by reference, such as key-value caches, as the first run saw them."""
+"""Mutable objects among a call's arguments, such as key-value caches, as they were before the original forward."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def take_objects(leaves: Sequence[Any]) -> Objects:
 
 
 def settle_objects(before: Objects) -> Objects:
-    """Drops from ``before`` the tensors that the first run left alone: they are not held for a second run."""
+    """Drops from ``before`` the tensors that the original forward did not change."""
     return [(owner, _settled(owner, then)) for owner, then in before]
 
 

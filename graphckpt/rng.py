@@ -1,4 +1,4 @@
-"""Random state of the CPU and of the devices that a block uses: taken before its first run, set for its second."""
+"""Random state of the CPU and of a block's devices: read before the original forward, set for the recomputation."""
 
 from __future__ import annotations
 

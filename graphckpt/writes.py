@@ -20,7 +20,7 @@ class Writes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.storages: dict[int, torch.UntypedStorage] = {}  # held, so that no id stands for two
+        self.storages: dict[int, torch.UntypedStorage] = {}  # held, so that no id is reused
 
     @never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:

@@ -140,6 +140,6 @@ def _last_block(kept: Recorder, live: Recorder | None, ran: Sequence[BlockForwar
     peak = max(live.timeline, key=lambda e: e.live_bytes, default=None) if live else None
     if peak is not None and peak.block == last.name and peak.phase in ("recompute", "backward"):
         yield (
-            f"{last.name}: backward reaches it first, so it costs a second run and takes nothing off the peak · "
+            f"{last.name}: backward reaches it first, so it costs a recomputation and takes nothing off the peak · "
             f"fix: set activation_checkpointing = False on {last.name}"
         )

@@ -88,7 +88,7 @@ def _size(module: nn.Module) -> int:
 
 
 def _classes_of_transformers() -> tuple[Any, Any]:
-    """Returns its base class of models and of layers; no model is of either as long as nobody has imported it."""
+    """Returns its base class of models and of layers; no model is of either before they are imported."""
     if "transformers" not in sys.modules:
         return (), ()
     from transformers import PreTrainedModel  # noqa: PLC0415 - takes a second

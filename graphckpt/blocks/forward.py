@@ -29,9 +29,9 @@ _disabled: ContextVar[bool] = ContextVar("disabled", default=False)
 
 @final
 class BlockForward:
-    """Stands as ``forward`` on a module, and not on its class: type, hooks and ``state_dict`` keys stay what they are.
+    """The ``forward`` of a module instance, not of its class: type, hooks and ``state_dict`` keys do not change.
 
-    It holds the module weakly, so that a deleted model is freed at once, and follows it when it is copied or pickled.
+    It refers to the module weakly, so that a deleted model is freed at once, and is copied and pickled with it.
     """
 
     __slots__ = (
@@ -71,16 +71,16 @@ class BlockForward:
         self.name = name
         self.rule = rule
         self.placement = placement
-        """Where what the block keeps goes; ``None`` if the blocks around it say that."""
+        """Its placement; ``None`` if the blocks around it decide."""
         self.compile_options = compile_options
         """What ``torch.compile`` of its forward is called with; ``None`` if it is not compiled."""
         self.is_part = is_part
-        """It has no rule of its own, and runs again, if at all, as a part of the block around it."""
+        """Whether it has no rule of its own and is recomputed, if at all, as a part of the block around it."""
         self._compiled: Callable[..., Any] | None = None
 
     @property
     def context(self) -> BlockContext:
-        """What all calls of the block share; made on first use."""
+        """The state that all calls of the block share, created on first use."""
         if self._context is None:
             module = self._module()
             assert module is not None
@@ -128,7 +128,7 @@ class BlockForward:
         return MethodType(type(module).forward, module)  # type: ignore[union-attr]
 
     def install(self) -> None:
-        """Puts this wrapper in place, over what is there."""
+        """Installs this wrapper over the present forward."""
         self._is_on = True
         policy_changes.number += 1
         if self._is_beneath:
@@ -141,7 +141,7 @@ class BlockForward:
         fields["forward"] = self
 
     def uninstall(self) -> None:
-        """Takes this wrapper away. If something has been put over it since, it stays beneath and does nothing."""
+        """Removes this wrapper. If another one was installed over it since, it stays and does nothing."""
         self._is_on = False
         policy_changes.number += 1
         module = self._module()
@@ -198,6 +198,6 @@ def checkpointing_is_off() -> bool:
 
 
 def _unwrapped(forward: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    while isinstance(forward, BlockForward):  # a Graph's policy stands in for one that `apply` has put on
+    while isinstance(forward, BlockForward):  # a Graph's policy replaces one that `apply` has set
         forward = forward._wrapped
     return forward

@@ -45,16 +45,16 @@ def checkpoint(
         function: Any callable.
         *args: Its arguments.
         use_reentrant: Without meaning here: there is one kind, and it works under ``torch.autograd.grad`` as well.
-        context_fn: Returns two contexts, for the first and the second run.
-        determinism_check: ``"none"`` lets a second run save tensors of other shapes.
+        context_fn: Returns two contexts, for the original forward and for the recomputation.
+        determinism_check: ``"none"`` lets a recomputation save tensors of other shapes.
         debug: Without meaning here: an error always names op and line.
-        early_stop: ``False`` runs ``function`` to its end in the second run; so does
+        early_stop: ``False`` runs ``function`` to its end in the recomputation; so does
             ``torch.utils.checkpoint.set_checkpoint_early_stop(False)`` around the forward, for blocks of any rule too.
         preserve_rng_state: Without meaning here: random state costs a microsecond and is always restored.
         **kwargs: Its keyword arguments.
 
     Raises:
-        RecomputeError: In backward, if the second run differs from the first.
+        RecomputeError: In backward, if the recomputation differs from the first.
     """
     del use_reentrant, debug, preserve_rng_state
     if determinism_check not in ("default", "none"):
@@ -120,7 +120,7 @@ _IN_HOST_MEMORY = Placement(offload=Host())
 
 
 def is_recomputing() -> bool:
-    """Whether the code that asks is part of a second run, in this thread."""
+    """Whether the calling code is part of a recomputation, in this thread."""
     run = running.get()
     return run is not None and run.is_recomputation
 

@@ -1,4 +1,4 @@
-"""A model's own checkpointing, as Transformers layers have it, next to a policy here: one of the two acts."""
+"""A model's own gradient checkpointing, as in Transformers, which is suspended under a policy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FLAG = "gradient_checkpointing"
 
 
 class NativeCheckpointing:
-    """The modules in a block that can checkpoint themselves. It knows them by their flag, not by their library."""
+    """The modules in a block with gradient checkpointing of their own, which they are recognized by a flag for."""
 
     __slots__ = ("_modules",)
 
@@ -30,9 +30,9 @@ class NativeCheckpointing:
         return bool(self._modules)
 
     def suspend(self, context: BlockContext, function: Callable[..., Any]) -> Callable[..., Any] | None:
-        """Returns ``function`` with the modules' own checkpointing off; ``None`` if it is under way around this call.
+        """Returns ``function`` with the modules' own checkpointing off; ``None`` if that is already active.
 
-        It is around where a class checkpoints in ``__call__``, as Transformers once did, not in ``forward``.
+        It is where a class checkpoints in ``__call__``, not in ``forward``.
         """
         modules = [ref() for ref in self._modules]
         flagged = [m for m in modules if m is not None and m.training and m.__dict__.get(_FLAG)]
@@ -40,15 +40,15 @@ class NativeCheckpointing:
             return function
         owner = getattr(function, "__self__", None)
         if owner in flagged and type(owner).__call__ is not nn.Module.__call__:
-            context.note("its own gradient checkpointing acts, not this policy: switch it off on the model")
+            context.note("its own gradient checkpointing replaces this policy: disable it on the model")
             return None
-        context.note("the model's own gradient checkpointing is on as well: this policy acts, that one is set aside")
+        context.note("the model's own gradient checkpointing is on as well: this policy replaces it")
         return _Suspended(function, flagged)
 
 
 @final
 class _Suspended:
-    """A forward during which some modules do not checkpoint themselves."""
+    """A forward during which some modules' own checkpointing is off."""
 
     __slots__ = ("__self__", "__wrapped__", "_modules")
 
@@ -58,7 +58,7 @@ class _Suspended:
         self._modules = modules
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a part of the forward that runs alone too: rules may call children one by one."""
+        """Wraps a part of the forward likewise, for rules that call children one by one."""
         return _Suspended(function, self._modules)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""From the configs of a tree of modules to the wrapper that each module needs."""
+"""Resolves the configs of a tree of modules to the wrapper that each module needs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _UNCALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  
 @final
 @dataclass(frozen=True, slots=True)
 class ResolvedPolicies:
-    """The wrappers of a tree of modules, in its order, and why flags on other modules do nothing."""
+    """The wrappers of a tree of modules, in order, and why flags on other modules have no effect."""
 
     wrappers: list[BlockForward]
     idle: dict[str, str]
@@ -32,7 +32,7 @@ class ResolvedPolicies:
 def resolve_policies(
     roots: Iterable[tuple[str, nn.Module]], configs: Mapping[nn.Module, BlockConfig]
 ) -> ResolvedPolicies:
-    """Walks the trees below ``roots`` and decides, for each module with a config, what its flags mean where it stands.
+    """Resolves the policies of all modules below ``roots``.
 
     Raises:
         ConfigError: Rules that cannot act on their modules; all of them at once.
@@ -47,14 +47,14 @@ def resolve_policies(
 
 @dataclass(frozen=True, slots=True)
 class _Inherited:
-    """What the blocks around a module say."""
+    """What a module inherits from the blocks around it."""
 
     rule: Rule | None = None
-    """The rule of a block that will run again, of which the module is a part."""
+    """The rule of the recomputed block that the module is a part of."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """The fields on placement that are inherited."""
     covering: Placement | None = None
-    """Where what the module saves goes already, as a block around it does not run again but has a store."""
+    """The store of a block around it that is not recomputed: what the module saves goes there already."""
 
 
 class _Resolver:
@@ -84,7 +84,7 @@ class _Resolver:
             return self._decide_kept(name, module, config, placement, around)
         if isinstance(module, _UNCALLED):
             what = type(module).__name__
-            self.plan.idle[name] = f"a flag on {what} does nothing: it has no forward; set it on its items"
+            self.plan.idle[name] = f"a flag on {what} has no effect, as it has no forward; set it on its items"
             return around
         fault = rule.check(module)
         if fault is not None:
@@ -92,7 +92,7 @@ class _Resolver:
             return around
         if isinstance(rule, Full) and around.rule is not None:
             # Nested True is one segment. The wrapper still acts where the module is called from elsewhere.
-            self.plan.idle[name] = "runs again as a part of the block around it"
+            self.plan.idle[name] = "is recomputed as a part of the block around it"
         options = config.compile_options if config is not None else None
         if options is not None and isinstance(rule, Selective):
             self.plan.idle[name] = "selective does nothing more than full here: it cannot see the ops of compiled code"
@@ -102,7 +102,7 @@ class _Resolver:
     def _decide_kept(
         self, name: str, module: nn.Module, config: BlockConfig | None, placement: Placement | None, around: _Inherited
     ) -> _Inherited:
-        """A module that does not run again by itself."""
+        """Decides about a module that is not recomputed by itself."""
         is_hole = config is not None and config.rule is not None and around.rule is not None
         options = config.compile_options if config is not None else None
         if around.rule is not None and not is_hole:
@@ -111,13 +111,13 @@ class _Resolver:
             if config is not None and config.placement():
                 fields = " and ".join(config.placement())
                 self.plan.idle[name] = (
-                    f"{fields} does nothing here: it runs again with the block around it, and keeps nothing"
+                    f"{fields} has no effect here: it is recomputed with the block around it, and keeps nothing"
                 )
             return around
         if isinstance(module, _UNCALLED):
             if options is not None:
                 what = type(module).__name__
-                self.plan.idle[name] = f"compile on {what} does nothing: it has no forward; set it on its items"
+                self.plan.idle[name] = f"compile on {what} has no effect, as it has no forward; set it on its items"
             return replace(around, rule=None)
         is_placed = placement is not None and placement != (around.covering or _PLAIN)
         if is_hole or is_placed or options is not None:

@@ -1,4 +1,4 @@
-"""Has steps watched: which hooks go where, and when they come off again."""
+"""Installs the hooks that record a step, and removes them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @final
 class StepRecorder:
-    """Knows the blocks of a model and what was last seen of a step through them."""
+    """Records steps of a model, and holds the last records."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class StepRecorder:
 
     @contextmanager
     def measure(self, inputs: Iterable[torch.Tensor] = ()) -> Iterator[None]:
-        """Watches one step op by op: bytes kept, live bytes."""
+        """Records one step op by op: saved bytes, live bytes."""
         self.close()
         known = [*self._state(), *inputs]
         live = LiveBytes()
@@ -70,14 +70,14 @@ class StepRecorder:
 
     @contextmanager
     def time(self) -> Iterator[Recorder]:
-        """Watches one step without looking at its ops: seconds of each block."""
+        """Records the seconds of each block in one step, without its ops."""
         recorder = Recorder()
         with _rows_for_modules(recorder, self._wrappers, self._plain_modules()):
             yield recorder
         self._times = recorder
 
     def watch_next_forward(self) -> None:
-        """Records the next forward of the model and what its backward runs again, at the cost of a few hooks."""
+        """Records the next forward of the model and what its backward recomputes, at the cost of a few hooks."""
         root = self._roots[0][1]
         begin = _Hook(WeakMethod(self._begin), passes_on=True)
         self._hooks.append(root.register_forward_pre_hook(begin, with_kwargs=True))
@@ -95,7 +95,7 @@ class StepRecorder:
         recorder.begin()
 
     def close(self) -> None:
-        """Ends a recording that is going on; also one that an interrupt has ended halfway, before the next forward."""
+        """Ends a record in progress, including one that an interrupt has left behind."""
         if self._bytes is not None:
             self._bytes.end()
         hooks, self._hooks = self._hooks, []
@@ -103,10 +103,10 @@ class StepRecorder:
             hook.remove()
 
     def explain(self, plot: str | None, *, show: bool, capture: str = "") -> Explanation:
-        """Makes the table of the last steps that were watched; ``capture`` says how the step runs now."""
+        """Returns the explanation of the last recorded steps; ``capture`` says how the step runs now."""
         recorder = self._bytes
         if recorder is None or not recorder.runs:
-            raise GraphError(f"{self.title}: there is nothing to explain before a step has run · fix: run one step")
+            raise GraphError(f"{self.title}: expected a step to explain, got none yet · fix: run one step")
         explanation = explain_step(
             self.title, self._roots, self._wrappers, self._idle, recorder, self._live, self._times
         )
@@ -122,7 +122,7 @@ class StepRecorder:
 
     @contextmanager
     def _inputs_of_root(self, recorder: Recorder) -> Iterator[None]:
-        """The caller holds the model's inputs: they are alive anyway."""
+        """Ignores the model's inputs, which the caller keeps alive anyway."""
 
         def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             recorder.ignore(_tensors(args, kwargs))
@@ -136,7 +136,7 @@ class StepRecorder:
                 hook.remove()
 
     def _plain_modules(self) -> list[tuple[str, nn.Module]]:
-        """The modules without a policy that get a row of their own: what stands beside the flagged blocks."""
+        """The modules without a policy that get a row of their own: siblings of the blocks with one."""
         wrapped = {w.name for w in self._wrappers}
         found: list[tuple[str, nn.Module]] = []
         for name, root in self._roots:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from graphckpt.blocks.find_layers import layers
 from graphckpt.errors import ConfigError
-from graphckpt.rules.segments import run_starts
+from graphckpt.rules.segments import segment_starts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -87,7 +87,7 @@ def sqrt(model: nn.Module) -> Policies:
             raise ConfigError(
                 f"sqrt: {stack[0]!r} is one of {len(stack)} layers, too few to cut · fix: use every_k(model, 1)"
             )
-        starts = run_starts(num_children=len(stack), runs="sqrt")
+        starts = segment_starts(num_children=len(stack), num_segments="sqrt")
         groups += [stack[first:end] for first, end in pairwise(starts)]
     return _joined(groups)
 

@@ -1,4 +1,4 @@
-"""WHAT of a block is kept: one file per rule, found by name."""
+"""Rules: what of a block is saved for backward. Each rule is one file, found by its name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rule is: it runs a block's forward so that less of it stays alive until backward."""
+"""The base class of rules, which decide what of a block is saved for backward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Rule(ABC):
-    """WHAT of a block is kept between its forward and its backward.
+    """Decides what of a block is saved for backward.
 
     A subclass is a frozen dataclass in a file of its own; the file's name is the rule's name in config files, and the
     dataclass fields are its keys there.

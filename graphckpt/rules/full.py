@@ -1,4 +1,4 @@
-"""Keeps a block's inputs only, and runs all of it again in backward."""
+"""Keeps only a block's inputs, and recomputes all of it in backward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Full(Rule):
     name: ClassVar[str] = "full"
 
     def run(self, block: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Runs the block; backward will run it again, once. Inside of such a block it is part of that one."""
+        """Runs the block; backward will recompute it once. Within a recomputed block, it is a part of that one."""
         if running.get() is not None:
             return function(*args, **kwargs)
         return Frame(block, function).run(args, kwargs)

@@ -1,4 +1,4 @@
-"""Keeps not even the input of a block where the block right before it can return that again."""
+"""Keeps not even the input of a block, where recomputing the block right before it returns that."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True)
 class Joined(Rule):
-    """Runs the block again as one with the recomputed block that is called right before it.
+    """Recomputes the block as one with the recomputed block that is called right before it.
 
     ::
 
-        full joined joined   full joined      backward: 0 and 1 run again, then 2, and all of their results are there
+        full joined joined   full joined      backward: 0, 1 and 2 are recomputed, in this order
            0      1      2      3      4
 
     What it needs of the block before is that it is recomputed (``full``, ``selective`` or ``joined``), and that it
@@ -36,17 +36,17 @@ class Joined(Rule):
     name: ClassVar[str] = "joined"
 
     def check(self, module: nn.Module) -> str | None:
-        """FSDP2 has the weights of one block there at a time."""
+        """Rejects units of FSDP2, whose weights are gathered one unit at a time."""
         fsdp = sys.modules.get("torch.distributed.fsdp")
         if fsdp is not None and isinstance(module, fsdp.FSDPModule):
             return (
-                "joined runs several blocks again at once, and fully_shard has the weights of one there at a time · "
-                "fix: use activation_checkpointing = True, or call fully_shard on what holds the joined blocks"
+                "joined recomputes several blocks at once, but fully_shard gathers the weights of one at a time · "
+                "fix: use activation_checkpointing = True, or call fully_shard on the parent of the joined blocks"
             )
         return None
 
     def run(self, block: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Runs the block; backward will run those before it again, and then it."""
+        """Runs the block; backward will recompute those before it, and then it."""
         if running.get() is not None:
             return function(*args, **kwargs)
         return Frame(block, function, joins=True).run(args, kwargs)

@@ -1,4 +1,4 @@
-"""Keeps everything, as the plain step does. Inside of a block that runs again it makes a hole: this child does not."""
+"""Keeps everything, as the plain step does. Within a recomputed block, it excludes the child from recomputation."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ class Keep(Rule):
     name: ClassVar[str] = "keep"
 
     def run(self, block: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Runs the block once; its outputs are handed back if the block around it runs again."""
+        """Runs the block once; a recomputation of the block around it gets the same outputs."""
         return run_excluded(block, function, args, kwargs)

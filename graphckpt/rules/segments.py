@@ -1,9 +1,9 @@
-"""Cuts a container into runs of children, keeps the inputs of the runs, and runs one of them again at a time.
+"""Splits a container into segments, keeps the inputs of the segments, and recomputes one segment at a time.
 
 ::
 
-    "sqrt", 9 children   [0 1 2] [3 4 5]  6 7 8      the last run is kept whole: backward needs it at once
-    "log",  8 children   [[0 1] [2] 3] [[4] 5] [6] 7    halves of halves: a bracket runs again when backward gets there
+    "sqrt", 9 children   [0 1 2] [3 4 5]  6 7 8      the last segment is kept: backward needs it first
+    "log",  8 children   [[0 1] [2] 3] [[4] 5] [6] 7    halves of halves: a bracket is recomputed when needed
 """
 
 from __future__ import annotations
@@ -36,36 +36,40 @@ def _as_it_is(call: Callable[..., Any]) -> Callable[..., Any]:
 @final
 @dataclass(frozen=True)
 class Segments(Rule):
-    """Recomputes the children of an ``nn.Sequential`` run by run.
+    """Recomputes the children of an ``nn.Sequential`` segment by segment.
 
     Args:
-        runs: The number of runs; ``"sqrt"`` for about as many runs as each has children (least memory with one second
-            run of each child: Chen et al. 2016, arXiv:1604.06174); ``"log"`` for halves of halves (O(log n) memory,
-            O(n log n) time).
+        num_segments: The number of segments; ``"sqrt"`` for about as many as each has children (least memory with one
+            recomputation of each child: Chen et al. 2016, arXiv:1604.06174); ``"log"`` for halves of halves (O(log n)
+            memory, O(n log n) time).
 
     Raises:
-        ConfigError: ``runs`` is neither a positive integer nor one of these words.
+        ConfigError: ``num_segments`` is neither a positive int nor one of these strings.
     """
 
     name: ClassVar[str] = "segments"
-    runs: int | str = "sqrt"
+    num_segments: int | str = "sqrt"
 
     def __post_init__(self) -> None:
-        is_number = isinstance(self.runs, int) and not isinstance(self.runs, bool) and self.runs > 0
-        if not is_number and self.runs not in ("sqrt", "log"):
+        is_number = (
+            isinstance(self.num_segments, int) and not isinstance(self.num_segments, bool) and self.num_segments > 0
+        )
+        if not is_number and self.num_segments not in ("sqrt", "log"):
             raise ConfigError(
-                f"segments: {self.runs!r} is no number of runs · fix: use a positive int, 'sqrt' or 'log'"
+                f"segments: expected a positive int, 'sqrt' or 'log', got {self.num_segments!r} · fix: use one of these"
             )
 
     def check(self, module: nn.Module) -> str | None:
-        """Only a plain ``nn.Sequential`` is known to call its children in order."""
+        """Rejects modules that are not known to call their children in order."""
         if type(module).forward is not nn.Sequential.forward:
             return (
-                f"segments needs a container that calls its children in order, and {type(module).__name__} is none · "
+                f"segments: expected an nn.Sequential, got {type(module).__name__} · "
                 "fix: set it on an nn.Sequential, or use activation_checkpointing = True on the layers"
             )
-        if isinstance(self.runs, int) and self.runs > len(module):  # type: ignore[arg-type]
-            return f"segments = {self.runs} is more than its {len(module)} children · fix: use 'sqrt'"  # type: ignore[arg-type]
+        if isinstance(self.num_segments, int) and self.num_segments > len(module):  # type: ignore[arg-type]
+            return (
+                f"segments: expected at most {len(module)} for its children, got {self.num_segments} · fix: use 'sqrt'"  # type: ignore[arg-type]
+            )
         return None
 
     def run(self, block: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -73,19 +77,24 @@ class Segments(Rule):
         children = list(function.__self__)  # type: ignore[attr-defined]
         if kwargs or len(args) != 1:
             return function(*args, **kwargs)  # raises what nn.Sequential raises
-        return run_segments(block, children, self.runs, args[0], wrap=getattr(function, "wrap", _as_it_is))
+        return run_segments(block, children, self.num_segments, args[0], wrap=getattr(function, "wrap", _as_it_is))
 
 
 def run_segments(
-    block: BlockContext, children: Sequence[Callable[..., Any]], runs: int | str, value: Any, *, wrap: Wrap = _as_it_is
+    block: BlockContext,
+    children: Sequence[Callable[..., Any]],
+    num_segments: int | str,
+    value: Any,
+    *,
+    wrap: Wrap = _as_it_is,
 ) -> Any:
-    """Passes ``value`` through ``children``, all but the last run of them under recompute.
+    """Passes ``value`` through ``children``, and recomputes all but the last segment in backward.
 
     Every call of children goes through ``wrap``, which returns what to call in its place.
     """
-    if runs == "log":
+    if num_segments == "log":
         return _run_halves(block, children, wrap, 0, len(children), value)
-    starts = (*run_starts(num_children=len(children), runs=runs), len(children))
+    starts = (*segment_starts(num_children=len(children), num_segments=num_segments), len(children))
     for first, end in pairwise(starts):
         if end == len(children):
             return wrap(_call_in_order)(children[first:end], value)
@@ -93,18 +102,19 @@ def run_segments(
     return value
 
 
-def run_starts(*, num_children: int, runs: int | str) -> tuple[int, ...]:
-    """Cuts a chain of children into runs of nearly equal length.
+def segment_starts(*, num_children: int, num_segments: int | str) -> tuple[int, ...]:
+    """Splits a chain of children into segments of nearly equal length.
 
     SavedTensor at once: one input per run and one run in full, so the peak is least near ``sqrt(num_children)`` runs
     (Chen et al. 2016, arXiv:1604.06174).
 
-    >>> run_starts(num_children=10, runs=3)
+    >>> segment_starts(num_children=10, num_segments=3)
     (0, 3, 6)
-    >>> run_starts(num_children=10, runs="sqrt")
+    >>> segment_starts(num_children=10, num_segments="sqrt")
     (0, 3, 6)
     """
-    count = max(1, math.isqrt(num_children)) if runs == "sqrt" else min(int(runs), max(1, num_children))
+    most = max(1, num_children)
+    count = max(1, math.isqrt(num_children)) if num_segments == "sqrt" else min(int(num_segments), most)
     return tuple(number * num_children // count for number in range(count))
 
 

@@ -1,6 +1,6 @@
-"""Runs a block on one slice of its input at a time, forward and again in backward: one slice's results are alive.
+"""Runs a block on one slice of its input at a time, in forward and in backward, so that one slice's results are alive.
 
-The use that pays most is a loss head over a big vocabulary, where the logits are the peak of the whole step.
+It saves most in a loss head with a large vocabulary, where the logits are the peak of the step.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True)
 class Tiles(Rule):
-    """Cuts the tensor arguments into slices along ``tile_dim`` and runs them one by one.
+    """Splits the tensor arguments into slices along ``tile_dim`` and runs the block on each.
 
-    Cut are the first tensor argument and every other of the same size along ``tile_dim``; the rest are passed whole.
+    It splits the first tensor argument and all others of the same size along ``tile_dim``, and passes the rest whole.
     Outputs that have the dimension are concatenated. Random ops draw per slice, and weight gradients are added slice by
     slice, so the result equals that of the plain step up to rounding, not in every bit.
 
     Args:
         num_tiles: How many slices.
-        tile_dim: The dimension to cut.
-        reduce: How outputs without dimensions are joined: ``"sum"`` for a loss that sums over the cut dimension,
+        tile_dim: The dimension to split.
+        reduce: How to reduce outputs without dimensions: ``"sum"`` for a loss that sums over the split dimension,
             ``"mean"`` for one that averages over it (slices weigh by their size). With it, slices are taken without
             gradients too, as in evaluation.
 
@@ -48,11 +48,13 @@ class Tiles(Rule):
 
     def __post_init__(self) -> None:
         if isinstance(self.num_tiles, bool) or not isinstance(self.num_tiles, int) or self.num_tiles < 1:
-            raise ConfigError(f"tiles: {self.num_tiles!r} is no number of tiles · fix: use a positive int")
+            raise ConfigError(f"tiles: expected a positive int, got {self.num_tiles!r} · fix: use the number of slices")
         if isinstance(self.tile_dim, bool) or not isinstance(self.tile_dim, int):
-            raise ConfigError(f"tiles: tile_dim {self.tile_dim!r} is no dimension · fix: use an int")
+            raise ConfigError(f"tiles: tile_dim: expected an int, got {self.tile_dim!r} · fix: use a dimension")
         if self.reduce not in (None, "sum", "mean"):
-            raise ConfigError(f"tiles: reduce {self.reduce!r} is unknown · fix: use 'sum', 'mean' or None")
+            raise ConfigError(
+                f"tiles: reduce: expected 'sum', 'mean' or None, got {self.reduce!r} · fix: use one of these"
+            )
 
     def run(self, block: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs the block slice by slice."""
@@ -88,7 +90,7 @@ class Tiles(Rule):
         able = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim() in dims]
         if not able or not leaves[able[0]].shape[self.tile_dim]:
             raise ConfigError(
-                f"{name}: tiles found no tensor argument with a dimension {self.tile_dim} · fix: set tile_dim"
+                f"{name}: expected a tensor argument with a dimension {self.tile_dim} to split, got none · fix: set tile_dim"
             )
         size = leaves[able[0]].shape[self.tile_dim]
         return size, [i for i in able if leaves[i].shape[self.tile_dim] == size]

@@ -1,6 +1,6 @@
 """One tensor argument of a recomputed block, held so that the recomputation is called with the same tensor.
 
-Where it stays on the device, the recomputation is handed the very object. Elsewhere a tensor is made that has what the
+Where it stays on the device, the recomputation gets the same object. Elsewhere it gets a new tensor with what the
 object had: class, Python attributes, whether it requires grad and whether it has history.
 """
 

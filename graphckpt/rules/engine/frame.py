@@ -212,8 +212,8 @@ class Frame:
         self._arguments.settle(self, self._snapshot, returned, learning=learning)
         if self._joins and self.before is None:
             block.note("joined: no argument is the output of a recomputed block right before it; all are kept")
-        for hole in self.excluded:
-            hole.settle(self._snapshot)
+        for call in self.excluded:
+            call.settle(self._snapshot)
         self._is_complete = True
         if self._rest is not None:
             self._rest.keep_filled()

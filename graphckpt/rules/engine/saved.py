@@ -123,7 +123,7 @@ class SavedResult:
     def take(self) -> list[Any] | None:
         """Returns its leaves; ``None`` if one was edited."""
         if self.is_edited():
-            return None  # by code after the block: the op runs again
+            return None  # by code after the block: the op is recomputed
         taken = [leaf.take() if isinstance(leaf, SavedTensor) else leaf for leaf in self.leaves]
         edited = any(
             isinstance(leaf, SavedTensor) and value is None for leaf, value in zip(self.leaves, taken, strict=True)

@@ -1,4 +1,4 @@
-"""One call of a block, or the rest of one, that does not run again, but keeps what autograd saves of it in a store."""
+"""One call of a block, or the rest of one, that is not recomputed: what autograd saves goes to a store."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StoredCall:
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> SavedTensor | _Filled:
-        """Answers autograd, which wants ``tensor`` saved."""
+        """Hook for a tensor that autograd saves."""
         if self._unfilled and self._unfilled_op != autograd_sequence_number():
             self.keep_filled()
         if self.block.fills_saved and may_be_filled_later(tensor):
@@ -49,7 +49,7 @@ class StoredCall:
 
     @never_compiled
     def unpack(self, kept: SavedTensor | _Filled) -> torch.Tensor:
-        """Gives autograd the tensor back.
+        """Hook for a saved tensor that autograd needs.
 
         Raises:
             RecomputeError: The tensor was edited in place since.
@@ -62,19 +62,19 @@ class StoredCall:
         return tensor
 
     def seal(self) -> None:
-        """The call is over."""
+        """Is called at the end of the call."""
         self.keep_filled()
         self.block.store.seal(self.group)
 
     def keep_filled(self) -> None:
-        """The ops have run that may have filled what they had saved before."""
+        """Keeps the tensors that their ops have filled by now."""
         while self._unfilled:
             self._unfilled.pop(0).keep(self)
 
 
 @final
 class _Filled:
-    """A tensor that goes to the store once the op that saves it has run."""
+    """A tensor that goes to the store once the op that saved it has run."""
 
     __slots__ = ("_kept", "_tensor")
 
@@ -83,7 +83,7 @@ class _Filled:
         self._kept: SavedTensor | None = None
 
     def keep(self, call: StoredCall) -> SavedTensor:
-        """Returns what stands for the tensor in the store."""
+        """Returns the tensor's entry in the store."""
         if self._kept is None:
             assert self._tensor is not None
             self._kept, self._tensor = SavedTensor(self._tensor, call, call._outer), None

@@ -206,6 +206,6 @@ def is_counted(func: Op, args: Any) -> bool:
 
 
 def _makes_new_tensors(func: Op) -> bool:
-    """Whether the op neither edits a tensor nor returns a view: those cost nothing to run again."""
+    """Whether the op neither edits a tensor nor returns a view: recomputing those costs nothing."""
     schema = getattr(func, "_schema", None)
     return schema is not None and not schema.is_mutable and all(r.alias_info is None for r in schema.returns)

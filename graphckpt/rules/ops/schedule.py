@@ -32,7 +32,7 @@ class NamedOps:
     numbered: Mapping[Op, Collection[int]] = field(default_factory=dict)
     """Ops of which the results with these numbers are kept."""
     names: Mapping[str, Collection[Op]] = field(default_factory=dict)
-    """The names that the user has given, and the ops that each stands for."""
+    """The names that the user has given, and the ops that each means."""
 
     def __call__(self, output: Any, func: Op, args: Any, kwargs: dict[str, Any], number: int) -> bool:
         """Returns whether the result is named."""
