@@ -90,7 +90,7 @@ class Tiles(Rule):
         able = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim() in dims]
         if not able or not leaves[able[0]].shape[self.tile_dim]:
             raise ConfigError(
-                f"{name}: expected a tensor argument with a dimension {self.tile_dim} to split, got none · fix: set tile_dim"
+                f"{name}: tiles: expected a tensor argument with a dimension {self.tile_dim} · fix: set tile_dim"
             )
         size = leaves[able[0]].shape[self.tile_dim]
         return size, [i for i in able if leaves[i].shape[self.tile_dim] == size]

@@ -143,7 +143,7 @@ def test_all_faults_are_told_at_once_and_nothing_is_set() -> None:
             "- 'encodr.*' matches no module of Model · did you mean 'encoder.*'",
             "- 'encoder.1': encoder.1.activation_checkpoint: there is no such field · did you mean 'activation_che",
             "- 'encoder.2': encoder.2.activation_checkpointing: there is no rule 'ful' · did you mean 'full'?",
-            "- 'encoder.3': encoder.3.segments: segments: 0 is no number of runs · fix: use a positive int",
+            "- 'encoder.3': encoder.3.segments: segments: expected a positive int, 'sqrt' or 'log', got 0 · fix: use one of these",
             "- 'Mlp': encoder.0.tiles: tiles: 'many' is no number of tiles · fix: use a positive int",
         ],
         strict=True,
@@ -405,7 +405,7 @@ def test_flags_that_do_nothing_are_told() -> None:
     with graphckpt.apply(model, {"encoder": True, "decoder.0": True, "decoder.0.up": True}) as handle:
         run(model)
         explanation = handle.explain(show=False)
-    assert "encoder: a flag on ModuleList does nothing: it has no forward; set it on its items" in explanation.warnings
+    assert "encoder: a flag on ModuleList has no effect, as it has no forward; set it on its items" in explanation.warnings
     (inner,) = [row for row in explanation.rows if row.block == "decoder.0.up"]
     assert inner.note == "runs again as a part of the block around it"
 

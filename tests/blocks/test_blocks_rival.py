@@ -17,7 +17,7 @@ import graphckpt
 from graphckpt import Graph
 
 GPT2 = next(a for a in ARCHITECTURES if a.name == "gpt2")
-ACTS = "the model's own gradient checkpointing is on as well: this policy acts, that one is set aside"
+ACTS = "the model's own gradient checkpointing is on as well: this policy replaces it"
 
 
 def enable(model: Any) -> None:
@@ -241,7 +241,7 @@ def test_segments_over_layers_that_checkpoint_themselves_act_alone(runs: int | s
                 layer.num_runs[0] = 0
             model(torch.ones(2, 8)).sum().backward()
             if own:
-                assert "set aside" in handle.explain(show=False).rows[0].note
+                assert "this policy replaces it" in handle.explain(show=False).rows[0].note
         assert all(layer.gradient_checkpointing is own for layer in model)
         return [layer.num_runs[0] for layer in model]
 

@@ -214,9 +214,9 @@ WRONG: list[tuple[str, Any, str]] = [
     ),
     ("activation_checkpointing", "ful", "there is no rule 'ful' · did you mean 'full'? · fix: use"),
     ("activation_checkpointing", 1, "1 is no rule · fix: use True, False, None"),
-    ("segments", 0, "segments: 0 is no number of runs · fix: use a positive int, 'sqrt' or 'log'"),
-    ("segments", True, "segments: True is no number of runs"),
-    ("tiles", "two", "tiles: 'two' is no number of tiles · fix: use a positive int"),
+    ("segments", 0, "segments: expected a positive int, 'sqrt' or 'log', got 0 · fix: use one of these"),
+    ("segments", True, "segments: expected a positive int, 'sqrt' or 'log', got True"),
+    ("tiles", "two", "tiles: expected a positive int, got 'two' · fix: use the number of slices"),
     ("stage_id", 1.5, "1.5 is no stage · fix: use an int"),
     (
         "activation_checkpoint",
@@ -259,9 +259,9 @@ def test_a_rule_that_cannot_act_is_named_at_the_next_call_and_can_be_mended() ->
     with pytest.raises(ConfigError) as error:
         run_graph(graph, 1)
     assert str(error.value) == (
-        "- model.layers.0: segments needs a container that calls its children in order, and Layer is none · "
+        "- model.layers.0: segments: expected an nn.Sequential, got Layer · "
         "fix: set it on an nn.Sequential, or use activation_checkpointing = True on the layers\n"
-        "- model.tail: segments = 7 is more than its 3 children · fix: use 'sqrt'"
+        "- model.tail: segments: expected at most 3 for its children, got 7 · fix: use 'sqrt'"
     )
     graph.model.layers[0].config.segments = None
     graph.model.tail.config.segments = 3
@@ -275,8 +275,8 @@ def test_flags_on_containers_without_a_forward_do_nothing_and_say_so() -> None:
     assert set(runs_of(graph).values()) == {1}
     explanation = graph.explain(show=False)
     assert explanation.warnings[:2] == (
-        "model.layers: a flag on ModuleList does nothing: it has no forward; set it on its items",
-        "model.named: a flag on ModuleDict does nothing: it has no forward; set it on its items",
+        "model.layers: a flag on ModuleList has no effect, as it has no forward; set it on its items",
+        "model.named: a flag on ModuleDict has no effect, as it has no forward; set it on its items",
     )
 
 

@@ -204,7 +204,7 @@ def test_a_block_that_returns_something_else_again_is_named(result: Any, now: st
     with put(model, {"blocks.0": True, "blocks.[12]": "joined"}):
         loss = model(torch.randn(6, 16)).sum()
         model.blocks[1].flag = True
-        message = rf"blocks\.1: tensor . that it returned was float32\[6, 16\] in the first run and {now} in the second"
+        message = rf"blocks\.1: tensor . that it returns: expected float32\[6, 16\], got {now} in the recomputation"
         with pytest.raises(graphckpt.RecomputeError, match=message):
             loss.backward()
 

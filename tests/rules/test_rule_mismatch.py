@@ -59,22 +59,22 @@ def run(change: Callable[[int, Tensor], Tensor]) -> str:
 def test_another_shape() -> None:
     message = run(slice_once)
     assert message.startswith("1: saved tensor 2, saved by torch.sigmoid at test_rule_mismatch.py:")
-    assert "was float32[2, 4] in the first run and float32[4, 4] in the second" in message
+    assert "expected float32[2, 4], got float32[4, 4] in the recomputation" in message
     assert "fix: make forward depend on" in message
 
 
 def test_another_dtype() -> None:
     message = run(cast_once)
     assert "saved by torch.sigmoid" in message
-    assert "was float32[8, 4] in the first run and float64[8, 4] in the second" in message
+    assert "expected float32[8, 4], got float64[8, 4] in the recomputation" in message
 
 
 def test_fewer_tensors() -> None:
-    assert "the first run saved 5 tensors, the second 3" in run(fewer)
+    assert "the original forward saved 5 tensors, the recomputation 3" in run(fewer)
 
 
 def test_more_tensors() -> None:
-    assert "the first run saved 3 tensors, the second 5" in run(more)
+    assert "the original forward saved 3 tensors, the recomputation 5" in run(more)
 
 
 def test_editing_an_input_between_forward_and_backward() -> None:
@@ -154,7 +154,7 @@ def test_children_called_in_another_order() -> None:
     model = nn.Sequential(Swaps())
     with graphckpt.apply(model, {"0": True, "0.a": False, "0.b": False}):
         loss = model(torch.randn(2, 4)).sum()
-        with pytest.raises(RecomputeError, match=r"0: the first run called 0\.a where the second run called 0\.b"):
+        with pytest.raises(RecomputeError, match=r"0: expected a call of 0\.a, got one of 0\.b in the recomputation"):
             loss.backward()
 
 
