@@ -84,7 +84,7 @@ class _Resolver:
             return self._decide_kept(name, module, config, placement, around)
         if isinstance(module, _UNCALLED):
             what = type(module).__name__
-            self.plan.idle[name] = f"a flag on {what} has no effect, as it has no forward; set it on its items"
+            self.plan.idle[name] = f"a flag on {what} does nothing, as it has no forward; set it on its items"
             return around
         fault = rule.check(module)
         if fault is not None:
@@ -111,13 +111,13 @@ class _Resolver:
             if config is not None and config.placement():
                 fields = " and ".join(config.placement())
                 self.plan.idle[name] = (
-                    f"{fields} has no effect here: it is recomputed with the block around it, and keeps nothing"
+                    f"{fields} does nothing here: it is recomputed with the block around it, and keeps nothing"
                 )
             return around
         if isinstance(module, _UNCALLED):
             if options is not None:
                 what = type(module).__name__
-                self.plan.idle[name] = f"compile on {what} has no effect, as it has no forward; set it on its items"
+                self.plan.idle[name] = f"compile on {what} does nothing, as it has no forward; set it on its items"
             return replace(around, rule=None)
         is_placed = placement is not None and placement != (around.covering or _PLAIN)
         if is_hole or is_placed or options is not None:

@@ -143,8 +143,8 @@ def test_all_faults_are_told_at_once_and_nothing_is_set() -> None:
             "- 'encodr.*' matches no module of Model · did you mean 'encoder.*'",
             "- 'encoder.1': encoder.1.activation_checkpoint: there is no such field · did you mean 'activation_che",
             "- 'encoder.2': encoder.2.activation_checkpointing: there is no rule 'ful' · did you mean 'full'?",
-            "- 'encoder.3': encoder.3.segments: segments: expected a positive int, 'sqrt' or 'log', got 0 · fix: use one of these",
-            "- 'Mlp': encoder.0.tiles: tiles: 'many' is no number of tiles · fix: use a positive int",
+            "- 'encoder.3': encoder.3.segments: segments: expected a positive int, 'sqrt' or 'log', got 0 · fix:",
+            "- 'Mlp': encoder.0.tiles: tiles: expected a positive int, got 'many' · fix: use the number of slices",
         ],
         strict=True,
     ):
@@ -158,9 +158,9 @@ def test_rules_that_cannot_act_on_their_modules() -> None:
     with pytest.raises(ConfigError) as error:
         graphckpt.apply(model, {"encoder.0": {"segments": 2}, "decoder": Segments(9)})
     assert str(error.value) == (
-        "- encoder.0: segments needs a container that calls its children in order, and Mlp is none · "
+        "- encoder.0: segments: expected an nn.Sequential, got Mlp · "
         "fix: set it on an nn.Sequential, or use activation_checkpointing = True on the layers\n"
-        "- decoder: segments = 9 is more than its 3 children · fix: use 'sqrt'"
+        "- decoder: segments: expected at most 3 for its children, got 9 · fix: use 'sqrt'"
     )
     assert recomputed(model) == []
 
@@ -405,7 +405,9 @@ def test_flags_that_do_nothing_are_told() -> None:
     with graphckpt.apply(model, {"encoder": True, "decoder.0": True, "decoder.0.up": True}) as handle:
         run(model)
         explanation = handle.explain(show=False)
-    assert "encoder: a flag on ModuleList has no effect, as it has no forward; set it on its items" in explanation.warnings
+    assert (
+        "encoder: a flag on ModuleList does nothing, as it has no forward; set it on its items" in explanation.warnings
+    )
     (inner,) = [row for row in explanation.rows if row.block == "decoder.0.up"]
     assert inner.note == "runs again as a part of the block around it"
 
@@ -421,9 +423,7 @@ def test_no_rules_and_an_empty_model() -> None:
 def test_explain_before_a_step() -> None:
     with (
         graphckpt.apply(build(), {"encoder.*": True}) as handle,
-        pytest.raises(
-            graphckpt.GraphError, match=r"Model: there is nothing to explain before a step has run · fix: run"
-        ),
+        pytest.raises(graphckpt.GraphError, match=r"Model: expected a step to explain, got none yet · fix: run"),
     ):
         handle.explain()
 

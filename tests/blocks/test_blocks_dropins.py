@@ -302,7 +302,7 @@ def test_whatever_can_be_called_can_be_checkpointed(name: str) -> None:
 def test_a_function_that_returns_a_cached_result_is_refused() -> None:
     """The recomputation is called with the same object, for which the function does not run again."""
     y = checkpoint(functools.lru_cache(nn.Linear(4, 4)), torch.ones(2, 4, requires_grad=True) * 2)
-    with pytest.raises(RecomputeError, match="the second 0"):
+    with pytest.raises(RecomputeError, match="the recomputation 0"):
         y.square().sum().backward()
 
 

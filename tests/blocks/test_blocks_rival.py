@@ -200,7 +200,7 @@ def test_checkpointing_that_is_under_way_around_the_block_acts_alone(use_reentra
         assert len(runs) == 2
         assert all(torch.equal(a, p.grad) for a, p in zip(plain, model.parameters(), strict=True))
         (note,) = [row.note for row in handle.explain(show=False).rows if row.block == "1"]
-        assert note == "its own gradient checkpointing acts, not this policy: switch it off on the model"
+        assert note == "its own gradient checkpointing replaces this policy: disable it on the model"
         model[1].gradient_checkpointing = False
         runs.clear()
         model(torch.ones(2, 4)).sum().backward()

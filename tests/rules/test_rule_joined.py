@@ -118,7 +118,7 @@ def test_what_calls_the_blocks_does_not_matter(between: Any, is_joined: bool) ->
         loss.backward()
         notes = str(handle.explain(show=False).rows)
     assert alive == [not is_joined] * 5
-    assert ("joined: no argument is what" in notes) is not is_joined
+    assert ("joined: no argument is the output" in notes) is not is_joined
 
 
 def test_it_keeps_its_input_where_the_block_before_is_not_recomputed() -> None:
@@ -268,7 +268,7 @@ def test_units_of_fsdp2_are_refused(tmp_path: Any) -> None:
         model = chain("mlp", length=3)
         for block in model[1:-1]:
             fully_shard(block)
-        with pytest.raises(graphckpt.ConfigError, match="fully_shard has the weights of one there at a time"):
+        with pytest.raises(graphckpt.ConfigError, match="fully_shard gathers the weights of one at a time"):
             put(model, {"1": True, "[23]": "joined"})
     finally:
         dist.destroy_process_group()
