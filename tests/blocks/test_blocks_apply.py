@@ -409,7 +409,7 @@ def test_flags_that_do_nothing_are_told() -> None:
         "encoder: a flag on ModuleList does nothing, as it has no forward; set it on its items" in explanation.warnings
     )
     (inner,) = [row for row in explanation.rows if row.block == "decoder.0.up"]
-    assert inner.note == "runs again as a part of the block around it"
+    assert inner.note == "is recomputed as a part of the block around it"
 
 
 def test_no_rules_and_an_empty_model() -> None:
