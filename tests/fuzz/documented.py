@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 
 
 class Refusal(NamedTuple):
-    """A regular expression of messages, the part of a programme that causes them, and the words of docs/limits.md."""
+    """A regular expression of messages or differences, the part of a programme that causes them, and the words of
+    docs/limits.md."""
 
     message: str
     part: str
@@ -21,6 +22,7 @@ DOCUMENTED = (
     Refusal("edited its argument `[^`]+` in place, and the recomputation has no copy of it", "", "has no copy of it"),
     Refusal("its argument `[^`]+` was edited in place", "EditsItsInputLater", "only from a later call on"),
     Refusal("a tensor that one of its ops saves was edited in place", "saved_on_cpu", "save_on_cpu"),
+    Refusal("left behind .*alive in a store", "spectral, by hook", "as `torch.nn.utils.spectral_norm` sets one"),
 )
 
 

@@ -68,7 +68,8 @@ def execute(programme: Programme) -> Outcome:
             return Outcome("invalid", "the plain steps are not the same twice")
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         values = f" {ours['left behind']}" if names[0] == "left behind" else ""
-        return Outcome("differs", f"{names[0]}{values}{more}")
+        what = f"{names[0]}{values}{more}"
+        return Outcome("documented" if len(names) == 1 and reason_for(what, programme) else "differs", what)
 
 
 def evaluate(expression: str) -> Any:
