@@ -22,8 +22,10 @@ import torch
 from report import header, spread, table, write
 from torch.autograd.graph import save_on_cpu
 
-from graphckpt.stores import Group, Host, Placement, Store
+from graphckpt.stores import Group, Store
 from graphckpt.stores.copies import Copies, HostBuffer, Mark
+from graphckpt.stores.host import HostPlace
+from graphckpt.stores.placed import PlacedStore
 
 COUNTS = (50, 200, 800)
 A_BLOCK = 10  # tensors
@@ -138,7 +140,8 @@ def variants() -> dict[str, Callable[[list[torch.Tensor]], float]]:
     own = [torch.nn.Parameter(torch.zeros(4)) for _ in range(12)]
 
     def offload(*, copies: bool) -> Callable[[list[torch.Tensor]], float]:
-        store = Placement(offload=Host(copies=CopiesNow(copies=copies)), min_elements=1).store
+        place = HostPlace(torch.device("cpu"), CopiesNow(copies=copies), None)
+        store = PlacedStore("cpu", lambda *_: place, min_elements=1)
         return lambda tensors: through_store(store, tensors, own)
 
     def hooks(*, pin_memory: bool) -> Callable[[list[torch.Tensor]], float]:

@@ -143,17 +143,6 @@ class LiveBytes(TorchDispatchMode):
         self.peak_bytes = peak + added
         self._changes = None if changes is None else [(level + added, block, phase) for level, block, phase in changes]
 
-    def reset_peak(self) -> None:
-        """Starts the peak anew from the bytes that are alive now."""
-        self.peak_bytes = self.live_bytes
-
-    def refresh(self) -> None:
-        """Reads all sizes anew, for a storage that was resized and that no op has touched since."""
-        for alive in list(self._alive.values()):
-            storage = alive()
-            if storage is not None and storage.nbytes() != alive.num_bytes:
-                self._resize(alive, storage.nbytes())
-
     def _see_all(self, values: Iterable[Any]) -> None:
         for value in values:
             if isinstance(value, torch.Tensor):

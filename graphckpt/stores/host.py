@@ -28,7 +28,6 @@ _STAYS = (
 )
 
 
-@final
 @dataclass(frozen=True)
 class Host(Offload):
     """Host memory.
@@ -36,7 +35,6 @@ class Host(Offload):
     Args:
         in_flight_bytes: Device memory that may wait for its copy to end. ``None``: what one block keeps, so that a
             block's copies run while the next block computes.
-        copies: What copies; ``None`` takes the copy engines of the device.
 
     Raises:
         ConfigError: ``in_flight_bytes`` is no number of bytes.
@@ -45,7 +43,6 @@ class Host(Offload):
     name: ClassVar[str] = "cpu"
 
     in_flight_bytes: int | None = None
-    copies: Copies | None = None
 
     def __post_init__(self) -> None:
         value = self.in_flight_bytes
@@ -53,9 +50,7 @@ class Host(Offload):
             raise ConfigError(f"in_flight_bytes {value!r}: is no number of bytes · fix: use an int from 0 up, or None")
 
     def place_for(self, device: torch.device, note: Callable[[str], None]) -> Place | None:
-        """Returns a place for CUDA tensors, or for any if ``copies`` is set."""
-        if self.copies is not None:
-            return HostPlace(device, self.copies, self.in_flight_bytes)
+        """Returns a place for CUDA tensors."""
         if device.type == "cuda":
             return HostPlace(device, CudaCopies(device, note), self.in_flight_bytes)
         if device.type == "cpu":

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, Architecture
+from helpers.thread_copies import FakeHost
 from tape import TapeCopies, TapeRunner
 from torch import Tensor, nn
 from transformers import masking_utils
 
 from graphckpt import Graph
-from graphckpt.stores import Host
 
 MODELS = [a for a in ARCHITECTURES if a.name in ("gpt2", "llama", "bert", "t5")]
 
@@ -130,7 +130,7 @@ def test_a_mask_that_only_the_recording_has_is_not_offloaded(name: str, masks: l
     more = {"attention_mask": torch.ones_like(architecture.inputs()["input_ids"])}
     plain, _ = run(architecture, "eager", rule=True, more=more)
     assert not any(masks)
-    ours, graph = run(architecture, TapeRunner(), rule=True, more=more, offload=Host(copies=TapeCopies()))
+    ours, graph = run(architecture, TapeRunner(), rule=True, more=more, offload=FakeHost(copies=TapeCopies()))
     assert any(masks)
     assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(ours, plain, strict=True))
     assert graph._step.recorded.captures.num_replays == 3

@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from helpers.thread_copies import FakeHost, ThreadCopies
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from zoo import differing, run_steps
 
 import graphckpt
-from graphckpt import Disk, Host, Segments, Selective, Tiles
+from graphckpt import Disk, Segments, Selective, Tiles
 from graphckpt.stores.placed import PlacedStore
-from graphckpt.stores.thread_copies import ThreadCopies
 
 D = 16
 
@@ -123,8 +123,8 @@ def with_places(fields: dict[str, Any]) -> dict[str, Any]:
     """Makes the places that words stand for: they have threads, and are made anew for each example."""
     kinds = {
         "disk": lambda: Disk(in_flight_bytes=700),
-        "host": lambda: Host(copies=ThreadCopies()),
-        "host, little in flight": lambda: Host(copies=ThreadCopies(), in_flight_bytes=400),
+        "host": lambda: FakeHost(copies=ThreadCopies()),
+        "host, little in flight": lambda: FakeHost(copies=ThreadCopies(), in_flight_bytes=400),
     }
     offload = fields.get("offload")
     return fields | {"offload": kinds[offload]()} if offload in kinds else fields

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.thread_copies import FakeHost, ThreadCopies
 from torch import nn
 
 from graphckpt.errors import ConfigError, StoreError
@@ -20,7 +21,6 @@ from graphckpt.stores.copies import HostBuffer
 from graphckpt.stores.host import HostPlace
 from graphckpt.stores.pinned import pin
 from graphckpt.stores.placed import PlacedStore
-from graphckpt.stores.thread_copies import ThreadCopies
 
 CPU = torch.device("cpu")
 
@@ -46,7 +46,7 @@ def copies() -> Iterator[ThreadCopies]:
 
 
 def place_of(copies: ThreadCopies, in_flight_bytes: int | None = None) -> HostPlace:
-    place = Host(in_flight_bytes, copies).place_for(CPU, print)
+    place = FakeHost(in_flight_bytes, copies).place_for(CPU, print)
     assert isinstance(place, HostPlace)
     return place
 
@@ -620,7 +620,7 @@ def test_where_there_is_nothing_to_move_it_says_so(device: str, note: str) -> No
 
 
 def store_of(copies: ThreadCopies, in_flight_bytes: int | None = None) -> PlacedStore:
-    store = Placement(offload=Host(in_flight_bytes, copies), min_elements=1).store
+    store = Placement(offload=FakeHost(in_flight_bytes, copies), min_elements=1).store
     assert isinstance(store, PlacedStore)
     return store
 

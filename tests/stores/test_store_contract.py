@@ -12,23 +12,23 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.thread_copies import FakeHost, ThreadCopies
 from policies import HOLES, NESTED, ON_CHAIN, put
 from torch import nn
 from zoo import ZOO, chain, differing, plain_steps, run_steps
 
 import graphckpt
-from graphckpt import Disk, Host, RecomputeError, Segments, Selective
+from graphckpt import Disk, RecomputeError, Segments, Selective
 from graphckpt.ledger.live import LiveBytes
 from graphckpt.stores import offload_kinds
 from graphckpt.stores.placed import PlacedStore
-from graphckpt.stores.thread_copies import ThreadCopies
 
 # The flags that reach each store on a machine without an accelerator. Made anew for each use: a place has threads.
 STORES: dict[str, Callable[[], dict[str, Any]]] = {
     "slab": lambda: {"contiguous": True},
     "disk": lambda: {"offload": "disk"},
-    "cpu": lambda: {"offload": Host(copies=ThreadCopies())},
-    "cpu, little in flight": lambda: {"offload": Host(copies=ThreadCopies(), in_flight_bytes=300)},
+    "cpu": lambda: {"offload": FakeHost(copies=ThreadCopies())},
+    "cpu, little in flight": lambda: {"offload": FakeHost(copies=ThreadCopies(), in_flight_bytes=300)},
     "disk, slab": lambda: {"offload": Disk(in_flight_bytes=500), "contiguous": True},
 }
 
@@ -152,7 +152,7 @@ def test_device_bytes_fall_by_exactly_what_explain_says(store: str, policy: str)
 
     plain = added(chain("mlp", length=6), None, None)
     model = chain("mlp", length=6)
-    flags = {"offload": Host(copies=ThreadCopies(), in_flight_bytes=0)} if store == "cpu" else STORES[store]()
+    flags = {"offload": FakeHost(copies=ThreadCopies(), in_flight_bytes=0)} if store == "cpu" else STORES[store]()
     with put(model, POLICIES[policy], flags) as handle:
         model(x).sum().backward()
         with handle.measure():

@@ -1,4 +1,4 @@
-"""Copies between two parts of host memory by threads, which stand for a device's copy engines in tests."""
+"""Stands in for a device's copy engines: threads that copy between two parts of host memory."""
 
 from __future__ import annotations
 
@@ -6,20 +6,35 @@ import threading
 import time
 import weakref
 from collections import deque
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 
 from graphckpt._compat import unseen_by_modes
+from graphckpt.stores import Host
 from graphckpt.stores.copies import Copies, HostBuffer, Mark
+from graphckpt.stores.host import HostPlace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from graphckpt.stores.base import Traffic
+    from graphckpt.stores.place import Place
 
 _POISON = 0xA5  # bytes of a target between the moment its copy is issued and the moment it is made
+
+
+@dataclass(frozen=True)
+class FakeHost(Host):
+    """Offloads the tensors of any device, and copies through ``copies``."""
+
+    copies: Copies | None = None
+
+    def place_for(self, device: torch.device, note: Callable[[str], None]) -> Place | None:
+        assert self.copies is not None
+        return HostPlace(device, self.copies, self.in_flight_bytes)
 
 
 @final
@@ -217,7 +232,7 @@ class _Lane:
         thread, self._thread = self._thread, None
         if thread is not None:
             self._jobs.put(None)
-            if thread is not threading.current_thread():  # where garbage is collected, nobody chooses
+            if thread is not threading.current_thread():  # the garbage collector may run this on it
                 thread.join()
 
     def _work(self) -> None:
