@@ -5,10 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from graphckpt.errors import ConfigError
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     import torch
@@ -51,30 +49,6 @@ class Runner(ABC):
     def pool_bytes(self) -> int | None:
         """Returns the bytes that recordings hold on the device, or ``None`` if they have no memory of their own."""
         return None
-
-
-def runner_for(capture: Any, devices: Sequence[torch.device]) -> Runner | None:
-    """Returns the runner that ``config.capture`` means for modules on ``devices``; ``None`` runs every step as it is.
-
-    Raises:
-        ConfigError: ``"cuda_graph"`` is asked for where the modules are on no CUDA device, or on several: a graph is
-            recorded on one.
-    """
-    if isinstance(capture, Runner):
-        return capture
-    if capture == "eager":
-        return None
-    if len(devices) == 1 and devices[0].type == "cuda":
-        from graphckpt.capture.cuda_graph import CudaGraphs  # noqa: PLC0415  # only where there is CUDA
-
-        return CudaGraphs(devices[0])
-    if capture == "cuda_graph":
-        raise ConfigError(
-            "Graph.config.capture: 'cuda_graph' needs modules on one CUDA device, and they are on "
-            f"{', '.join(str(device) for device in devices) or 'none'} · "
-            "fix: move them, or use 'auto'"
-        )
-    return None
 
 
 CHOICES = ("auto", "cuda_graph", "eager")

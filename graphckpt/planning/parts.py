@@ -22,7 +22,7 @@ from graphckpt.planning.program import Run
 from graphckpt.planning.trace import Interval, Phase
 from graphckpt.planning.walk import Steps
 from graphckpt.stores import Group, Placement, Store, parse_partition
-from graphckpt.stores.pieces import Key, WrappedKey
+from graphckpt.stores.pieces import Key, WrappedKey, pieces_of
 from graphckpt.stores.shard import Shard, left_whole
 
 if TYPE_CHECKING:
@@ -137,8 +137,7 @@ def learn(stores: Collection[PartStore], step: Callable[[], object]) -> None:
 
 
 def _pieces(group: Group, *, is_cut: bool) -> list[Piece]:
-    pieces = (piece for ref in group.pieces.values() if (piece := ref()) is not None)
-    return [piece for piece in pieces if (left_whole(piece.ticket) is None) == is_cut]
+    return [piece for piece in pieces_of(group) if (left_whole(piece.ticket) is None) == is_cut]
 
 
 @final

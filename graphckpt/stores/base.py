@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 if TYPE_CHECKING:
-    import weakref
     from collections.abc import Callable, Sequence
 
     import torch
-
-    from graphckpt.stores.pieces import Piece
 
 
 @final
@@ -39,10 +36,7 @@ class Group:
         traffic: Where to count, while the step is watched.
     """
 
-    __slots__ = (
-        "__weakref__", "block", "fixed", "has_begun", "is_asked_for", "is_sealed", "note", "number", "own", "pieces",
-        "traffic",
-    )  # fmt: skip
+    __slots__ = ("__weakref__", "block", "note", "number", "own", "state", "traffic")
 
     def __init__(
         self,
@@ -55,16 +49,10 @@ class Group:
         self.own = own
         self.note = note
         self.traffic = traffic
-        self.fixed: frozenset[int] | None = None
-        self.has_begun = False
-        """Its bytes have been sent for."""
-        self.is_asked_for = False
-        """Backward wants one of its tensors."""
-        self.is_sealed = False
-        """The call is over: nothing more comes in."""
         self.number = 0
-        self.pieces: dict[int, weakref.ref[Piece]] = {}
-        """By ``id``; a piece that is gone may have left its reference behind."""
+        """Position among the groups of the step."""
+        self.state: Any = None
+        """Bookkeeping of the store that opened the group. An attribute, as a look-up per tensor costs more."""
 
 
 class Store(ABC):

@@ -133,16 +133,16 @@ class DiskPlace(Place):
         """Returns the bytes; waits for them if they have not been read ahead."""
         self._check()
         assert isinstance(ticket, DiskTicket)
-        if ticket.spool is not self._spool:
-            raise StoreError(ticket.spool.failure or _of_another_process(group, ticket, self._folder))
+        if self._spool is None or ticket.owner is not self._spool:
+            raise StoreError(ticket.owner.failure or _of_another_process(group, ticket, self._folder))
         with self._failing("read", ticket.num_bytes, group):
-            flat = ticket.spool.take(ticket, group)
+            flat = self._spool.take(ticket, group)
         return flat if ticket.stream is None else _on_current_stream(flat, ticket.stream)
 
     def begin(self, tickets: Sequence[Ticket], group: Group) -> None:
         """Queues reads. What was lost in an earlier failure is passed over: ``take`` tells of it."""
         self._check()
-        mine = [ticket for ticket in tickets if isinstance(ticket, DiskTicket) and ticket.spool is self._spool]
+        mine = [ticket for ticket in tickets if isinstance(ticket, DiskTicket) and ticket.owner is self._spool]
         if mine and self._spool is not None:
             with self._failing("read", sum(ticket.num_bytes for ticket in mine), group):
                 self._spool.begin(mine)
@@ -159,8 +159,8 @@ class DiskPlace(Place):
     def free(self, ticket: Ticket) -> None:
         """Gives the range of the file back."""
         assert isinstance(ticket, DiskTicket)
-        if ticket.spool is self._spool and ticket.spool.pid == os.getpid():
-            ticket.spool.free(ticket)
+        if self._spool is not None and ticket.owner is self._spool and self._spool.pid == os.getpid():
+            self._spool.free(ticket)
 
     def begin_step(self) -> None:
         """Drops the file and the thread where an interrupt has ended a method of theirs."""
@@ -206,7 +206,7 @@ class DiskPlace(Place):
 
 def _of_another_process(group: Group, ticket: DiskTicket, folder: str) -> str:
     return (
-        f"{group.block}: offload: {format_bytes(ticket.num_bytes)} in {folder} were put by process {ticket.spool.pid}, "
+        f"{group.block}: offload: {format_bytes(ticket.num_bytes)} in {folder} were put by process {ticket.owner.pid}, "
         "of which this one is a fork · fix: run forward and backward in one process"
     )
 

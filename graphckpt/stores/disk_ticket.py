@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 from graphckpt.stores.place import Ticket
 
@@ -12,7 +12,15 @@ if TYPE_CHECKING:
     import torch
 
     from graphckpt.stores.base import Group, Traffic
-    from graphckpt.stores.disk_spool import Spool
+
+
+class Owner(Protocol):
+    """The file that a range belongs to, as far as who holds a range needs to know."""
+
+    failure: str | None
+    """Why the bytes are gone."""
+    pid: int
+    """The process that wrote them."""
 
 
 @final
@@ -20,13 +28,13 @@ class DiskTicket(Ticket):
     """Stands for one range of a file, and for its bytes while they are in memory."""
 
     __slots__ = (
-        "block", "data", "is_freed", "is_wanted", "landed", "lent", "offset", "ready", "spool", "stream", "target",
+        "block", "data", "is_freed", "is_wanted", "landed", "lent", "offset", "owner", "ready", "stream", "target",
         "traffic",
     )  # fmt: skip
 
-    def __init__(self, spool: Spool, data: torch.Tensor, group: Group, offset: int, ready: Any) -> None:
+    def __init__(self, owner: Owner, data: torch.Tensor, group: Group, offset: int, ready: Any) -> None:
         super().__init__(data.numel())
-        self.spool = spool
+        self.owner = owner
         self.block = group.block
         self.traffic: Traffic | None = group.traffic
         self.offset = offset

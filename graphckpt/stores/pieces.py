@@ -52,6 +52,30 @@ class Piece:
 
 
 @final
+class GroupState:
+    """What a :class:`~graphckpt.stores.placed.PlacedStore` knows about one group."""
+
+    __slots__ = ("fixed", "has_begun", "is_asked_for", "is_sealed", "pieces")
+
+    def __init__(self) -> None:
+        self.fixed: frozenset[int] | None = None
+        """``id`` of each storage that is never moved; ``None`` until the first tensor."""
+        self.has_begun = False
+        """Its bytes have been sent for."""
+        self.is_asked_for = False
+        """Backward wants one of its tensors."""
+        self.is_sealed = False
+        """The call is over: nothing more comes in."""
+        self.pieces: dict[int, weakref.ref[Piece]] = {}
+        """By ``id``; a piece that is gone may have left its reference behind."""
+
+
+def pieces_of(group: Group) -> list[Piece]:
+    """Returns the pieces of a group that are still kept, in the order of the puts."""
+    return [piece for ref in group.state.pieces.values() if (piece := ref()) is not None]
+
+
+@final
 class Key:
     """How to make a tensor out of a piece."""
 

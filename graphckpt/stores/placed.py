@@ -15,7 +15,7 @@ from graphckpt._compat import what_is_not_plain
 from graphckpt.stores.base import Group, Store
 from graphckpt.stores.edits import Edits
 from graphckpt.stores.order import Order
-from graphckpt.stores.pieces import Key, KnownStorages, Piece, WrappedKey, bytes_to_move
+from graphckpt.stores.pieces import GroupState, Key, KnownStorages, Piece, WrappedKey, bytes_to_move, pieces_of
 from graphckpt.stores.place import Place, Ticket
 
 if TYPE_CHECKING:
@@ -76,12 +76,12 @@ class PlacedStore(Store):
     def open(self, group: Group) -> Group:
         """Begins what one call of a block keeps."""
         with self._lock:
-            if not self.num_alive and all((g := ref()) is None or g.is_sealed for ref in self._groups):
+            if not self.num_alive and all((g := ref()) is None or g.state.is_sealed for ref in self._groups):
                 self._groups.clear()
                 self._order.begin_step()
                 for place in self._opened_places():
                     place.begin_step()
-            group.number = len(self._groups)
+            group.number, group.state = len(self._groups), GroupState()
             self._groups.append(weakref.ref(group))
         return group
 
@@ -107,10 +107,11 @@ class PlacedStore(Store):
             if tensor.is_conj() or tensor.is_neg():
                 tensor = tensor.detach().resolve_conj().resolve_neg()
             piece = self._storages.find(tensor, place) or self._new_piece(tensor, place, group)
-            known = group.pieces.get(id(piece))
+            pieces = group.state.pieces
+            known = pieces.get(id(piece))
             if known is None or known() is not piece:
-                group.pieces.pop(id(piece), None)  # of one that is gone; the order is that of the puts
-                group.pieces[id(piece)] = weakref.ref(piece)
+                pieces.pop(id(piece), None)  # of one that is gone; the order is that of the puts
+                pieces[id(piece)] = weakref.ref(piece)
             return Key(piece, tensor, group)
 
     def get(self, key: object) -> torch.Tensor | None:
@@ -136,10 +137,10 @@ class PlacedStore(Store):
     def seal(self, group: Group | None) -> None:
         """The first run of the block is over."""
         assert group is not None
-        group.is_sealed = True
+        group.state.is_sealed = True
         with self._lock:
             self._empty_bin()
-            for place in {piece.place: None for piece in _alive(group)}:
+            for place in {piece.place: None for piece in pieces_of(group)}:
                 place.seal(group)
 
     def close(self) -> None:
@@ -158,9 +159,10 @@ class PlacedStore(Store):
             or tensor.device.type == "meta"
         ):
             return True
-        if group.fixed is None:  # anew in each call: FSDP gives a module other parameters in every forward
-            group.fixed = frozenset(id(t.untyped_storage()) for t in group.own() if type(t) in _PLAIN)
-        return id(tensor.untyped_storage()) in group.fixed
+        state = group.state
+        if state.fixed is None:  # anew in each call: FSDP gives a module other parameters in every forward
+            state.fixed = frozenset(id(t.untyped_storage()) for t in group.own() if type(t) in _PLAIN)
+        return id(tensor.untyped_storage()) in state.fixed
 
     def _opened_places(self) -> list[Place]:
         return [place for place, _ in self._places.values() if place is not None]
@@ -200,9 +202,10 @@ class PlacedStore(Store):
 
     def _ask_for(self, group: Group) -> None:
         """On the first tensor of a group: sends for the rest of it and for the next one, while this one is used."""
-        if group.is_asked_for:
+        state = group.state
+        if state.is_asked_for:
             return
-        group.is_asked_for = True
+        state.is_asked_for = True
         self._order.asked(group.number)
         self._begin(group)
         ahead = self._next_group(group)
@@ -214,8 +217,8 @@ class PlacedStore(Store):
                     place.announce(tickets, later)
 
     def _begin(self, group: Group) -> None:
-        if not group.has_begun:
-            group.has_begun = True
+        if not group.state.has_begun:
+            group.state.has_begun = True
             for place, tickets in _tickets(group).items():
                 place.begin(tickets, group)
 
@@ -224,7 +227,7 @@ class PlacedStore(Store):
         number = self._order.next_after(group.number)
         while 0 <= number < len(self._groups):
             found = self._groups[number]()
-            if found is not None and not found.is_asked_for and _alive(found):
+            if found is not None and not found.state.is_asked_for and pieces_of(found):
                 return found
             number -= 1
         return None
@@ -244,11 +247,7 @@ def _is_replicated(tensor: Any) -> bool:
 
 def _tickets(group: Group) -> dict[Place, list[Ticket]]:
     tickets: dict[Place, list[Ticket]] = {}
-    for piece in _alive(group):
+    for piece in pieces_of(group):
         if piece.landed is None:  # else another group has had it brought back
             tickets.setdefault(piece.place, []).append(piece.ticket)
     return tickets
-
-
-def _alive(group: Group) -> list[Piece]:
-    return [piece for ref in group.pieces.values() if (piece := ref()) is not None]
