@@ -23,9 +23,9 @@ from report import header, spread, table, write
 from torch.autograd.graph import save_on_cpu
 
 from graphckpt.stores import Group, Store
-from graphckpt.stores.copies import Copies, HostBuffer, Mark
-from graphckpt.stores.host import HostPlace
-from graphckpt.stores.placed import PlacedStore
+from graphckpt.stores.host.copy_engine import Copies, HostBuffer, Mark
+from graphckpt.stores.host.host import HostPlace
+from graphckpt.stores.tensor_store import PlacedStore
 
 COUNTS = (50, 200, 800)
 A_BLOCK = 10  # tensors

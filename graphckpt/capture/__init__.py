@@ -1,7 +1,7 @@
 """Runs a step as one recording of its device work: what is recorded once is replayed in every later call."""
 
-from graphckpt.capture.captures import Captures, Program
+from graphckpt.capture.backend import Recording, Runner
 from graphckpt.capture.choose import runner_for
-from graphckpt.capture.runner import Recording, Runner
+from graphckpt.capture.manager import Captures, Program
 
 __all__ = ["Captures", "Program", "Recording", "Runner", "runner_for"]

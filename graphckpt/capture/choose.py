@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from graphckpt.capture.runner import Runner
+from graphckpt.capture.backend import Runner
 from graphckpt.errors import ConfigError
 
 if TYPE_CHECKING:

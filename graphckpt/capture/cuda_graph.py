@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from graphckpt._compat import abandon_capture, clear_cublas_workspaces, override_stale_capture_stream
+from graphckpt.capture.backend import Recording, Runner
 from graphckpt.capture.host_random import HostRandom
-from graphckpt.capture.runner import Recording, Runner
 from graphckpt.errors import GraphError
 from graphckpt.stores.streams import streams_of
 

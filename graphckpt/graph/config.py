@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from graphckpt.capture.runner import CHOICES, Runner
+from graphckpt.capture.backend import CHOICES, Runner
 from graphckpt.errors import ConfigError, did_you_mean
 from graphckpt.planning.budget import check
 

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from graphckpt._compat import silence_capturable
 from graphckpt.capture import Captures, Program, runner_for
-from graphckpt.capture.rates import LearningRates, can_be_recorded, other_settings
+from graphckpt.capture.learning_rates import LearningRates, can_be_recorded, other_settings
 from graphckpt.graph.update import clip, has_gradient, zero
 from graphckpt.units import format_bytes
 

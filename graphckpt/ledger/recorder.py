@@ -17,14 +17,14 @@ from graphckpt._compat import (
     storage_of,
 )
 from graphckpt._compat_compiler import never_compiled
-from graphckpt.ledger.live import inner_tensors
+from graphckpt.ledger.live_memory import inner_tensors
 from graphckpt.ledger.record import Event
 from graphckpt.stores import Traffic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from graphckpt.ledger.live import LiveBytes
+    from graphckpt.ledger.live_memory import LiveBytes
 
 REST = "(outside of blocks)"
 """The row for what is saved while no block of the table runs."""
@@ -222,7 +222,7 @@ class Recorder:
 
 
 class _Storages:
-    """The storages seen so far, held weakly. See Note [One storage, one object] in ``live.py``."""
+    """The storages seen so far, held weakly. See Note [One storage, one object] in ``live_memory.py``."""
 
     def __init__(self) -> None:
         self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}

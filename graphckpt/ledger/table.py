@@ -12,7 +12,7 @@ from rich.console import Console, ConsoleDimensions
 from rich.table import Table
 from rich.text import Text
 
-from graphckpt.ledger.fold import fold, total_seconds
+from graphckpt.ledger.group_rows import fold, total_seconds
 from graphckpt.ledger.record import Explanation, Row
 from graphckpt.units import format_bytes, format_seconds
 

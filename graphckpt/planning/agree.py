@@ -18,7 +18,7 @@ import torch.distributed as dist
 from graphckpt.errors import ConfigError, GraphckptError
 from graphckpt.planning.measured import Measured, PlanError
 from graphckpt.planning.plan import Plan, PlanRow, Stage
-from graphckpt.stores.meeting import Absent, meet
+from graphckpt.stores.partition.rendezvous import Absent, meet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -22,8 +22,8 @@ from graphckpt.planning.program import Run
 from graphckpt.planning.trace import Interval, Phase
 from graphckpt.planning.walk import Steps
 from graphckpt.stores import Group, Placement, Store, parse_partition
-from graphckpt.stores.pieces import Key, WrappedKey, pieces_of
-from graphckpt.stores.shard import Shard, left_whole
+from graphckpt.stores.partition.sharded import Shard, left_whole
+from graphckpt.stores.storage_pieces import Key, WrappedKey, pieces_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from graphckpt.planning.measured import Measured
     from graphckpt.planning.run import Option
     from graphckpt.planning.trace import Trace
-    from graphckpt.stores.pieces import Piece
+    from graphckpt.stores.storage_pieces import Piece
 
 _MOST_RUNS = 3  # of a step that keeps something new each time
 

@@ -2,10 +2,10 @@
 
 from graphckpt.stores.base import Group, Store, Traffic
 from graphckpt.stores.device import DeviceStore
-from graphckpt.stores.disk import Disk
-from graphckpt.stores.host import Host
+from graphckpt.stores.disk.disk import Disk
+from graphckpt.stores.host.host import Host
 from graphckpt.stores.offload import Offload, offload_kinds, parse_offload
-from graphckpt.stores.partition import Partition, parse_partition
+from graphckpt.stores.partition.partition import Partition, parse_partition
 from graphckpt.stores.placement import Placement, parse_contiguous, parse_min_elements, placement_of
 
 __all__ = [

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from graphckpt.stores.place import Place
+    from graphckpt.stores.byte_store import Place
 
 
 class Offload(ABC):

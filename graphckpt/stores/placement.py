@@ -6,20 +6,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
 from graphckpt.errors import ConfigError
-from graphckpt.stores.arena import Arena
 from graphckpt.stores.base import Group, Store
 from graphckpt.stores.device import DeviceStore
 from graphckpt.stores.offload import Offload, parse_offload
-from graphckpt.stores.partition import group_for, parse_partition
-from graphckpt.stores.placed import PlacedStore
-from graphckpt.stores.shard import Shard
+from graphckpt.stores.partition.partition import group_for, parse_partition
+from graphckpt.stores.partition.sharded import Shard
+from graphckpt.stores.slab.slab_store import Arena
+from graphckpt.stores.tensor_store import PlacedStore
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import torch
 
-    from graphckpt.stores.place import Place
+    from graphckpt.stores.byte_store import Place
 
 
 @final

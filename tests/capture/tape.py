@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 import graphckpt.rng
 from graphckpt.capture import Recording, Runner
-from graphckpt.stores.copies import Copies, HostBuffer, Mark
+from graphckpt.stores.host.copy_engine import Copies, HostBuffer, Mark
 
 
 class Tape(TorchDispatchMode):

@@ -22,7 +22,7 @@ from zoo import ZOO, chain
 
 import graphckpt.blocks.select
 from graphckpt import ConfigError, Graph, GraphError
-from graphckpt.capture.hazards import Attributes, explain_hazard
+from graphckpt.capture.diagnose import Attributes, explain_hazard
 from graphckpt.capture.host_random import HostRandom
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]

@@ -15,8 +15,8 @@ from zoo import ZOO, B, D, chain, differing, state_of
 import graphckpt
 from graphckpt import Segments, Selective
 from graphckpt.stores import Group, Host
-from graphckpt.stores.host import HostPlace
-from graphckpt.stores.pinned import pin
+from graphckpt.stores.host.host import HostPlace
+from graphckpt.stores.host.pinned import pin
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,14 +14,14 @@ import torch
 
 from graphckpt._compat import unseen_by_modes
 from graphckpt.stores import Host
-from graphckpt.stores.copies import Copies, HostBuffer, Mark
-from graphckpt.stores.host import HostPlace
+from graphckpt.stores.host.copy_engine import Copies, HostBuffer, Mark
+from graphckpt.stores.host.host import HostPlace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from graphckpt.stores.base import Traffic
-    from graphckpt.stores.place import Place
+    from graphckpt.stores.byte_store import Place
 
 _POISON = 0xA5  # bytes of a target between the moment its copy is issued and the moment it is made
 

@@ -24,7 +24,7 @@ from transformers import (
 from graphckpt import ConfigError
 from graphckpt.blocks.layers import layers
 from graphckpt.integrations.transformers import GraphckptArguments, GraphckptCallback
-from graphckpt.ledger.live import LiveBytes
+from graphckpt.ledger.live_memory import LiveBytes
 
 LAYERS = 4
 PEFT_ASKS = pytest.mark.filterwarnings(

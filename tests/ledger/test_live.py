@@ -12,7 +12,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
-from graphckpt.ledger.live import LiveBytes
+from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.ledger.record import Event
 
 KIB = 1024  # bytes; also the size of 256 float32

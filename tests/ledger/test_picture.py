@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.legend import legend_names, shades
-from graphckpt.ledger.picture import draw, thin
+from graphckpt.ledger.plot import draw, thin
 from graphckpt.ledger.record import Event, Explanation
 
 PHASES = ("forward", "backward", "recompute", "optimizer")
@@ -150,5 +150,5 @@ def test_thinning_keeps_the_peak_and_the_order(levels, limit):
 
 
 def test_the_library_imports_without_matplotlib():
-    code = "import sys, graphckpt.ledger.picture; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, graphckpt.ledger.plot; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

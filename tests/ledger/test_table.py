@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphckpt.ledger.fold import fold
+from graphckpt.ledger.group_rows import fold
 from graphckpt.ledger.record import Explanation, Row
 from graphckpt.ledger.table import print_table
 

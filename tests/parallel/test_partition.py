@@ -20,9 +20,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from zoo import ZOO, chain, differing, run_steps
 
 import graphckpt
-import graphckpt.stores.ranks
+import graphckpt.stores.partition.ranks
 from graphckpt import ConfigError, Segments, Selective
-from graphckpt.ledger.live import LiveBytes
+from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.stores import Group, Partition, Placement
 
 PARTITION: dict[str, Any] = {"partition": True, "min_elements": 1}
@@ -44,7 +44,7 @@ class Log:
 
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []
-        issue, take = graphckpt.stores.ranks.all_gather_bytes, graphckpt.stores.ranks.Arrival.take
+        issue, take = graphckpt.stores.partition.ranks.all_gather_bytes, graphckpt.stores.partition.ranks.Arrival.take
 
         def logged_issue(group: Any, output: Tensor, *args: Any) -> Any:
             self.events.append(("gather", output.numel()))
@@ -55,8 +55,8 @@ class Log:
             self.events.append(("take", run.numel()))
             return run
 
-        graphckpt.stores.ranks.all_gather_bytes = logged_issue
-        graphckpt.stores.ranks.Arrival.take = logged_take  # type: ignore[method-assign]
+        graphckpt.stores.partition.ranks.all_gather_bytes = logged_issue
+        graphckpt.stores.partition.ranks.Arrival.take = logged_take  # type: ignore[method-assign]
 
     def flush(self) -> list[tuple[str, int]]:
         events, self.events = self.events, []

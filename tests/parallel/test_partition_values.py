@@ -16,10 +16,10 @@ from torch import nn
 import graphckpt
 from graphckpt import ConfigError
 from graphckpt.stores import Group, Partition, Placement, Traffic, parse_partition
-from graphckpt.stores.place import Place, Ticket
-from graphckpt.stores.ranks import Arrival, Ranks
-from graphckpt.stores.replicas import _CHUNK, checksum
-from graphckpt.stores.shard import Shard
+from graphckpt.stores.byte_store import Place, Ticket
+from graphckpt.stores.partition.ranks import Arrival, Ranks
+from graphckpt.stores.partition.replica_check import _CHUNK, checksum
+from graphckpt.stores.partition.sharded import Shard
 
 
 def test_values_of_the_flag() -> None:

@@ -21,7 +21,7 @@ from graphckpt import plan, planning
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.config import LazyConfig
 from graphckpt.errors import ConfigError
-from graphckpt.ledger.live import LiveBytes
+from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning import Plan, PlanError, presets, real
 from graphckpt.planning.measure import measure
 from graphckpt.planning.options import NEAR

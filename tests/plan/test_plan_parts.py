@@ -8,7 +8,7 @@ from torch import nn
 
 import graphckpt
 from graphckpt import ConfigError
-from graphckpt.ledger.live import LiveBytes
+from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning import Plan, real
 from graphckpt.planning.agree import _packed, _unpacked, team_of
 from graphckpt.planning.options import options

@@ -14,7 +14,7 @@ from zoo import differing, run_steps
 
 import graphckpt
 from graphckpt import Disk, Segments, Selective, Tiles
-from graphckpt.stores.placed import PlacedStore
+from graphckpt.stores.tensor_store import PlacedStore
 
 D = 16
 

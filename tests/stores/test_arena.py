@@ -13,8 +13,8 @@ from zoo import chain
 import graphckpt
 from graphckpt import StoreError
 from graphckpt.stores import Group, Placement
-from graphckpt.stores.arena import Arena
-from graphckpt.stores.placed import PlacedStore
+from graphckpt.stores.slab.slab_store import Arena
+from graphckpt.stores.tensor_store import PlacedStore
 
 
 def store() -> PlacedStore:
@@ -154,8 +154,10 @@ def test_no_memory_is_one_error_that_names_block_bytes_and_fix(monkeypatch: pyte
 
     opened = placed.open(group("layers.3"))
     with monkeypatch.context() as patched:
-        patched.setattr("graphckpt.stores.arena.torch.empty", fails)
-        patched.setattr("graphckpt.stores.placed.bytes_to_move", lambda t: (t.view(torch.uint8).flatten(), 0, t.nbytes))
+        patched.setattr("graphckpt.stores.slab.slab_store.torch.empty", fails)
+        patched.setattr(
+            "graphckpt.stores.tensor_store.bytes_to_move", lambda t: (t.view(torch.uint8).flatten(), 0, t.nbytes)
+        )
         with pytest.raises(
             StoreError, match=r"layers\.3: contiguous: there are no 12\.5 KiB free on cpu \(Default.* · fix"
         ):

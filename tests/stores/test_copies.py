@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from graphckpt.stores import Group, Host, Traffic, streams
-from graphckpt.stores.copies import CudaCopies
-from graphckpt.stores.host import HostPlace
+from graphckpt.stores.host.copy_engine import CudaCopies
+from graphckpt.stores.host.host import HostPlace
 
 
 class Stream:

@@ -22,9 +22,10 @@ from hypothesis import strategies as st
 from torch.autograd.graph import saved_tensors_hooks
 
 from graphckpt.errors import ConfigError, StoreError
-from graphckpt.stores import Disk, Group, Placement, Traffic, disk_lane, disk_spool, parse_offload
-from graphckpt.stores.disk_file import UnlinkedFile, file_system_in_memory
-from graphckpt.stores.disk_regions import BLOCK, Regions, in_blocks
+from graphckpt.stores import Disk, Group, Placement, Traffic, parse_offload
+from graphckpt.stores.disk import io_thread, transfer
+from graphckpt.stores.disk.extents import BLOCK, Regions, in_blocks
+from graphckpt.stores.disk.file import UnlinkedFile, file_system_in_memory
 
 KIB, MIB = 2**10, 2**20
 SECONDS = 10.0  # until a test gives up on the thread
@@ -135,7 +136,7 @@ TENSORS = {
     "small part, far in": lambda: torch.randn(100, 1000)[90, 7:300],
     "most of it": lambda: torch.randn(100, 100)[10:],
     "channels last": lambda: torch.randn(2, 8, 10, 10).to(memory_format=torch.channels_last),
-    "several chunks": lambda: torch.randn(disk_lane.CHUNK // 2 + 77),
+    "several chunks": lambda: torch.randn(transfer.CHUNK // 2 + 77),
     "one block": lambda: torch.randn(BLOCK // 4),
     "a byte more": lambda: torch.zeros(BLOCK + 1, dtype=torch.uint8).random_(0, 256),
 }
@@ -320,7 +321,7 @@ def test_resident_memory_grows_by_the_bound_and_not_by_what_is_kept(tmp_path):
     plain, _ = run(PUT_20, tmp_path, "without")
     grown, most = run(PUT_20, tmp_path, "with")
     assert plain > 395 * MIB
-    slack = disk_lane._TRIM_EVERY + disk_lane.CHUNK + 16 * MIB
+    slack = transfer._TRIM_EVERY + transfer.CHUNK + 16 * MIB
     assert grown < 40 * MIB + slack
     assert most < (2 * 40 + 20) * MIB + slack  # unwritten, read ahead, the one in use
 
@@ -721,15 +722,15 @@ def test_no_memory_to_read_into(tmp_path, monkeypatch):
         def empty(*_, **__):
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 24576 bytes.")
 
-    monkeypatch.setattr(disk_lane, "torch", Torch)
+    monkeypatch.setattr(transfer, "torch", Torch)
     with pytest.raises(StoreError, match=r"h.7.*19.5 KiB.*can't allocate memory.*fix: let less be under way"):
         store.get(key)
     assert_gone(tmp_path)
 
 
 def test_a_thread_that_is_gone_is_not_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk_spool, "_POLL", 0.01)
-    monkeypatch.setattr(disk_spool.Spool, "_work", lambda self: None)
+    monkeypatch.setattr(io_thread, "_POLL", 0.01)
+    monkeypatch.setattr(io_thread.Spool, "_work", lambda self: None)
     store = opened(tmp_path, in_flight_bytes=1)
     mine = store.open(group("h.7"))
     key = store.put(torch.randn(5000), mine)
@@ -1017,16 +1018,16 @@ def cuda(monkeypatch):
     fake = FakeCuda()
     for name in ("Stream", "Event", "current_stream", "stream", "device", "cudart"):
         monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
-    monkeypatch.setattr("graphckpt.stores.disk.lane_for", lambda device, file: disk_lane.CudaLane(file, device))
+    monkeypatch.setattr("graphckpt.stores.disk.disk.lane_for", lambda device, file: transfer.CudaLane(file, device))
     return fake
 
 
 def test_the_way_of_cuda_tensors_on_fake_streams(tmp_path, cuda):
     store = opened(tmp_path)
-    tensors = [torch.randn(size) for size in (5000, disk_lane.CHUNK // 4 + 5000, 10)]
+    tensors = [torch.randn(size) for size in (5000, transfer.CHUNK // 4 + 5000, 10)]
     keys = [put_one(store, tensor, f"h.{at}") for at, tensor in enumerate(tensors)]
     until_written(store)
-    assert list(cuda.registered.values()) == [disk_lane.CHUNK]
+    assert list(cuda.registered.values()) == [transfer.CHUNK]
     for key, tensor in zip(reversed(keys), reversed(tensors), strict=True):
         assert torch.equal(store.get(key), tensor)
     waits = [event for what, *event in cuda.said if what == "wait"]

@@ -17,10 +17,10 @@ from torch import nn
 
 from graphckpt.errors import ConfigError, StoreError
 from graphckpt.stores import Group, Host, Placement, Traffic
-from graphckpt.stores.copies import HostBuffer
-from graphckpt.stores.host import HostPlace
-from graphckpt.stores.pinned import pin
-from graphckpt.stores.placed import PlacedStore
+from graphckpt.stores.host.copy_engine import HostBuffer
+from graphckpt.stores.host.host import HostPlace
+from graphckpt.stores.host.pinned import pin
+from graphckpt.stores.tensor_store import PlacedStore
 
 CPU = torch.device("cpu")
 

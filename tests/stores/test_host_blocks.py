@@ -18,7 +18,7 @@ from zoo import ZOO, B, D, chain, differing, plain_steps, run_steps
 import graphckpt
 from graphckpt import Graph, Segments, Selective, Tiles
 from graphckpt.errors import StoreError
-from graphckpt.ledger.live import LiveBytes
+from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.stores import Host
 
 

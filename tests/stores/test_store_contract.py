@@ -19,9 +19,9 @@ from zoo import ZOO, chain, differing, plain_steps, run_steps
 
 import graphckpt
 from graphckpt import Disk, RecomputeError, Segments, Selective
-from graphckpt.ledger.live import LiveBytes
+from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.stores import offload_kinds
-from graphckpt.stores.placed import PlacedStore
+from graphckpt.stores.tensor_store import PlacedStore
 
 # The flags that reach each store on a machine without an accelerator. Made anew for each use: a place has threads.
 STORES: dict[str, Callable[[], dict[str, Any]]] = {

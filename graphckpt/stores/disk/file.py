@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import final
 
 from graphckpt.errors import did_you_mean
-from graphckpt.stores.disk_regions import BLOCK
+from graphckpt.stores.disk.extents import BLOCK
 from graphckpt.units import format_bytes
 
 _REFUSES_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)

@@ -11,10 +11,10 @@ import torch
 
 from graphckpt._compat import at_end_of_backward
 from graphckpt.errors import ConfigError
-from graphckpt.stores.copies import Copies, CudaCopies, Mark
-from graphckpt.stores.host_memory import HostMemory, Spot
+from graphckpt.stores.byte_store import Place, Ticket
+from graphckpt.stores.host.copy_engine import Copies, CudaCopies, Mark
+from graphckpt.stores.host.pinned_pool import HostMemory, Spot
 from graphckpt.stores.offload import Offload
-from graphckpt.stores.place import Place, Ticket
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch.distributed as dist
 
 from graphckpt.errors import ConfigError
-from graphckpt.stores.ranks import Ranks
+from graphckpt.stores.partition.ranks import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

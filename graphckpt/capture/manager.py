@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from graphckpt.capture.hazards import Attributes, explain_hazard
+from graphckpt.capture.attention_masks import Masks
+from graphckpt.capture.diagnose import Attributes, explain_hazard
 from graphckpt.capture.inputs import StaticInputs, input_key
-from graphckpt.capture.masks import Masks
 from graphckpt.errors import GraphError
 from graphckpt.tree import build_value, flatten_value
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from graphckpt.capture.runner import Recording, Runner
+    from graphckpt.capture.backend import Recording, Runner
 
 
 _FEW_REPLAYS = 3  # a capture takes the time of some ten steps: one with fewer replays was not worth it

@@ -14,7 +14,7 @@ from typing import Any
 
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.legend import legend_names, shades
-from graphckpt.ledger.paper import INK, figure_of, file_of, legend, unit_of
+from graphckpt.ledger.plot_style import INK, figure_of, file_of, legend, unit_of
 from graphckpt.ledger.record import Event, Explanation
 from graphckpt.units import format_bytes
 

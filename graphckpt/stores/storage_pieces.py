@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from graphckpt.stores.base import Group
-    from graphckpt.stores.edits import Edits
-    from graphckpt.stores.place import Place, Ticket
+    from graphckpt.stores.byte_store import Place, Ticket
+    from graphckpt.stores.version_guard import Edits
 
 _ALIGN = 256  # bytes; a view keeps its address modulo this, so that kernels which look at alignment take the same path
 
@@ -53,7 +53,7 @@ class Piece:
 
 @final
 class GroupState:
-    """What a :class:`~graphckpt.stores.placed.PlacedStore` knows about one group."""
+    """What a :class:`~graphckpt.stores.tensor_store.PlacedStore` knows about one group."""
 
     __slots__ = ("fixed", "has_begun", "is_asked_for", "is_sealed", "pieces")
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 import torch
 
 from graphckpt.errors import ConfigError, StoreError
-from graphckpt.stores.disk_file import UnlinkedFile, file_system_in_memory, what_failed
-from graphckpt.stores.disk_lane import lane_for
-from graphckpt.stores.disk_regions import in_blocks
-from graphckpt.stores.disk_spool import Spool
-from graphckpt.stores.disk_ticket import DiskTicket
+from graphckpt.stores.byte_store import Place, Ticket
+from graphckpt.stores.disk.extents import in_blocks
+from graphckpt.stores.disk.file import UnlinkedFile, file_system_in_memory, what_failed
+from graphckpt.stores.disk.handle import DiskTicket
+from graphckpt.stores.disk.io_thread import Spool
+from graphckpt.stores.disk.transfer import lane_for
 from graphckpt.stores.offload import Offload
-from graphckpt.stores.place import Place, Ticket
 from graphckpt.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, final
 
 from graphckpt._compat import unseen_by_modes
 from graphckpt.errors import StoreError
-from graphckpt.stores.slab import SlabPlan
+from graphckpt.stores.slab.slab_plan import SlabPlan
 from graphckpt.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
 
-    from graphckpt.stores.copies import Copies, HostBuffer
+    from graphckpt.stores.host.copy_engine import Copies, HostBuffer
 
 _log = logging.getLogger("graphckpt")
 

@@ -12,8 +12,8 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 from graphckpt._compat import unseen_by_modes
 from graphckpt.errors import StoreError
-from graphckpt.stores.place import Place, Ticket
-from graphckpt.stores.slab import SlabPlan
+from graphckpt.stores.byte_store import Place, Ticket
+from graphckpt.stores.slab.slab_plan import SlabPlan
 from graphckpt.units import format_bytes
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol, final
 
-from graphckpt.stores.place import Ticket
+from graphckpt.stores.byte_store import Ticket
 
 if TYPE_CHECKING:
     from collections.abc import Callable

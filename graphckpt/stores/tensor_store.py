@@ -13,10 +13,10 @@ from torch import nn
 
 from graphckpt._compat import what_is_not_plain
 from graphckpt.stores.base import Group, Store
-from graphckpt.stores.edits import Edits
-from graphckpt.stores.order import Order
-from graphckpt.stores.pieces import GroupState, Key, KnownStorages, Piece, WrappedKey, bytes_to_move, pieces_of
-from graphckpt.stores.place import Place, Ticket
+from graphckpt.stores.byte_store import Place, Ticket
+from graphckpt.stores.prefetch_order import Order
+from graphckpt.stores.storage_pieces import GroupState, Key, KnownStorages, Piece, WrappedKey, bytes_to_move, pieces_of
+from graphckpt.stores.version_guard import Edits
 
 if TYPE_CHECKING:
     from collections.abc import Callable

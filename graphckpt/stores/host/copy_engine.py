@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, final
 import torch
 
 from graphckpt._compat import unseen_by_modes
-from graphckpt.stores.pinned import pin
+from graphckpt.stores.host.pinned import pin
 from graphckpt.stores.streams import streams_of
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from time import perf_counter
 from typing import TYPE_CHECKING, final
 
 from graphckpt.errors import StoreError
-from graphckpt.stores.disk_file import what_failed
-from graphckpt.stores.disk_regions import Regions
-from graphckpt.stores.disk_ticket import DiskTicket
+from graphckpt.stores.disk.extents import Regions
+from graphckpt.stores.disk.file import what_failed
+from graphckpt.stores.disk.handle import DiskTicket
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from graphckpt.stores.base import Group
-    from graphckpt.stores.disk_lane import Lane
+    from graphckpt.stores.disk.transfer import Lane
 
 _POLL = 1.0  # seconds after which a waiting thread looks whether there is still somebody to wait for
 _PATIENCE = 10.0  # seconds that a stop waits for the thread: a disk that hangs must not hang the program

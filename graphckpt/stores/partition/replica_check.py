@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from graphckpt.stores.base import Group
-    from graphckpt.stores.ranks import Ranks
+    from graphckpt.stores.partition.ranks import Ranks
 
 _CHUNK = 1 << 18  # words of 8 bytes that are looked at in one go, so that a checksum takes some MiB beside the tensor
 _PROBED = 256  # words that are looked at in each call: the ranks of data parallelism differ in nearly all

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from graphckpt.stores.disk_regions import BLOCK, in_blocks
+from graphckpt.stores.disk.extents import BLOCK, in_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
-    from graphckpt.stores.disk_file import UnlinkedFile
+    from graphckpt.stores.disk.file import UnlinkedFile
 
 CHUNK = 8 * 2**20  # bytes; a direct write of this size keeps a disk busy, and a stop need not wait long for it
 _TRIM_EVERY = (

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from graphckpt._compat import all_gather_bytes, is_watched, unseen_by_modes
 from graphckpt.errors import StoreError
-from graphckpt.stores.meeting import Absent, meet
+from graphckpt.stores.partition.rendezvous import Absent, meet
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -128,7 +128,7 @@ class Ranks:
         return Arrival(self, slices, block)
 
     def exchange(self, message: bytes, block: str) -> list[bytes]:
-        """Returns the messages of all ranks, in order of rank; see :func:`~graphckpt.stores.meeting.meet`.
+        """Returns the messages of all ranks, in order of rank; see :func:`~graphckpt.stores.partition.rendezvous.meet`.
 
         Raises:
             StoreError: A rank is gone, or has not come in time.

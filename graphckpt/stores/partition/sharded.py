@@ -9,14 +9,14 @@ import torch
 
 from graphckpt._compat import assert_on_device
 from graphckpt.errors import StoreError
-from graphckpt.stores.place import Place, Ticket
-from graphckpt.stores.replicas import Replicas, probe
+from graphckpt.stores.byte_store import Place, Ticket
+from graphckpt.stores.partition.replica_check import Replicas, probe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from graphckpt.stores.base import Group
-    from graphckpt.stores.ranks import Arrival, Ranks
+    from graphckpt.stores.partition.ranks import Arrival, Ranks
 
 # Note [Same calls on all ranks]
 # Collectives match by their order. Which groups are sent for, and when, follows from what a step keeps and asks for, so
