@@ -26,7 +26,7 @@ _NOTE = (
 
 
 @final
-class Masks:
+class AttentionMasks:
     """What the mask code has found in the steps before a recording."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Recording(ABC):
+class Capture(ABC):
     """The device work of one step, and what the step returned: tensors whose memory each replay writes anew."""
 
     output: Any
@@ -26,7 +26,7 @@ class Recording(ABC):
         """Gives the memory of the recording back."""
 
 
-class Runner(ABC):
+class CaptureBackend(ABC):
     """Records steps on one kind of device."""
 
     name: str
@@ -39,7 +39,7 @@ class Runner(ABC):
         """Returns a context for the steps before a recording, which run as they are, where it will be recorded."""
 
     @abstractmethod
-    def record(self, step: Callable[[], Any]) -> Recording:
+    def record(self, step: Callable[[], Any]) -> Capture:
         """Records ``step``. It changes nothing on the device: the work is done by the first replay.
 
         Raises:

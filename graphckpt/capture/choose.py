@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from graphckpt.capture.backend import Runner
+from graphckpt.capture.backend import CaptureBackend
 from graphckpt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -13,21 +13,21 @@ if TYPE_CHECKING:
     import torch
 
 
-def runner_for(capture: Any, devices: Sequence[torch.device]) -> Runner | None:
+def backend_for(capture: Any, devices: Sequence[torch.device]) -> CaptureBackend | None:
     """Returns the runner that ``config.capture`` means for modules on ``devices``; ``None`` runs every step as it is.
 
     Raises:
         ConfigError: ``"cuda_graph"`` is asked for where the modules are on no CUDA device, or on several: a graph is
             recorded on one.
     """
-    if isinstance(capture, Runner):
+    if isinstance(capture, CaptureBackend):
         return capture
     if capture == "eager":
         return None
     if len(devices) == 1 and devices[0].type == "cuda":
-        from graphckpt.capture.cuda_graph import CudaGraphs  # noqa: PLC0415  # only where there is CUDA
+        from graphckpt.capture.cuda_graph import CudaGraphBackend  # noqa: PLC0415  # only where there is CUDA
 
-        return CudaGraphs(devices[0])
+        return CudaGraphBackend(devices[0])
     if capture == "cuda_graph":
         raise ConfigError(
             "Graph.config.capture: 'cuda_graph' needs modules on one CUDA device, and they are on "

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from graphckpt._compat import abandon_capture, clear_cublas_workspaces, override_stale_capture_stream
-from graphckpt.capture.backend import Recording, Runner
+from graphckpt.capture.backend import Capture, CaptureBackend
 from graphckpt.capture.host_random import HostRandom
 from graphckpt.errors import GraphError
 from graphckpt.stores.streams import streams_of
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @final
-class CudaGraphs(Runner):
+class CudaGraphBackend(CaptureBackend):
     """One CUDA graph for each recording; they share a memory pool.
 
     Args:
@@ -47,7 +47,7 @@ class CudaGraphs(Runner):
         self.device = device
         self._stream = streams_of(device).capture
         self._pool = torch.cuda.graph_pool_handle()
-        self._recordings: weakref.WeakSet[_CudaGraph] = weakref.WeakSet()
+        self._recordings: weakref.WeakSet[_CapturedCudaGraph] = weakref.WeakSet()
 
     @contextmanager
     def warming(self) -> Iterator[None]:
@@ -66,7 +66,7 @@ class CudaGraphs(Runner):
         segments = torch.cuda.memory_snapshot()
         return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) in pools)
 
-    def record(self, step: Callable[[], Any]) -> Recording:
+    def record(self, step: Callable[[], Any]) -> Capture:
         """Records ``step`` as one graph."""
         if torch.cuda.is_current_stream_capturing():
             raise GraphError("it is called inside of another capture · fix: config.capture = 'eager'")
@@ -93,7 +93,7 @@ class CudaGraphs(Runner):
             torch.clear_autocast_cache()
             if was_collecting:
                 gc.enable()
-        recording = _CudaGraph(graph, self._pool, output)
+        recording = _CapturedCudaGraph(graph, self._pool, output)
         self._recordings.add(recording)
         return recording
 
@@ -116,7 +116,7 @@ class CudaGraphs(Runner):
 
 
 @final
-class _CudaGraph(Recording):
+class _CapturedCudaGraph(Capture):
     def __init__(self, graph: torch.cuda.CUDAGraph, pool: tuple[int, int], output: Any) -> None:
         self.output = output
         self.pool = pool

@@ -42,7 +42,7 @@ _TORCH = Path(torch.__file__).parent
 
 
 @final
-class Attributes:
+class ModuleAttributes:
     """What hangs on modules when a recording begins: a step that hangs up something else would do so once only.
 
     So would one that edits a tensor which lies elsewhere than on the ``device`` of the recording.
@@ -92,7 +92,7 @@ def _modules(roots: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.M
             yield f"{root}.{name}" if name else root, module
 
 
-def explain_hazard(error: BaseException, roots: Sequence[tuple[str, nn.Module]]) -> str:
+def capture_failure(error: BaseException, roots: Sequence[tuple[str, nn.Module]]) -> str:
     """Returns what stopped the recording, where, and the fix."""
     said = str(error).strip().split("\n", 1)[0]
     where = " · ".join(_places(error, roots))

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
 
 
-def can_be_recorded(optimizer: torch.optim.Optimizer) -> bool:
+def is_capturable(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step of ``optimizer`` reads nothing on the host: its groups are marked capturable, or fused."""
     groups = optimizer.param_groups
     return bool(groups) and all(_is_capturable(group) for group in groups)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from graphckpt.capture.attention_masks import Masks
-from graphckpt.capture.diagnose import Attributes, explain_hazard
+from graphckpt.capture.attention_masks import AttentionMasks
+from graphckpt.capture.diagnose import ModuleAttributes, capture_failure
 from graphckpt.capture.inputs import StaticInputs, input_key
 from graphckpt.errors import GraphError
 from graphckpt.tree import build_value, flatten_value
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from graphckpt.capture.backend import Recording, Runner
+    from graphckpt.capture.backend import Capture, CaptureBackend
 
 
 _FEW_REPLAYS = 3  # a capture takes the time of some ten steps: one with fewer replays was not worth it
@@ -69,14 +69,14 @@ class Program(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
-    recording: Recording
+class _CachedCapture:
+    recording: Capture
     inputs: StaticInputs
     held: Any
 
 
 @dataclass(slots=True)
-class _Kind:
+class _CallKind:
     """Calls whose inputs are of one kind, in one set of modes."""
 
     num_calls: int = 0
@@ -85,7 +85,7 @@ class _Kind:
     """Since the last capture."""
     num_wasted: int = 0
     """Captures in a row, up to the last, that were replayed too few times before the next one was needed."""
-    masks: Masks = field(default_factory=Masks)
+    masks: AttentionMasks = field(default_factory=AttentionMasks)
 
     def count_capture(self) -> bool:
         """Counts a capture that is needed now. Returns whether to make it: the ones before were worth it."""
@@ -102,7 +102,7 @@ class _Kind:
 
 
 @final
-class Captures:
+class CaptureManager:
     """The recordings of one Graph.
 
     The first calls of each kind are real steps that run as they are; the call after them is recorded and replayed. No
@@ -117,7 +117,7 @@ class Captures:
     """
 
     def __init__(
-        self, program: Program, runner: Runner, *, num_warm_up: int, max_captures: int, must_capture: bool
+        self, program: Program, runner: CaptureBackend, *, num_warm_up: int, max_captures: int, must_capture: bool
     ) -> None:
         self.runner = runner
         self.num_captured = 0
@@ -128,8 +128,8 @@ class Captures:
         self._num_warm_up = num_warm_up
         self._max_captures = max_captures
         self._must_capture = must_capture
-        self._entries: OrderedDict[tuple[Hashable, Hashable, Hashable], _Entry] = OrderedDict()
-        self._kinds: dict[Hashable, _Kind] = {}
+        self._entries: OrderedDict[tuple[Hashable, Hashable, Hashable], _CachedCapture] = OrderedDict()
+        self._kinds: dict[Hashable, _CallKind] = {}
         self._has_warned = False
 
     @property
@@ -166,7 +166,7 @@ class Captures:
         modes, identity, held = program.held()
         key = inputs, modes, identity
         entry = self._entries.get(key)
-        kind = self._kinds.setdefault((inputs, modes), _Kind())
+        kind = self._kinds.setdefault((inputs, modes), _CallKind())
         if entry is not None and not must_run:
             self._entries.move_to_end(key)
             entry.inputs.load(args, kwargs)
@@ -203,7 +203,9 @@ class Captures:
         self._entries.clear()
         self._kinds.clear()
 
-    def _try_to_record(self, args: Sequence[Any], kwargs: dict[str, Any], kind: _Kind, held: Any) -> _Entry | None:
+    def _try_to_record(
+        self, args: Sequence[Any], kwargs: dict[str, Any], kind: _CallKind, held: Any
+    ) -> _CachedCapture | None:
         """Returns ``None`` if it cannot be done; all that the attempt held is free then, the error included."""
         random_state = torch.get_rng_state()
         try:
@@ -212,13 +214,13 @@ class Captures:
         except Exception as error:  # whatever the step or the device says
             torch.set_rng_state(random_state)
             self._program.abandon()
-            self._give_up(explain_hazard(error, self._program.roots()), error)
+            self._give_up(capture_failure(error, self._program.roots()), error)
         gc.collect()  # the error's frames held the step's tensors
         return None
 
-    def _record(self, args: Sequence[Any], kwargs: dict[str, Any], held: Any) -> _Entry:
+    def _record(self, args: Sequence[Any], kwargs: dict[str, Any], held: Any) -> _CachedCapture:
         inputs = StaticInputs(args, kwargs)
-        attributes = Attributes(self._program.roots(), self.runner.device)
+        attributes = ModuleAttributes(self._program.roots(), self.runner.device)
         try:
             recording = self.runner.record(lambda: _cut_off(*self._program.work(inputs.args, inputs.kwargs)))
         except BaseException:
@@ -232,9 +234,11 @@ class Captures:
                 f"{changed}: forward changes it, which no replay would do · fix: a buffer that forward edits in place"
             )
         self.num_captured += 1
-        return _Entry(recording, inputs, (held, attributes))  # tensors that hang on modules must stay where they are
+        return _CachedCapture(
+            recording, inputs, (held, attributes)
+        )  # tensors that hang on modules must stay where they are
 
-    def _replay(self, entry: _Entry, kind: _Kind) -> Any:
+    def _replay(self, entry: _CachedCapture, kind: _CallKind) -> Any:
         entry.recording.replay()
         self.num_replays += 1
         kind.num_replays += 1

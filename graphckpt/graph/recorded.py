@@ -9,8 +9,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from graphckpt._compat import silence_capturable
-from graphckpt.capture import Captures, Program, runner_for
-from graphckpt.capture.learning_rates import LearningRates, can_be_recorded, other_settings
+from graphckpt.capture import CaptureManager, Program, backend_for
+from graphckpt.capture.learning_rates import LearningRates, is_capturable, other_settings
 from graphckpt.graph.update import clip, has_gradient, zero
 from graphckpt.units import format_bytes
 
@@ -203,7 +203,7 @@ class GraphProgram(Program):
 class RecordedStep:
     """The step of one Graph, and the recordings of it."""
 
-    def __init__(self, program: GraphProgram, captures: Captures) -> None:
+    def __init__(self, program: GraphProgram, captures: CaptureManager) -> None:
         self._program = program
         self.captures = captures
 
@@ -223,14 +223,14 @@ class RecordedStep:
             ConfigError: ``config.capture`` asks for what the device cannot.
         """
         devices = list(dict.fromkeys(p.device for _, root in roots for p in root.parameters()))
-        runner = runner_for(config.capture, devices)
+        runner = backend_for(config.capture, devices)
         if runner is None:
             return None
         program = GraphProgram(
             name, roots, RecordedUpdate(update) if update else None, WeakMethod(run), WeakMethod(work)
         )
         is_ddp = any(isinstance(module, DistributedDataParallel) for _, root in roots for module in root.modules())
-        captures = Captures(
+        captures = CaptureManager(
             program,
             runner,
             num_warm_up=_WARM_UP_DDP if is_ddp else _WARM_UP,
@@ -242,7 +242,7 @@ class RecordedStep:
     def call(
         self, build: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, must_run: bool
     ) -> tuple[Any, bool]:
-        """Runs one step. See :meth:`graphckpt.capture.Captures.call`."""
+        """Runs one step. See :meth:`graphckpt.capture.CaptureManager.call`."""
         self._program.build = build
         try:
             return self.captures.call(args, kwargs, must_run=must_run)
@@ -282,4 +282,4 @@ def _children(modules: Sequence[nn.Module]) -> list[nn.Module | None]:
 def _can_be_inside(optimizer: torch.optim.Optimizer, *, scaled: bool) -> bool:
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     skips = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return can_be_recorded(optimizer) and not hooks and (skips or not scaled)
+    return is_capturable(optimizer) and not hooks and (skips or not scaled)

@@ -186,7 +186,7 @@ class Frame:
         if self.contexts is not None:
             self.contexts.settle(self)
         if self.group is not None:
-            site.store.seal(self.group)
+            site.store.close_group(self.group)
 
     def _run_blocks_before(self) -> None:
         """Has the blocks run again, from the first on, that this one is joined to."""

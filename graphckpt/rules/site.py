@@ -80,7 +80,7 @@ class Site:
     def open_group(self) -> Group | None:
         """Begins what one call of the block keeps in its store."""
         traffic = self.recorder.traffic[self.name] if self.recorder is not None else None
-        return self.store.open(Group(self.name or "(model)", self.tensors, self.note, traffic))
+        return self.store.open_group(Group(self.name or "(model)", self.tensors, self.note, traffic))
 
     def hooks_around(self) -> Any:
         """Returns the hooks that what this block keeps must pass through, or ``None`` if it goes to its own store."""

@@ -57,7 +57,7 @@ class StoredCall:
     def seal(self) -> None:
         """The call is over."""
         self._keep_filled()
-        self.site.store.seal(self.group)
+        self.site.store.close_group(self.group)
 
     def _keep_filled(self) -> None:
         """The ops have run that may have filled what they had saved before."""

@@ -1,9 +1,9 @@
-"""What a place is: it takes runs of bytes out of the way and brings them back. It knows no tensor's shape, no block."""
+"""The contract of a byte store: it offloads byte ranges and reloads them. It knows no tensor's shape and no block."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -12,69 +12,72 @@ if TYPE_CHECKING:
 
     from graphckpt.stores.base import Group
 
+Tier: TypeAlias = Literal["device", "host", "disk"]
+"""The kind of memory that holds bytes."""
 
-class Ticket:
-    """Stands for bytes in a place. Places add what they need to find them again."""
+
+class ByteHandle:
+    """Stands for bytes in a byte store. Subclasses add what is needed to find them."""
 
     __slots__ = ("num_bytes",)
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
 
-    def release_own(self) -> None:
-        """Nobody will ask for the bytes again; called anywhere, and before :meth:`Place.free`, which waits its turn.
+    def release(self) -> None:
+        """Drops what belongs to this handle alone and can go at once. The bytes will not be read again.
 
-        Here goes what is the ticket's alone and can go at once.
+        Called in any thread, before :meth:`ByteStore.free`, which runs with the next call of the store.
         """
 
 
-class Place(ABC):
-    """Where bytes live between forward and backward, for the tensors of one device.
+class ByteStore(ABC):
+    """Holds bytes between forward and backward, for the tensors of one device.
 
-    A place may work ahead and behind: ``put`` may return before the bytes are copied, holding ``data`` as long as it
-    reads it, and ``begin`` starts to bring bytes back that ``take`` will want. All calls come one at a time.
-    ``begin`` and ``announce`` may name bytes that have been sent for already, and ``take`` bytes that have not.
+    Copies may be asynchronous: ``put`` may return before the bytes are copied, and then holds ``data`` until they are;
+    ``prefetch`` starts to reload bytes that ``get`` will return. Calls are serialized. ``prefetch`` and ``hint`` may
+    name bytes that were prefetched already, and ``get`` bytes that were not.
 
     Raises:
-        StoreError: From ``put``, ``begin`` and ``take``, when the place has failed; the message names block, bytes and
-            fix. It leaves nothing behind.
+        StoreError: From ``put``, ``prefetch`` and ``get``, when the store has failed; the message names block, bytes
+            and fix. Nothing is left behind.
     """
 
     label: str
-    """The name of the place in tables."""
+    """The name of the store in tables."""
 
     @property
     @abstractmethod
-    def where(self) -> str:
-        """What holds the bytes: ``"device"``, ``"host"`` or ``"disk"``."""
+    def tier(self) -> Tier:
+        """The kind of memory that holds the bytes."""
 
     @abstractmethod
-    def put(self, data: torch.Tensor, group: Group) -> Ticket:
-        """Takes the bytes of ``data``, a flat ``uint8`` alias of the tensor's own memory, which is not changed."""
+    def put(self, data: torch.Tensor, group: Group) -> ByteHandle:
+        """Stores the bytes of ``data``, a flat ``uint8`` alias of the tensor's own memory, which is not changed."""
 
     @abstractmethod
-    def take(self, ticket: Ticket, group: Group) -> torch.Tensor:
-        """Returns the bytes, flat, as ``uint8``, on the device that they came from, ready for the present stream."""
+    def get(self, handle: ByteHandle, group: Group) -> torch.Tensor:
+        """Returns the bytes, flat, as ``uint8``, on their original device, ready for the current stream."""
 
     @abstractmethod
-    def free(self, ticket: Ticket) -> None:
-        """Nobody will ask for these bytes again."""
+    def free(self, handle: ByteHandle) -> None:
+        """Releases the bytes, which will not be read again."""
 
-    def announce(self, tickets: Sequence[Ticket], group: Group) -> None:  # noqa: B027  # a place may have nothing to do
-        """The group's bytes are wanted two groups from now."""
+    def hint(self, handles: Sequence[ByteHandle], group: Group) -> None:  # noqa: B027  # optional
+        """Announces that the group's bytes are needed two groups from now."""
 
-    def begin(self, tickets: Sequence[Ticket], group: Group) -> None:  # noqa: B027  # a place may have nothing to do
-        """Starts to bring the group's bytes back; returns at once."""
+    def prefetch(self, handles: Sequence[ByteHandle], group: Group) -> None:  # noqa: B027  # optional
+        """Starts to reload the group's bytes; returns at once."""
 
-    def seal(self, group: Group) -> None:  # noqa: B027  # a place may have nothing to do
-        """Nothing more comes into the group."""
+    def close_group(self, group: Group) -> None:  # noqa: B027  # optional
+        """No more bytes join the group."""
 
-    def begin_step(self) -> None:  # noqa: B027  # a place may have nothing to do
-        """All that was put has been freed, and a new step begins."""
+    def begin_step(self) -> None:  # noqa: B027  # optional
+        """Begins a new step. All bytes have been freed."""
 
     def stored_bytes(self, num_bytes: int) -> int:
-        """Returns what ``num_bytes`` take in this place, on this rank."""
+        """Returns the size that ``num_bytes`` take in this store, on this rank."""
         return num_bytes
 
-    def close(self) -> None:  # noqa: B027  # a place may have nothing to do
-        """Gives back files, threads and pinned memory."""
+    def close(self) -> None:  # noqa: B027  # optional
+        """Releases files, threads and pinned memory."""

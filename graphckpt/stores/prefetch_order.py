@@ -1,4 +1,4 @@
-"""Guesses which group of tensors backward will ask for next. Integers only, no torch."""
+"""Predicts which group of tensors backward needs next. Integers only, no torch."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import final
 
 
 @final
-class Order:
-    """Learns from one step in which order its groups are asked for, for the next step.
+class PrefetchOrder:
+    """Learns from one step in which order its groups are requested, for the next step.
 
-    Groups are numbered as forward opens them. Until a step has been seen, backward is taken to go the other way round.
+    Groups are numbered as forward opens them. Before the first step is over, backward is assumed to run in reverse.
 
-    >>> order = Order()
+    >>> order = PrefetchOrder()
     >>> order.next_after(3)
     2
     >>> for number in (3, 1, 2):
-    ...     order.asked(number)
+    ...     order.record(number)
     >>> order.begin_step()
     >>> order.next_after(3), order.next_after(1), order.next_after(2)
     (1, 2, 1)
@@ -28,15 +28,15 @@ class Order:
         self._last: int | None = None
 
     def begin_step(self) -> None:
-        """The next group asked for follows none."""
+        """Begins a new step: the next group requested has no predecessor."""
         self._last = None
 
-    def asked(self, number: int) -> None:
-        """Backward asks for this group."""
+    def record(self, number: int) -> None:
+        """Records that backward requests this group."""
         if self._last is not None:
             self._after[self._last] = number
         self._last = number
 
     def next_after(self, number: int) -> int:
-        """Returns the group that followed ``number`` the last time; the one before it, if that is not known."""
+        """Returns the group that followed ``number`` the last time; without a record, the one before it."""
         return self._after.get(number, number - 1)

@@ -1,10 +1,10 @@
-"""Tensors as pieces of their storages: views of one storage are kept once, and come back as views of one.
+"""Stores tensors as byte ranges of their storages: views of one storage are stored once and reloaded as views of one.
 
 ::
 
     storage   [----------------------------]
     views        q [--------]  k [--------]       one piece, if a view covers half of the storage or more;
-    piece     [----------------------------]      else the run of bytes from the view's first to its last
+    piece     [----------------------------]      else the bytes from the view's first to its last
 """
 
 from __future__ import annotations
@@ -21,116 +21,122 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from graphckpt.stores.base import Group
-    from graphckpt.stores.byte_store import Place, Ticket
-    from graphckpt.stores.version_guard import Edits
+    from graphckpt.stores.byte_store import ByteHandle, ByteStore
+    from graphckpt.stores.version_guard import VersionGuard
 
-_ALIGN = 256  # bytes; a view keeps its address modulo this, so that kernels which look at alignment take the same path
+_ALIGN = 256  # bytes; views keep their address modulo this, so that kernels which check alignment take the same path
 
 
 @final
 class Piece:
-    """A run of bytes of one storage that a place holds. It is freed when the last key to it dies."""
+    """A byte range of one storage in a byte store. It is freed when its last key is gone."""
 
-    __slots__ = ("__weakref__", "_bin", "begin", "edits", "end", "landed", "place", "ticket", "untaken")
+    __slots__ = ("__weakref__", "_freed", "begin", "end", "guard", "handle", "num_unread", "reloaded", "store")
 
     def __init__(
-        self, place: Place, ticket: Ticket, edits: Edits, begin: int, end: int, freed: deque[tuple[Place, Ticket]]
+        self,
+        store: ByteStore,
+        handle: ByteHandle,
+        guard: VersionGuard,
+        begin: int,
+        end: int,
+        freed: deque[tuple[ByteStore, ByteHandle]],
     ) -> None:
-        self.place = place
-        self.edits = edits
-        self.ticket = ticket
+        self.store = store
+        self.guard = guard
+        self.handle = handle
         self.begin, self.end = begin, end
-        self.untaken = 0
-        """Keys that nobody has used yet: as long as there are any, bytes that came back stay."""
-        self.landed: torch.Tensor | None = None
-        """Where the bytes came back to."""
-        self._bin = freed
+        self.num_unread = 0
+        """Keys that were not read yet: until all were, reloaded bytes are held."""
+        self.reloaded: torch.Tensor | None = None
+        """The bytes, once they are reloaded."""
+        self._freed = freed
 
     def __del__(self) -> None:
-        self.ticket.release_own()
-        self._bin.append((self.place, self.ticket))  # a destructor runs anywhere: what is to be done waits in the bin
+        self.handle.release()
+        self._freed.append((self.store, self.handle))  # freed later: a destructor runs in any thread, under any lock
 
 
 @final
 class GroupState:
-    """What a :class:`~graphckpt.stores.tensor_store.PlacedStore` knows about one group."""
+    """Bookkeeping of :class:`~graphckpt.stores.tensor_store.TensorStore` for one group."""
 
-    __slots__ = ("fixed", "has_begun", "is_asked_for", "is_sealed", "pieces")
+    __slots__ = ("is_closed", "is_prefetched", "is_requested", "pieces", "unmoved")
 
     def __init__(self) -> None:
-        self.fixed: frozenset[int] | None = None
+        self.unmoved: frozenset[int] | None = None
         """``id`` of each storage that is never moved; ``None`` until the first tensor."""
-        self.has_begun = False
-        """Its bytes have been sent for."""
-        self.is_asked_for = False
-        """Backward wants one of its tensors."""
-        self.is_sealed = False
-        """The call is over: nothing more comes in."""
+        self.is_prefetched = False
+        """Its bytes are being reloaded."""
+        self.is_requested = False
+        """Backward has requested one of its tensors."""
+        self.is_closed = False
+        """The call is over: no more tensors join."""
         self.pieces: dict[int, weakref.ref[Piece]] = {}
-        """By ``id``; a piece that is gone may have left its reference behind."""
+        """By ``id``; references to freed pieces may remain."""
 
 
 def pieces_of(group: Group) -> list[Piece]:
-    """Returns the pieces of a group that are still kept, in the order of the puts."""
+    """Returns the pieces of a group that are not freed, in the order of ``put``."""
     return [piece for ref in group.state.pieces.values() if (piece := ref()) is not None]
 
 
 @final
-class Key:
-    """How to make a tensor out of a piece."""
+class TensorKey:
+    """The key of a plain tensor: how to view a piece as the tensor."""
 
-    __slots__ = ("_is_taken", "_offset", "dtype", "group", "piece", "size", "stride")
+    __slots__ = ("_is_read", "_offset", "dtype", "group", "piece", "size", "stride")
 
     def __init__(self, piece: Piece, tensor: torch.Tensor, group: Group) -> None:
-        self._is_taken = True  # an interrupt here leaves a key that nobody has
+        self._is_read = True  # so that an interrupt here leaves the count as it was
         self.piece = piece
         self.group = group
         self.dtype = tensor.dtype
         self.size, self.stride = tensor.size(), tensor.stride()
         self._offset = tensor.storage_offset() * tensor.element_size() - piece.begin
-        piece.untaken += 1
-        self._is_taken = False
+        piece.num_unread += 1
+        self._is_read = False
 
     def view_of(self, storage: torch.UntypedStorage, begin: int) -> torch.Tensor:
-        """Returns the tensor, out of bytes that begin at ``begin``."""
+        """Returns the tensor, as a view of ``storage`` from byte ``begin``."""
         offset = (begin + self._offset) // self.dtype.itemsize
         return empty(self.dtype, storage.device).set_(storage, offset, self.size, self.stride)
 
-    def mark_taken(self) -> None:
-        """Somebody has taken the tensor; once all have who can, the piece need not hold its bytes."""
-        if not self._is_taken:
-            self._is_taken = True
-            self.piece.untaken -= 1
-        if self.piece.untaken <= 0:
-            self.piece.landed = None
+    def mark_read(self) -> None:
+        """Records that the tensor was read; after the last key, the piece drops its reloaded bytes."""
+        if not self._is_read:
+            self._is_read = True
+            self.piece.num_unread -= 1
+        if self.piece.num_unread <= 0:
+            self.piece.reloaded = None
 
     def __del__(self) -> None:
-        if not self._is_taken:
-            self.mark_taken()
+        if not self._is_read:
+            self.mark_read()
 
 
 @final
 class WrappedKey:
-    """The keys of the tensors inside of a wrapper such as a DTensor."""
+    """The key of a wrapper subclass such as a DTensor: the keys of its inner tensors."""
 
     __slots__ = ("_context", "_keys", "_kind", "_others", "_size", "_stride")
 
-    def __init__(self, tensor: Any, keep: Callable[[torch.Tensor], object]) -> None:
+    def __init__(self, tensor: Any, put: Callable[[torch.Tensor], object]) -> None:
         names, self._context = tensor.__tensor_flatten__()
         self._kind: Any = type(tensor)
         self._size, self._stride = tensor.size(), tensor.stride()
         parts = {name: getattr(tensor, name) for name in names}
-        self._keys = {name: keep(part) for name, part in parts.items() if isinstance(part, torch.Tensor)}
+        self._keys = {name: put(part) for name, part in parts.items() if isinstance(part, torch.Tensor)}
         self._others = {name: part for name, part in parts.items() if name not in self._keys}  # such as a DeviceMesh
 
     @property
     def keys(self) -> list[object]:
-        """The keys."""
+        """The keys of the inner tensors."""
         return list(self._keys.values())
 
-    def join(self, take: Callable[[object], torch.Tensor | None]) -> torch.Tensor | None:
-        """Returns the wrapper around what ``take`` gives for each key."""
-        inner: dict[str, Any] = {name: take(key) for name, key in self._keys.items()}
+    def rebuild(self, get: Callable[[object], torch.Tensor | None]) -> torch.Tensor | None:
+        """Returns the wrapper around what ``get`` returns for each key."""
+        inner: dict[str, Any] = {name: get(key) for name, key in self._keys.items()}
         if any(value is None for value in inner.values()):
             return None
         inner |= self._others
@@ -140,7 +146,7 @@ class WrappedKey:
 
 @final
 class KnownStorages:
-    """The pieces that are kept of each living storage, to find the one that holds a view already."""
+    """The pieces of each living storage, to find one that covers a view already."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[_StorageRef, list[weakref.ref[Piece]]]] = {}
@@ -154,8 +160,8 @@ class KnownStorages:
 
         self._forget = forget
 
-    def find(self, tensor: torch.Tensor, place: Place) -> Piece | None:
-        """Returns the piece in ``place`` that holds all bytes of ``tensor`` as they are now."""
+    def find(self, tensor: torch.Tensor, store: ByteStore) -> Piece | None:
+        """Returns a piece in ``store`` that holds all bytes of ``tensor`` as they are now."""
         storage = tensor.untyped_storage()
         known = self._known.get(id(storage))
         if known is None or known[0]() is not storage:
@@ -167,15 +173,15 @@ class KnownStorages:
                 piece is not None
                 and piece.begin <= begin
                 and end <= piece.end
-                and piece.place is place
-                and not piece.edits.seen()
-                and piece.edits.would_show(tensor)
+                and piece.store is store
+                and not piece.guard.is_edited()
+                and piece.guard.covers(tensor)
             ):
                 return piece
         return None
 
     def add(self, tensor: torch.Tensor, piece: Piece) -> None:
-        """Remembers a new piece of the storage of ``tensor``."""
+        """Adds a new piece of the storage of ``tensor``."""
         storage = tensor.untyped_storage()
         number = id(storage)
         known = self._known.get(number)
@@ -189,7 +195,7 @@ class KnownStorages:
 
 
 class _StorageRef(weakref.ref[torch.UntypedStorage]):
-    """Knows the ``id`` of its storage still when that is gone."""
+    """A weak reference that still knows the ``id`` of its storage when that is gone."""
 
     __slots__ = ("number",)
 
@@ -197,7 +203,7 @@ class _StorageRef(weakref.ref[torch.UntypedStorage]):
 
 
 def bytes_to_move(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    """Returns the bytes that keep ``tensor``, flat, and where they begin and end in its storage.
+    """Returns the bytes to store for ``tensor``, flat, and where they begin and end in its storage.
 
     >>> rows = torch.zeros(1000, 100)
     >>> [bytes_to_move(view)[1:] for view in (rows, rows.t(), rows[:, :50], rows[900:], rows[0].expand(9, 100))]
@@ -213,7 +219,7 @@ def bytes_to_move(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int]:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Returns the first byte of the storage that ``tensor`` covers, and the one behind its last."""
+    """Returns the first byte of the storage that ``tensor`` covers, and the byte after the last."""
     begin, element_size = int(tensor.storage_offset()), tensor.element_size()
     if tensor.is_contiguous():
         return begin * element_size, (begin + tensor.numel()) * element_size

@@ -1,4 +1,4 @@
-"""Keeps tensors in places other than where they were made, and sends for them before backward wants them."""
+"""Stores tensors as bytes in byte stores, and prefetches them for backward."""
 
 from __future__ import annotations
 
@@ -13,10 +13,18 @@ from torch import nn
 
 from graphckpt._compat import what_is_not_plain
 from graphckpt.stores.base import Group, Store
-from graphckpt.stores.byte_store import Place, Ticket
-from graphckpt.stores.prefetch_order import Order
-from graphckpt.stores.storage_pieces import GroupState, Key, KnownStorages, Piece, WrappedKey, bytes_to_move, pieces_of
-from graphckpt.stores.version_guard import Edits
+from graphckpt.stores.byte_store import ByteHandle, ByteStore
+from graphckpt.stores.prefetch_order import PrefetchOrder
+from graphckpt.stores.storage_pieces import (
+    GroupState,
+    KnownStorages,
+    Piece,
+    TensorKey,
+    WrappedKey,
+    bytes_to_move,
+    pieces_of,
+)
+from graphckpt.stores.version_guard import VersionGuard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,132 +33,132 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 @final
-class PlacedStore(Store):
-    """Keeps tensors in places, which may differ by device.
+class TensorStore(Store):
+    """Stores tensors in byte stores, which may differ by device.
 
-    When backward first asks for a tensor of a group, the whole group is sent for, then the group that is likely to be
-    asked for next, and the one after that is announced.
+    When backward first requests a tensor of a group, the whole group is prefetched, then the group that is likely to be
+    requested next, and the one after that is announced.
 
     Args:
-        label: The name of the place in tables.
-        place_for: Returns the place for the tensors of a device, or ``None`` if they stay. Its second argument says
-            whether they are parts of a sharded tensor; its third is the group that asks first.
+        label: The name of the store in tables.
+        byte_store_for: Returns the byte store for the tensors of a device, or ``None`` if they stay. Its second
+            argument says whether they are shards of a DTensor; its third is the group that asks first.
         min_elements: Smaller tensors stay.
     """
 
     def __init__(
         self,
         label: str,
-        place_for: Callable[[torch.device, bool, Group], Place | None],
+        byte_store_for: Callable[[torch.device, bool, Group], ByteStore | None],
         *,
         min_elements: int = 1024,
     ) -> None:
         self._label = label
-        self._place_for = place_for
+        self._byte_store_for = byte_store_for
         self._min_elements = min_elements
-        self._places: dict[tuple[torch.device, bool], tuple[Place | None, list[str]]] = {}
-        self._storages = KnownStorages()
+        self._byte_stores: dict[tuple[torch.device, bool], tuple[ByteStore | None, list[str]]] = {}
+        self._known = KnownStorages()
         self._groups: list[weakref.ref[Group]] = []
-        self._order = Order()
-        self._freed: deque[tuple[Place, Ticket]] = deque()
+        self._order = PrefetchOrder()
+        self._freed: deque[tuple[ByteStore, ByteHandle]] = deque()
         self._num_alive = 0
         self._lock = threading.RLock()  # backward runs in threads of its own, one for each device
 
     @property
-    def place(self) -> str:
-        """The names of the places in use, for tables; before there are any, what was asked for."""
-        if not self._places:
+    def label(self) -> str:
+        """The names of the byte stores in use, for tables; before the first ``put``, the requested one."""
+        if not self._byte_stores:
             return self._label
-        labels = dict.fromkeys("device" if place is None else place.label for place, _ in self._places.values())
+        labels = dict.fromkeys("device" if store is None else store.label for store, _ in self._byte_stores.values())
         return " + ".join(labels)
 
     @property
     def num_alive(self) -> int:
-        """How many pieces are kept now; none after a step."""
+        """How many pieces are stored; none after a step."""
         with self._lock:
-            self._empty_bin()
+            self._free_dropped()
             if self._num_alive and all(ref() is None for ref in self._groups):
-                self._num_alive = 0  # an interrupt has kept a piece from being made or freed
+                self._num_alive = 0  # an interrupt ended the constructor or destructor of a piece
             return self._num_alive
 
-    def open(self, group: Group) -> Group:
-        """Begins what one call of a block keeps."""
+    def open_group(self, group: Group) -> Group:
+        """Begins the tensors of one call of a block."""
         with self._lock:
-            if not self.num_alive and all((g := ref()) is None or g.state.is_sealed for ref in self._groups):
+            if not self.num_alive and all((g := ref()) is None or g.state.is_closed for ref in self._groups):
                 self._groups.clear()
                 self._order.begin_step()
-                for place in self._opened_places():
-                    place.begin_step()
+                for store in self._open_stores():
+                    store.begin_step()
             group.number, group.state = len(self._groups), GroupState()
             self._groups.append(weakref.ref(group))
         return group
 
-    def put(self, tensor: torch.Tensor, group: Group | None, *, is_part: bool = False) -> object:
-        """Keeps ``tensor`` and returns the key to it; an alias, if it stays where it is."""
+    def put(self, tensor: torch.Tensor, group: Group | None, *, is_shard: bool = False) -> object:
+        """Stores ``tensor`` and returns its key, or an alias if it stays where it is."""
         assert group is not None
         kind = what_is_not_plain(tensor)
         if kind is not None:
-            group.note(f"its {kind} tensors stay on the device: only plain ones can be moved")
+            group.note(f"{kind} tensors stay on the device: only plain tensors can be moved")
             return tensor.detach()
         if hasattr(tensor, "__tensor_flatten__") and not isinstance(tensor, nn.Parameter):
-            arrive = getattr(tensor, "trigger_wait", None)
-            if arrive is not None:  # the result of a functional collective, whose bytes may not be there yet
-                return self.put(arrive(), group, is_part=is_part)
-            is_part = is_part or not _is_replicated(tensor)
-            return WrappedKey(tensor, lambda inner: self.put(inner, group, is_part=is_part))
+            wait = getattr(tensor, "trigger_wait", None)
+            if wait is not None:  # the result of a functional collective, which may not have completed
+                return self.put(wait(), group, is_shard=is_shard)
+            is_shard = is_shard or not _is_replicated(tensor)
+            return WrappedKey(tensor, lambda inner: self.put(inner, group, is_shard=is_shard))
         if self._stays(tensor, group):
             return tensor.detach()
         with self._lock:
-            place = self._place_of(tensor.device, is_part, group)
-            if place is None:
+            store = self._store_of(tensor.device, is_shard, group)
+            if store is None:
                 return tensor.detach()
             if tensor.is_conj() or tensor.is_neg():
                 tensor = tensor.detach().resolve_conj().resolve_neg()
-            piece = self._storages.find(tensor, place) or self._new_piece(tensor, place, group)
+            piece = self._known.find(tensor, store) or self._new_piece(tensor, store, group)
             pieces = group.state.pieces
             known = pieces.get(id(piece))
             if known is None or known() is not piece:
-                pieces.pop(id(piece), None)  # of one that is gone; the order is that of the puts
+                pieces.pop(id(piece), None)  # of a freed piece; the order is that of `put`
                 pieces[id(piece)] = weakref.ref(piece)
-            return Key(piece, tensor, group)
+            return TensorKey(piece, tensor, group)
 
     def get(self, key: object) -> torch.Tensor | None:
-        """Returns the kept tensor, without autograd history; ``None`` if it was edited in place since."""
+        """Returns the stored tensor, without autograd history; ``None`` if it was edited in place since."""
         if isinstance(key, torch.Tensor):
             return key
         if isinstance(key, WrappedKey):
-            return key.join(self.get)
-        assert isinstance(key, Key)
+            return key.rebuild(self.get)
+        assert isinstance(key, TensorKey)
         piece = key.piece
-        if piece.edits.seen():
+        if piece.guard.is_edited():
             return None
         with self._lock:
-            self._empty_bin()
-            self._ask_for(key.group)
-            flat = piece.landed
-            if flat is None:  # if a view of it lives still is not asked: that may differ between ranks
-                flat = self._take(piece, key.group)
+            self._free_dropped()
+            self._prefetch_from(key.group)
+            flat = piece.reloaded
+            if flat is None:  # whether a view of it is still alive is not checked: that may differ between ranks
+                flat = self._reload(piece, key.group)
             tensor = key.view_of(flat.untyped_storage(), int(flat.storage_offset()))
-            key.mark_taken()
+            key.mark_read()
             return tensor
 
-    def seal(self, group: Group | None) -> None:
-        """The first run of the block is over."""
+    def close_group(self, group: Group | None) -> None:
+        """Ends the original forward of the block."""
         assert group is not None
-        group.state.is_sealed = True
+        group.state.is_closed = True
         with self._lock:
-            self._empty_bin()
-            for place in {piece.place: None for piece in pieces_of(group)}:
-                place.seal(group)
+            self._free_dropped()
+            for store in {piece.store: None for piece in pieces_of(group)}:
+                store.close_group(group)
 
     def close(self) -> None:
-        """Gives back files, threads and pinned memory, unless something is kept still. A later ``put`` begins anew."""
+        """Releases files, threads and pinned memory, unless something is still stored. A later ``put`` starts anew."""
         with self._lock:
             if self.num_alive:
                 return
-            for place in self._opened_places():
-                place.close()
-            self._places.clear()
+            for store in self._open_stores():
+                store.close()
+            self._byte_stores.clear()
 
     def _stays(self, tensor: torch.Tensor, group: Group) -> bool:
         if (
@@ -160,83 +168,83 @@ class PlacedStore(Store):
         ):
             return True
         state = group.state
-        if state.fixed is None:  # anew in each call: FSDP gives a module other parameters in every forward
-            state.fixed = frozenset(id(t.untyped_storage()) for t in group.own() if type(t) in _PLAIN)
-        return id(tensor.untyped_storage()) in state.fixed
+        if state.unmoved is None:  # in each call: under FSDP a module has other parameters in every forward
+            state.unmoved = frozenset(id(t.untyped_storage()) for t in group.own() if type(t) in _PLAIN)
+        return id(tensor.untyped_storage()) in state.unmoved
 
-    def _opened_places(self) -> list[Place]:
-        return [place for place, _ in self._places.values() if place is not None]
+    def _open_stores(self) -> list[ByteStore]:
+        return [store for store, _ in self._byte_stores.values() if store is not None]
 
-    def _place_of(self, device: torch.device, is_part: bool, group: Group) -> Place | None:
-        found = self._places.get((device, is_part))
+    def _store_of(self, device: torch.device, is_shard: bool, group: Group) -> ByteStore | None:
+        found = self._byte_stores.get((device, is_shard))
         if found is None:
             notes: list[str] = []
-            place = self._place_for(device, is_part, Group(group.block, group.own, notes.append))
-            found = self._places[device, is_part] = place, notes
-        place, notes = found
+            store = self._byte_store_for(device, is_shard, Group(group.block, group.own, notes.append))
+            found = self._byte_stores[device, is_shard] = store, notes
+        store, notes = found
         for note in notes:
             group.note(note)
-        return place
+        return store
 
-    def _new_piece(self, tensor: torch.Tensor, place: Place, group: Group) -> Piece:
+    def _new_piece(self, tensor: torch.Tensor, store: ByteStore, group: Group) -> Piece:
         data, begin, end = bytes_to_move(tensor)
         traffic = group.traffic
         started = perf_counter() if traffic is not None else 0.0
-        ticket = place.put(data, group)
+        handle = store.put(data, group)
         if traffic is not None:
             traffic.wait_seconds += perf_counter() - started
-            traffic.bytes_at[place.where] += place.stored_bytes(end - begin)
-        piece = Piece(place, ticket, Edits(tensor), begin, end, self._freed)
+            traffic.bytes_at[store.tier] += store.stored_bytes(end - begin)
+        piece = Piece(store, handle, VersionGuard(tensor), begin, end, self._freed)
         self._num_alive += 1
-        self._storages.add(tensor, piece)
+        self._known.add(tensor, piece)
         return piece
 
-    def _take(self, piece: Piece, group: Group) -> torch.Tensor:
+    def _reload(self, piece: Piece, group: Group) -> torch.Tensor:
         traffic = group.traffic
         started = perf_counter() if traffic is not None else 0.0
-        flat = piece.place.take(piece.ticket, group)
+        flat = piece.store.get(piece.handle, group)
         if traffic is not None:
             traffic.wait_seconds += perf_counter() - started
-        piece.landed = flat
+        piece.reloaded = flat
         return flat
 
-    def _ask_for(self, group: Group) -> None:
-        """On the first tensor of a group: sends for the rest of it and for the next one, while this one is used."""
+    def _prefetch_from(self, group: Group) -> None:
+        """On the first tensor of a group: prefetches the rest of it, and the next group while this one is used."""
         state = group.state
-        if state.is_asked_for:
+        if state.is_requested:
             return
-        state.is_asked_for = True
-        self._order.asked(group.number)
-        self._begin(group)
+        state.is_requested = True
+        self._order.record(group.number)
+        self._prefetch(group)
         ahead = self._next_group(group)
         if ahead is not None:
-            self._begin(ahead)
+            self._prefetch(ahead)
             later = self._next_group(ahead)
             if later is not None:
-                for place, tickets in _tickets(later).items():
-                    place.announce(tickets, later)
+                for store, handles in _handles(later).items():
+                    store.hint(handles, later)
 
-    def _begin(self, group: Group) -> None:
-        if not group.state.has_begun:
-            group.state.has_begun = True
-            for place, tickets in _tickets(group).items():
-                place.begin(tickets, group)
+    def _prefetch(self, group: Group) -> None:
+        if not group.state.is_prefetched:
+            group.state.is_prefetched = True
+            for store, handles in _handles(group).items():
+                store.prefetch(handles, group)
 
     def _next_group(self, group: Group) -> Group | None:
-        """Returns the group that backward will want after ``group``; where that is gone already, the one before it."""
+        """Returns the group that backward needs after ``group``; if that is freed already, the one before it."""
         number = self._order.next_after(group.number)
         while 0 <= number < len(self._groups):
             found = self._groups[number]()
-            if found is not None and not found.state.is_asked_for and pieces_of(found):
+            if found is not None and not found.state.is_requested and pieces_of(found):
                 return found
             number -= 1
         return None
 
-    def _empty_bin(self) -> None:
+    def _free_dropped(self) -> None:
         while self._freed:
-            place, ticket = self._freed.popleft()
+            store, handle = self._freed.popleft()
             self._num_alive -= 1
-            place.free(ticket)
+            store.free(handle)
 
 
 def _is_replicated(tensor: Any) -> bool:
@@ -245,9 +253,9 @@ def _is_replicated(tensor: Any) -> bool:
     return placements is not None and all(placement.is_replicate() for placement in placements)
 
 
-def _tickets(group: Group) -> dict[Place, list[Ticket]]:
-    tickets: dict[Place, list[Ticket]] = {}
+def _handles(group: Group) -> dict[ByteStore, list[ByteHandle]]:
+    handles: dict[ByteStore, list[ByteHandle]] = {}
     for piece in pieces_of(group):
-        if piece.landed is None:  # else another group has had it brought back
-            tickets.setdefault(piece.place, []).append(piece.ticket)
-    return tickets
+        if piece.reloaded is None:  # else it was reloaded for another group
+            handles.setdefault(piece.store, []).append(piece.handle)
+    return handles

@@ -22,7 +22,7 @@ from zoo import ZOO, chain
 
 import graphckpt.blocks.select
 from graphckpt import ConfigError, Graph, GraphError
-from graphckpt.capture.diagnose import Attributes, explain_hazard
+from graphckpt.capture.diagnose import ModuleAttributes, capture_failure
 from graphckpt.capture.host_random import HostRandom
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -480,7 +480,7 @@ def test_what_cannot_be_recorded_names_the_block_and_auto_goes_on(monkeypatch: p
     with pytest.raises(GraphError, match=r"model\.2 · test_capture\.py:\d+ in forward: .* · fix: keep it there"):
         run(TapeRunner(), set_up=set_up)
     plain, _ = run("eager", set_up=set_up)
-    monkeypatch.setattr("graphckpt.graph.recorded.runner_for", lambda *_: TapeRunner())
+    monkeypatch.setattr("graphckpt.graph.recorded.backend_for", lambda *_: TapeRunner())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ours, graph = run("auto", set_up=set_up)
@@ -494,7 +494,7 @@ def test_what_python_changes_in_forward_is_an_error(kind: str, what: str, monkey
     with pytest.raises(GraphError, match=rf"cannot be captured: {what}: forward changes it, which no replay would do"):
         run(TapeRunner(), kind=kind)
     plain, _ = run("eager", kind=kind)
-    monkeypatch.setattr("graphckpt.graph.recorded.runner_for", lambda *_: TapeRunner())
+    monkeypatch.setattr("graphckpt.graph.recorded.backend_for", lambda *_: TapeRunner())
     with pytest.warns(UserWarning, match="goes on without capture"):
         ours, _ = run("auto", kind=kind)
     assert same(ours, plain)
@@ -632,7 +632,7 @@ def test_an_error_within_the_update_leaves_the_scaler_at_the_beginning(monkeypat
         graph.set_grad_scaler(torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2))
 
     plain, _ = run("eager", make=make, set_up=set_up)
-    monkeypatch.setattr("graphckpt.graph.recorded.runner_for", lambda *_: TapeRunner())
+    monkeypatch.setattr("graphckpt.graph.recorded.backend_for", lambda *_: TapeRunner())
     with pytest.warns(UserWarning, match="goes on without capture"):
         ours, _ = run("auto", make=make, set_up=set_up)
     assert same(ours, plain)
@@ -707,7 +707,7 @@ def test_inputs_that_lie_elsewhere_are_no_part_of_a_recording() -> None:
 def test_edits_of_what_lies_elsewhere_are_seen_and_undone() -> None:
     model = nn.BatchNorm1d(4)
     model.count = torch.zeros(())
-    held = Attributes([("model", model)], torch.device("cuda"))
+    held = ModuleAttributes([("model", model)], torch.device("cuda"))
     assert held.changed() is None
     model.count += 1
     model.num_batches_tracked.add_(1)
@@ -726,4 +726,4 @@ def test_edits_of_what_lies_elsewhere_are_seen_and_undone() -> None:
     ],
 )
 def test_what_the_device_says_has_a_fix(said: str, message: str) -> None:
-    assert f" · fix: {message}" in explain_hazard(RuntimeError(said), [])
+    assert f" · fix: {message}" in capture_failure(RuntimeError(said), [])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from fake_cuda import FakeCuda
 
-from graphckpt.capture.cuda_graph import CudaGraphs
+from graphckpt.capture.cuda_graph import CudaGraphBackend
 
 
 @pytest.fixture
@@ -17,11 +17,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 
 @pytest.fixture
-def graphs(cuda: FakeCuda) -> CudaGraphs:
-    return CudaGraphs(torch.device("cuda", 0))
+def graphs(cuda: FakeCuda) -> CudaGraphBackend:
+    return CudaGraphBackend(torch.device("cuda", 0))
 
 
-def test_releasing_one_capture_leaves_the_others_their_workspace(cuda: FakeCuda, graphs: CudaGraphs) -> None:
+def test_releasing_one_capture_leaves_the_others_their_workspace(cuda: FakeCuda, graphs: CudaGraphBackend) -> None:
     with graphs.warming():
         cuda.matmul()
     train, evaluate = graphs.record(cuda.matmul), graphs.record(cuda.matmul)
@@ -32,20 +32,20 @@ def test_releasing_one_capture_leaves_the_others_their_workspace(cuda: FakeCuda,
     evaluate.replay()
 
 
-def test_a_graph_of_another_pool_does_not_share_the_workspace(cuda: FakeCuda, graphs: CudaGraphs) -> None:
-    other = CudaGraphs(torch.device("cuda", 0))
+def test_a_graph_of_another_pool_does_not_share_the_workspace(cuda: FakeCuda, graphs: CudaGraphBackend) -> None:
+    other = CudaGraphBackend(torch.device("cuda", 0))
     first, second = graphs.record(cuda.matmul), other.record(cuda.matmul)
     first.release()
     second.replay()
     assert not cuda.workspaces, "eager steps would write to memory that belongs to a capture's pool"
 
 
-def fail(cuda: FakeCuda, graphs: CudaGraphs) -> None:
+def fail(cuda: FakeCuda, graphs: CudaGraphBackend) -> None:
     with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
         graphs.record(cuda.synchronize_in_capture)
 
 
-def test_a_capture_after_a_failed_one_beside_a_live_one(cuda: FakeCuda, graphs: CudaGraphs) -> None:
+def test_a_capture_after_a_failed_one_beside_a_live_one(cuda: FakeCuda, graphs: CudaGraphBackend) -> None:
     live = graphs.record(cuda.matmul)
     fail(cuda, graphs)
     later = graphs.record(cuda.matmul)
@@ -58,7 +58,7 @@ def test_a_capture_after_a_failed_one_beside_a_live_one(cuda: FakeCuda, graphs: 
     assert graphs.pool_bytes() == 0
 
 
-def test_a_capture_that_does_not_begin_leaves_no_allocator_recording(cuda: FakeCuda, graphs: CudaGraphs) -> None:
+def test_a_capture_that_does_not_begin_leaves_no_allocator_recording(cuda: FakeCuda, graphs: CudaGraphBackend) -> None:
     live = graphs.record(cuda.matmul)
     cuda.host_records.add(graphs._pool)  # as an earlier failure of another library leaves it
     with pytest.raises(RuntimeError, match="already recording to mempool_id"):
@@ -68,7 +68,9 @@ def test_a_capture_that_does_not_begin_leaves_no_allocator_recording(cuda: FakeC
     graphs.record(cuda.matmul).replay()
 
 
-def test_a_capture_that_does_not_begin_at_all_gives_back_no_pool_of_others(cuda: FakeCuda, graphs: CudaGraphs) -> None:
+def test_a_capture_that_does_not_begin_at_all_gives_back_no_pool_of_others(
+    cuda: FakeCuda, graphs: CudaGraphBackend
+) -> None:
     live = graphs.record(cuda.matmul)
     pool = graphs._pool
 

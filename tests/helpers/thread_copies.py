@@ -14,14 +14,14 @@ import torch
 
 from graphckpt._compat import unseen_by_modes
 from graphckpt.stores import Host
-from graphckpt.stores.host.copy_engine import Copies, HostBuffer, Mark
-from graphckpt.stores.host.host import HostPlace
+from graphckpt.stores.host.copy_engine import CopyEngine, CopyEvent, HostBuffer
+from graphckpt.stores.host.host import HostStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from graphckpt.stores.base import Traffic
-    from graphckpt.stores.byte_store import Place
+    from graphckpt.stores.byte_store import ByteStore
 
 _POISON = 0xA5  # bytes of a target between the moment its copy is issued and the moment it is made
 
@@ -30,15 +30,15 @@ _POISON = 0xA5  # bytes of a target between the moment its copy is issued and th
 class FakeHost(Host):
     """Offloads the tensors of any device, and copies through ``copies``."""
 
-    copies: Copies | None = None
+    copies: CopyEngine | None = None
 
-    def place_for(self, device: torch.device, note: Callable[[str], None]) -> Place | None:
+    def byte_store_for(self, device: torch.device, note: Callable[[str], None]) -> ByteStore | None:
         assert self.copies is not None
-        return HostPlace(device, self.copies, self.in_flight_bytes)
+        return HostStore(device, self.copies, self.in_flight_bytes)
 
 
 @final
-class Copy(Mark):
+class Copy(CopyEvent):
     """One copy. Moments are in seconds, of ``time.perf_counter``; 0 if they have not come."""
 
     __slots__ = (
@@ -60,7 +60,7 @@ class Copy(Mark):
         self._source, self._target = _Loose(source), _Loose(target)
 
     def make(self) -> None:
-        """Copies, unless one of the two has been given back."""
+        """CopyEngine, unless one of the two has been given back."""
         self.started_at = time.perf_counter()
         source, target = self._source.hold(), self._target.hold()
         if source is None or target is None:
@@ -74,8 +74,8 @@ class Copy(Mark):
 
 
 @final
-class ThreadCopies(Copies):
-    """Copies CPU tensors as if they were a device's: in two threads, one for each way, late and in order.
+class ThreadCopies(CopyEngine):
+    """CopyEngine CPU tensors as if they were a device's: in two threads, one for each way, late and in order.
 
     Like streams, the threads hold no references. A target is filled with garbage when its copy is issued, so that what
     is read without a join is seen.
@@ -121,23 +121,23 @@ class ThreadCopies(Copies):
 
         return HostBuffer(flat, release)
 
-    def out(self, device_flat: torch.Tensor, host_flat: torch.Tensor, traffic: Traffic | None = None) -> Mark:
+    def offload(self, device_flat: torch.Tensor, host_flat: torch.Tensor, traffic: Traffic | None = None) -> CopyEvent:
         """Leaves it to the thread of the way out."""
         return self._issue("out", device_flat, host_flat, traffic)
 
-    def back(self, host_flat: torch.Tensor, device_flat: torch.Tensor, traffic: Traffic | None = None) -> Mark:
+    def reload(self, host_flat: torch.Tensor, device_flat: torch.Tensor, traffic: Traffic | None = None) -> CopyEvent:
         """Leaves it to the thread of the way back."""
         return self._issue("back", host_flat, device_flat, traffic)
 
-    def join(self, mark: Mark) -> None:
+    def wait(self, event: CopyEvent) -> None:
         """Waits until the copy is made."""
-        assert isinstance(mark, Copy)
-        if not mark.joined_at:
-            self._lanes[mark.what].allow(mark.number)
-            mark.is_done.wait()
-            mark.joined_at = time.perf_counter()
+        assert isinstance(event, Copy)
+        if not event.joined_at:
+            self._lanes[event.what].allow(event.number)
+            event.is_done.wait()
+            event.joined_at = time.perf_counter()
 
-    def is_home(self, mark: Mark) -> bool:
+    def is_on_current_stream(self, event: CopyEvent) -> bool:
         """There is one compute stream."""
         return True
 
@@ -145,15 +145,15 @@ class ThreadCopies(Copies):
         """Nothing captures CPU tensors."""
         return False
 
-    def read_clocks(self) -> None:
+    def collect_times(self) -> None:
         """Adds up what the threads have noted."""
         for copy in self._watched:
-            self.join(copy)
+            self.wait(copy)
             if copy.traffic is not None:
                 copy.traffic.copy_seconds += copy.ended_at - copy.started_at
         self._watched.clear()
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         """Waits for both threads."""
         for lane in self._lanes.values():
             lane.finish()
@@ -162,7 +162,7 @@ class ThreadCopies(Copies):
         """Ends the threads; the next copy starts them again."""
         _stop(tuple(self._lanes.values()))
 
-    def _issue(self, what: str, source: torch.Tensor, target: torch.Tensor, traffic: Traffic | None) -> Mark:
+    def _issue(self, what: str, source: torch.Tensor, target: torch.Tensor, traffic: Traffic | None) -> CopyEvent:
         with unseen_by_modes():
             target.fill_(_POISON)
         copy = self._lanes[what].issue(lambda number: Copy(what, number, source, target, traffic))

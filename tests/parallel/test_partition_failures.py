@@ -71,9 +71,9 @@ def other_blocks(rank: int) -> None:
 
 def other_sizes(rank: int) -> None:
     store: Any = Placement(partition=fresh()).store
-    group = store.open(Group("block", lambda: (), lambda _: None))
+    group = store.open_group(Group("block", lambda: (), lambda _: None))
     key = store.put(torch.ones(2000 + 500 * rank), group)
-    fails(lambda: store.seal(group), "block: ", "[8000]", "[10000]")
+    fails(lambda: store.close_group(group), "block: ", "[8000]", "[10000]")
     assert torch.equal(store.get(key), torch.ones(2000 + 500 * rank))
 
 

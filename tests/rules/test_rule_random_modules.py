@@ -14,7 +14,7 @@ from zoo import differing, run_steps
 
 import graphckpt
 from graphckpt import Disk, Segments, Selective, Tiles
-from graphckpt.stores.tensor_store import PlacedStore
+from graphckpt.stores.tensor_store import TensorStore
 
 D = 16
 
@@ -144,5 +144,5 @@ def test_random_modules_under_random_policies_in_random_places(tree: Any, data: 
     plain = run_steps(model_of(tree), steps=3)
     with graphckpt.apply(model, rules) as handle:
         assert differing(run_steps(model, steps=3), plain) == []
-        stores = [w.site.store for w in handle._wrappers if isinstance(w.site.store, PlacedStore)]
+        stores = [w.site.store for w in handle._wrappers if isinstance(w.site.store, TensorStore)]
         assert [store.num_alive for store in stores] == [0] * len(stores)

@@ -20,8 +20,8 @@ from zoo import ZOO, chain, differing, plain_steps, run_steps
 import graphckpt
 from graphckpt import Disk, RecomputeError, Segments, Selective
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.stores import offload_kinds
-from graphckpt.stores.tensor_store import PlacedStore
+from graphckpt.stores import offload_targets
+from graphckpt.stores.tensor_store import TensorStore
 
 # The flags that reach each store on a machine without an accelerator. Made anew for each use: a place has threads.
 STORES: dict[str, Callable[[], dict[str, Any]]] = {
@@ -38,13 +38,13 @@ def flags(request: pytest.FixtureRequest) -> dict[str, Any]:
     return STORES[request.param]() | {"min_elements": 1}
 
 
-def stores_of(handle: graphckpt.Handle) -> list[PlacedStore]:
+def stores_of(handle: graphckpt.Handle) -> list[TensorStore]:
     stores = {id(w.site.store): w.site.store for w in handle._wrappers}
-    return [store for store in stores.values() if isinstance(store, PlacedStore)]
+    return [store for store in stores.values() if isinstance(store, TensorStore)]
 
 
 def test_every_kind_of_memory_has_a_case() -> None:
-    assert {name.split(",")[0] for name in STORES} == {*offload_kinds(), "slab"}
+    assert {name.split(",")[0] for name in STORES} == {*offload_targets(), "slab"}
 
 
 VARIED = {"mlp", "attention", "containers", "edits_its_input", "gru"}
@@ -323,7 +323,7 @@ def test_flags_that_cannot_act_say_so() -> None:
         model(x).sum().backward()
         told = handle.explain(show=False)
     notes = {row.block: row.note for row in told.rows}
-    assert notes["1"] == notes["2"] == "offload to 'cpu' does nothing: its tensors live in host memory already"
+    assert notes["1"] == notes["2"] == "offload to 'cpu' does nothing: the tensors are in host memory already"
     said = "\n".join(told.warnings)
     assert "1 and 1 more: offload to 'cpu' does nothing" in said
     assert "1.up: offload does nothing here" in said
@@ -332,11 +332,11 @@ def test_flags_that_cannot_act_say_so() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"offload": "gpu"}, r"1\.offload: no place is called 'gpu' · did you mean 'cpu'\? · fix"),
-        ({"offload": 3}, r"1\.offload: no place is called 3 · fix: use one of 'cpu', 'disk', or False"),
+        ({"offload": "gpu"}, r"1\.offload: expected the name of an offload target, got 'gpu' · did you mean 'cpu'\? · fix"),
+        ({"offload": 3}, r"1\.offload: expected the name of an offload target, got 3 · fix: use one of 'cpu', 'disk', or False"),
         ({"offload": "cpu:/tmp"}, r"1\.offload: 'cpu' takes nothing after a colon, got '/tmp' · fix: use 'cpu'"),
-        ({"contiguous": "yes"}, r"1\.contiguous: 'yes' is neither yes nor no · fix: use True, False or None"),
-        ({"min_elements": -1}, r"1\.min_elements: -1 is no number of elements · fix: use an int from 0 up"),
+        ({"contiguous": "yes"}, r"1\.contiguous: expected a bool or None, got 'yes' · fix: use True, False or None"),
+        ({"min_elements": -1}, r"1\.min_elements: expected a non-negative int, got -1 · fix"),
         ({"cpu_checkpointing": True}, r"1\.cpu_checkpointing: there is no such field · fix: write offload"),
     ],
 )  # fmt: skip

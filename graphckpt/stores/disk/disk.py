@@ -1,4 +1,4 @@
-"""Moves tensors to a file and back, by a thread beside the computation."""
+"""Offloads tensors to a file and reloads them, in a thread that overlaps with computation."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 import torch
 
 from graphckpt.errors import ConfigError, StoreError
-from graphckpt.stores.byte_store import Place, Ticket
+from graphckpt.stores.byte_store import ByteHandle, ByteStore, Tier
 from graphckpt.stores.disk.extents import in_blocks
-from graphckpt.stores.disk.file import UnlinkedFile, file_system_in_memory, what_failed
-from graphckpt.stores.disk.handle import DiskTicket
-from graphckpt.stores.disk.io_thread import Spool
-from graphckpt.stores.disk.transfer import lane_for
+from graphckpt.stores.disk.file import UnlinkedFile, failure_message, file_system_in_memory
+from graphckpt.stores.disk.handle import DiskHandle
+from graphckpt.stores.disk.io_thread import IoThread
+from graphckpt.stores.disk.transfer import transfer_for
 from graphckpt.stores.offload import Offload
 from graphckpt.units import format_bytes, parse_bytes
 
@@ -32,22 +32,23 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True)
 class Disk(Offload):
-    """A file without a name, in a folder of your choice, written and read by a thread.
+    """Offloads tensors to an unlinked temporary file, which a thread writes and reads.
 
     Args:
-        folder: An existing folder; ``None`` for the system's own for temporary files. The file has no name, so nothing
-            is left there, whatever ends the program. It grows to what one step keeps.
-        in_flight_bytes: Bytes, or a size such as ``"256MiB"``. Tensors that are not written yet hold no more than this:
-            then forward waits. As much again may be read ahead. A tensor that is bigger goes alone.
+        folder: An existing folder; ``None`` for the system's folder for temporary files. The file is unlinked at open,
+            so nothing is left behind, however the program ends. It grows to the bytes of one step.
+        in_flight_bytes: Bytes, or a size such as ``"256MiB"``. Tensors that are not written yet hold at most this much;
+            then forward waits. The same bound applies to bytes read ahead. A larger tensor is handled alone.
 
     Raises:
-        ConfigError: A setting has no meaning.
+        ConfigError: A setting has the wrong type or value.
 
     >>> Disk.parse("/scratch")
     Disk(folder='/scratch', in_flight_bytes=268435456)
     """
 
     name: ClassVar[str] = "disk"
+    tier: ClassVar[Literal["host", "disk"]] = "disk"
 
     folder: str | os.PathLike[str] | None = None
     in_flight_bytes: int | str = 256 * 2**20
@@ -55,116 +56,116 @@ class Disk(Offload):
     def __post_init__(self) -> None:
         given: Any = self.folder
         if given is not None and (not isinstance(given, (str, os.PathLike)) or not str(given)):
-            raise ConfigError(
-                f"Disk.folder: {given!r} names no folder · fix: give a path, or None for the system's own"
-            )
+            raise ConfigError(f"Disk.folder: expected a path or None, got {given!r} · fix: use an existing folder")
         try:
             num_bytes = parse_bytes(self.in_flight_bytes)
         except ValueError as error:
             raise ConfigError(f"Disk.in_flight_bytes: {error}") from None
         if num_bytes < 1:
             raise ConfigError(
-                f"Disk.in_flight_bytes: {num_bytes} lets nothing pass · fix: give a size such as '256MiB'"
+                f"Disk.in_flight_bytes: expected at least 1 byte, got {num_bytes} · fix: use a size such as '256MiB'"
             )
         object.__setattr__(self, "folder", None if given is None else os.fspath(given))
         object.__setattr__(self, "in_flight_bytes", num_bytes)
 
     @classmethod
     def parse(cls, argument: str) -> Disk:
-        """Reads the folder that follows ``"disk:"``; ``~`` is the user's home.
+        """Parses the folder after ``"disk:"``; ``~`` is the user's home.
 
         Raises:
-            ConfigError: Nothing follows.
+            ConfigError: The folder is empty.
         """
         if not argument:
-            raise ConfigError("'disk:' names no folder · fix: use 'disk:/path/to/folder', or 'disk'")
+            raise ConfigError(
+                "offload: expected a folder after 'disk:', got none · fix: use 'disk:/path/to/folder' or 'disk'"
+            )
         return cls(str(Path(argument).expanduser()))
 
-    def place_for(self, device: torch.device, note: Callable[[str], None]) -> Place | None:
-        """Returns a place with a file of its own, opened at the first ``put``."""
+    def byte_store_for(self, device: torch.device, note: Callable[[str], None]) -> ByteStore | None:
+        """Returns a byte store with its own file, which is opened at the first ``put``."""
         if device.type not in ("cpu", "cuda") or not hasattr(os, "preadv"):
-            what = f"tensors of {device.type!r}" if hasattr(os, "preadv") else "this system"
-            note(f"offload to 'disk' does nothing: it knows no way for {what}")
+            what = f"tensors on {device.type!r} are" if hasattr(os, "preadv") else "this operating system is"
+            note(f"offload to 'disk' does nothing: {what} not supported")
             return None
         folder = tempfile.gettempdir() if self.folder is None else os.fspath(self.folder)
         in_memory = file_system_in_memory(folder)
         if in_memory is not None:
-            saves = "saves nothing" if device.type == "cpu" else "saves memory of the device only"
-            text = f"offload to 'disk' {saves}: {folder} is a {in_memory}, which is host memory"
+            saves = "saves no memory" if device.type == "cpu" else "saves device memory only"
+            text = f"offload to 'disk' {saves}: {folder} is on {in_memory}, which is host memory"
             note(text)
             warnings.warn(f'{text} · fix: set offload to "disk:/folder/on/a/disk"', stacklevel=2)
-        return DiskPlace(device, folder, int(self.in_flight_bytes))
+        return DiskStore(device, folder, int(self.in_flight_bytes))
 
 
 @final
-class DiskPlace(Place):
-    """A file and a thread, from the first ``put`` on.
+class DiskStore(ByteStore):
+    """A file and an I/O thread, started by the first ``put``.
 
-    After a failure, the file and the thread are gone, what was kept is lost, and the next ``put`` begins anew. A forked
-    child does the same: it has its own file, and what its parent kept is the parent's alone.
+    After a failure the file and the thread are closed, stored bytes are lost, and the next ``put`` starts anew. The
+    same holds in a forked child: it has its own file, and cannot read the bytes of its parent.
     """
 
     label = "disk"
-    where: ClassVar[str] = "disk"
+    tier: ClassVar[Tier] = "disk"
 
     def __init__(self, device: torch.device, folder: str, in_flight_bytes: int) -> None:
         self._device = device
         self._folder = folder
         self._in_flight_bytes = in_flight_bytes
-        self._spool: Spool | None = None
-        self._stop: Callable[[], object] = _nothing
+        self._io: IoThread | None = None
+        self._stop: Callable[[], object] = _no_op
 
-    def put(self, data: torch.Tensor, group: Group) -> Ticket:
-        """Queues a write; waits while more than ``in_flight_bytes`` are not written."""
+    def put(self, data: torch.Tensor, group: Group) -> ByteHandle:
+        """Queues a write; blocks while more than ``in_flight_bytes`` are not written."""
         self._check()
         if data.is_cuda and torch.cuda.is_current_stream_capturing():
             raise StoreError(
-                f"{group.block}: offload: {format_bytes(data.numel())} cannot go to disk in a CUDA graph, whose replay "
-                "runs no Python · fix: set offload to 'cpu', or run without capture"
+                f"{group.block}: offload: {format_bytes(data.numel())} cannot be offloaded to disk in a CUDA graph, as "
+                "a replay runs no Python · fix: use offload='cpu', or run without capture"
             )
-        with self._failing("write", data.numel(), group):
-            if self._spool is None:
-                self._spool = self._new_spool()
-                self._stop = weakref.finalize(self, self._spool.stop)
-                self._spool.start()
-            return self._spool.put(data, group)
+        with self._reraises("write", data.numel(), group):
+            if self._io is None:
+                self._io = self._start_io()
+                self._stop = weakref.finalize(self, self._io.stop)
+                self._io.start()
+            return self._io.put(data, group)
 
-    def take(self, ticket: Ticket, group: Group) -> torch.Tensor:
-        """Returns the bytes; waits for them if they have not been read ahead."""
+    def get(self, handle: ByteHandle, group: Group) -> torch.Tensor:
+        """Returns the bytes; blocks until they are read."""
         self._check()
-        assert isinstance(ticket, DiskTicket)
-        if self._spool is None or ticket.owner is not self._spool:
-            raise StoreError(ticket.owner.failure or _of_another_process(group, ticket, self._folder))
-        with self._failing("read", ticket.num_bytes, group):
-            flat = self._spool.take(ticket, group)
-        return flat if ticket.stream is None else _on_current_stream(flat, ticket.stream)
+        assert isinstance(handle, DiskHandle)
+        if self._io is None or handle.owner is not self._io:
+            raise StoreError(handle.owner.failure or _from_another_process(group, handle, self._folder))
+        with self._reraises("read", handle.num_bytes, group):
+            flat = self._io.get(handle, group)
+        return flat if handle.stream is None else _on_current_stream(flat, handle.stream)
 
-    def begin(self, tickets: Sequence[Ticket], group: Group) -> None:
-        """Queues reads. What was lost in an earlier failure is passed over: ``take`` tells of it."""
+    def prefetch(self, handles: Sequence[ByteHandle], group: Group) -> None:
+        """Queues reads. Bytes lost in an earlier failure are skipped: ``get`` raises for them."""
         self._check()
-        mine = [ticket for ticket in tickets if isinstance(ticket, DiskTicket) and ticket.owner is self._spool]
-        if mine and self._spool is not None:
-            with self._failing("read", sum(ticket.num_bytes for ticket in mine), group):
-                self._spool.begin(mine)
+        mine = [handle for handle in handles if isinstance(handle, DiskHandle) and handle.owner is self._io]
+        if mine and self._io is not None:
+            with self._reraises("read", sum(handle.num_bytes for handle in mine), group):
+                self._io.prefetch(mine)
 
-    def announce(self, tickets: Sequence[Ticket], group: Group) -> None:
-        """Queues reads too, where that takes no memory of the device: they wait behind others, within the bound."""
+    def hint(self, handles: Sequence[ByteHandle], group: Group) -> None:
+        """Queues reads too, unless they would take device memory: they run after the others, within the bound."""
         if self._device.type == "cpu":
-            self.begin(tickets, group)
+            self.prefetch(handles, group)
 
-    def seal(self, group: Group) -> None:
-        """Reports a failure, if there was one meanwhile."""
+    def close_group(self, group: Group) -> None:
+        """Raises if the thread has failed meanwhile."""
         self._check()
 
-    def free(self, ticket: Ticket) -> None:
-        """Gives the range of the file back."""
-        assert isinstance(ticket, DiskTicket)
-        if self._spool is not None and ticket.owner is self._spool and self._spool.pid == os.getpid():
-            self._spool.free(ticket)
+    def free(self, handle: ByteHandle) -> None:
+        """Frees the range of the file."""
+        assert isinstance(handle, DiskHandle)
+        if self._io is not None and handle.owner is self._io and self._io.pid == os.getpid():
+            self._io.free(handle)
 
     def begin_step(self) -> None:
-        """Drops the file and the thread where an interrupt has ended a method of theirs."""
-        if self._spool is not None and self._spool.is_disturbed():
+        """Drops the file and the thread if an interrupt ended one of their methods."""
+        if self._io is not None and self._io.is_disturbed():
             self.close()
 
     def stored_bytes(self, num_bytes: int) -> int:
@@ -174,26 +175,26 @@ class DiskPlace(Place):
     def close(self) -> None:
         """Ends the thread, which closes the file."""
         self._stop()
-        self._spool, self._stop = None, _nothing
+        self._io, self._stop = None, _no_op
 
-    def _new_spool(self) -> Spool:
+    def _start_io(self) -> IoThread:
         file = UnlinkedFile(self._folder)
         try:
-            return Spool(lane_for(self._device, file), self._in_flight_bytes)
+            return IoThread(transfer_for(self._device, file), self._in_flight_bytes)
         except BaseException:
             file.close()
             raise
 
     def _check(self) -> None:
-        if self._spool is not None and self._spool.pid != os.getpid():
+        if self._io is not None and self._io.pid != os.getpid():
             self.close()
-        if self._spool is not None and self._spool.failure is not None:
-            text = self._spool.failure
+        if self._io is not None and self._io.failure is not None:
+            text = self._io.failure
             self.close()
             raise StoreError(text)
 
     @contextmanager
-    def _failing(self, doing: str, num_bytes: int, group: Group) -> Iterator[None]:
+    def _reraises(self, doing: str, num_bytes: int, group: Group) -> Iterator[None]:
         try:
             yield
         except StoreError:
@@ -201,25 +202,25 @@ class DiskPlace(Place):
             raise
         except (OSError, RuntimeError, MemoryError) as error:
             self.close()
-            raise StoreError(what_failed(group.block, doing, num_bytes, self._folder, error)) from error
+            raise StoreError(failure_message(group.block, doing, num_bytes, self._folder, error)) from error
 
 
-def _of_another_process(group: Group, ticket: DiskTicket, folder: str) -> str:
+def _from_another_process(group: Group, handle: DiskHandle, folder: str) -> str:
     return (
-        f"{group.block}: offload: {format_bytes(ticket.num_bytes)} in {folder} were put by process {ticket.owner.pid}, "
-        "of which this one is a fork · fix: run forward and backward in one process"
+        f"{group.block}: offload: {format_bytes(handle.num_bytes)} in {folder} belong to process {handle.owner.pid}, "
+        "and this process is a fork of it · fix: run forward and backward in the same process"
     )
 
 
 def _on_current_stream(flat: torch.Tensor, made_on: torch.cuda.Stream) -> torch.Tensor:
-    """Returns ``flat``, or, if this thread computes on another stream than the one that asked for it, a copy."""
+    """Returns ``flat``, or a copy if the current stream is not the one that it was allocated on."""
     stream = torch.cuda.current_stream(flat.device)
     if stream == made_on:
         return flat
     copy = flat.clone()
-    stream.synchronize()  # the original goes back to the stream that it was made on, which knows nothing of this one
+    stream.synchronize()  # the original is freed to the stream it was allocated on, which does not wait for this one
     return copy
 
 
-def _nothing() -> None:
+def _no_op() -> None:
     return None

@@ -1,9 +1,9 @@
-"""Hands out byte ranges of a file and takes them back. Integers only, no torch.
+"""Allocates byte ranges of a file. Integers only, no torch.
 
 ::
 
-    file   [ a ][ b ][   free   ][ c ]|        a new range goes into the first hole that is big enough,
-                                      end      else behind the end; a hole at the end makes the end fall
+    file   [ a ][ b ][   free   ][ c ]|        a new range goes into the first free one that is large
+                                      end      enough, else after the end; a free range at the end lowers the end
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import final
 
-BLOCK = 4096  # bytes; what direct reads and writes need of addresses, offsets and lengths on every common disk
+BLOCK = 4096  # bytes; alignment of addresses, offsets and lengths that direct I/O needs on every common disk
 
 
 def in_blocks(num_bytes: int) -> int:
@@ -24,48 +24,46 @@ def in_blocks(num_bytes: int) -> int:
 
 
 @final
-class Regions:
-    """Which ranges of a file are in use. The same calls after all were given back hand out the same ranges.
+class Extents:
+    """The ranges of a file in use. Once all are freed, the same calls return the same ranges.
 
-    >>> regions = Regions()
-    >>> a, b, c = regions.take(5000), regions.take(100), regions.take(100)
-    >>> a, b, c, regions.end
+    >>> extents = Extents()
+    >>> a, b, c = extents.allocate(5000), extents.allocate(100), extents.allocate(100)
+    >>> a, b, c, extents.end
     (0, 8192, 12288, 16384)
-    >>> regions.give_back(b, 100)
-    >>> regions.take(4097), regions.take(1)  # the hole is too small for the first, and right for the second
+    >>> extents.free(b, 100)
+    >>> extents.allocate(4097), extents.allocate(1)  # the gap is too small for the first, and fits the second
     (16384, 8192)
     """
 
-    __slots__ = ("_holes", "end")
+    __slots__ = ("_free", "end")
 
     def __init__(self) -> None:
         self.end = 0
-        """Bytes from the begin of the file to the end of the last range in use."""
-        self._holes: list[
-            tuple[int, int]
-        ] = []  # begin and end, in order, no two touching, none touching the file's end
+        """Bytes from the start of the file to the end of the last range in use."""
+        self._free: list[tuple[int, int]] = []  # begin and end, sorted; no two touch, and none touches the file's end
 
-    def take(self, num_bytes: int) -> int:
+    def allocate(self, num_bytes: int) -> int:
         """Returns the offset of a range of ``num_bytes``, rounded up to blocks."""
         size = in_blocks(num_bytes)
-        for at, (begin, end) in enumerate(self._holes):
+        for at, (begin, end) in enumerate(self._free):
             if end - begin >= size:
-                self._holes[at : at + 1] = [(begin + size, end)] if end - begin > size else []
+                self._free[at : at + 1] = [(begin + size, end)] if end - begin > size else []
                 return begin
         begin, self.end = self.end, self.end + size
         return begin
 
-    def give_back(self, begin: int, num_bytes: int) -> None:
-        """The range of ``num_bytes`` at ``begin`` is not used any more."""
+    def free(self, begin: int, num_bytes: int) -> None:
+        """Frees the range of ``num_bytes`` at ``begin``."""
         end = begin + in_blocks(num_bytes)
-        at = bisect_left(self._holes, (begin, end))
+        at = bisect_left(self._free, (begin, end))
         first = last = at
-        if at < len(self._holes) and self._holes[at][0] == end:
-            end, last = self._holes[at][1], at + 1
-        if at > 0 and self._holes[at - 1][1] == begin:
-            begin, first = self._holes[at - 1][0], at - 1
+        if at < len(self._free) and self._free[at][0] == end:
+            end, last = self._free[at][1], at + 1
+        if at > 0 and self._free[at - 1][1] == begin:
+            begin, first = self._free[at - 1][0], at - 1
         if end == self.end:
-            self._holes[first:last] = []
+            self._free[first:last] = []
             self.end = begin
         else:
-            self._holes[first:last] = [(begin, end)]
+            self._free[first:last] = [(begin, end)]

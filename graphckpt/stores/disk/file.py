@@ -1,4 +1,4 @@
-"""A file without a name, read and written past the page cache. It knows bytes and offsets, no tensors, no threads."""
+"""An unlinked file, read and written past the page cache. It knows bytes and offsets, no tensors, no threads."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 
 @final
 class UnlinkedFile:
-    """A file that is gone from its folder as soon as it is open, so that nothing stays, whatever ends the process.
+    """A file that is unlinked as soon as it is open, so that nothing is left behind, however the process ends.
 
-    Where the file system allows direct input and output, ``write`` and ``read`` bypass the page cache. Elsewhere what
-    was written is pushed out and dropped from the cache by ``settle``.
+    Where the file system supports direct I/O, ``write`` and ``read`` bypass the page cache. Elsewhere ``flush`` writes
+    the cache back and drops it.
 
     Args:
-        folder: Where the file's bytes lie.
+        folder: The folder of the file.
 
     Raises:
-        OSError: The folder is missing, cannot be written, or is full.
+        OSError: The folder is missing, not writable, or full.
     """
 
     def __init__(self, folder: str) -> None:
@@ -47,30 +47,30 @@ class UnlinkedFile:
         done = 0
         while done < len(source):
             num_bytes = os.pwrite(self._number, source[done:], offset + done)
-            num_bytes -= num_bytes % BLOCK  # the rest of a block is written again
+            num_bytes -= num_bytes % BLOCK  # a partial block is written again
             if num_bytes <= 0:
-                raise OSError(errno.EIO, f"only {done} of {len(source)} bytes could be written")
+                raise OSError(errno.EIO, f"expected {len(source)} bytes to be written, got {done}")
             done += num_bytes
 
     def read(self, target: memoryview, offset: int) -> None:
-        """Fills ``target``, of which the same is asked as of the source of a write."""
+        """Fills ``target``; the same alignment is required as for ``write``."""
         done = 0
         while done < len(target):
             num_bytes = os.preadv(self._number, [target[done:]], offset + done)
             num_bytes -= num_bytes % BLOCK
             if num_bytes <= 0:
-                raise OSError(errno.EIO, f"only {done} of {len(target)} bytes could be read")
+                raise OSError(errno.EIO, f"expected {len(target)} bytes to be read, got {done}")
             done += num_bytes
 
-    def settle(self, offset: int, num_bytes: int) -> None:
-        """Sees to it that these bytes are on the disk and take no memory."""
+    def flush(self, offset: int, num_bytes: int) -> None:
+        """Writes these bytes to the disk and drops them from the page cache."""
         if not self.is_direct:
             os.fdatasync(self._number)
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(self._number, offset, num_bytes, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Gives the disk's space back."""
+        """Closes the file, which frees its space on the disk."""
         number, self._number = self._number, -1
         if number >= 0:
             os.close(number)
@@ -79,7 +79,7 @@ class UnlinkedFile:
         try:
             self._number = _open_unlinked(self.folder, direct)
             page = memoryview(mmap.mmap(-1, BLOCK))
-            self.write(page, 0)  # some file systems take the flag and refuse the write
+            self.write(page, 0)  # some file systems accept the flag and refuse the write
             self.read(page, 0)
             self.is_direct = True
         except OSError as error:
@@ -93,7 +93,7 @@ class UnlinkedFile:
 def _open_unlinked(folder: str, flags: int) -> int:
     unnamed = getattr(os, "O_TMPFILE", 0)
     if unnamed:
-        with suppress(OSError):  # not every file system has it; what else is wrong, the other way says better
+        with suppress(OSError):  # not on every file system; the other way reports other errors better
             return os.open(folder, unnamed | os.O_RDWR | flags, 0o600)
     number, path = tempfile.mkstemp(prefix="graphckpt-", dir=folder)
     try:
@@ -108,7 +108,7 @@ def _open_unlinked(folder: str, flags: int) -> int:
 
 
 def file_system_in_memory(folder: str) -> str | None:
-    """Returns the kind of file system of ``folder`` if its files are memory in truth, else ``None``."""
+    """Returns the file system of ``folder`` if its files are in memory (such as ``"tmpfs"``), else ``None``."""
     with suppress(OSError):
         device = Path(folder).stat().st_dev
         number = f"{os.major(device)}:{os.minor(device)}"
@@ -119,33 +119,33 @@ def file_system_in_memory(folder: str) -> str | None:
     return None
 
 
-def what_failed(block: str, doing: str, num_bytes: int, folder: str, error: BaseException | str) -> str:
-    """Returns the message for a failure at ``doing`` (``"write"``, ``"read"``, ...) something of ``num_bytes``."""
+def failure_message(block: str, doing: str, num_bytes: int, folder: str, error: BaseException | str) -> str:
+    """Returns the message for a failure to ``doing`` (``"write"``, ``"read"``, ...) something of ``num_bytes``."""
     number = 0
     reason = error if isinstance(error, str) else f"{type(error).__name__}: {error}".splitlines()[0]
     if isinstance(error, OSError):
         number = error.errno or 0
         reason = f"{error.strerror or error}" + (f" ({errno.errorcode[number]})" if number in errno.errorcode else "")
     return (
-        f"{block}: offload: the disk store could not {doing} {format_bytes(num_bytes)} in {folder}: {reason}"
+        f"{block}: offload: failed to {doing} {format_bytes(num_bytes)} in {folder}: {reason}"
         f" · fix: {_fix(number, folder, error)}"
     )
 
 
 def _fix(number: int, folder: str, error: BaseException | str) -> str:
-    elsewhere = 'set offload to "disk:/another/folder"'
+    elsewhere = 'use offload="disk:/another/folder"'
     if number in (errno.ENOENT, errno.ENOTDIR):
         beside = [str(path) for path in Path(folder).parent.iterdir()] if Path(folder).parent.is_dir() else []
-        return f"make that folder{did_you_mean(folder, beside)}, or {elsewhere}"
+        return f"create the folder{did_you_mean(folder, beside)}, or {elsewhere}"
     if number in (errno.EMFILE, errno.ENFILE):
-        return "raise the number of open files (ulimit -n)"
+        return "raise the limit of open files (ulimit -n)"
     if number == errno.ENOMEM or isinstance(error, (MemoryError, RuntimeError)):
-        return "let less be under way at once: Disk(in_flight_bytes=...), or keep less"
+        return "lower Disk(in_flight_bytes=...), or offload fewer blocks"
     return f"{_FIXES.get(number, 'run the step again')}, or {elsewhere}"
 
 
 _FIXES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free space there"),
-    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "let this user write there"),
-    errno.EIO: "look for the disk in the system's log",
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "give this user write access"),
+    errno.EIO: "check the system log for disk errors",
 }

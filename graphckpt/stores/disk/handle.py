@@ -1,10 +1,10 @@
-"""What is known of one run of bytes in a file. It does nothing."""
+"""Bookkeeping for one byte range of the file. Data only."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol, final
 
-from graphckpt.stores.byte_store import Ticket
+from graphckpt.stores.byte_store import ByteHandle
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 
 class Owner(Protocol):
-    """The file that a range belongs to, as far as who holds a range needs to know."""
+    """What the holder of a range needs of the file it belongs to."""
 
     failure: str | None
-    """Why the bytes are gone."""
+    """Why the bytes are lost."""
     pid: int
     """The process that wrote them."""
 
 
 @final
-class DiskTicket(Ticket):
+class DiskHandle(ByteHandle):
     """Stands for one range of a file, and for its bytes while they are in memory."""
 
     __slots__ = (
-        "block", "data", "is_freed", "is_wanted", "landed", "lent", "offset", "owner", "ready", "stream", "target",
-        "traffic",
+        "block", "borrowed", "data", "is_freed", "is_requested", "loaded", "offset", "owner", "ready", "stream",
+        "target", "traffic",
     )  # fmt: skip
 
     def __init__(self, owner: Owner, data: torch.Tensor, group: Group, offset: int, ready: Any) -> None:
@@ -38,28 +38,28 @@ class DiskTicket(Ticket):
         self.block = group.block
         self.traffic: Traffic | None = group.traffic
         self.offset = offset
-        """Where the range begins in the file."""
+        """First byte of the range in the file."""
         self.data: torch.Tensor | None = data
         """The tensor's own memory, until it is written."""
         self.ready = ready
-        """What the next copy must wait for, on the device."""
-        self.is_wanted = False
-        """Somebody has asked for the bytes and has not taken them."""
+        """What the next copy must wait for on the device."""
+        self.is_requested = False
+        """The bytes were requested and not returned yet."""
         self.target: torch.Tensor | None = None
-        """Where to read into, if that had to be made beforehand."""
+        """Memory to read into, if it had to be allocated in advance."""
         self.stream: Any = None
-        """The stream that the target was made on."""
-        self.landed: torch.Tensor | None = None
-        """The bytes, in memory and not taken."""
-        self.lent: Callable[[], object] = _nothing
-        """The storage that was given out last, held weakly."""
+        """The stream that the target was allocated on."""
+        self.loaded: torch.Tensor | None = None
+        """The bytes, read and not returned yet."""
+        self.borrowed: Callable[[], object] = _none
+        """The storage returned last, held weakly."""
         self.is_freed = False
 
-    def let_go(self) -> None:
-        """Nobody will ask for the bytes again."""
-        self.is_freed, self.is_wanted = True, False
-        self.data = self.landed = self.target = self.ready = None
+    def drop(self) -> None:
+        """Drops all bytes in memory; they will not be read again."""
+        self.is_freed, self.is_requested = True, False
+        self.data = self.loaded = self.target = self.ready = None
 
 
-def _nothing() -> None:
+def _none() -> None:
     return None

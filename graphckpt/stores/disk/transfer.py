@@ -1,9 +1,9 @@
-"""Carries bytes between tensors and a file, a chunk at a time. It knows devices and streams, no queue, no thread.
+"""Copies bytes between tensors and a file, in chunks. It knows devices and streams, no queue, no thread.
 
-Note [A lane finishes what it begins]: each step of ``save`` and ``load`` ends when its bytes have arrived, as seen from
-the host (on CUDA: after an event that the host has waited for). So memory that was copied from may go back to the
-allocator at once, and kernels that are launched later, on any stream, find what was copied. No ``record_stream`` is
-needed, which gives memory back late.
+Note [Each step of a transfer is synchronous]: each step of ``save`` and ``load`` ends when its bytes have arrived, as
+seen from the host (on CUDA: after an event that the host has waited for). So the source may be freed at once, and
+kernels that are launched later, on any stream, see the copied bytes. ``record_stream``, which delays frees, is not
+needed.
 """
 
 from __future__ import annotations
@@ -25,58 +25,58 @@ if TYPE_CHECKING:
 
     from graphckpt.stores.disk.file import UnlinkedFile
 
-CHUNK = 8 * 2**20  # bytes; a direct write of this size keeps a disk busy, and a stop need not wait long for it
+CHUNK = 8 * 2**20  # bytes; a direct write of this size saturates a disk, and a stop waits for one chunk only
 _TRIM_EVERY = (
     64 * 2**20
-)  # bytes; glibc keeps what tensors below 32 MiB free, and cannot use it for the next of that size
+)  # bytes; glibc keeps the freed memory of tensors below 32 MiB, and cannot reuse it for the next one
 _trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
 
 
-class Lane(ABC):
-    """Between the tensors of one device and one file.
+class Transfer(ABC):
+    """Copies between the tensors of one device and one file.
 
     Args:
-        file: The file. The lane does not close it.
+        file: The file. The transfer does not close it.
 
     Raises:
-        OSError: There is no memory for the chunk, or it cannot be pinned.
+        OSError: The chunk cannot be allocated or pinned.
     """
 
     def __init__(self, file: UnlinkedFile) -> None:
         self.file = file
-        self._chunk = mmap.mmap(-1, CHUNK)  # at the begin of a page, which direct writes ask for
+        self._chunk = mmap.mmap(-1, CHUNK)  # page-aligned, as direct writes require
 
     def mark(self) -> Any:
-        """Returns what ``save`` or ``load`` must wait for: the work that was sent to the device before now."""
+        """Returns what ``save`` or ``load`` must wait for: the work submitted to the device so far."""
         return None
 
     def target(self, num_bytes: int) -> tuple[torch.Tensor | None, Any]:
-        """Returns memory to load into and the stream it belongs to, if the thread that asks must make it."""
+        """Returns memory to load into and its stream, if the calling thread must allocate it."""
         return None, None
 
     def save(self, data: torch.Tensor, offset: int, ready: Any) -> Generator[None, None, None]:
-        """Writes ``data``, flat ``uint8``, at ``offset``, a chunk in each step."""
+        """Writes ``data``, flat ``uint8``, at ``offset``, a chunk per step."""
         with memoryview(self._chunk) as chunk:
             for begin, size in _chunks(data.numel()):
                 self._fetch(data, begin, size, ready)
                 with chunk[: in_blocks(size)] as blocks:
                     self.file.write(blocks, offset + begin)
                 yield
-        self.file.settle(offset, in_blocks(data.numel()))
+        self.file.flush(offset, in_blocks(data.numel()))
 
     @abstractmethod
     def load(
         self, num_bytes: int, offset: int, target: torch.Tensor | None, ready: Any
     ) -> Generator[torch.Tensor, None, None]:
-        """Reads ``num_bytes`` from ``offset``, a chunk in each step; each gives the tensor, complete after the last."""
+        """Reads ``num_bytes`` from ``offset``, a chunk per step; yields the tensor, complete after the last step."""
 
-    def passed(self, num_bytes: int) -> None:  # noqa: B027 - a device's allocator has nothing to be told
-        """So many bytes have been moved, and the tensors that held them let go."""
+    def count(self, num_bytes: int) -> None:  # noqa: B027 - optional
+        """Counts bytes that were copied and whose tensors are freed."""
 
     def close(self) -> None:
-        """Gives back the chunk."""
-        with suppress(BufferError):  # an exception that is still looked at may hold a view: then it goes with that
+        """Frees the chunk."""
+        with suppress(BufferError):  # an exception may still hold a view of it
             self._chunk.close()
 
     @abstractmethod
@@ -85,7 +85,7 @@ class Lane(ABC):
 
 
 @final
-class HostLane(Lane):
+class HostTransfer(Transfer):
     """For tensors in host memory. Reads go into them directly."""
 
     def __init__(self, file: UnlinkedFile) -> None:
@@ -96,7 +96,7 @@ class HostLane(Lane):
     def load(
         self, num_bytes: int, offset: int, target: torch.Tensor | None, ready: Any
     ) -> Generator[torch.Tensor, None, None]:
-        """Reads into new memory, a little bigger, so that the bytes begin at the begin of a page."""
+        """Reads into new memory, one block larger, so that the bytes can be page-aligned."""
         size = in_blocks(num_bytes)
         room = torch.empty(size + BLOCK, dtype=torch.uint8, device="cpu")
         blocks = room.narrow(0, -room.data_ptr() % BLOCK, size)
@@ -106,27 +106,27 @@ class HostLane(Lane):
                 with view[begin : begin + in_blocks(part)] as some:
                     self.file.read(some, offset + begin)
                 yield flat
-        self.file.settle(offset, size)
+        self.file.flush(offset, size)
         yield flat
 
-    def passed(self, num_bytes: int) -> None:
-        """Has the C library give memory back to the system, now and then."""
+    def count(self, num_bytes: int) -> None:
+        """Asks the C library to return memory to the system, now and then."""
         self._untrimmed_bytes += num_bytes
         if _trim is not None and self._untrimmed_bytes >= _TRIM_EVERY:
             self._untrimmed_bytes = 0
             _trim(0)
 
     def _fetch(self, data: torch.Tensor, begin: int, size: int, ready: Any) -> None:
-        # not copy_(), which would start a team of OpenMP threads for this thread
+        # copy_() would start a team of OpenMP threads for this thread
         ctypes.memmove(self._address, data.data_ptr() + begin, size)
 
 
 @final
-class CudaLane(Lane):
-    """For tensors on a CUDA device: through the chunk, which is pinned, on a stream of its own.
+class CudaTransfer(Transfer):
+    """For tensors on a CUDA device: through the pinned chunk, on its own stream.
 
-    Memory to load into is made on the stream of the thread that asks, whose kernels will read it, so that the
-    allocator hands it out again in the order of that stream.
+    Memory to load into is allocated on the stream of the calling thread, whose kernels will read it, so that the
+    allocator reuses it in the order of that stream.
     """
 
     def __init__(self, file: UnlinkedFile, device: torch.device) -> None:
@@ -137,16 +137,16 @@ class CudaLane(Lane):
         with torch.cuda.device(device):
             code = int(torch.cuda.cudart().cudaHostRegister(self._pinned.data_ptr(), CHUNK, _PORTABLE))
         if code:
-            raise OSError(errno.ENOMEM, f"host memory cannot be pinned (CUDA error {code})")
+            raise OSError(errno.ENOMEM, f"pinning host memory failed (CUDA error {code})")
 
     def mark(self) -> torch.cuda.Event:
-        """Returns an event behind all that the present stream has been given."""
+        """Returns an event after all work submitted to the current stream."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def target(self, num_bytes: int) -> tuple[torch.Tensor, torch.cuda.Stream]:
-        """Returns memory of the present stream."""
+        """Returns memory of the current stream."""
         target = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         return target, torch.cuda.current_stream(self._device)
 
@@ -161,11 +161,11 @@ class CudaLane(Lane):
                     self.file.read(blocks, offset + begin)
                 self._copy(target[begin : begin + size], self._pinned[:size], ready)
                 yield target
-        self.file.settle(offset, in_blocks(num_bytes))
+        self.file.flush(offset, in_blocks(num_bytes))
         yield target
 
     def close(self) -> None:
-        """Gives back the chunk, which is not pinned any more."""
+        """Unpins and frees the chunk."""
         try:
             self._stream.synchronize()
         finally:
@@ -181,14 +181,14 @@ class CudaLane(Lane):
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
             target.copy_(source, non_blocking=True)
-            done = torch.cuda.Event(blocking=True)  # to wait without spinning: the step's own threads need the cores
+            done = torch.cuda.Event(blocking=True)  # waits without spinning: the step's threads need the cores
             done.record(self._stream)
         done.synchronize()
 
 
-def lane_for(device: torch.device, file: UnlinkedFile) -> Lane:
-    """Returns the lane between ``file`` and the tensors of ``device``, which is a CPU or a CUDA device."""
-    return CudaLane(file, device) if device.type == "cuda" else HostLane(file)
+def transfer_for(device: torch.device, file: UnlinkedFile) -> Transfer:
+    """Returns the transfer between ``file`` and the tensors of ``device``, a CPU or a CUDA device."""
+    return CudaTransfer(file, device) if device.type == "cuda" else HostTransfer(file)
 
 
 def _chunks(num_bytes: int) -> Iterator[tuple[int, int]]:

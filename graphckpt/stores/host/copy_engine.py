@@ -1,4 +1,4 @@
-"""Copies bytes between a device and host memory, beside the computation. It knows no tickets and no groups."""
+"""Copies bytes between a device and host memory, asynchronously. It knows no handles and no groups."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 @final
 class HostBuffer:
-    """A run of host memory that copies can use while Python goes on.
+    """Host memory that asynchronous copies can use.
 
     Args:
         flat: The bytes, as ``uint8``.
-        release: Gives them back. Runs once: in ``release``, when the buffer is garbage, or at exit.
+        release: Releases them. Runs once: in ``release``, when the buffer is garbage-collected, or at exit.
     """
 
     __slots__ = ("__weakref__", "flat", "is_captured", "release")
@@ -33,20 +33,20 @@ class HostBuffer:
         self.flat = flat
         self.release = weakref.finalize(self, release)
         self.is_captured = False
-        """A captured graph has its address; see Note [What a graph has captured stays]."""
+        """A captured graph has its address; see Note [Captured buffers are not released]."""
 
 
-class Mark:
-    """The end of one copy."""
+class CopyEvent:
+    """Marks the end of one copy."""
 
     __slots__ = ()
 
 
-class Copies(ABC):
-    """Two lanes of copies, out to host memory and back. Those of one lane run in order, beside the other lane's.
+class CopyEngine(ABC):
+    """Asynchronous copies, to host memory and back. Copies of one direction run in order.
 
-    A copy starts when all has ended that the present compute stream was given before. Both its tensors are flat
-    ``uint8`` and stay allocated until it is joined: the lanes hold no references.
+    A copy starts when all work submitted to the current compute stream so far is done. Both tensors are flat ``uint8``
+    and must stay allocated until :meth:`wait`: the engine holds no references.
     """
 
     @abstractmethod
@@ -54,43 +54,43 @@ class Copies(ABC):
         """Makes a buffer of exactly ``num_bytes``.
 
         Raises:
-            MemoryError, RuntimeError: There is no such memory.
+            MemoryError, RuntimeError: The memory cannot be allocated.
         """
 
     @abstractmethod
-    def out(self, device_flat: torch.Tensor, host_flat: torch.Tensor, traffic: Traffic | None = None) -> Mark:
-        """Copies to the host. ``traffic`` gets the seconds, later."""
+    def offload(self, device_flat: torch.Tensor, host_flat: torch.Tensor, traffic: Traffic | None = None) -> CopyEvent:
+        """Starts a copy to the host. Its seconds are added to ``traffic`` by :meth:`collect_times`."""
 
     @abstractmethod
-    def back(self, host_flat: torch.Tensor, device_flat: torch.Tensor, traffic: Traffic | None = None) -> Mark:
-        """Copies to the device."""
+    def reload(self, host_flat: torch.Tensor, device_flat: torch.Tensor, traffic: Traffic | None = None) -> CopyEvent:
+        """Starts a copy to the device."""
 
     @abstractmethod
-    def join(self, mark: Mark) -> None:
-        """Lets the present compute stream, and the one that the copy started from, wait for it. Twice is once."""
+    def wait(self, event: CopyEvent) -> None:
+        """Makes the current compute stream, and the stream the copy started from, wait for it. May be called twice."""
 
     @abstractmethod
-    def is_home(self, mark: Mark) -> bool:
-        """Whether the present compute stream is the one that the copy started from."""
+    def is_on_current_stream(self, event: CopyEvent) -> bool:
+        """Whether the copy started from the current compute stream."""
 
     @abstractmethod
     def is_capturing(self) -> bool:
-        """Whether what is given to the device now is recorded into a graph."""
+        """Whether the current stream is being captured."""
 
     @abstractmethod
-    def read_clocks(self) -> None:
-        """Hands out the seconds that watched copies took, and were waited for; waits for those, and only for those."""
+    def collect_times(self) -> None:
+        """Adds up the seconds of copies with ``traffic``, and of waits for them; blocks until those copies are done."""
 
     @abstractmethod
-    def finish(self) -> None:
-        """Waits until all copies have ended."""
+    def synchronize(self) -> None:
+        """Blocks until all copies are done."""
 
-    def close(self) -> None:  # noqa: B027  # most have nothing to do
-        """Gives back threads."""
+    def close(self) -> None:  # noqa: B027  # optional
+        """Ends threads."""
 
 
 @final
-class _Event(Mark):
+class _CudaCopyEvent(CopyEvent):
     __slots__ = ("event", "is_captured", "stream", "traffic")
 
     def __init__(
@@ -103,7 +103,7 @@ class _Event(Mark):
 
 
 @final
-class _Clock:
+class _StreamTimer:
     """Two events on one stream."""
 
     __slots__ = ("_begin", "_end", "_stream")
@@ -122,103 +122,103 @@ class _Clock:
 
 
 @final
-class CudaCopies(Copies):
+class CudaCopyEngine(CopyEngine):
     """Copies of one CUDA device, on the two streams that it has for them.
 
-    Events are recorded and waited for, never asked, and are used again once joined: all of it is legal in a capture.
-    The compute stream is looked up at each use, since in a capture it is another one.
+    Events are recorded and waited for, never queried, and are reused afterwards: all of this is legal in a capture. The
+    compute stream is looked up at each use, since it is another one in a capture.
     """
 
     def __init__(self, device: torch.device, note: Callable[[str], None]) -> None:
         self._device = device
         self._note = note
-        _, self._out, self._back = streams_of(device)
+        _, self._offload_stream, self._reload_stream = streams_of(device)
         self._fork = torch.cuda.Event()
         self._idle: list[torch.cuda.Event] = []
-        self._copying: list[tuple[_Clock, Traffic]] = []
-        self._waiting: list[tuple[_Clock, Traffic]] = []
+        self._copying: list[tuple[_StreamTimer, Traffic]] = []
+        self._waiting: list[tuple[_StreamTimer, Traffic]] = []
         self._last: torch.cuda.Stream | None = None
 
     def buffer(self, num_bytes: int) -> HostBuffer:
-        """Pins memory; see ``pin``."""
+        """Allocates pinned memory; see ``pin``."""
         with torch.cuda.device(self._device), unseen_by_modes():
             return HostBuffer(*pin(num_bytes, torch.cuda.cudart(), self._clear_error, self._note))
 
-    def out(self, device_flat: torch.Tensor, host_flat: torch.Tensor, traffic: Traffic | None = None) -> Mark:
-        """Copies on the stream of the way out."""
-        return self._issue(self._out, device_flat, host_flat, traffic)
+    def offload(self, device_flat: torch.Tensor, host_flat: torch.Tensor, traffic: Traffic | None = None) -> CopyEvent:
+        """Copies on the offload stream."""
+        return self._issue(self._offload_stream, device_flat, host_flat, traffic)
 
-    def back(self, host_flat: torch.Tensor, device_flat: torch.Tensor, traffic: Traffic | None = None) -> Mark:
-        """Copies on the stream of the way back."""
-        return self._issue(self._back, host_flat, device_flat, traffic)
+    def reload(self, host_flat: torch.Tensor, device_flat: torch.Tensor, traffic: Traffic | None = None) -> CopyEvent:
+        """Copies on the reload stream."""
+        return self._issue(self._reload_stream, host_flat, device_flat, traffic)
 
-    def join(self, mark: Mark) -> None:
-        """Waits on the device; Python goes on."""
-        assert isinstance(mark, _Event)
-        event, mark.event = mark.event, None
-        if event is None:
+    def wait(self, event: CopyEvent) -> None:
+        """Makes streams wait; does not block the host."""
+        assert isinstance(event, _CudaCopyEvent)
+        recorded, event.event = event.event, None
+        if recorded is None:
             return
-        # A capture can wait for no event from outside of it, and need not: `torch.cuda.graph` waits for the whole
-        # device before it begins. Nor can an eager stream wait for a captured event: that copy has not run at all.
-        if mark.is_captured == self.is_capturing():
+        # A capture cannot wait for an event recorded outside of it, and need not: `torch.cuda.graph` synchronizes the
+        # device before it begins. Nor can an eager stream wait for a captured event: that copy has not run.
+        if event.is_captured == self.is_capturing():
             current = torch.cuda.current_stream(self._device)
-            clock = _Clock(current) if mark.traffic is not None else None
-            for stream in {mark.stream, current}:
-                stream.wait_event(event)
-            if clock is not None and mark.traffic is not None:
-                clock.stop()
-                self._waiting.append((clock, mark.traffic))
-        self._idle.append(event)
+            timer = _StreamTimer(current) if event.traffic is not None else None
+            for stream in {event.stream, current}:
+                stream.wait_event(recorded)
+            if timer is not None and event.traffic is not None:
+                timer.stop()
+                self._waiting.append((timer, event.traffic))
+        self._idle.append(recorded)
 
-    def is_home(self, mark: Mark) -> bool:
+    def is_on_current_stream(self, event: CopyEvent) -> bool:
         """Compares streams."""
-        assert isinstance(mark, _Event)
-        return bool(mark.stream == torch.cuda.current_stream(self._device))
+        assert isinstance(event, _CudaCopyEvent)
+        return bool(event.stream == torch.cuda.current_stream(self._device))
 
     def is_capturing(self) -> bool:
-        """Asks CUDA; costs no wait."""
+        """Asks CUDA; does not block."""
         return bool(torch.cuda.is_current_stream_capturing())
 
-    def read_clocks(self) -> None:
-        """Waits for the events behind watched copies."""
-        for clock, traffic in self._copying:
-            traffic.copy_seconds += clock.seconds()
-        for clock, traffic in self._waiting:
-            traffic.wait_seconds += clock.seconds()
+    def collect_times(self) -> None:
+        """Blocks until the timing events are done."""
+        for timer, traffic in self._copying:
+            traffic.copy_seconds += timer.seconds()
+        for timer, traffic in self._waiting:
+            traffic.wait_seconds += timer.seconds()
         self._copying.clear()
         self._waiting.clear()
 
-    def finish(self) -> None:
-        """Waits for both streams."""
-        self._out.synchronize()
-        self._back.synchronize()
+    def synchronize(self) -> None:
+        """Synchronizes both streams."""
+        self._offload_stream.synchronize()
+        self._reload_stream.synchronize()
 
     def _issue(
         self, stream: torch.cuda.Stream, source: torch.Tensor, target: torch.Tensor, traffic: Traffic | None
-    ) -> Mark:
+    ) -> CopyEvent:
         is_captured = self.is_capturing()
         current = torch.cuda.current_stream(self._device)
         if self._last is not None and current != self._last and not is_captured:
-            # Another compute stream has not waited for what the last one has: a place in host memory that was free
-            # for the last may still be read from. Within one compute stream the fork below says it all.
-            self._out.wait_stream(self._back)
-            self._back.wait_stream(self._out)
+            # This compute stream has not waited for the copies that the last one waited for: host memory that is free
+            # for the last stream may still be read. Within one compute stream, the fork below is enough.
+            self._offload_stream.wait_stream(self._reload_stream)
+            self._reload_stream.wait_stream(self._offload_stream)
         self._last = current
         self._fork.record(current)
         stream.wait_event(self._fork)
-        watched = None if is_captured else traffic
-        clock = _Clock(stream) if watched is not None else None
+        timed = None if is_captured else traffic
+        timer = _StreamTimer(stream) if timed is not None else None
         with torch.cuda.stream(stream), unseen_by_modes():
             target.copy_(source, non_blocking=True)
-        if clock is not None and watched is not None:
-            clock.stop()
-            self._copying.append((clock, watched))
+        if timer is not None and timed is not None:
+            timer.stop()
+            self._copying.append((timer, timed))
         event = self._idle.pop() if self._idle else torch.cuda.Event()
         event.record(stream)
-        return _Event(event, current, is_captured, watched)
+        return _CudaCopyEvent(event, current, is_captured, timed)
 
     def _clear_error(self) -> None:
-        """Takes the error of a failed call off CUDA's record, which the next kernel would be blamed for."""
+        """Clears the error of a failed call, which CUDA would report for the next kernel."""
         try:
             torch.empty(1, dtype=torch.uint8, device=self._device).fill_(0)
         except RuntimeError:

@@ -1,4 +1,4 @@
-"""Moves tensors to pinned host memory and back, beside the computation."""
+"""Offloads tensors to pinned host memory and reloads them, overlapping with computation."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 from graphckpt._compat import at_end_of_backward
 from graphckpt.errors import ConfigError
-from graphckpt.stores.byte_store import Place, Ticket
-from graphckpt.stores.host.copy_engine import Copies, CudaCopies, Mark
-from graphckpt.stores.host.pinned_pool import HostMemory, Spot
+from graphckpt.stores.byte_store import ByteHandle, ByteStore, Tier
+from graphckpt.stores.host.copy_engine import CopyEngine, CopyEvent, CudaCopyEngine
+from graphckpt.stores.host.pinned_pool import PinnedBlock, PinnedPool
 from graphckpt.stores.offload import Offload
 
 if TYPE_CHECKING:
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 _STAYS = (
     "offload: tensors that exist only in the captured step, such as an attention mask, stay on the device (host memory "
-    "cannot be pinned in a capture)"
+    "cannot be pinned during a capture)"
 )
 
 
 @dataclass(frozen=True)
 class Host(Offload):
-    """Host memory.
+    """Offloads CUDA tensors to pinned host memory.
 
     Args:
-        in_flight_bytes: Device memory that may wait for its copy to end. ``None``: what one block keeps, so that a
-            block's copies run while the next block computes.
+        in_flight_bytes: Device memory that copies to the host may hold. ``None``: the saved bytes of one block, so that
+            its copies overlap with the next block's computation.
 
     Raises:
-        ConfigError: ``in_flight_bytes`` is no number of bytes.
+        ConfigError: ``in_flight_bytes`` is not a number of bytes.
     """
 
     name: ClassVar[str] = "cpu"
@@ -47,220 +47,220 @@ class Host(Offload):
     def __post_init__(self) -> None:
         value = self.in_flight_bytes
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-            raise ConfigError(f"in_flight_bytes {value!r}: is no number of bytes · fix: use an int from 0 up, or None")
+            raise ConfigError(
+                f"Host.in_flight_bytes: expected a non-negative int or None, got {value!r} · fix: use a number of bytes"
+            )
 
-    def place_for(self, device: torch.device, note: Callable[[str], None]) -> Place | None:
-        """Returns a place for CUDA tensors."""
+    def byte_store_for(self, device: torch.device, note: Callable[[str], None]) -> ByteStore | None:
+        """Returns a byte store for CUDA tensors; for other tensors ``None``, with a note."""
         if device.type == "cuda":
-            return HostPlace(device, CudaCopies(device, note), self.in_flight_bytes)
+            return HostStore(device, CudaCopyEngine(device, note), self.in_flight_bytes)
         if device.type == "cpu":
-            note("offload to 'cpu' does nothing: its tensors live in host memory already")
+            note("offload to 'cpu' does nothing: the tensors are in host memory already")
         else:
-            note(f"offload to 'cpu' does nothing: it is built for CUDA, and these tensors are on {device}")
+            note(f"offload to 'cpu' does nothing: expected CUDA tensors, got tensors on {device}")
         return None
 
 
 @final
-class _Moved(Ticket):
-    __slots__ = ("coming", "data", "going", "group_number", "landed", "landing", "spot")
+class _HostHandle(ByteHandle):
+    __slots__ = ("block", "data", "group_number", "offload_event", "reload_buffer", "reload_event", "reloaded")
 
-    def __init__(self, data: torch.Tensor, spot: Spot | None, group_number: int) -> None:
+    def __init__(self, data: torch.Tensor, block: PinnedBlock | None, group_number: int) -> None:
         super().__init__(data.numel())
-        self.spot = spot
-        """Its room in host memory; ``None`` if it stays on the device."""
+        self.block = block
+        """Its host memory; ``None`` if it stays on the device."""
         self.group_number = group_number
         self.data: torch.Tensor | None = data
-        """The tensor's own memory, held until the copy out of it is joined."""
-        self.going: Mark | None = None
-        self.landing: torch.Tensor | None = None
-        """Where the bytes come back to, until somebody takes them."""
-        self.coming: Mark | None = None
-        self.landed: weakref.ref[torch.UntypedStorage] | None = None
-        """Where they came back to."""
+        """The tensor's own memory, held until the compute stream waits for the copy."""
+        self.offload_event: CopyEvent | None = None
+        self.reload_buffer: torch.Tensor | None = None
+        """Memory that the bytes are reloaded into, until they are returned."""
+        self.reload_event: CopyEvent | None = None
+        self.reloaded: weakref.ref[torch.UntypedStorage] | None = None
+        """The storage returned last."""
 
     @property
-    def is_here(self) -> bool:
-        """Whether the bytes are on the device, or on their way to it."""
-        return (
-            self.data is not None or self.landing is not None or (self.landed is not None and self.landed() is not None)
-        )
+    def is_on_device(self) -> bool:
+        """Whether the bytes are on the device, or being reloaded."""
+        has_storage = self.reloaded is not None and self.reloaded() is not None
+        return self.data is not None or self.reload_buffer is not None or has_storage
 
 
-# Note [Memory waits for a join, not for a query]
-# The caching allocator gives memory to the next tensor as soon as the last reference is gone, in the order of the
-# compute stream. So a tensor that a copy still reads is held until the compute stream has been told to wait for that
-# copy. When, is decided by counting groups or bytes, never by asking an event: in a capture one may not ask, and all
-# steps are to use the same memory at the same moment. `record_stream` would put off every free to the end of a capture.
+# Note [Memory is held until a stream wait, not an event query]
+# The caching allocator reuses memory as soon as the last reference is gone, in the order of the compute stream. So a
+# tensor that a copy still reads is held until the compute stream waits for that copy. The moment is decided by counting
+# groups or bytes, never by querying an event: a capture forbids queries, and all steps should use the same memory at
+# the same moment. `record_stream` would delay every free to the end of a capture.
 
 
-class HostPlace(Place):
-    """Host memory for the tensors of one device. See Note [Memory waits for a join, not for a query].
+class HostStore(ByteStore):
+    """Host memory for the tensors of one device. See Note [Memory is held until a stream wait, not an event query].
 
-    Bytes that are still on the device when backward wants them, as those of the last block are, are not brought back:
-    they are there.
+    Bytes that are still on the device when backward needs them, such as those of the last block, are not reloaded.
     """
 
-    where: ClassVar[str] = "host"
+    tier: ClassVar[Tier] = "host"
 
-    def __init__(self, device: torch.device, copies: Copies, in_flight_bytes: int | None) -> None:
+    def __init__(self, device: torch.device, engine: CopyEngine, in_flight_bytes: int | None) -> None:
         self.label = Host.name
         self._device = device
-        self._copies = copies
-        self._memory = HostMemory(copies)
-        self._most_bytes_going = in_flight_bytes
-        self._bytes_going = 0
-        self._going: dict[_Moved, None] = {}
-        self._coming: dict[_Moved, None] = {}
-        self._lent: dict[int, list[_Moved]] = {}  # by group, what backward has taken before its copy out was joined
+        self._engine = engine
+        self._memory = PinnedPool(engine)
+        self._max_in_flight_bytes = in_flight_bytes
+        self._in_flight_bytes = 0
+        self._offloading: dict[_HostHandle, None] = {}
+        self._reloading: dict[_HostHandle, None] = {}
+        self._borrowed: dict[int, list[_HostHandle]] = {}  # by group: returned before the copy was waited for
         self._num_alive = 0
         self._is_closing = False
-        self._is_backward_watched = False
-        self._lock = threading.RLock()  # the end of backward calls from a thread of its own
-        self._shut = weakref.finalize(self, _shut, copies, self._memory)
+        self._waits_at_end = False
+        self._lock = threading.RLock()  # the callback at the end of backward runs in another thread
+        self._shut = weakref.finalize(self, _shut, engine, self._memory)
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that is held."""
+        """Host memory in use."""
         return self._memory.num_bytes
 
-    def put(self, data: torch.Tensor, group: Group) -> Ticket:
-        """Sends the bytes off."""
+    def put(self, data: torch.Tensor, group: Group) -> ByteHandle:
+        """Starts a copy to the host."""
         with self._lock:
-            self._is_backward_watched = False
-            spot = self._memory.put(data.numel(), group.block)
-            ticket = _Moved(data, spot, group.number)
-            if spot is None:
+            self._waits_at_end = False
+            block = self._memory.put(data.numel(), group.block)
+            handle = _HostHandle(data, block, group.number)
+            if block is None:
                 group.note(_STAYS)
                 self._num_alive += 1
-                return ticket
+                return handle
             try:
-                ticket.going = self._copies.out(data, spot.flat, group.traffic)
+                handle.offload_event = self._engine.offload(data, block.flat, group.traffic)
             except BaseException:
-                self._memory.free(spot)
+                self._memory.free(block)
                 raise
             self._num_alive += 1
-            self._going[ticket] = None
-            self._bytes_going += ticket.num_bytes
-            while self._most_bytes_going is not None and self._bytes_going > self._most_bytes_going:
-                self._let_go(next(iter(self._going)))
-            return ticket
+            self._offloading[handle] = None
+            self._in_flight_bytes += handle.num_bytes
+            while self._max_in_flight_bytes is not None and self._in_flight_bytes > self._max_in_flight_bytes:
+                self._release_source(next(iter(self._offloading)))
+            return handle
 
-    def seal(self, group: Group) -> None:
-        """Lets go of the groups before, unless a number of bytes says when."""
+    def close_group(self, group: Group) -> None:
+        """Releases the sources of the groups before, unless ``in_flight_bytes`` decides when."""
         with self._lock:
-            if self._most_bytes_going is None:
-                for ticket in [other for other in self._going if other.group_number != group.number]:
-                    self._let_go(ticket)
+            if self._max_in_flight_bytes is None:
+                for handle in [other for other in self._offloading if other.group_number != group.number]:
+                    self._release_source(handle)
 
-    def begin(self, tickets: Sequence[Ticket], group: Group) -> None:
-        """Sends for the bytes."""
+    def prefetch(self, handles: Sequence[ByteHandle], group: Group) -> None:
+        """Starts copies to the device."""
         with self._lock:
-            self._watch_backward()
-            for ticket in tickets:
-                assert isinstance(ticket, _Moved)
-                if not ticket.is_here:
-                    self._send_for(ticket, group)
+            self._wait_at_end_of_backward()
+            for handle in handles:
+                assert isinstance(handle, _HostHandle)
+                if not handle.is_on_device:
+                    self._start_reload(handle, group)
 
-    def take(self, ticket: Ticket, group: Group) -> torch.Tensor:
-        """Lets the compute stream wait for the bytes."""
-        assert isinstance(ticket, _Moved)
+    def get(self, handle: ByteHandle, group: Group) -> torch.Tensor:
+        """Makes the compute stream wait for the bytes."""
+        assert isinstance(handle, _HostHandle)
         with self._lock:
-            self._watch_backward()
-            for number in [number for number in self._lent if number != group.number]:
-                for other in self._lent.pop(number):
-                    if other in self._going:
-                        self._let_go(other)
-            flat = ticket.data
+            self._wait_at_end_of_backward()
+            for number in [number for number in self._borrowed if number != group.number]:
+                for other in self._borrowed.pop(number):
+                    if other in self._offloading:
+                        self._release_source(other)
+            flat = handle.data
             if flat is None:
-                flat = self._land(ticket, group)
-            elif ticket.going is not None:
-                self._lent.setdefault(ticket.group_number, []).append(ticket)
-            ticket.landed = weakref.ref(flat.untyped_storage())
+                flat = self._finish_reload(handle, group)
+            elif handle.offload_event is not None:
+                self._borrowed.setdefault(handle.group_number, []).append(handle)
+            handle.reloaded = weakref.ref(flat.untyped_storage())
             return flat
 
-    def free(self, ticket: Ticket) -> None:
-        """Gives the room in host memory back, and what came back unasked."""
-        assert isinstance(ticket, _Moved)
+    def free(self, handle: ByteHandle) -> None:
+        """Frees the host memory, and bytes that were prefetched in vain."""
+        assert isinstance(handle, _HostHandle)
         with self._lock:
-            if ticket in self._going:
-                self._let_go(ticket)
-            self._drop_landing(ticket)
-            if ticket.spot is not None:
-                self._memory.free(ticket.spot)
-            ticket.data = None
+            if handle in self._offloading:
+                self._release_source(handle)
+            self._drop_reload(handle)
+            if handle.block is not None:
+                self._memory.free(handle.block)
+            handle.data = None
             self._num_alive -= 1
             if not self._num_alive:
-                self._copies.read_clocks()
+                self._engine.collect_times()
                 if self._is_closing:
                     self._shut()
 
     def begin_step(self) -> None:
-        """Sizes the slab, if the last step did not find room in it."""
+        """Resizes the slab, if the last step did not fit."""
         with self._lock:
-            self._is_backward_watched = False
+            self._waits_at_end = False
             self._memory.begin_step()
 
     def close(self) -> None:
-        """Gives the host memory back, once nothing in it is kept."""
+        """Releases the host memory, once nothing in it is stored."""
         with self._lock:
             self._is_closing = True
             if not self._num_alive:
                 self._shut()
 
-    def _send_for(self, ticket: _Moved, group: Group) -> None:
-        assert ticket.spot is not None
-        landing = torch.empty(ticket.num_bytes, dtype=torch.uint8, device=self._device)
-        ticket.coming = self._copies.back(ticket.spot.flat, landing, group.traffic)
-        ticket.landing = landing
-        self._coming[ticket] = None
+    def _start_reload(self, handle: _HostHandle, group: Group) -> None:
+        assert handle.block is not None
+        buffer = torch.empty(handle.num_bytes, dtype=torch.uint8, device=self._device)
+        handle.reload_event = self._engine.reload(handle.block.flat, buffer, group.traffic)
+        handle.reload_buffer = buffer
+        self._reloading[handle] = None
 
-    def _land(self, ticket: _Moved, group: Group) -> torch.Tensor:
-        if ticket.coming is not None and not self._copies.is_home(ticket.coming):
-            self._drop_landing(ticket)  # its memory is the other stream's, which may use it again while this one reads
-        if ticket.landing is None:
-            self._send_for(ticket, group)
-        flat = ticket.landing
+    def _finish_reload(self, handle: _HostHandle, group: Group) -> torch.Tensor:
+        if handle.reload_event is not None and not self._engine.is_on_current_stream(handle.reload_event):
+            self._drop_reload(handle)  # its memory belongs to the other stream, which may reuse it while this one reads
+        if handle.reload_buffer is None:
+            self._start_reload(handle, group)
+        flat = handle.reload_buffer
         assert flat is not None
-        self._drop_landing(ticket)
+        self._drop_reload(handle)
         return flat
 
-    def _let_go(self, ticket: _Moved) -> None:
-        """The copy out is joined: the compute stream may use the tensor's memory again."""
-        assert ticket.going is not None
-        self._copies.join(ticket.going)
-        ticket.data = ticket.going = None
-        del self._going[ticket]
-        self._bytes_going -= ticket.num_bytes
+    def _release_source(self, handle: _HostHandle) -> None:
+        """Waits for the copy to the host, so that the compute stream may reuse the tensor's memory."""
+        assert handle.offload_event is not None
+        self._engine.wait(handle.offload_event)
+        handle.data = handle.offload_event = None
+        del self._offloading[handle]
+        self._in_flight_bytes -= handle.num_bytes
 
-    def _drop_landing(self, ticket: _Moved) -> None:
-        if ticket.coming is not None:
-            self._copies.join(ticket.coming)
-        self._coming.pop(ticket, None)
-        ticket.landing = ticket.coming = None
+    def _drop_reload(self, handle: _HostHandle) -> None:
+        if handle.reload_event is not None:
+            self._engine.wait(handle.reload_event)
+        self._reloading.pop(handle, None)
+        handle.reload_buffer = handle.reload_event = None
 
-    def _watch_backward(self) -> None:
-        """Has all copies joined when this backward is over: a capture must not end with one that is not."""
-        if self._is_backward_watched:
+    def _wait_at_end_of_backward(self) -> None:
+        """Waits for all copies when this backward is over: a capture must not end with a pending one."""
+        if self._waits_at_end:
             return
-        self._is_backward_watched = at_end_of_backward(self._join_all)
-        if not self._is_backward_watched:
-            self._join_all()
+        self._waits_at_end = at_end_of_backward(self._wait_all)
+        if not self._waits_at_end:
+            self._wait_all()
 
-    def _join_all(self) -> None:
+    def _wait_all(self) -> None:
         with self._lock:
-            self._is_backward_watched = False
-            self._lent.clear()
-            for ticket in list(self._going):
-                self._let_go(ticket)
-            for ticket in self._coming:
-                assert ticket.coming is not None
-                self._copies.join(ticket.coming)  # what nobody took stays: the next backward may want it
-            self._copies.read_clocks()
+            self._waits_at_end = False
+            self._borrowed.clear()
+            for handle in list(self._offloading):
+                self._release_source(handle)
+            for handle in self._reloading:
+                assert handle.reload_event is not None
+                self._engine.wait(handle.reload_event)  # unused bytes stay: the next backward may need them
+            self._engine.collect_times()
 
 
-def _shut(copies: Copies, memory: HostMemory) -> None:
+def _shut(engine: CopyEngine, memory: PinnedPool) -> None:
     try:
-        copies.finish()
-        copies.close()
+        engine.synchronize()
+        engine.close()
     finally:
         memory.release()

@@ -1,4 +1,4 @@
-"""Pins host memory of exactly the size asked for."""
+"""Allocates pinned host memory of exactly the requested size."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the proces
 def pin(
     num_bytes: int, cudart: Any, clear_error: Callable[[], None], note: Callable[[str], None]
 ) -> tuple[torch.Tensor, Callable[[], None]]:
-    """Returns ``num_bytes`` (above 0) of pinned memory, flat, as ``uint8``, and what unpins it.
+    """Returns ``num_bytes`` (above 0) of pinned memory, flat, as ``uint8``, and a function that unpins it.
 
-    PyTorch's own pinned memory comes from a cache that rounds up to powers of two, nearly twice what is needed at
-    worst. So pages of the operating system are registered instead. They are shared pages: after a fork, as data
-    loaders do, the kernel would move private ones to another address at the next write, away from under a copy.
+    PyTorch's caching allocator for pinned memory rounds up to powers of two, nearly twice the size at worst. So pages
+    of the operating system are registered instead. They are shared pages: after a fork, as data loaders do, the kernel
+    would move private pages to another address at the next write, under a running copy.
 
     Raises:
-        MemoryError: The operating system has no such memory.
-        RuntimeError: CUDA cannot pin it, neither way.
+        MemoryError: The operating system cannot allocate it.
+        RuntimeError: CUDA cannot pin it, in either way.
     """
     try:
         pages = mmap.mmap(-1, num_bytes)
@@ -34,22 +34,22 @@ def pin(
     address = flat.data_ptr()
     code = int(cudart.cudaHostRegister(address, num_bytes, _PORTABLE))
     is_pinned = code == 0 and flat.is_pinned()
-    if code == 0 and not is_pinned:  # a sandbox may accept the call and do nothing
+    if code == 0 and not is_pinned:  # a sandbox may accept the call without an effect
         cudart.cudaHostUnregister(address)
     if is_pinned:
 
-        def unpin(pages: mmap.mmap = pages) -> None:  # holds the pages: they must not go before
+        def unpin(pages: mmap.mmap = pages) -> None:  # holds the pages: they must be freed after it
             cudart.cudaHostUnregister(address)
 
         return flat, unpin
     clear_error()
     flat = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     note(
-        f"offload: host memory cannot be registered (CUDA error {code}{'' if code else ', and it is not pinned'}): "
-        "PyTorch's pinned memory is bigger than needed"
+        f"offload: registering host memory failed (CUDA error {code}{'' if code else ', and it is not pinned'}): "
+        "PyTorch's pinned memory is used, which is larger"
     )
-    return flat, _nothing
+    return flat, _no_op
 
 
-def _nothing() -> None:
+def _no_op() -> None:
     return None

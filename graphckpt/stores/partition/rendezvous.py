@@ -1,39 +1,39 @@
-"""Words exchanged between the ranks of a group, through its key-value store, in bounded time."""
+"""Exchanges small messages between ranks through the group's key-value store, with a timeout."""
 
 from __future__ import annotations
 
 import time
 from typing import Any, final
 
-_LONGEST_SLEEP = 0.01  # seconds between two looks for the other ranks' words
+_LONGEST_SLEEP = 0.01  # seconds between two checks for the other ranks' messages
 
 
 @final
-class Absent(Exception):  # noqa: N818  # no error yet: who meets says what it means
-    """Some ranks have not come in time."""
+class RendezvousTimeout(Exception):  # noqa: N818  # torch.distributed's word; the caller raises the error for users
+    """Some ranks did not join in time."""
 
     def __init__(self, ranks: list[int]) -> None:
-        super().__init__(f"rank {', '.join(map(str, ranks))} has not come")
+        super().__init__(f"rank {', '.join(map(str, ranks))} did not join")
         self.ranks = ranks
-        """As the whole job counts them."""
+        """Global ranks."""
 
 
-def meet(process_group: Any, members: list[int], message: bytes, *, topic: str, seconds: float) -> list[bytes]:
-    """Returns the messages of all ranks, in order of rank. Holds up the host, but no stream.
+def exchange(process_group: Any, members: list[int], message: bytes, *, topic: str, seconds: float) -> list[bytes]:
+    """Returns the messages of all ranks, in order of rank. Blocks the host, but no stream.
 
-    In the store ranks that have come to different points meet as well, messages may differ in length, and one that
-    never comes can be named.
+    Unlike a collective, ranks at different points of the program do not deadlock, messages may differ in length, and
+    the ranks that did not join can be named.
 
     Args:
-        process_group: Of which this rank is a member.
-        members: Its ranks, as the whole job counts them.
-        message: Of this rank.
-        topic: Meetings of one topic are counted: the first one of each rank is one meeting, and so on.
+        process_group: The group; this rank is a member.
+        members: Global ranks of the group.
+        message: This rank's message.
+        topic: The exchanges of a topic are counted: each rank's first one belongs together, and so on.
         seconds: How long to wait for the others.
 
     Raises:
-        Absent: Some have not come in time.
-        RuntimeError: The store is gone.
+        RendezvousTimeout: Some ranks did not join in time.
+        RuntimeError: The key-value store is gone.
     """
     store = process_group.get_group_store()
     own = process_group.rank()
@@ -44,11 +44,12 @@ def meet(process_group: Any, members: list[int], message: bytes, *, topic: str, 
     pause = _LONGEST_SLEEP / 100
     while not store.check(keys):
         if time.monotonic() > deadline:
-            here = zip(members, keys, strict=True)
-            raise Absent([member for member, key in here if not store.check([key])])
+            raise RendezvousTimeout(
+                [member for member, key in zip(members, keys, strict=True) if not store.check([key])]
+            )
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_SLEEP)
     messages: list[bytes] = store.multi_get(keys)
-    if number > 1:  # who is here has read the messages before these
+    if number > 1:  # all ranks that are here have read the previous messages
         store.delete_key(f"{topic}/{number - 1}/{own}")
     return messages

@@ -1,4 +1,4 @@
-"""Whether the tensors that a block keeps are equal on all ranks: asked once for each block and run of sizes."""
+"""Checks whether the saved tensors of a block are equal on all ranks, once per block and sequence of sizes."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from graphckpt.stores.base import Group
-    from graphckpt.stores.partition.ranks import Ranks
+    from graphckpt.stores.partition.ranks import RankGroup
 
-_CHUNK = 1 << 18  # words of 8 bytes that are looked at in one go, so that a checksum takes some MiB beside the tensor
-_PROBED = 256  # words that are looked at in each call: the ranks of data parallelism differ in nearly all
+_CHUNK = 1 << 18  # words of 8 bytes per iteration, so that a checksum takes a few MiB besides the tensor
+_PROBED = 256  # words compared in each call: data-parallel ranks differ in nearly all of them
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 over the golden ratio, as a signed word: multiplying by it spreads bits
-_FIX = "fix: give all ranks the same policies, and let them run the same blocks with the same shapes in the same order"
+_FIX = "fix: use the same policies on all ranks, and run the same blocks with the same shapes in the same order"
 
 
 @final
-class Replicas:
-    """What is known of the tensors that are kept: equal on all ranks, or not.
+class ReplicaCheck:
+    """Remembers which saved tensors are equal on all ranks.
 
     Args:
-        ranks: Those that must agree.
-        policy: Says how the tensors are kept; must be the same on all ranks.
+        ranks: The ranks to compare.
+        policy: How the tensors are stored; must be the same on all ranks.
     """
 
-    def __init__(self, ranks: Ranks, policy: str) -> None:
+    def __init__(self, ranks: RankGroup, policy: str) -> None:
         self._ranks = ranks
         self._policy = policy
         self._known: dict[int, bool] = {}
         self._warned: set[str] = set()
 
     def known(self, key: int) -> bool | None:
-        """Returns whether tensors of this key are equal on all ranks; ``None`` if that was not asked yet."""
+        """Returns whether tensors of this key are equal on all ranks; ``None`` if that was not checked yet."""
         return self._known.get(key)
 
-    def ask(self, keys: Sequence[int], pieces: Sequence[torch.Tensor], group: Group) -> list[bool]:
-        """Asks all ranks and returns for each piece, of flat bytes, whether it is equal on all of them.
+    def check(self, keys: Sequence[int], pieces: Sequence[torch.Tensor], group: Group) -> list[bool]:
+        """Compares all ranks and returns for each piece, of flat bytes, whether it is equal on all of them.
 
         Raises:
-            StoreError: The ranks are not at the same block, with the same sizes and policy, or one is gone or late.
+            StoreError: The ranks run different blocks, sizes or policies, or one is gone or late.
         """
         if pieces[0].is_cuda and torch.cuda.is_current_stream_capturing():
             raise StoreError(
-                f"{group.block}: partition: new shapes come up while a CUDA graph is captured, and the ranks cannot be"
-                " asked for theirs · fix: run one step with these shapes before"
+                f"{group.block}: partition: expected shapes seen before the capture, got new ones, which ranks cannot"
+                " compare in it · fix: run one step with these shapes first"
             )
         checksums: list[int] = torch.stack([checksum(piece) for piece in pieces]).tolist()
         mine = {
@@ -64,20 +64,20 @@ class Replicas:
         equal = [len(set(sums)) == 1 for sums in zip(*(answer["checksums"] for answer in answers), strict=True)]
         self._known.update(zip(keys, equal, strict=True))
         if not all(equal):
-            self._tell(group, equal.count(False), len(equal))
+            self._warn(group, equal.count(False), len(equal))
         return equal
 
     def _compare(self, answers: Sequence[dict[str, Any]], block: str) -> None:
         first, members = answers[0], self._ranks.members
-        for what, meaning in (("block", "run the block"), ("policy", "keep tensors"), ("sizes", "keep bytes")):
+        for what, meaning in (("block", "block"), ("policy", "store"), ("sizes", "sizes in bytes")):
             for member, answer in zip(members, answers, strict=True):
                 if answer[what] != first[what]:
                     raise StoreError(
-                        f"{block}: partition: the ranks do not agree: rank {members[0]} would {meaning}"
-                        f" {first[what]!r}, rank {member} {answer[what]!r} · {_FIX}"
+                        f"{block}: partition: expected the same {meaning} on all ranks, got {first[what]!r} on rank"
+                        f" {members[0]} and {answer[what]!r} on rank {member} · {_FIX}"
                     )
 
-    def _tell(self, group: Group, num_differ: int, num_all: int) -> None:
+    def _warn(self, group: Group, num_differ: int, num_all: int) -> None:
         text = "its tensors" if num_differ == num_all else f"{num_differ} of its {num_all} tensors"
         verb = "differs" if num_differ == 1 < num_all else "differ"
         text = f"{text} {verb} between ranks: already sharded, left whole"
@@ -88,7 +88,7 @@ class Replicas:
 
 
 def checksum(data: torch.Tensor) -> torch.Tensor:
-    """Returns an ``int64`` that depends on every bit of ``data``, flat bytes, and on where it stands; no host sync.
+    """Returns an ``int64`` that depends on every bit of ``data``, flat bytes, and on its position; no host sync.
 
     >>> one = torch.arange(32, dtype=torch.uint8)
     >>> bool(checksum(one) == checksum(one.clone())), bool(checksum(one) == checksum(one.flip(0)))
@@ -100,7 +100,7 @@ def checksum(data: torch.Tensor) -> torch.Tensor:
     keys = torch.arange(1, min(num_words, _CHUNK) + 8, device=data.device).mul_(_ODD)
     for chunk in (*words.split(_CHUNK), tail):
         mixed = chunk + keys[: chunk.numel()]
-        for shift in (29, 32):  # multiplying carries a bit up, shifting brings it down: all bits depend on all
+        for shift in (29, 32):  # multiplying carries bits up, shifting carries them down: all bits depend on all
             mixed *= _ODD
             mixed ^= mixed >> shift
         total = total * _ODD + mixed.sum()

@@ -7,12 +7,12 @@ from typing import final
 
 from graphckpt.offsets import Lifetime, aligned, plan_offsets
 
-_MOST_PLANS = 32  # as many shapes of a step are remembered
+_MOST_PLANS = 32  # steps of that many shapes are remembered
 
 
 @final
 class Ranges:
-    """Ranges of integers that do not overlap, in order. All calls but ``gap`` find their place by bisection.
+    """Ranges of integers that do not overlap, in order. All methods but ``gap`` use bisection.
 
     >>> ranges = Ranges()
     >>> ranges.add(0, 10), ranges.add(20, 30), ranges.add(5, 15)
@@ -24,7 +24,7 @@ class Ranges:
     __slots__ = ("_ranges",)
 
     def __init__(self) -> None:
-        self._ranges: list[tuple[int, int]] = []  # one list, so that an interrupt finds it before or after a change
+        self._ranges: list[tuple[int, int]] = []  # one list, so that an interrupt comes before or after a change
 
     def add(self, begin: int, end: int) -> bool:
         """Adds a range. Returns whether it was free."""
@@ -41,7 +41,7 @@ class Ranges:
         del self._ranges[bisect_left(self._ranges, (begin, end))]
 
     def gap(self, size: int) -> int:
-        """Returns where the first gap of ``size`` begins; it may be behind all ranges."""
+        """Returns where the first gap of ``size`` begins; it may be after all ranges."""
         begin = 0
         for low, high in self._ranges:
             if low - begin >= size:
@@ -52,10 +52,10 @@ class Ranges:
 
 @final
 class SlabPlan:
-    """Gives out the places of a slab: put number i of a step lies where the plan from an earlier step has it.
+    """Assigns offsets in a slab: allocation number i of a step gets the offset that an earlier step's plan gives it.
 
-    A step that puts other sizes than any before, or frees in an order that the plan does not allow, gets ``None`` for
-    what does not fit; it is planned when it is over.
+    A step that allocates other sizes than any before, or frees in an order that the plan does not allow, gets ``None``
+    for what does not fit; it is planned when it is over.
 
     >>> slab = SlabPlan()
     >>> slab.put(100), slab.put(300)
@@ -71,23 +71,23 @@ class SlabPlan:
     def __init__(self) -> None:
         self.num_bytes = 0
         """Size of the slab that all plans fit in."""
-        self._plans: list[tuple[list[int], list[int]]] = []  # sizes and offsets of the puts of a step
+        self._plans: list[tuple[list[int], list[int]]] = []  # sizes and offsets of the allocations of a step
         self._candidates: list[tuple[list[int], list[int]]] = []
         self._is_off_plan = False
-        self._first = 0  # number of the first put of this step
+        self._first = 0  # number of the first allocation of this step
         self._moment = 0
-        self._begins: list[tuple[int, int]] = []  # bytes and moment of each put of this step
+        self._begins: list[tuple[int, int]] = []  # bytes and moment of each allocation of this step
         self._ends: dict[int, int] = {}
-        self._alive: dict[int, tuple[int, int]] = {}  # the ranges of the slab that are in use, by put
+        self._alive: dict[int, tuple[int, int]] = {}  # the ranges of the slab in use, by allocation
         self._in_use = Ranges()
 
     @property
     def in_use(self) -> list[int]:
-        """The numbers of the puts whose ranges are in use."""
+        """The numbers of the allocations whose ranges are in use."""
         return list(self._alive)
 
     def begin_step(self) -> bool:
-        """A new step begins. Returns whether the slab must be made anew, as it is too small for the last one."""
+        """Begins a new step. Returns whether the slab must be reallocated, as it is too small for the last one."""
         grows = False
         if self._is_off_plan:
             last = self._moment
@@ -108,18 +108,18 @@ class SlabPlan:
         self._begins = []
         self._ends.clear()
         if grows:
-            self._alive.clear()  # what is still in use lies in the old slab
-        self._in_use = Ranges()  # anew, as an interrupt may have left a range in it
+            self._alive.clear()  # what is still in use is in the old slab
+        self._in_use = Ranges()  # rebuilt, as an interrupt may have left a range in it
         for begin, end in self._alive.values():
             self._in_use.add(begin, end)
         return grows
 
     def put(self, num_bytes: int, slab_bytes: int | None = None) -> tuple[int, int | None]:
-        """Returns the number of this put, and its offset in the slab, if it has a place there.
+        """Returns the number of this allocation, and its offset in the slab, if it fits.
 
         Args:
-            num_bytes: What is put.
-            slab_bytes: The size of the slab, if that may be smaller than the plans need.
+            num_bytes: Size of the allocation.
+            slab_bytes: Size of the slab, if that may be smaller than the plans need.
         """
         position = len(self._begins)
         number = self._first + position
@@ -130,7 +130,7 @@ class SlabPlan:
             begin = self._candidates[0][1][position]
             end = begin + aligned(num_bytes)
             if slab_bytes is not None and end > slab_bytes:
-                return number, None  # that is no fault of the plan
+                return number, None  # the plan is still valid
             if self._in_use.add(begin, end):
                 self._alive[number] = begin, end
                 return number, begin
@@ -138,7 +138,7 @@ class SlabPlan:
         return number, None
 
     def put_in_gap(self, number: int, num_bytes: int, slab_bytes: int) -> int | None:
-        """Returns an offset for put ``number``, which no plan has a place for; ``None`` if no gap is big enough."""
+        """Returns an offset for allocation ``number``, which is in no plan; ``None`` if no gap is large enough."""
         size = aligned(num_bytes)
         if size > slab_bytes:
             return None
@@ -150,12 +150,12 @@ class SlabPlan:
         return begin
 
     def is_extra(self, num_bytes: int) -> bool:
-        """Whether the puts of this step so far are those of a plan that has no put of this size from here on."""
+        """Whether this step follows a plan so far that has no allocation of this size from here on."""
         position = len(self._begins)
         return bool(position and self._candidates) and all(num_bytes not in p[0][position:] for p in self._candidates)
 
     def free(self, number: int) -> None:
-        """The range of put ``number`` is no longer in use."""
+        """Frees the range of allocation ``number``."""
         found = self._alive.pop(number, None)
         if found is not None:
             self._in_use.remove(*found)
