@@ -94,8 +94,7 @@ def parse_offload(value: Any) -> Offload | None:
         known = sorted({*offload_targets(), *(point.name for point in entry_points(group=ENTRY_POINTS))})
         names = ", ".join(map(repr, known))
         raise ConfigError(
-            f"expected the name of an offload target, got {value!r}{did_you_mean(word, known)} · "
-            f"fix: use one of {names}, or False"
+            f"expected an offload target, got {value!r}{did_you_mean(word, known)} · fix: use one of {names}, or False"
         )
     return target.parse(argument) if colon else target()
 

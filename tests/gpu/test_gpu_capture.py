@@ -473,7 +473,11 @@ HAZARDS: dict[str, tuple[type[nn.Module], SetUp, str]] = {
     "tensor of the host": (FromHost, POLICIES["none"], AT),
     "synchronize": (Waits, POLICIES["none"], AT),
     "draws on the host": (DrawsOnHost, POLICIES["none"], r"draws random numbers with torch on the CPU.* · fix: "),
-    "disk": (Block, on_blocks(offload="disk", min_elements=1), r"cannot go to disk in a CUDA graph.* · fix: "),
+    "disk": (
+        Block,
+        on_blocks(offload="disk", min_elements=1),
+        r"cannot be offloaded to disk in a CUDA graph.* · fix: ",
+    ),
 }
 
 

@@ -255,7 +255,7 @@ def test_blocks_that_are_no_mapping_are_one_error(text: str, message: str) -> No
 
 def test_wrong_keys_fail_before_training() -> None:
     with pytest.raises(
-        ConfigError, match=r"^GraphckptCallback\.offload: expected the name of an offload target, got 'gpu' · .*fix: "
+        ConfigError, match=r"^GraphckptCallback\.offload: expected an offload target, got 'gpu' · .*fix: "
     ):
         GraphckptCallback(offload="gpu")
     with pytest.raises(ConfigError, match=r"^GraphckptCallback\.blocks\['h'\]\.tiles: "):
