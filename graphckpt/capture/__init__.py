@@ -1,4 +1,4 @@
-"""Runs a step as one recording of its device work: what is recorded once is replayed in every later call."""
+"""Captures the device work of a step once, and replays it in every later call."""
 
 from graphckpt.capture.backend import Capture, CaptureBackend
 from graphckpt.capture.choose import backend_for

@@ -1,7 +1,7 @@
-"""Keeps Transformers' models on the attention kernel of the plain step while they are recorded.
+"""Keeps Transformers' models on the attention kernel of the eager step during a capture.
 
-Their mask code asks whether a stream is being captured, for it may not look at a tensor then: it makes a full mask
-where the plain step has found that none is needed, and a mask rules the flash kernel out.
+Their mask code checks whether a stream is being captured, because it must not read a tensor then: it makes a full mask
+where the eager step finds that none is needed, and a mask rules out the flash kernel.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 _MODULE = "transformers.masking_utils"
 _PACKED = "find_packed_sequence_indices"  # None: every row is one sequence
-_TRACING = "is_tracing"  # of a tensor: whether its values may not be looked at
+_TRACING = "is_tracing"  # of a tensor: whether its values must not be read
 _PADDED = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")  # True: the mask is all ones
 _NOTE = (
-    "Transformers makes the attention mask in every recorded step, as it cannot look whether it is all ones "
+    "Transformers makes the attention mask in every captured step, as it cannot check whether it is all ones "
     "(fix: pass no attention_mask for batches without padding)"
 )
 
 
 @final
 class AttentionMasks:
-    """What the mask code has found in the steps before a recording."""
+    """The decisions of the mask code in the steps before a capture."""
 
     def __init__(self) -> None:
         self._is_packed: list[bool] = []
@@ -35,12 +35,12 @@ class AttentionMasks:
 
     @property
     def note(self) -> str | None:
-        """What the recording does unlike the plain step, if anything."""
+        """How the capture differs from the eager step, if it does."""
         return _NOTE if self._skips_padding else None
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Around a step before the recording."""
+    def observing(self) -> Iterator[None]:
+        """Observes a step before the capture."""
 
         def packed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             found = original(*args, **kwargs)
@@ -57,18 +57,18 @@ class AttentionMasks:
             yield
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Around the recording. Where no step before it had several sequences in a row, the device checks the rest."""
+    def capturing(self) -> Iterator[None]:
+        """Repeats the decisions in the capture. If no step before had packed sequences, the device checks for them."""
 
         def packed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             found = original(*args, **kwargs)
             if found is not None:
-                message = "position_ids hold several sequences in a row, unlike those of the steps before the recording"
+                message = "position_ids contain packed sequences, unlike those of the steps before the capture"
                 assert_on_device((found[:, -1] == 0).all(), message)
             return None
 
         def tracing(original: Callable[..., Any], tensor: Any = None) -> Any:
-            return tensor is not None and original(tensor)  # before Transformers 5.23 also of a mask that is not there
+            return tensor is not None and original(tensor)  # before Transformers 5.23 also for a missing mask
 
         finds_none = bool(self._is_packed) and not any(self._is_packed)
         with _instead(tracing, _TRACING), _instead(packed, *[_PACKED] if finds_none else []):
@@ -77,7 +77,7 @@ class AttentionMasks:
 
 @contextmanager
 def _instead(function: Callable[..., Any], *names: str) -> Iterator[None]:
-    """Puts ``function`` in the place of the named ones, which it gets as its first argument."""
+    """Replaces the named functions by ``function``, which gets the original as its first argument."""
     module = sys.modules.get(_MODULE)
     found = {name: getattr(module, name) for name in names if hasattr(module, name)}
 

@@ -1,4 +1,4 @@
-"""What it takes to record a step: a small interface, so that all but the device's calls is tested without a device."""
+"""The interface of capture backends; everything above it is tested without a device."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ if TYPE_CHECKING:
 
 
 class Capture(ABC):
-    """The device work of one step, and what the step returned: tensors whose memory each replay writes anew."""
+    """The captured device work of one step, and its output: tensors that each replay overwrites."""
 
     output: Any
 
     @abstractmethod
     def replay(self) -> None:
-        """Does the work again, on the present stream, at the same addresses. No Python of the step runs."""
+        """Runs the work again, on the current stream, at the same addresses. No Python of the step runs."""
 
     @abstractmethod
     def release(self) -> None:
-        """Gives the memory of the recording back."""
+        """Releases the memory of the capture."""
 
 
 class CaptureBackend(ABC):
-    """Records steps on one kind of device."""
+    """Captures steps on one kind of device."""
 
     name: str
-    """Its word for ``config.capture`` and in messages."""
+    """The word for ``config.capture`` and in messages."""
     device: torch.device | None = None
-    """Where the work of a recording is done. What lies elsewhere is read once, by Python; ``None``: nothing does."""
+    """The device of the captured work. Tensors elsewhere are read once, at capture; ``None``: there are none."""
 
     @abstractmethod
-    def warming(self) -> AbstractContextManager[None]:
-        """Returns a context for the steps before a recording, which run as they are, where it will be recorded."""
+    def warmup(self) -> AbstractContextManager[None]:
+        """Returns a context for the eager steps before a capture, such as the stream of the capture."""
 
     @abstractmethod
-    def record(self, step: Callable[[], Any]) -> Capture:
-        """Records ``step``. It changes nothing on the device: the work is done by the first replay.
+    def capture(self, step: Callable[[], Any]) -> Capture:
+        """Captures ``step``. It changes nothing on the device: the first replay runs the work.
 
         Raises:
-            Exception: Whatever ``step`` raises, or the device of something that cannot be recorded. Nothing is left.
+            Exception: Any error of ``step``, or of the device for work that cannot be captured. Nothing is left behind.
         """
 
     def pool_bytes(self) -> int | None:
-        """Returns the bytes that recordings hold on the device, or ``None`` if they have no memory of their own."""
+        """Returns the bytes that captures hold on the device, or ``None`` if they have no memory of their own."""
         return None
 
 
 CHOICES = ("auto", "cuda_graph", "eager")
-"""The words that ``config.capture`` knows."""
+"""The values of ``config.capture``."""

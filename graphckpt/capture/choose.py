@@ -14,24 +14,22 @@ if TYPE_CHECKING:
 
 
 def backend_for(capture: Any, devices: Sequence[torch.device]) -> CaptureBackend | None:
-    """Returns the runner that ``config.capture`` means for modules on ``devices``; ``None`` runs every step as it is.
+    """Returns the backend that ``config.capture`` means for modules on ``devices``; ``None`` runs every step eagerly.
 
     Raises:
-        ConfigError: ``"cuda_graph"`` is asked for where the modules are on no CUDA device, or on several: a graph is
-            recorded on one.
+        ConfigError: ``"cuda_graph"`` is requested, but the modules are not on exactly one CUDA device.
     """
     if isinstance(capture, CaptureBackend):
         return capture
     if capture == "eager":
         return None
     if len(devices) == 1 and devices[0].type == "cuda":
-        from graphckpt.capture.cuda_graph import CudaGraphBackend  # noqa: PLC0415  # only where there is CUDA
+        from graphckpt.capture.cuda_graph import CudaGraphBackend  # noqa: PLC0415  # only with CUDA
 
         return CudaGraphBackend(devices[0])
     if capture == "cuda_graph":
         raise ConfigError(
-            "Graph.config.capture: 'cuda_graph' needs modules on one CUDA device, and they are on "
-            f"{', '.join(str(device) for device in devices) or 'none'} · "
-            "fix: move them, or use 'auto'"
+            "Graph.config.capture: 'cuda_graph' expected modules on one CUDA device, got "
+            f"{', '.join(str(device) for device in devices) or 'none'} · fix: move them, or use 'auto'"
         )
     return None

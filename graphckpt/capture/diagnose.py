@@ -1,4 +1,4 @@
-"""Says in one line why a step could not be recorded: which block, which source line, and what to write instead."""
+"""Explains in one line why a step cannot be captured: which block, which source line, and the fix."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from graphckpt.undo import ABSENT, CONTAINERS, differs, fill
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-# Words in the device's messages, and what they mean for the step. The first that is found counts.
+# Words in the device's messages, and what they mean for the step. The first match counts.
 _FIXES = (
-    (("pinned", "Cannot copy between CPU and CUDA"), "it copies between host and device", "pass tensors of the device"),
+    (("pinned", "Cannot copy between CPU and CUDA"), "it copies between host and device", "pass tensors on the device"),
     (
         ("_local_scalar_dense", ".item", "nonzero", "data-dependent", "masked_select", "unique"),
-        "it needs a value of the device on the host",
-        "keep it there (torch.where for an if, fixed shapes for a mask), or take it after the call",
+        "it reads a device value on the host",
+        "keep it on the device (torch.where for an if, fixed shapes for a mask), or read it after the call",
     ),
     (
         ("legacy stream", "uncaptured work"),
-        "autograd waits for a stream of before the recording",
-        "let go of losses from before the Graph's first call; DistributedDataParallel needs torch 2.13 or newer",
+        "autograd waits for a stream from before the capture",
+        "drop losses from before the Graph's first call; DistributedDataParallel needs torch 2.13 or newer",
     ),
     (
         ("not permitted when stream is capturing", "StreamCapture", "stream is capturing", "captures_underway"),
-        "it waits for the device, or allocates what a graph cannot",
-        "leave out .item(), .cpu(), synchronize(), queries of events and indexing by lists",
+        "it waits for the device, or allocates memory that a graph cannot",
+        "avoid .item(), .cpu(), synchronize(), event queries and indexing with lists",
     ),
-    (("generator", "philox", "RNG"), "it uses a random generator of its own", "draw from the default generator"),
+    (("generator", "philox", "RNG"), "it uses its own random generator", "use the default generator"),
 )
 _OURS = Path(__file__).parents[1]
 _TORCH = Path(torch.__file__).parent
@@ -43,9 +43,9 @@ _TORCH = Path(torch.__file__).parent
 
 @final
 class ModuleAttributes:
-    """What hangs on modules when a recording begins: a step that hangs up something else would do so once only.
+    """Module attributes at the start of a capture. A step that sets others would do so once, not on every replay.
 
-    So would one that edits a tensor which lies elsewhere than on the ``device`` of the recording.
+    The same holds for a step that edits a tensor on another device than the ``device`` of the capture.
     """
 
     def __init__(self, roots: Sequence[tuple[str, nn.Module]], device: torch.device | None) -> None:
@@ -60,7 +60,7 @@ class ModuleAttributes:
                     self._elsewhere.append((f"{path}.{key}", value, value._version, value.detach().clone()))
 
     def changed(self) -> str | None:
-        """Returns the path of what is not as it was, or ``None``."""
+        """Returns the path of an attribute that has changed, or ``None``."""
         for path, fields, before, containers in self._held:
             for key in dict.fromkeys([*before, *fields]):
                 same = fields.get(key, ABSENT) is before.get(key, ABSENT)
@@ -68,8 +68,8 @@ class ModuleAttributes:
                     return f"{path}.{key}"
         return next((name for name, tensor, version, _ in self._elsewhere if tensor._version != version), None)
 
-    def put_back(self) -> None:
-        """Hangs up what was there."""
+    def restore(self) -> None:
+        """Restores all attributes."""
         for _, fields, before, containers in self._held:
             for key in [key for key in fields if key not in before]:
                 del fields[key]
@@ -93,7 +93,7 @@ def _modules(roots: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.M
 
 
 def capture_failure(error: BaseException, roots: Sequence[tuple[str, nn.Module]]) -> str:
-    """Returns what stopped the recording, where, and the fix."""
+    """Returns what stopped the capture, where, and the fix."""
     said = str(error).strip().split("\n", 1)[0]
     where = " · ".join(_places(error, roots))
     if isinstance(error, GraphckptError):
@@ -105,7 +105,7 @@ def capture_failure(error: BaseException, roots: Sequence[tuple[str, nn.Module]]
 
 
 def _places(error: BaseException, roots: Sequence[tuple[str, nn.Module]]) -> Iterator[str]:
-    """Yields the innermost block and the innermost line of the user's own code on the way to the error."""
+    """Yields the innermost block and the innermost line of user code in the traceback."""
     names = {id(module): path for path, module in _modules(roots)}
     block, line = None, None
     for frame, number in traceback.walk_tb(error.__traceback__):

@@ -1,4 +1,4 @@
-"""Learning rates as tensors, so that a replay reads what a scheduler or the user has set since."""
+"""Learning rates as device tensors, so that a replay reads the value that a scheduler or the user has set."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 
 def is_capturable(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step of ``optimizer`` reads nothing on the host: its groups are marked capturable, or fused."""
+    """Whether a step of ``optimizer`` reads no values on the host: its groups are marked capturable or fused."""
     groups = optimizer.param_groups
-    return bool(groups) and all(_is_capturable(group) for group in groups)
+    return bool(groups) and all(_is_group_capturable(group) for group in groups)
 
 
-def _is_capturable(group: dict[str, Any]) -> bool:
+def _is_group_capturable(group: dict[str, Any]) -> bool:
     on_cuda = any(parameter.is_cuda for parameter in group["params"])
     if on_cuda and "capturable" in group:
         return bool(group["capturable"])
@@ -25,14 +25,14 @@ def _is_capturable(group: dict[str, Any]) -> bool:
 
 @final
 class LearningRates:
-    """The learning rates of some optimizers, each in a tensor of its own that stays for good."""
+    """The learning rates of some optimizers, each in its own tensor, which is never replaced."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
         self._tensors: dict[tuple[int, int], torch.Tensor] = {}
 
-    def put_in_force(self) -> None:
-        """Writes what the groups say now into the tensors, and puts those in the groups."""
+    def update_tensors(self) -> None:
+        """Writes the current values of the groups into the tensors, and puts the tensors into the groups."""
         for number, optimizer in enumerate(self._optimizers):
             for position, group in enumerate(optimizer.param_groups):
                 if "lr" not in group:
@@ -47,8 +47,8 @@ class LearningRates:
                 group["lr"] = tensor
 
 
-def other_settings(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[Hashable, ...]:
-    """Returns all that param groups say beside parameters and learning rates: a recording has it built in."""
+def constant_settings(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[Hashable, ...]:
+    """Returns all settings of param groups but parameters and learning rates: they are baked into a capture."""
     return tuple(
         (key, _value(value))
         for optimizer in optimizers

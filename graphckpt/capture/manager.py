@@ -1,4 +1,4 @@
-"""Decides for each call of a step whether it runs as it is, is recorded, or replays a recording."""
+"""Decides for each call of a step whether it runs eagerly, is captured, or replays a capture."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from graphckpt.capture.backend import Capture, CaptureBackend
 
 
-_FEW_REPLAYS = 3  # a capture takes the time of some ten steps: one with fewer replays was not worth it
+_FEW_REPLAYS = 3  # a capture takes the time of about ten steps: with fewer replays it was not worth it
 _MOST_WASTED = 3  # captures in a row
 
 
 class Program(ABC):
-    """A step, as far as a recording must know it: its device work apart from what Python does in every call."""
+    """A step as a capture needs it: its device work, apart from what Python does in every call."""
 
     name: str
     """The Graph's name, for messages."""
@@ -41,54 +41,54 @@ class Program(ABC):
 
     @abstractmethod
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Runs the whole step as it is."""
+        """Runs the whole step eagerly."""
 
     @abstractmethod
-    def before(self) -> None:
-        """Does what Python does before the device work of every call: what users changed since is put in force."""
+    def pre_replay(self) -> None:
+        """Runs the Python part before the device work of every call: applies what users changed since."""
 
     @abstractmethod
-    def work(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Does the device work. Returns the output, and what :meth:`after` needs of this recording."""
+    def body(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Runs the device work. Returns the output, and what :meth:`post_replay` needs of this capture."""
 
     @abstractmethod
-    def after(self, kept: Any) -> None:
-        """Does what Python does after it: schedules, counts, optimizers that cannot be recorded."""
+    def post_replay(self, kept: Any) -> None:
+        """Runs the Python part after it: schedulers, counters, optimizers that cannot be captured."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """Drops what half a step has left behind, so that the next one begins as if that had never been."""
+        """Discards an incomplete step, so that the next one starts from the state before it."""
 
     @abstractmethod
-    def held(self) -> tuple[Hashable, Hashable, Any]:
-        """Returns what the device work depends on beside its inputs.
+    def fingerprint(self) -> tuple[Hashable, Hashable, Any]:
+        """Returns what the device work depends on besides its inputs.
 
-        First the modes, each of which has to be warmed up; then what a recording has built in, such as the addresses of
-        parameters; then the objects whose identity is a part of that.
+        First the modes, each of which needs its own warm-up; then what is baked into a capture, such as the addresses
+        of parameters; then the objects whose identity is part of that.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class _CachedCapture:
-    recording: Capture
+    capture: Capture
     inputs: StaticInputs
     held: Any
 
 
 @dataclass(slots=True)
 class _CallKind:
-    """Calls whose inputs are of one kind, in one set of modes."""
+    """Calls with the same kind of inputs, in the same modes."""
 
     num_calls: int = 0
     num_captures: int = 0
     num_replays: int = 0
     """Since the last capture."""
     num_wasted: int = 0
-    """Captures in a row, up to the last, that were replayed too few times before the next one was needed."""
+    """Captures in a row, up to the last, with too few replays before the next one was needed."""
     masks: AttentionMasks = field(default_factory=AttentionMasks)
 
     def count_capture(self) -> bool:
-        """Counts a capture that is needed now. Returns whether to make it: the ones before were worth it."""
+        """Counts a capture that is needed now. Returns whether to make it, which depends on those before."""
         is_wasted = self.num_captures > 0 and self.num_replays < _FEW_REPLAYS
         self.num_wasted = self.num_wasted + 1 if is_wasted else 0
         self.num_captures += 1
@@ -97,33 +97,33 @@ class _CallKind:
 
     @property
     def is_eager(self) -> bool:
-        """Whether it is captured no more."""
+        """Whether these calls are not captured any more."""
         return self.num_wasted >= _MOST_WASTED
 
 
 @final
 class CaptureManager:
-    """The recordings of one Graph.
+    """The captures of one Graph.
 
-    The first calls of each kind are real steps that run as they are; the call after them is recorded and replayed. No
-    step runs twice or is thrown away.
+    The first calls of each kind are warm-up: real steps that run eagerly. The next call is captured and replayed. No
+    step runs twice, and none is discarded.
 
     Args:
         program: The step.
-        runner: What records.
-        num_warm_up: Calls of each kind before the recording.
-        max_captures: Recordings that are kept; the one unused for longest goes first.
-        must_capture: Whether a step that cannot be recorded is an error; else it goes on as it is, with one warning.
+        backend: Captures the step.
+        num_warm_up: Calls of each kind before the capture.
+        max_captures: Captures that are held; the least recently used one is released first.
+        must_capture: Whether a step that cannot be captured is an error; else it runs eagerly, with one warning.
     """
 
     def __init__(
-        self, program: Program, runner: CaptureBackend, *, num_warm_up: int, max_captures: int, must_capture: bool
+        self, program: Program, backend: CaptureBackend, *, num_warm_up: int, max_captures: int, must_capture: bool
     ) -> None:
-        self.runner = runner
+        self.backend = backend
         self.num_captured = 0
         self.num_replays = 0
         self.reason: str | None = None
-        """Why nothing is recorded any more."""
+        """Why no calls are captured any more."""
         self._program = program
         self._num_warm_up = num_warm_up
         self._max_captures = max_captures
@@ -133,37 +133,37 @@ class CaptureManager:
         self._has_warned = False
 
     @property
-    def num_recordings(self) -> int:
-        """How many recordings are kept now."""
+    def num_held(self) -> int:
+        """Number of captures that are held now."""
         return len(self._entries)
 
     @property
     def notes(self) -> list[str]:
-        """What recordings do unlike the plain step, each once."""
+        """How captures differ from the eager step, each difference once."""
         kinds = self._kinds.values()
         notes = list(dict.fromkeys(kind.masks.note for kind in kinds if kind.masks.note is not None))
         num_eager = sum(kind.is_eager for kind in kinds)
         if num_eager:
-            notes.append(f"{num_eager} of {len(kinds)} kinds of calls run without capture, which was needed too often")
+            notes.append(f"{num_eager} of {len(kinds)} kinds of calls run without capture: captured too often")
         return notes
 
     def call(self, args: Sequence[Any], kwargs: dict[str, Any], *, must_run: bool = False) -> tuple[Any, bool]:
-        """Runs one step. Returns its output, and whether that lies in memory of its own, as after a replay.
+        """Runs one step. Returns its output, and whether that has its own memory, as after a replay.
 
         Args:
             args: Positional arguments of the step.
             kwargs: Its keyword arguments.
-            must_run: Whether Python must run, since someone watches; the call then counts as one before the recording.
+            must_run: Whether Python must run, because the step is recorded; the call then counts as a warm-up.
         """
         program = self._program
         if self.reason is not None:
             return program.run(args, kwargs), False
-        program.before()
-        inputs, cannot = input_key(args, kwargs, self.runner.device)
+        program.pre_replay()
+        inputs, cannot = input_key(args, kwargs, self.backend.device)
         if cannot is not None:
             self._give_up(cannot, None)
             return program.run(args, kwargs), False
-        modes, identity, held = program.held()
+        modes, identity, held = program.fingerprint()
         key = inputs, modes, identity
         entry = self._entries.get(key)
         kind = self._kinds.setdefault((inputs, modes), _CallKind())
@@ -177,93 +177,91 @@ class CaptureManager:
             self._stop_capturing(inputs, modes)
             runs_eager = True
         if runs_eager:
-            with kind.masks.watching(), self.runner.warming():
+            with kind.masks.observing(), self.backend.warmup():
                 output = program.run(args, kwargs)
             return output, False
-        entry = self._try_to_record(args, kwargs, kind, held)
+        entry = self._try_capture(args, kwargs, kind, held)
         if entry is None:
             return program.run(args, kwargs), False
         self._entries[key] = entry
         while len(self._entries) > self._max_captures:
             _, oldest = self._entries.popitem(last=False)
-            oldest.recording.release()
+            oldest.capture.release()
         return self._replay(entry, kind), True
 
     def until_replayed(self, call: Callable[[], Any]) -> None:
-        """Calls until the step is replayed, or cannot be."""
+        """Repeats ``call`` until the step is replayed, or cannot be captured."""
         replays = self.num_replays
         for _ in range(self._num_warm_up + 1):
             if self.num_replays == replays and self.reason is None:
                 call()
 
     def release(self) -> None:
-        """Gives the memory of all recordings back; later calls warm up anew."""
+        """Releases all captures; later calls start with the warm-up again."""
         for entry in self._entries.values():
-            entry.recording.release()
+            entry.capture.release()
         self._entries.clear()
         self._kinds.clear()
 
-    def _try_to_record(
+    def _try_capture(
         self, args: Sequence[Any], kwargs: dict[str, Any], kind: _CallKind, held: Any
     ) -> _CachedCapture | None:
-        """Returns ``None`` if it cannot be done; all that the attempt held is free then, the error included."""
+        """Returns ``None`` if it fails; all that the attempt held is freed, including the error."""
         random_state = torch.get_rng_state()
         try:
-            with kind.masks.recording():
-                return self._record(args, kwargs, held)
-        except Exception as error:  # whatever the step or the device says
+            with kind.masks.capturing():
+                return self._capture(args, kwargs, held)
+        except Exception as error:  # any error of the step or the device
             torch.set_rng_state(random_state)
             self._program.abandon()
             self._give_up(capture_failure(error, self._program.roots()), error)
         gc.collect()  # the error's frames held the step's tensors
         return None
 
-    def _record(self, args: Sequence[Any], kwargs: dict[str, Any], held: Any) -> _CachedCapture:
+    def _capture(self, args: Sequence[Any], kwargs: dict[str, Any], held: Any) -> _CachedCapture:
         inputs = StaticInputs(args, kwargs)
-        attributes = ModuleAttributes(self._program.roots(), self.runner.device)
+        attributes = ModuleAttributes(self._program.roots(), self.backend.device)
         try:
-            recording = self.runner.record(lambda: _cut_off(*self._program.work(inputs.args, inputs.kwargs)))
+            capture = self.backend.capture(lambda: _detach(*self._program.body(inputs.args, inputs.kwargs)))
         except BaseException:
-            attributes.put_back()
+            attributes.restore()
             raise
         changed = attributes.changed()
         if changed is not None:
-            recording.release()
-            attributes.put_back()
+            capture.release()
+            attributes.restore()
             raise GraphError(
-                f"{changed}: forward changes it, which no replay would do · fix: a buffer that forward edits in place"
+                f"{changed}: forward changes it, which a replay would not · fix: use a buffer, edited in place"
             )
         self.num_captured += 1
-        return _CachedCapture(
-            recording, inputs, (held, attributes)
-        )  # tensors that hang on modules must stay where they are
+        return _CachedCapture(capture, inputs, (held, attributes))
 
     def _replay(self, entry: _CachedCapture, kind: _CallKind) -> Any:
-        entry.recording.replay()
+        entry.capture.replay()
         self.num_replays += 1
         kind.num_replays += 1
-        output, kept = entry.recording.output
+        output, kept = entry.capture.output
         leaves, spec = flatten_value(output)
         fresh = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self._program.after(kept)
+        self._program.post_replay(kept)
         return build_value(spec, fresh)
 
     def _stop_capturing(self, inputs: Hashable, modes: Hashable) -> None:
-        """Lets calls of one kind run without capture, since capturing them again and again takes longer."""
+        """Runs calls of one kind without capture from now on, since capturing them repeatedly takes longer."""
         own = [key for key in self._entries if key[:2] == (inputs, modes)]
         for key in own:
-            self._entries.pop(key).recording.release()
+            self._entries.pop(key).capture.release()
         if own:
-            why = "what is built into a capture changes between calls, such as an optimizer's betas or momentum"
-            fix = "keep it fixed (cycle_momentum=False for OneCycleLR and CyclicLR)"
+            why = "settings baked into a capture change between calls, such as an optimizer's betas or momentum"
+            fix = "keep them fixed (cycle_momentum=False for OneCycleLR and CyclicLR)"
         else:
-            why = f"more than max_captures={self._max_captures} kinds of inputs take turns"
+            why = f"more than max_captures={self._max_captures} kinds of inputs alternate"
             fix = "pad batches to fewer shapes, or set a larger config.max_captures"
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"{self._program.name}: the step was captured {_MOST_WASTED} times in a row for fewer than "
-                f"{_FEW_REPLAYS} replays: {why} · such calls run without capture · fix: {fix}",
+                f"{_FEW_REPLAYS} replays: {why}; such calls run without capture · fix: {fix}",
                 stacklevel=5,
             )
 
@@ -273,10 +271,10 @@ class CaptureManager:
             raise GraphError(text) from error
         self.release()
         self.reason = why
-        warnings.warn(f"{text} · it goes on without capture", stacklevel=6)
+        warnings.warn(f"{text} · the step runs without capture", stacklevel=6)
 
 
-def _cut_off(output: Any, kept: Any) -> tuple[Any, Any]:
-    """Cuts outputs off from the graph of autograd, which would live as long as the recording."""
+def _detach(output: Any, kept: Any) -> tuple[Any, Any]:
+    """Detaches outputs from the autograd graph, which would live as long as the capture."""
     leaves, spec = flatten_value(output)
     return build_value(spec, [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves]), kept

@@ -1,4 +1,4 @@
-"""Joins equal numbered layers into one row, for print. Rows in, rows out; knows no table."""
+"""Groups equal numbered layers into one row, for printing. Rows in, rows out; knows no table."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import replace
 
 from graphckpt.ledger.record import Row
 
-_MAX_PERIOD = 32  # rows; a layer with more policies inside than this is printed unfolded
+_MAX_PERIOD = 32  # rows; a layer with more policies inside is printed ungrouped
 
 
-def fold(rows: Sequence[Row]) -> Iterator[Row]:
-    """Joins neighbouring layers that differ in their number and their times only into one row of sums.
+def group_rows(rows: Sequence[Row]) -> Iterator[Row]:
+    """Groups consecutive layers that differ only in their number and times into one row of sums.
 
     Works on whole periods too: ``h.0, h.0.attn, h.1, h.1.attn`` becomes ``h.0-1 (2x), h.0-1.attn (2x)``.
 
     >>> row = Row(block="h.0", rule="full", bytes_before=8, bytes_after=2, runs=1, reruns=1)
-    >>> [(r.block, r.bytes_before) for r in fold([replace(row, block=f"h.{i}") for i in range(12)])]
+    >>> [(r.block, r.bytes_before) for r in group_rows([replace(row, block=f"h.{i}") for i in range(12)])]
     [('h.0-11 (12x)', 96)]
     """
     start = 0
@@ -28,7 +28,7 @@ def fold(rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def _best_period(rows: Sequence[Row], start: int) -> tuple[int, int]:
-    """Returns the period and the number of repeats at ``start`` that take the most rows out of print.
+    """Returns the period and the number of repeats at ``start`` that remove the most rows.
 
     ::
 
@@ -64,7 +64,7 @@ def _number_step(first: str, later: str) -> tuple[int, int] | None:
 
 
 def _repeats(rows: Sequence[Row], start: int, period: int, times: int, step: tuple[int, int]) -> bool:
-    """Tells whether the period at ``start`` comes again ``times`` periods later, ``times`` steps up."""
+    """Whether the period at ``start`` repeats ``times`` periods later, ``times`` steps up."""
     later = start + times * period
     if later + period > len(rows):
         return False
@@ -86,7 +86,7 @@ def _join(rows: Sequence[Row]) -> Row:
     if count == 1:
         return first
     step = _number_step(first.block, rows[1].block)
-    assert step is not None, "fold joins only rows that _repeats() let through"
+    assert step is not None, "group_rows joins only rows that _repeats() let through"
     at, grown = step
     parts, last = first.block.split("."), rows[-1].block.split(".")
     middle = "-" if grown == 1 else f",{rows[1].block.split('.')[at]},..," if count > 2 else ","
@@ -108,7 +108,7 @@ def _join(rows: Sequence[Row]) -> Row:
 
 
 def total_seconds(values: Iterable[float | None]) -> float | None:
-    """Sums what is known; ``None`` if nothing is.
+    """Returns the sum of known values; ``None`` if there are none.
 
     >>> total_seconds([1.0, None, 2.0]), total_seconds([None])
     (3.0, None)

@@ -1,4 +1,4 @@
-"""Counts the bytes of all tensor storages that are alive, op by op. Knows no block, rule or store."""
+"""Counts the bytes of all living tensor storages, op by op. Knows no block, rule or store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from graphckpt.ledger.record import Event
 
 
 class _Alive(weakref.ref[torch.UntypedStorage]):
-    """A weak reference to one counted storage. Its callback gets it back, with what is to be subtracted."""
+    """A weak reference to one counted storage. Its callback receives it, with the bytes to subtract."""
 
     __slots__ = ("key", "num_bytes")
 
@@ -25,20 +25,20 @@ class _Alive(weakref.ref[torch.UntypedStorage]):
 
 
 # Note [One storage, one object]
-# PyTorch hands out the same Python object for a storage as long as the storage lives, whoever holds it: a
-# tensor, a view, or only the autograd graph. So its id() names it, and a weak reference to it dies in the
-# moment in which the memory is freed, never later (both tested). To look one up takes 50 ns.
+# PyTorch returns the same Python object for a storage as long as the storage lives, whether a tensor, a view or only
+# the autograd graph holds it. So its id() identifies it, and a weak reference to it dies at the moment the memory is
+# freed, never later (both tested). A look-up takes 50 ns.
 
 
 class LiveBytes(TorchDispatchMode):
-    """Sums the bytes of the tensor storages alive while it is entered, and records when they came and went.
+    """Sums the bytes of living tensor storages while it is active, and records when they are allocated and freed.
 
     A storage counts once, however many tensors view it, from the first op that takes or returns it until it
     is freed, also during backward. Tensors that exist before, such as parameters and optimizer state, count
-    from the first op that touches them, or at once by :meth:`track`. Not seen is memory that a kernel takes
-    and gives back within one op, and what is not a tensor. Meta tensors hold no memory and count nothing.
+    from the first op that uses them, or at once by :meth:`track`. Memory that a kernel allocates and frees
+    within one op is not counted, nor is memory of other objects. Meta tensors hold no memory and are not counted.
 
-    Whoever runs the step sets :attr:`block` and :attr:`phase`; each change is recorded with both.
+    The caller sets :attr:`block` and :attr:`phase`; each change is recorded with both.
 
     Args:
         device: count only storages on this kind of device, such as ``"cuda"``; ``None`` counts all of them.
@@ -56,11 +56,11 @@ class LiveBytes(TorchDispatchMode):
     supports_higher_order_operators = True
 
     block: str
-    """The block that runs now; ``""`` outside of every block."""
+    """The running block; ``""`` outside of every block."""
     phase: str
     """``"forward"``, ``"backward"``, ``"recompute"`` or ``"optimizer"``."""
     live_bytes: int
-    """Bytes of the counted storages that are alive now."""
+    """Bytes of the counted storages that are alive."""
     peak_bytes: int
     """The largest value of :attr:`live_bytes` so far."""
 
@@ -81,16 +81,16 @@ class LiveBytes(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Returns True: a compiled block stays compiled, and only what it takes and returns is counted."""
+        """Returns True: compiled blocks stay compiled, and only their inputs and outputs are counted."""
         return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # the guard would cost 1 us an op and load the compiler; compiled code never comes here
+        return False  # the guard would cost 1 us per op and load the compiler; compiled code never gets here
 
     @property
     def timeline(self) -> list[Event]:
-        """The level after each change, oldest first; built anew at each access."""
+        """The level after each change, oldest first; built at each access."""
         return [Event(*change) for change in self._changes or ()]
 
     def __enter__(self) -> Self:
@@ -110,10 +110,10 @@ class LiveBytes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Runs one op and counts the storages that it takes and returns."""
+        """Runs one op and counts the storages of its inputs and outputs."""
         for kind in types:
             if hasattr(kind, "__tensor_flatten__"):
-                return NotImplemented  # a DTensor unwraps first; its op comes again with what is inside
+                return NotImplemented  # a DTensor unwraps first; its op is dispatched again with the inner tensors
         self._see_all(args)
         if kwargs:
             self._see_all(kwargs.values())
@@ -125,7 +125,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def track(self, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Counts tensors that exist already: parameters, optimizer state, inputs. ``None`` is skipped."""
+        """Counts existing tensors: parameters, optimizer state, inputs. ``None`` is skipped."""
         for tensor in tensors:
             if tensor is None:
                 continue
@@ -135,7 +135,7 @@ class LiveBytes(TorchDispatchMode):
                 self._see(tensor)
 
     def track_as_old(self, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Counts tensors that are found late but were alive all the while: every level so far rises by their bytes."""
+        """Counts tensors that were alive all the time: every level so far is raised by their bytes."""
         before, changes, self._changes = self.live_bytes, self._changes, None
         peak = self.peak_bytes
         self.track(tensors)
@@ -177,7 +177,7 @@ class LiveBytes(TorchDispatchMode):
         return self._device is None or kind == self._device
 
     def _subtract(self, alive: weakref.ref[torch.UntypedStorage]) -> None:
-        """Takes a freed storage off the sum. Runs wherever the last holder lets go, in any thread."""
+        """Subtracts a freed storage. Runs where the last reference is dropped, in any thread."""
         assert isinstance(alive, _Alive)
         del self._alive[alive.key]
         self._change(-alive.num_bytes, alive.key)
@@ -189,7 +189,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _change(self, num_bytes: int, key: int) -> None:
         """Adds to the sum. No lock: CPython switches threads and collects at calls, not within ``+=``."""
-        del key  # of the storage: for subclasses
+        del key  # identifies the storage, for subclasses
         if num_bytes == 0:
             return
         self.live_bytes += num_bytes
@@ -200,7 +200,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields the tensors inside of a wrapper such as a DTensor, or of a sparse tensor; wrappers may list others too."""
+    """Yields the tensors inside of a wrapper such as a DTensor, or of a sparse tensor."""
     if tensor.layout is torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

@@ -1,4 +1,4 @@
-"""Draws the live bytes of one step as a PNG or SVG. Knows the record only.
+"""Plots the live bytes of one step as PNG or SVG. Knows the record only.
 
 Matplotlib takes half a second to import, so only a call of :func:`draw` does.
 """
@@ -18,7 +18,7 @@ from graphckpt.ledger.plot_style import INK, figure_of, file_of, legend, unit_of
 from graphckpt.ledger.record import Event, Explanation
 from graphckpt.units import format_bytes
 
-_MAX_STEPS = 3000  # points on the curve; the picture is 1650 pixels wide
+_MAX_STEPS = 3000  # points on the curve; the plot is 1650 pixels wide
 _UNKNOWN_PHASE = "#98a1ae"
 _PHASES = {"forward": "#7fa7d6", "recompute": "#f2a65a", "backward": "#86bf86", "optimizer": "#b49ad0"}
 
@@ -26,25 +26,25 @@ _Steps = list[tuple[int, Event]]  # Legend: where on the x axis the level begins
 
 
 def draw(explanation: Explanation, path: str | Path) -> Path:
-    """Draws how many bytes were alive after each tensor of the step came or went.
+    """Plots the live bytes after each allocation and free of the step.
 
-    The area has the colour of the block that was running; layers of one stack have shades of one colour.
-    The strip on top says what the step was doing. The same record gives the same file.
+    The area has the colour of the running block; layers of one stack have shades of one colour.
+    The strip on top shows the phase. The same record gives the same file.
 
     Args:
         explanation: a record with a timeline.
-        path: the file to write, or to replace; its suffix, ``.png`` or ``.svg``, says as what.
+        path: the file to write; its suffix is ``.png`` or ``.svg``.
 
     Returns:
         The path written.
 
     Raises:
-        ConfigError: the suffix is another one, the folder does not exist, or the record has no timeline.
+        ConfigError: the suffix is another, the folder does not exist, or the record has no timeline.
     """
     target = file_of(path)
     if not explanation.timeline:
         record = f"the record of {explanation.title!r}"
-        raise ConfigError(f"{target}: {record} has no timeline to draw · fix: record the step with one")
+        raise ConfigError(f"{target}: expected a timeline, {record} has none · fix: record the step with one")
     steps = thin(explanation.timeline, _MAX_STEPS)
     end = len(explanation.timeline)
     with figure_of(target) as figure:
@@ -52,14 +52,14 @@ def draw(explanation: Explanation, path: str | Path) -> Path:
         _draw_phases(strip, steps, end)
         _draw_levels(axes, steps, end)
         _mark_peak(axes, steps, end)
-        axes.set_xlabel(f"tensors coming and going, in order ({end:,} events)", color=INK)
+        axes.set_xlabel(f"tensors allocated and freed, in order ({end:,} events)", color=INK)
         strip.set_title(explanation.title, loc="left", fontsize=11.5, fontweight="bold", pad=8)
         strip.set_title(_kept(explanation), loc="right", fontsize=9, pad=8)
     return target
 
 
 def thin(events: Sequence[Event], limit: int) -> _Steps:
-    """Returns at most ``limit`` steps: of each few neighbours the highest, so that no peak is lost.
+    """Returns at most ``limit`` steps: the highest of consecutive ones, so that no peak is lost.
 
     >>> steps = thin([Event(level, "", "forward") for level in (1, 5, 2, 3)], limit=2)
     >>> [(at, event.live_bytes) for at, event in steps]
@@ -74,7 +74,7 @@ def _level(event: Event) -> int:
 
 
 def _runs(steps: _Steps, end: int, name: str) -> Iterator[tuple[str, int, _Steps]]:
-    """Cuts the steps where ``name`` (``"block"``, ``"phase"``) changes: its value, its end, its steps."""
+    """Splits the steps where ``name`` (``"block"``, ``"phase"``) changes: its value, its end, its steps."""
     runs = [(value, list(run)) for value, run in groupby(steps, key=lambda step: str(getattr(step[1], name)))]
     ends = [run[0][0] for _, run in runs[1:]] + [end]
     for (value, run), stop in zip(runs, ends, strict=True):
@@ -90,7 +90,7 @@ def _draw_phases(strip: Any, steps: _Steps, end: int) -> None:
         strip.axvspan(run[0][0], stop, color=seen[phase], linewidth=0)
     strip.set_axis_off()
     handles = [Patch(color=colour, label=phase) for phase, colour in seen.items()]
-    legend(strip, handles, "phase", anchor=1.0, is_in_layout=False)  # lies over the free corner below
+    legend(strip, handles, "phase", anchor=1.0, is_in_layout=False)  # covers the free corner below
 
 
 def _draw_levels(axes: Any, steps: _Steps, end: int) -> None:

@@ -1,4 +1,4 @@
-"""What all pictures have in common: which files they can be, their colour of ink, their legends and units.
+"""The style of all plots: file types, colours, legends and units.
 
 Matplotlib takes half a second to import, so only :func:`figure_of` does.
 """
@@ -20,13 +20,13 @@ _SUFFIXES = (".png", ".svg")
 _SETTINGS: dict[str, Any] = {
     "font.size": 9,
     "text.color": INK,
-    "text.parse_math": False,  # a name with dollars in it is a name
-    "svg.hashsalt": "graphckpt",  # otherwise each file has other ids
+    "text.parse_math": False,  # names may contain dollar signs
+    "svg.hashsalt": "graphckpt",  # otherwise each file has different ids
 }
 
 
 def file_of(path: str | Path) -> Path:
-    """Returns the file that a picture may be written to, or replace.
+    """Returns the file that a plot is written to.
 
     Raises:
         ConfigError: its suffix is neither ``.png`` nor ``.svg``, or its folder does not exist.
@@ -34,15 +34,15 @@ def file_of(path: str | Path) -> Path:
     target = Path(path)
     suffix = target.suffix.lower()
     if suffix not in _SUFFIXES:
-        raise ConfigError(f"{target}: no picture ends in {suffix!r} · fix: end it in '.png' or '.svg'")
+        raise ConfigError(f"{target}: expected a file ending in '.png' or '.svg', got {suffix!r} · fix: rename it")
     if not target.parent.is_dir():
-        raise ConfigError(f"{target}: there is no folder {str(target.parent)!r} · fix: create it first")
+        raise ConfigError(f"{target}: expected an existing folder, got {str(target.parent)!r} · fix: create it first")
     return target
 
 
 @contextmanager
 def figure_of(target: Path, *, inches: tuple[float, float] = (11, 4.8)) -> Iterator[Any]:
-    """Hands out a figure to draw on, and writes it in the end. The same drawing gives the same file."""
+    """Yields a figure to draw on, and writes it at the end. The same plot gives the same file."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -54,7 +54,7 @@ def figure_of(target: Path, *, inches: tuple[float, float] = (11, 4.8)) -> Itera
 
 
 def legend(axes: Any, handles: Sequence[Any], title: str, anchor: float, is_in_layout: bool) -> None:
-    """Puts a legend to the right of ``axes``, its top at ``anchor`` of their height."""
+    """Places a legend to the right of ``axes``, its top at ``anchor`` of their height."""
     box = axes.legend(
         handles=handles,
         title=title,

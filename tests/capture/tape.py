@@ -67,11 +67,11 @@ class TapeRunner(CaptureBackend):
         self.released = 0
 
     @contextmanager
-    def warming(self) -> Iterator[None]:
+    def warmup(self) -> Iterator[None]:
         self.num_warm += 1
         yield
 
-    def record(self, step: Callable[[], Any]) -> Capture:
+    def capture(self, step: Callable[[], Any]) -> Capture:
         tape = Tape()
         random_state = torch.get_rng_state()
         with taped_random_state(tape), seen_by_transformers(), tape:

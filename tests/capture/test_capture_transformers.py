@@ -78,7 +78,7 @@ def test_captured_is_eager(architecture: Architecture, rule: Any, masks: list[bo
     ours, graph = run(architecture, TapeRunner(), rule=rule)
     assert same(ours, plain)
     assert masks == 4 * of_a_step, "three steps and the recording"
-    assert graph.explain(show=False).capture == "tape, 1 recording, 3 replays"
+    assert graph.explain(show=False).capture == "tape, 1 capture, 3 replays"
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -143,11 +143,11 @@ def test_several_sequences_in_a_row_after_the_recording_are_seen() -> None:
     more = {"use_cache": False, "position_ids": one}
     _, graph = run(llama, TapeRunner(), rule=None, more=more)
     packed = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5]] * 2)
-    with pytest.raises(RuntimeError, match="position_ids hold several sequences in a row"):
+    with pytest.raises(RuntimeError, match="position_ids contain packed sequences"):
         graph(inputs_of(llama, {**more, "position_ids": packed}))
 
 
 def test_explain_says_where_a_mask_is_made() -> None:
     bert = next(a for a in MODELS if a.name == "bert")
     _, graph = run(bert, TapeRunner(), rule=None, more={"attention_mask": torch.ones(2, 12, dtype=torch.long)})
-    assert "makes the attention mask in every recorded step" in graph.explain(show=False).capture
+    assert "makes the attention mask in every captured step" in graph.explain(show=False).capture

@@ -315,7 +315,7 @@ def test_a_deleted_graph_gives_its_memory_back() -> None:
         graph = Train(model := model_of(), fused(model))
         for x in batches(6, rows=4096):
             graph(x)
-        assert captures(graph).runner.pool_bytes() > 0
+        assert captures(graph).backend.pool_bytes() > 0
 
     def held() -> tuple[int, int]:
         gc.collect()
