@@ -52,7 +52,7 @@ def test_slabs_hold_what_is_kept_within_the_budget():
         step()
         assert peak(model, step) <= found.budget_bytes
         (store,) = {id(w.placement.store): w.placement.store for w in handle._wrappers}.values()
-        (place,) = store._opened_places()
+        (place,) = store._open_stores()
         assert place.slab_bytes > 0
 
 
