@@ -88,7 +88,7 @@ def measure(
             now = device.allocated()
             row["static_bytes"] = now - before if now is not None and before is not None else None
         else:
-            runner = graph._step.recorded.captures.runner if device.kind == "cuda" else None
+            runner = graph._step.recorded.captures.backend if device.kind == "cuda" else None
             row["pool_bytes"] = None if runner is None else runner.pool_bytes()
             row["capture"] = graph.explain(show=False).capture
         del graph

@@ -29,7 +29,7 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 from transformers.utils import logging
 
 import graphckpt
-from graphckpt.ledger.live import LiveBytes
+from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.rules import Segments, Selective, Tiles
 from graphckpt.rules.selective import PRESETS
 

@@ -32,7 +32,7 @@ from report import header, table, write
 from torch import Tensor, nn
 
 import graphckpt
-from graphckpt.ledger.live import LiveBytes
+from graphckpt.ledger.live_memory import LiveBytes
 
 # Legend: T tokens, D width
 

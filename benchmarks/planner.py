@@ -44,7 +44,7 @@ from transformers import (
 from transformers.utils import logging
 
 import graphckpt
-from graphckpt.ledger.live import LiveBytes
+from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning import PlanError
 from graphckpt.planning.compiled import compiled as compiled_layers
 from graphckpt.planning.compiled import compiling

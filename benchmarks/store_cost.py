@@ -22,8 +22,10 @@ import torch
 from report import header, spread, table, write
 from torch.autograd.graph import save_on_cpu
 
-from graphckpt.stores import Group, Host, Placement, Store
-from graphckpt.stores.copies import Copies, HostBuffer, Mark
+from graphckpt.stores import Group, Store
+from graphckpt.stores.host.copy_engine import CopyEngine, CopyEvent, HostBuffer
+from graphckpt.stores.host.host import HostStore
+from graphckpt.stores.tensor_store import TensorStore
 
 COUNTS = (50, 200, 800)
 A_BLOCK = 10  # tensors
@@ -31,39 +33,39 @@ GOAL = 40e-6  # seconds a tensor, at most, for 800 of them
 PEER = "save_on_cpu(pin_memory=True)"
 
 
-class CopiesNow(Copies):
-    """Copies at once, or not at all; what is left is the library's own work."""
+class CopiesNow(CopyEngine):
+    """CopyEngine at once, or not at all; what is left is the library's own work."""
 
     def __init__(self, *, copies: bool) -> None:
         self._copies = copies
-        self._mark = Mark()
+        self._mark = CopyEvent()
 
     def buffer(self, num_bytes: int) -> HostBuffer:
         return HostBuffer(torch.empty(num_bytes, dtype=torch.uint8), lambda: None)
 
-    def out(self, device_flat: torch.Tensor, host_flat: torch.Tensor, traffic: Any = None) -> Mark:
+    def offload(self, device_flat: torch.Tensor, host_flat: torch.Tensor, traffic: Any = None) -> CopyEvent:
         if self._copies:
             host_flat.copy_(device_flat)
         return self._mark
 
-    def back(self, host_flat: torch.Tensor, device_flat: torch.Tensor, traffic: Any = None) -> Mark:
+    def reload(self, host_flat: torch.Tensor, device_flat: torch.Tensor, traffic: Any = None) -> CopyEvent:
         if self._copies:
             device_flat.copy_(host_flat)
         return self._mark
 
-    def join(self, mark: Mark) -> None:
+    def wait(self, event: CopyEvent) -> None:
         pass
 
-    def is_home(self, mark: Mark) -> bool:
+    def is_on_current_stream(self, event: CopyEvent) -> bool:
         return True
 
     def is_capturing(self) -> bool:
         return False
 
-    def read_clocks(self) -> None:
+    def collect_times(self) -> None:
         pass
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         pass
 
 
@@ -100,9 +102,9 @@ def through_store(store: Store, tensors: list[torch.Tensor], own: list[torch.nn.
     began = process_time()
     blocks = []
     while tensors:
-        group = store.open(Group(f"layers.{len(blocks)}", lambda: own, print))
+        group = store.open_group(Group(f"layers.{len(blocks)}", lambda: own, print))
         keys = [store.put(tensors.pop(), group) for _ in range(min(A_BLOCK, len(tensors)))]
-        store.seal(group)
+        store.close_group(group)
         blocks.append(keys)
     seconds = process_time() - began
 
@@ -138,7 +140,8 @@ def variants() -> dict[str, Callable[[list[torch.Tensor]], float]]:
     own = [torch.nn.Parameter(torch.zeros(4)) for _ in range(12)]
 
     def offload(*, copies: bool) -> Callable[[list[torch.Tensor]], float]:
-        store = Placement(offload=Host(copies=CopiesNow(copies=copies)), min_elements=1).store
+        place = HostStore(torch.device("cpu"), CopiesNow(copies=copies), None)
+        store = TensorStore("cpu", lambda *_: place, min_elements=1)
         return lambda tensors: through_store(store, tensors, own)
 
     def hooks(*, pin_memory: bool) -> Callable[[list[torch.Tensor]], float]:

@@ -175,11 +175,11 @@ def main() -> None:
 
 def disk_speed(folder: str) -> tuple[float, float]:
     """Returns GB/s of writing and reading 512 MiB as the disk store does."""
-    from graphckpt.stores.disk_file import UnlinkedFile  # noqa: PLC0415 - only here
-    from graphckpt.stores.disk_lane import CHUNK, HostLane  # noqa: PLC0415
+    from graphckpt.stores.disk.file import UnlinkedFile  # noqa: PLC0415 - only here
+    from graphckpt.stores.disk.transfer import CHUNK, HostTransfer  # noqa: PLC0415
 
     file = UnlinkedFile(folder)
-    lane = HostLane(file)
+    lane = HostTransfer(file)
     data = torch.ones(512 * 2**20, dtype=torch.uint8)
     begin = perf_counter()
     for _ in lane.save(data, 0, None):

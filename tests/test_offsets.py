@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphckpt.offsets import ALIGN, Lifetime, aligned, lower_bound, plan_offsets
-from graphckpt.stores.slab import SlabPlan
+from graphckpt.stores.slab.slab_plan import SlabPlan
 
 SIZES = st.integers(1, 5000)
 

@@ -70,7 +70,7 @@ def _rows(
         yield Row(
             block=name or title,
             rule=_rule(wrapper),
-            place=wrapper.context.store.place if wrapper is not None else "device",
+            place=wrapper.context.store.label if wrapper is not None else "device",
             bytes_before=kept.bytes_before[name],
             bytes_after=kept.bytes_after[name] + moved.bytes_at["device"],
             bytes_host=moved.bytes_at["host"],

@@ -15,8 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from graphckpt._compat import is_transformed
 from graphckpt.blocks.explain import explain_step
 from graphckpt.errors import GraphError
-from graphckpt.ledger.live import LiveBytes
-from graphckpt.ledger.picture import draw
+from graphckpt.ledger.live_memory import LiveBytes
+from graphckpt.ledger.plot import draw
 from graphckpt.ledger.recorder import Recorder
 from graphckpt.ledger.table import print_table
 from graphckpt.tree import flatten_call

@@ -1,6 +1,7 @@
-"""Runs a step as one recording of its device work: what is recorded once is replayed in every later call."""
+"""Captures the device work of a step once, and replays it in every later call."""
 
-from graphckpt.capture.captures import Captures, Program
-from graphckpt.capture.runner import Recording, Runner, runner_for
+from graphckpt.capture.backend import Capture, CaptureBackend
+from graphckpt.capture.choose import backend_for
+from graphckpt.capture.manager import CaptureManager, Program
 
-__all__ = ["Captures", "Program", "Recording", "Runner", "runner_for"]
+__all__ = ["Capture", "CaptureBackend", "CaptureManager", "Program", "backend_for"]

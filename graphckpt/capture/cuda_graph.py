@@ -1,4 +1,4 @@
-"""Records steps as CUDA graphs. The only file of the capture that calls CUDA."""
+"""Captures steps as CUDA graphs. The only module of this package that calls CUDA."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from graphckpt._compat import abandon_capture, clear_cublas_workspaces, override_stale_capture_stream
+from graphckpt.capture.backend import Capture, CaptureBackend
 from graphckpt.capture.host_random import HostRandom
-from graphckpt.capture.runner import Recording, Runner
 from graphckpt.errors import GraphError
 from graphckpt.stores.streams import streams_of
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 # Note [A pool lives as long as a graph in it]
-# Graphs share a memory pool by its handle. Once the last of them is gone, the allocator takes the pool apart, and
-# refuses to record into what is left of it. So a recording that finds no other one alive begins a new pool. So does one
-# after a failed capture: up to torch 2.12 the allocator of pinned memory takes that one to be under way for good, and
-# refuses its pool ("already recording to mempool_id").
+# Graphs share a memory pool by its handle. Once the last of them is gone, the allocator destroys the pool and refuses
+# to capture into it. So a capture that finds no other one alive starts a new pool. So does one after a failed capture:
+# up to torch 2.12 the allocator of pinned memory treats the failed one as pending for good, and refuses its pool
+# ("already recording to mempool_id").
 
 # Note [Every capture has cuBLAS workspaces of its own]
 # cuBLAS keeps a workspace for each thread and stream, and its address is part of a captured graph. Captures share one
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 @final
-class CudaGraphs(Runner):
-    """One CUDA graph for each recording; they share a memory pool.
+class CudaGraphBackend(CaptureBackend):
+    """One CUDA graph per capture; they share a memory pool.
 
     Args:
         device: The device of the modules.
@@ -47,58 +47,58 @@ class CudaGraphs(Runner):
         self.device = device
         self._stream = streams_of(device).capture
         self._pool = torch.cuda.graph_pool_handle()
-        self._recordings: weakref.WeakSet[_CudaGraph] = weakref.WeakSet()
+        self._captures: weakref.WeakSet[_CapturedCudaGraph] = weakref.WeakSet()
 
     @contextmanager
-    def warming(self) -> Iterator[None]:
-        """Runs on the stream of the recording: autograd's nodes remember the stream that they were made on."""
-        present = torch.cuda.current_stream(self.device)
-        self._stream.wait_stream(present)
+    def warmup(self) -> Iterator[None]:
+        """Runs on the stream of the capture: autograd nodes remember the stream they were created on."""
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
         try:
             with torch.cuda.stream(self._stream):
                 yield
         finally:
-            present.wait_stream(self._stream)
+            current.wait_stream(self._stream)
 
     def pool_bytes(self) -> int:
-        """Returns the bytes of the segments of the recordings' pools."""
-        pools = {tuple(recording.pool) for recording in self._recordings if recording.is_alive}
+        """Returns the bytes of the segments of the captures' pools."""
+        pools = {tuple(capture.pool) for capture in self._captures if capture.is_alive}
         segments = torch.cuda.memory_snapshot()
         return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) in pools)
 
-    def record(self, step: Callable[[], Any]) -> Recording:
-        """Records ``step`` as one graph."""
+    def capture(self, step: Callable[[], Any]) -> Capture:
+        """Captures ``step`` as one graph."""
         if torch.cuda.is_current_stream_capturing():
-            raise GraphError("it is called inside of another capture · fix: config.capture = 'eager'")
-        if not any(recording.is_alive for recording in self._recordings):
+            raise GraphError("it is called inside another capture · fix: config.capture = 'eager'")
+        if not any(capture.is_alive for capture in self._captures):
             self._pool = torch.cuda.graph_pool_handle()  # see Note [A pool lives as long as a graph in it]
         graph = torch.cuda.CUDAGraph()
         host_random = HostRandom()
-        gc.collect()  # what is freed while a graph is recorded may belong to another one
+        gc.collect()  # memory freed during a capture may belong to another one
         was_collecting = gc.isenabled()
         gc.disable()
         torch.cuda.synchronize(self.device)
         clear_cublas_workspaces()  # see Note [Every capture has cuBLAS workspaces of its own]
-        torch.cuda.empty_cache()  # the recording has a pool of its own, and the steps before it had all the rest
-        torch.clear_autocast_cache()  # weights that were cast outside of the recording would be cast no more
+        torch.cuda.empty_cache()  # the capture has its own pool; cached memory of earlier steps is released for it
+        torch.clear_autocast_cache()  # weights cast outside of the capture would not be cast in it
         try:
-            output = self._capture(graph, step)
+            output = self._run_capture(graph, step)
             host_random.check()
         except BaseException:
             graph.reset()
             self._pool = torch.cuda.graph_pool_handle()  # see Note [A pool lives as long as a graph in it]
-            host_random.put_back()
+            host_random.restore()
             raise
         finally:
             torch.clear_autocast_cache()
             if was_collecting:
                 gc.enable()
-        recording = _CudaGraph(graph, self._pool, output)
-        self._recordings.add(recording)
-        return recording
+        capture = _CapturedCudaGraph(graph, self._pool, output)
+        self._captures.add(capture)
+        return capture
 
-    def _capture(self, graph: torch.cuda.CUDAGraph, step: Callable[[], Any]) -> Any:
-        # Not by `torch.cuda.graph`: when a capture has failed, its exit raises anew, which hides the first error and
+    def _run_capture(self, graph: torch.cuda.CUDAGraph, step: Callable[[], Any]) -> Any:
+        # Not `torch.cuda.graph`: when a capture has failed, its exit raises again, which hides the first error and
         # leaves the thread on the stream of the capture.
         with override_stale_capture_stream(), torch.cuda.stream(self._stream):
             has_begun = False
@@ -116,7 +116,7 @@ class CudaGraphs(Runner):
 
 
 @final
-class _CudaGraph(Recording):
+class _CapturedCudaGraph(Capture):
     def __init__(self, graph: torch.cuda.CUDAGraph, pool: tuple[int, int], output: Any) -> None:
         self.output = output
         self.pool = pool

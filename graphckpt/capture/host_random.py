@@ -1,4 +1,4 @@
-"""Random numbers that Python draws while a step is recorded: every replay would use the same ones again."""
+"""Detects random numbers drawn on the host during a capture, which every replay would repeat."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graphckpt.errors import GraphError
 
 @final
 class HostRandom:
-    """The random state of the host when a recording begins."""
+    """The random state of the host at the start of a capture."""
 
     def __init__(self) -> None:
         self._torch = torch.get_rng_state()
@@ -21,10 +21,10 @@ class HostRandom:
         self._numpy: Any = np.random.get_state()  # noqa: NPY002 - the state that libraries draw from
 
     def check(self) -> None:
-        """Sees that nothing was drawn since.
+        """Checks that nothing was drawn since.
 
         Raises:
-            GraphError: Something was, as layers that are dropped at random draw it.
+            GraphError: Something was, for example by LayerDrop.
         """
         drawn = []
         if not torch.equal(torch.get_rng_state(), self._torch):
@@ -37,11 +37,11 @@ class HostRandom:
         if drawn:
             raise GraphError(
                 f"the step draws random numbers with {' and '.join(drawn)}, which every replay would repeat · "
-                "fix: draw them on the device, switch off what drops whole layers, or config.capture = 'eager'"
+                "fix: draw them on the device, disable LayerDrop, or config.capture = 'eager'"
             )
 
-    def put_back(self) -> None:
-        """Makes the state what it was."""
+    def restore(self) -> None:
+        """Restores the state."""
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
         np.random.set_state(self._numpy)  # noqa: NPY002

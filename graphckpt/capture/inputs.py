@@ -1,4 +1,4 @@
-"""The arguments of a recorded step: where a replay reads them, and which arguments a recording is for."""
+"""The arguments of a captured step: the buffers that replays read, and the key of a capture."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
 
-_FIX = "fix: pass tensors without gradient, numbers and text"
+_FIX = "fix: pass tensors without gradient, numbers and strings"
 
 
 def input_key(args: Sequence[Any], kwargs: dict[str, Any], device: torch.device | None) -> tuple[Hashable, str | None]:
-    """Returns what a recording is for: shapes, strides, dtypes and devices of tensors, and every other value.
+    """Returns the key of a capture: shapes, strides, dtypes and devices of tensors, and all other values.
 
-    The second value is the reason, if these arguments cannot be recorded on ``device``.
+    The second value is the reason if these arguments cannot be captured on ``device``.
     """
     leaves, shape = flatten_call(args, kwargs)
     key: list[Hashable] = [shape.num_args, shape.keywords, repr(shape.spec)]
@@ -26,26 +26,26 @@ def input_key(args: Sequence[Any], kwargs: dict[str, Any], device: torch.device 
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             if leaf.requires_grad:
-                return None, f"input {position} requires a gradient, which would go to a copy of it · {_FIX}"
+                return None, f"input {position} requires a gradient, which a replay would give to a copy of it · {_FIX}"
             if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided:
                 return None, f"input {position} is a {type(leaf).__name__} of layout {leaf.layout} · {_FIX}"
-            if device is not None and leaf.device.type != device.type:  # a number on the host ends up in the recording
+            if device is not None and leaf.device.type != device.type:  # its value would be baked in
                 return None, f"input {position} is on {leaf.device} · fix: pass tensors on {device}"
             first = seen.setdefault(id(leaf), position)
             key.append((first, leaf.shape, leaf.stride(), leaf.dtype, leaf.device))
         elif type(leaf) in ATOMS:
             key.append((type(leaf), leaf))
         else:
-            return None, f"input {position} is a {type(leaf).__name__}, whose value may change unseen · {_FIX}"
+            return None, f"input {position} is a {type(leaf).__name__}, whose value may change unnoticed · {_FIX}"
     return tuple(key), None
 
 
 @final
 class StaticInputs:
-    """Buffers that hold the arguments of a recorded step.
+    """Buffers that hold the arguments of a captured step.
 
     Args:
-        args: Positional arguments of the call that is recorded.
+        args: Positional arguments of the call that is captured.
         kwargs: Its keyword arguments.
     """
 
@@ -58,10 +58,10 @@ class StaticInputs:
         static = [buffers[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._buffers = [leaf if isinstance(leaf, torch.Tensor) else None for leaf in static]
         self.args, self.kwargs = shape.assemble(static)
-        """What the recorded step is called with."""
+        """The arguments of the captured step."""
 
     def load(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Copies the arguments of this call to where a replay reads them."""
+        """Copies the arguments of this call into the buffers."""
         leaves, _ = flatten_call(args, kwargs)
         for buffer, leaf in zip(self._buffers, leaves, strict=True):
             if buffer is not None:
@@ -69,7 +69,7 @@ class StaticInputs:
 
 
 def _buffer(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns memory for a tensor, laid out like it; an expanded one, whose elements share memory, laid out densely."""
+    """Returns a buffer with the layout of ``tensor``; contiguous if it is expanded, as its elements share memory."""
     if 0 in tensor.stride() and tensor.numel() > 1:
         return tensor.detach().contiguous().clone()
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -28,6 +28,7 @@ from graphckpt.planning.planner import Planner
 from graphckpt.planning.planners import Planners
 from graphckpt.planning.pretend import FakeStep
 from graphckpt.planning.run import Blocks
+from graphckpt.stores import parse_offload
 from graphckpt.train.blocks import head_of, units
 from graphckpt.train.graphs import sum_of_losses
 from graphckpt.train.report import Report
@@ -74,8 +75,9 @@ def planner_from(
         considered = options(offload)
         rates = None
         if any(option.is_far for option in considered):
-            disk = str(offload).startswith("disk")
-            out, back = (target.disk_write, target.disk_read) if disk else (target.copy_out, target.copy_in)
+            offload_target = parse_offload(offload)
+            assert offload_target is not None
+            out, back = offload_target.rates(target)
             rates = Rates(out, back) if out > 0 and back > 0 else None
             if rates is None:
                 considered = options()

@@ -9,8 +9,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from graphckpt._compat import silence_capturable
-from graphckpt.capture import Captures, Program, runner_for
-from graphckpt.capture.rates import LearningRates, can_be_recorded, other_settings
+from graphckpt.capture import CaptureManager, Program, backend_for
+from graphckpt.capture.learning_rates import LearningRates, constant_settings, is_capturable
 from graphckpt.graph.update import clip, has_gradient, zero
 from graphckpt.units import format_bytes
 
@@ -51,7 +51,7 @@ class RecordedUpdate:
     def before(self) -> None:
         """Gradients that others left are dropped, and learning rates that others set are put in force."""
         self._update.begin()
-        self._rates.put_in_force()
+        self._rates.update_tensors()
 
     def work(self) -> tuple[_Gradients, torch.Tensor | None]:
         """Steps what is inside. Returns the gradients for what is outside, and the scale before it was updated."""
@@ -110,9 +110,9 @@ class RecordedUpdate:
         """Returns what a recording has built in."""
         scaler = self._update.scaler
         if scaler is None or not scaler.is_enabled():
-            return other_settings(self.inside)
+            return constant_settings(self.inside)
         numbers = scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
-        return *other_settings(self.inside), numbers
+        return *constant_settings(self.inside), numbers
 
     def states(self) -> list[Any]:
         """Returns the objects that hold the optimizers' states: loading a state replaces them."""
@@ -153,17 +153,17 @@ class GraphProgram(Program):
         assert function is not None  # the step that holds this program calls it
         return function(self.build, args, kwargs)
 
-    def before(self) -> None:
+    def pre_replay(self) -> None:
         """Puts in force what was changed outside."""
         if self.update is not None:
             self.update.before()
 
-    def work(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def body(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Runs `build`, and what of the update can be recorded."""
         output = self._called(self._forward_backward, args, kwargs)
         return output, self.update.work() if self.update is not None else None
 
-    def after(self, kept: Any) -> None:
+    def post_replay(self, kept: Any) -> None:
         """Does the rest of the update."""
         if self.update is not None:
             self.update.after(kept)
@@ -173,7 +173,7 @@ class GraphProgram(Program):
         if self.update is not None:
             self.update.abandon()
 
-    def held(self) -> tuple[Hashable, Hashable, Any]:
+    def fingerprint(self) -> tuple[Hashable, Hashable, Any]:
         """Returns the modes in force, the identity of tensors and optimizer states, and these themselves."""
         modules = self._modules()
         tensors = [t for m in modules for own in (m._parameters, m._buffers) for t in own.values() if t is not None]
@@ -203,7 +203,7 @@ class GraphProgram(Program):
 class RecordedStep:
     """The step of one Graph, and the recordings of it."""
 
-    def __init__(self, program: GraphProgram, captures: Captures) -> None:
+    def __init__(self, program: GraphProgram, captures: CaptureManager) -> None:
         self._program = program
         self.captures = captures
 
@@ -223,16 +223,16 @@ class RecordedStep:
             ConfigError: ``config.capture`` asks for what the device cannot.
         """
         devices = list(dict.fromkeys(p.device for _, root in roots for p in root.parameters()))
-        runner = runner_for(config.capture, devices)
-        if runner is None:
+        backend = backend_for(config.capture, devices)
+        if backend is None:
             return None
         program = GraphProgram(
             name, roots, RecordedUpdate(update) if update else None, WeakMethod(run), WeakMethod(work)
         )
         is_ddp = any(isinstance(module, DistributedDataParallel) for _, root in roots for module in root.modules())
-        captures = Captures(
+        captures = CaptureManager(
             program,
-            runner,
+            backend,
             num_warm_up=_WARM_UP_DDP if is_ddp else _WARM_UP,
             max_captures=config.max_captures,
             must_capture=config.capture != "auto",
@@ -242,7 +242,7 @@ class RecordedStep:
     def call(
         self, build: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, must_run: bool
     ) -> tuple[Any, bool]:
-        """Runs one step. See :meth:`graphckpt.capture.Captures.call`."""
+        """Runs one step. See :meth:`graphckpt.capture.CaptureManager.call`."""
         self._program.build = build
         try:
             return self.captures.call(args, kwargs, must_run=must_run)
@@ -254,10 +254,10 @@ class RecordedStep:
         captures = self.captures
         if captures.reason is not None:
             return f"none, {captures.reason}"
-        num_recordings = captures.num_recordings
-        text = f"{captures.runner.name}, {num_recordings} {'recording' if num_recordings == 1 else 'recordings'}"
+        num_held = captures.num_held
+        text = f"{captures.backend.name}, {num_held} {'capture' if num_held == 1 else 'captures'}"
         text += f", {captures.num_replays} replays"
-        if (pool_bytes := captures.runner.pool_bytes()) is not None:
+        if (pool_bytes := captures.backend.pool_bytes()) is not None:
             text += f", pool of {format_bytes(pool_bytes)}"
         if self._program.update is not None and self._program.update.outside:
             names = ", ".join(type(optimizer).__name__ for optimizer in self._program.update.outside)
@@ -282,4 +282,4 @@ def _children(modules: Sequence[nn.Module]) -> list[nn.Module | None]:
 def _can_be_inside(optimizer: torch.optim.Optimizer, *, scaled: bool) -> bool:
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     skips = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return can_be_recorded(optimizer) and not hooks and (skips or not scaled)
+    return is_capturable(optimizer) and not hooks and (skips or not scaled)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from graphckpt.capture.runner import CHOICES, Runner
+from graphckpt.capture.backend import CHOICES, CaptureBackend
 from graphckpt.errors import ConfigError, did_you_mean
 from graphckpt.planning.budget import check
 
@@ -74,7 +74,7 @@ class GraphConfig:
             )
         if name in ("training", "strict_static", "measure") and not isinstance(value, bool):
             raise ConfigError(f"Graph.config.{name}: {value!r} is neither True nor False · fix: use one of them")
-        if name == "capture" and not isinstance(value, Runner) and value not in CHOICES:
+        if name == "capture" and not isinstance(value, CaptureBackend) and value not in CHOICES:
             raise ConfigError(
                 f"Graph.config.capture: there is no {value!r}{did_you_mean(str(value), CHOICES)} · "
                 f"fix: use one of {', '.join(repr(choice) for choice in CHOICES)}"

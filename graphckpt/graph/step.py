@@ -17,7 +17,7 @@ from graphckpt.graph.captured_step import RecordedStep
 from graphckpt.graph.inputs import InputCheck
 from graphckpt.graph.micro_batches import fresh_outputs, is_new, micro_batches, pack_outputs
 from graphckpt.graph.update import ScaledBackward, leaving_grads
-from graphckpt.ledger.live import inner_tensors
+from graphckpt.ledger.live_memory import inner_tensors
 from graphckpt.tree import flatten_call
 
 if TYPE_CHECKING:

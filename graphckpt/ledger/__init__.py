@@ -1,1 +1,1 @@
-"""What a step keeps: the record, the table and the picture."""
+"""The record of what a step saves, its table and its plot."""

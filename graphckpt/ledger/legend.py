@@ -1,4 +1,4 @@
-"""Names and colours of blocks in a picture: a dozen, layers of a stack together. Knows no plot."""
+"""Names and colours of blocks in a plot, with the layers of a stack together. Knows no plotting."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-_MAX_NAMES = 12  # what a reader can still tell apart by colour
+_MAX_NAMES = 12  # colours that are easy to distinguish
 _OUTSIDE = "outside of blocks"
 _OTHER = "other blocks"
 _GREYS = {_OUTSIDE: "#c9ced6", _OTHER: "#98a1ae"}
@@ -18,10 +18,10 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a path's component that is a nu
 
 
 def legend_names(blocks: Iterable[str]) -> dict[str, str]:
-    """Says under which name each block stands in the legend, at most 12 names in all.
+    """Returns the name of each block in the legend, at most 12 names in all.
 
     ``blocks`` names the running block of each step, so that the blocks that run longest keep their names.
-    Few blocks stand for themselves, layers of a stack stand together, and what remains is "other blocks".
+    A few blocks have their own names, layers of a stack share one, and the rest are "other blocks".
 
     >>> names = legend_names([f"h.{layer}.{part}" for layer in range(24) for part in ("attn", "mlp")])
     >>> names["h.7.attn"], len(set(names.values()))
@@ -51,7 +51,7 @@ def _any_number(block: str) -> str:
 
 
 def _up_to_number(block: str) -> str:
-    """``h.3.mlp`` is part of ``h.*``, whatever it is.
+    """Returns the stack of a block: ``h.3.mlp`` is part of ``h.*``.
 
     >>> _up_to_number("h.3.mlp"), _up_to_number("embed.norm")
     ('h.*', 'embed')
@@ -61,7 +61,7 @@ def _up_to_number(block: str) -> str:
 
 
 def _stack_name(stack: str, blocks: Sequence[str]) -> str:
-    """Puts the range of the first number where the star is.
+    """Replaces the star by the range of the first number.
 
     >>> _stack_name("h.*.mlp", ["h.0.mlp", "h.1.mlp"]), _stack_name("", [""])
     ('h.0-1.mlp', 'outside of blocks')
@@ -73,7 +73,7 @@ def _stack_name(stack: str, blocks: Sequence[str]) -> str:
 
 
 def shades(names: dict[str, str]) -> dict[str, tuple[float, float, float]]:
-    """Gives each block the colour of its legend name, light in the first layer and dark in the last."""
+    """Returns the colour of each block: that of its legend name, light in the first layer and dark in the last."""
     own = [name for name in dict.fromkeys(names.values()) if name not in _GREYS]
     colour_of = {name: _COLOURS[at % len(_COLOURS)] for at, name in enumerate(own)} | _GREYS
     layers_of: dict[str, set[int]] = {name: set() for name in names.values()}

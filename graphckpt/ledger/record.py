@@ -1,4 +1,4 @@
-"""The record of a step: what each block kept, how often and how long it ran. Data only, no torch."""
+"""The record of a step: what each block saved, how often and how long it ran. Data only, no torch."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ class Row:
     rule: str
     """The rule in force, as ``describe()`` of the rule prints it: ``"keep"``, ``"full"``, ``"selective(matmul)"``."""
     place: str = "device"
-    """Where kept bytes live."""
+    """The store of saved tensors."""
     bytes_before: int
-    """Bytes that the plain step would keep for backward because of this block."""
+    """Bytes that the plain step would save for backward because of this block."""
     bytes_after: int
-    """Bytes that this block really keeps on its device after its forward, on this rank."""
+    """Bytes that this block saves on its device after its forward, on this rank."""
     bytes_host: int = 0
-    """Bytes that it keeps in host memory beside them."""
+    """Bytes that it saves in host memory besides them."""
     bytes_disk: int = 0
-    """Bytes that it keeps in a file."""
+    """Bytes that it saves in a file."""
     runs: int
     """Forward runs in the recorded step."""
     reruns: int
     """Recomputations in the recorded step."""
     forward_seconds: float | None = None
-    """Seconds of all first runs; ``None`` if the record has no times."""
+    """Seconds of all original forwards; ``None`` if the record has no times."""
     recompute_seconds: float | None = None
-    """Seconds of all second runs; ``None`` if the record has no times."""
+    """Seconds of all recomputations; ``None`` if the record has no times."""
     copy_seconds: float | None = None
-    """Seconds that copies to its place and back took; ``None`` if there were none, or no times."""
+    """Seconds of copies to its store and back; ``None`` if there were none, or no times."""
     wait_seconds: float | None = None
     """Seconds that the step waited for them."""
     note: str = ""
-    """Why a flag does nothing, or what the rule had to do beside its rule."""
+    """Why a flag does nothing, or what the rule had to do differently."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """The level of live bytes right after one tensor came or went."""
+    """The level of live bytes right after a tensor was allocated or freed."""
 
     live_bytes: int
     block: str
@@ -52,26 +52,26 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What ``explain()`` returns: one row per block, the totals, and what to know about them."""
+    """What ``explain()`` returns: one row per block, the totals and the warnings."""
 
     title: str
     rows: tuple[Row, ...]
     bytes_before: int
-    """Bytes that the plain step keeps for backward, each storage counted once."""
+    """Bytes that the plain step saves for backward, each storage counted once."""
     bytes_after: int
-    """Bytes that this step keeps on the device for backward, each storage counted once."""
+    """Bytes that this step saves on the device for backward, each storage counted once."""
     bytes_host: int = 0
-    """Bytes kept in host memory beside them."""
+    """Bytes saved in host memory besides them."""
     bytes_disk: int = 0
-    """Bytes kept in a file."""
+    """Bytes saved in a file."""
     peak_bytes: int | None = None
-    """Largest sum of live tensor storage during the step: parameters, gradients, optimizer state and all else."""
+    """Largest sum of live tensor storage during the step: parameters, gradients, optimizer state and the rest."""
     timeline: tuple[Event, ...] = field(default=(), repr=False)
     warnings: tuple[str, ...] = ()
     capture: str = ""
-    """How the step runs: as a recording, since when and with what beside it, or why not; empty if nobody asked."""
+    """How the step runs: captured, with what outside of the capture, or why not; empty without capture."""
 
     @property
     def bytes_saved(self) -> int:
-        """Bytes that the policies take off what is alive after forward."""
+        """Bytes alive after forward that the policies save."""
         return self.bytes_before - self.bytes_after

@@ -1,4 +1,4 @@
-"""Watches one step: which storages each block would keep, which it does keep, how often and how long it runs."""
+"""Records one step: which storages each block would save, which it saves, how often and how long it runs."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from graphckpt._compat import (
     storage_of,
 )
 from graphckpt._compat_compiler import never_compiled
-from graphckpt.ledger.live import inner_tensors
+from graphckpt.ledger.live_memory import inner_tensors
 from graphckpt.ledger.record import Event
 from graphckpt.stores import Traffic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from graphckpt.ledger.live import LiveBytes
+    from graphckpt.ledger.live_memory import LiveBytes
 
 REST = "(outside of blocks)"
-"""The row for what is saved while no block of the table runs."""
+"""The row for tensors saved while no block of the table runs."""
 
 
 @final
 class Recorder:
-    """Is told by the rules what they do during one step.
+    """Receives events from the rules during one step.
 
     A storage counts once, for the block that saves it first. Storages of ``alive_anyway`` (parameters, buffers, the
-    step's inputs) count nowhere: no policy could free them.
+    step's inputs) are not counted: no policy could free them.
     """
 
     def __init__(self, alive_anyway: Iterable[torch.Tensor] = (), live: LiveBytes | None = None) -> None:
         self.bytes_before: Counter[str] = Counter()
         self.bytes_after: Counter[str] = Counter()
-        """What stays on the device, but for what a store puts there: that is in ``traffic``."""
+        """Bytes that stay on the device, except for those of a store, which are in ``traffic``."""
         self.traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
         self.runs: Counter[str] = Counter()
         self.reruns: Counter[str] = Counter()
@@ -59,27 +59,27 @@ class Recorder:
 
     @property
     def timeline(self) -> tuple[Event, ...]:
-        """The levels of live bytes, if they were watched."""
+        """The levels of live bytes, if they were counted."""
         return tuple(self._live.timeline) if self._live is not None else ()
 
     @property
     def peak_bytes(self) -> int | None:
-        """The largest level of live bytes, if they were watched."""
+        """The largest level of live bytes, if they were counted."""
         return self._live.peak_bytes if self._live is not None else None
 
     def ignore(self, alive_anyway: Iterable[torch.Tensor]) -> None:
-        """Counts these storages nowhere."""
+        """Excludes these storages from all counts."""
         for tensor in alive_anyway:
             self._plain.add(tensor)
             self._kept.add(tensor)
 
     def beneath(self, hooks: Any) -> Any:
-        """Returns the hooks that would be in force without this recorder."""
+        """Returns the hooks that would be active without this recorder."""
         return self._outer if hooks is not None and hooks[0] == self._save_plainly else hooks
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watches a step, or a forward, from its first op to its last."""
+        """Records a step, or a forward, from its first op to its last."""
         try:
             self.begin()
             with self._live or nullcontext():
@@ -88,30 +88,30 @@ class Recorder:
             self.end()
 
     def begin(self) -> None:
-        """Begins to see what ops save."""
+        """Installs the saved-tensor hooks."""
         self._outer = saved_tensor_hooks_in_force()
         push_saved_tensor_hooks(self._save_plainly, self._give_back)
 
     def end(self) -> None:
-        """Ends what :meth:`begin` has begun, unless that has ended already."""
+        """Removes the hooks of :meth:`begin`, if they are still installed."""
         hooks = saved_tensor_hooks_in_force()
         if hooks is not None and hooks[0] == self._save_plainly:
             pop_saved_tensor_hooks()
 
     def phase(self, name: str, block: str = "") -> None:
-        """Labels what follows: ``"forward"``, ``"backward"``, ``"recompute"`` or ``"optimizer"``."""
+        """Sets the label of later events: ``"forward"``, ``"backward"``, ``"recompute"`` or ``"optimizer"``."""
         if self._live is not None:
             self._live.phase = name
             self._live.block = block
 
     def optimizer_steps(self, state: Iterable[torch.Tensor]) -> None:
-        """An optimizer begins to step; its state has been alive since before."""
+        """Begins an optimizer step; its state was alive before."""
         if self._live is not None:
             self._live.track_as_old(state)
         self.phase("optimizer")
 
     def first_run(self, block: str, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-        """A block's first run begins. Returns ``pack`` with a look at what the plain step would save."""
+        """Begins a block's original forward. Returns ``pack``, which also counts what the plain step would save."""
         if self._again:
             return pack
         self._enter(block)
@@ -125,14 +125,14 @@ class Recorder:
         return look_and_pack
 
     def first_run_ended(self, block: str) -> None:
-        """A block's first run ended."""
+        """Ends a block's original forward."""
         if not self._again:
             self._leave(block)
 
     def kept_run(
         self, block: str, pack: Callable[[torch.Tensor], Any], *, is_stored: bool = False
     ) -> Callable[[torch.Tensor], Any]:
-        """A block begins whose saved tensors are really kept: as they are, or by a store that tells of it itself."""
+        """Begins a block that keeps its saved tensors: as they are, or in a store that counts them itself."""
         if self._again:
             return pack
         self._enter(block)
@@ -147,22 +147,22 @@ class Recorder:
         return look_and_pack
 
     def kept_run_ended(self, block: str) -> None:
-        """A block whose saved tensors are really kept ended."""
+        """Ends a block that keeps its saved tensors."""
         self.first_run_ended(block)
 
     def kept(self, block: str, tensor: torch.Tensor) -> None:
-        """The rule of ``block`` keeps ``tensor`` for its second run."""
+        """Counts ``tensor``, which the rule of ``block`` saves for the recomputation."""
         if not self._again:
             self.bytes_after[block] += self._kept.add(tensor)
 
     def let_go(self, block: str, tensor: torch.Tensor) -> None:
-        """The rule of ``block`` does not keep ``tensor`` after all."""
+        """Uncounts ``tensor``, which the rule of ``block`` does not save after all."""
         if not self._again:
             self.bytes_after[block] -= self._kept.remove(tensor)
 
     @contextmanager
     def passing_on(self) -> Iterator[None]:
-        """What is packed now is kept by a rule, and not saved by an op."""
+        """Marks tensors packed within it as saved by a rule, not by an op."""
         self._is_passing_on = True
         try:
             yield
@@ -170,14 +170,14 @@ class Recorder:
             self._is_passing_on = False
 
     def second_run(self, block: str) -> None:
-        """A block begins to run again."""
+        """Begins the recomputation of a block."""
         self._again += 1
         self.reruns[block] += 1
         self.phase("recompute", block)
         self._running.append((block, _now()))
 
     def second_run_ended(self, block: str) -> None:
-        """A block has run again; backward goes on."""
+        """Ends the recomputation of a block."""
         self._again -= 1
         _, begin = self._running.pop()
         self.again_seconds[block] += _now() - begin
@@ -195,12 +195,12 @@ class Recorder:
         self.phase("forward", self._running[-1][0] if self._running else "")
 
     def enter_plain(self, block: str) -> None:
-        """A module without a policy, but with a row of its own, begins."""
+        """Begins the forward of a module without a policy that has its own row."""
         if not self._again:
             self._enter(block)
 
     def leave_plain(self, block: str) -> None:
-        """A module without a policy, but with a row of its own, ended."""
+        """Ends the forward of a module without a policy that has its own row."""
         if not self._again and self._running and self._running[-1][0] == block:
             self._leave(block)
 
@@ -222,7 +222,7 @@ class Recorder:
 
 
 class _Storages:
-    """The storages seen so far, held weakly. See Note [One storage, one object] in ``live.py``."""
+    """The storages seen so far, held weakly. See Note [One storage, one object] in ``live_memory.py``."""
 
     def __init__(self) -> None:
         self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -239,7 +239,7 @@ class _Storages:
         return storage.nbytes()
 
     def remove(self, tensor: torch.Tensor) -> int:
-        """Returns the bytes of the tensor's storage, which is new again, if it was seen."""
+        """Forgets the tensor's storage and returns its bytes, or 0 if it was not seen."""
         storage = storage_of(tensor)
         if storage is None or hasattr(tensor, "__tensor_flatten__"):
             return sum(self.remove(inner) for inner in inner_tensors(tensor))

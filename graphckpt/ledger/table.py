@@ -12,11 +12,11 @@ from rich.console import Console, ConsoleDimensions
 from rich.table import Table
 from rich.text import Text
 
-from graphckpt.ledger.fold import fold, total_seconds
+from graphckpt.ledger.group_rows import group_rows, total_seconds
 from graphckpt.ledger.record import Explanation, Row
 from graphckpt.units import format_bytes, format_seconds
 
-_NOTE_WIDTH = 24  # columns; on a terminal that is too narrow, only notes wrap
+_NOTE_WIDTH = 24  # columns; on a narrow terminal, only notes wrap
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ def _bytes(value: int) -> str:
 
 
 def _hidden(row: Row) -> str:
-    """The share of the copies' time in which the step did not wait for them."""
+    """The share of the copies' time that overlapped with computation."""
     if not row.copy_seconds or row.wait_seconds is None:
         return "-"
     return f"{max(0.0, 1 - row.wait_seconds / row.copy_seconds):.0%}".replace("%", " %")
@@ -65,12 +65,12 @@ _OPTIONAL = ("on host", "on disk", "forward", "recompute", "copies", "hidden", "
 def print_table(explanation: Explanation, file: TextIO | None = None) -> None:
     """Prints the rows, the totals, the measured peak and the warnings.
 
-    Equal neighbouring layers are printed as one line of sums; the rows of the explanation stay whole.
-    Columns that say nothing in any row (times, notes) are left out. Plain text is the same at every width.
+    Equal consecutive layers are printed as one line of sums; the rows of the explanation are not changed.
+    Columns that are empty in all rows (times, notes) are omitted. Plain text is the same at every width.
 
     Args:
         explanation: what ``explain()`` returned.
-        file: where to print; ``None`` means ``sys.stdout`` as it is now.
+        file: where to print; ``None`` means the current ``sys.stdout``.
 
     >>> from dataclasses import replace
     >>> row = Row(block="layers.0", rule="full", bytes_before=4096, bytes_after=1024, runs=1, reruns=1)
@@ -85,8 +85,8 @@ def print_table(explanation: Explanation, file: TextIO | None = None) -> None:
     kept for backward: 8.00 KiB -> 2.00 KiB, 6.00 KiB less (75 %)
     """
     stream = sys.stdout if file is None else file
-    rows = tuple(fold(explanation.rows))
-    columns = tuple(column for column in _COLUMNS if _says_something(column, rows))
+    rows = tuple(group_rows(explanation.rows))
+    columns = tuple(column for column in _COLUMNS if _has_content(column, rows))
     cells = [[column.cell(row) for column in columns] for row in rows]
     total = [_total(column, explanation) for column in columns]
     if stream.isatty():
@@ -95,12 +95,12 @@ def print_table(explanation: Explanation, file: TextIO | None = None) -> None:
         _print_plain(explanation, columns, cells, total, stream)
 
 
-def _says_something(column: _Column, rows: Sequence[Row]) -> bool:
+def _has_content(column: _Column, rows: Sequence[Row]) -> bool:
     return column.name not in _OPTIONAL or any(column.cell(row) not in ("", "-") for row in rows)
 
 
 def _total(column: _Column, explanation: Explanation) -> str:
-    """Returns a cell of the last line: bytes as the explanation has them, all else of outermost rows."""
+    """Returns a cell of the last line: bytes of the explanation, other sums over outermost rows."""
     names = {row.block for row in explanation.rows}
     rows = [row for row in explanation.rows if not _is_inside(row.block, names)]
     total = Row(
@@ -122,7 +122,7 @@ def _total(column: _Column, explanation: Explanation) -> str:
 
 
 def _is_inside(block: str, names: Collection[str]) -> bool:
-    """Tells whether a block lies in another one of ``names``, which counts its runs and seconds already.
+    """Whether a block is inside another one of ``names``, which counts its runs and seconds already.
 
     >>> _is_inside("h.0.attn", {"h.0", "h.0.attn"}), _is_inside("h.10", {"h.1", "h.10"})
     (True, False)
@@ -195,7 +195,7 @@ def _print_rich(
     for line in cells:
         table.add_row(*(Text(text) for text in line))
     console = Console(file=stream, highlight=False)
-    console.size = ConsoleDimensions(max(console.width, needed), console.height)  # a number is never cut
+    console.size = ConsoleDimensions(max(console.width, needed), console.height)  # a number is never truncated
     console.print(Text(explanation.title, style="bold"))
     console.print(table)
     for line in _summary(explanation):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from graphckpt.errors import ConfigError, GraphckptError
 from graphckpt.planning.measured import Measured, PlanError
 from graphckpt.planning.plan import Plan, PlanRow, Stage
-from graphckpt.stores.meeting import Absent, meet
+from graphckpt.stores.partition.rendezvous import RendezvousTimeout, exchange
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -68,7 +68,7 @@ class Team:
             self.gathered(None)  # none has failed to the last
             return
         text = str(error) if isinstance(error, GraphckptError) else f"{type(error).__name__}: {error}"
-        with suppress(Absent, RuntimeError):
+        with suppress(RendezvousTimeout, RuntimeError):
             self._meet({"fault": text}, min(self._seconds, _SECONDS_TO_TELL) if isinstance(error, Exception) else 0.0)
             time.sleep(_SECONDS_TO_READ)
 
@@ -83,7 +83,7 @@ class Team:
         fix = "fix: plan on all processes of the group at once, or name another one by `group`"
         try:
             answers = self._meet({"value": value}, self._seconds)
-        except Absent as absent:
+        except RendezvousTimeout as absent:
             self._is_over = True
             raise PlanError(f"{absent} to plan with this process for {self._seconds:g} s · {fix}") from None
         except RuntimeError as error:
@@ -178,7 +178,7 @@ class Team:
 
     def _meet(self, answer: Mapping[str, Any], seconds: float) -> list[Any]:
         text = json.dumps(answer).encode()
-        return [json.loads(each) for each in meet(self._group, self._members, text, topic=_TOPIC, seconds=seconds)]
+        return [json.loads(each) for each in exchange(self._group, self._members, text, topic=_TOPIC, seconds=seconds)]
 
 
 def team_of(group: Any = None) -> Team:

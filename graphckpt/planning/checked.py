@@ -11,6 +11,7 @@ from graphckpt.planning.below_floor import plan_below_floor
 from graphckpt.planning.choose import Rates
 from graphckpt.planning.joined import JOINED
 from graphckpt.planning.measure import PlanError
+from graphckpt.stores import parse_offload
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -111,8 +112,8 @@ def rates_of(step: RealStep, offload: bool | str, team: Team) -> Rates | None:
     """Returns how fast the machine copies, all processes at once; ``None`` if offloading has no meaning on it."""
     from graphckpt.planning.profile_device import copy_rates  # noqa: PLC0415 - measures when it is asked
 
-    place = "disk" if str(offload).startswith("disk") else "host"
-    if step.device.type == "cpu" and place == "host":
+    target = parse_offload(offload)
+    if target is None or (step.device.type == "cpu" and target.tier == "host"):
         return None
-    out, back = zip(*team.gathered(copy_rates(step.device, place)), strict=True)
+    out, back = zip(*team.gathered(copy_rates(step.device, target.tier)), strict=True)
     return Rates(min(out), min(back))

@@ -145,7 +145,7 @@ def swapped(owner: ModuleType | type, values: dict[str, Any]) -> Iterator[None]:
 def _transformers_as_eager(*, is_padded: bool) -> Iterator[None]:
     """Has Transformers' mask code take the branch of a step that can look at its tensors: no rows of several texts.
 
-    See :mod:`graphckpt.capture.masks`, which does so for recordings.
+    See :mod:`graphckpt.capture.attention_masks`, which does so for recordings.
     """
     module = sys.modules.get("transformers.masking_utils")
     if module is None:

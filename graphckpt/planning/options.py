@@ -51,12 +51,12 @@ def options(
     near = (
         known if only is None else (KEEP, *(_option(value) for value in only if not isinstance(_rule(value), Joined)))
     )
-    if parse_offload(offload) is None:
+    target = parse_offload(offload)
+    if target is None:
         return near
     place = "cpu" if offload is True else offload
-    name = "disk" if str(place).startswith("disk") else "host"
     return near + tuple(
-        Option(f"{option.name} + {name}", {**option.fields, "offload": place}, option.rule, is_far=True)
+        Option(f"{option.name} + {target.tier}", {**option.fields, "offload": place}, option.rule, is_far=True)
         for option in near
     )
 

@@ -22,8 +22,8 @@ from graphckpt.planning.program import Run
 from graphckpt.planning.trace import Interval, Phase
 from graphckpt.planning.walk import Steps
 from graphckpt.stores import Group, Placement, Store, parse_partition
-from graphckpt.stores.pieces import Key, WrappedKey
-from graphckpt.stores.shard import Shard, left_whole
+from graphckpt.stores.partition.sharded import ShardedStore, whole_bytes
+from graphckpt.stores.storage_pieces import TensorKey, WrappedKey, pieces_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from graphckpt.planning.measured import Measured
     from graphckpt.planning.run import Option
     from graphckpt.planning.trace import Trace
-    from graphckpt.stores.pieces import Piece
+    from graphckpt.stores.storage_pieces import Piece
 
 _MOST_RUNS = 3  # of a step that keeps something new each time
 
@@ -71,7 +71,7 @@ class PartStore(Store):
         min_elements: smaller tensors stay.
     """
 
-    place = "part"
+    label = "part"
 
     def __init__(self, partition: Any, min_elements: int = 1024) -> None:
         self._partition = parse_partition(partition)
@@ -92,11 +92,11 @@ class PartStore(Store):
         found, self._ahead_bytes = self._ahead_bytes, {}
         return found
 
-    def open(self, group: Group) -> Group | None:
+    def open_group(self, group: Group) -> Group | None:
         """Begins what one call keeps."""
         if group.block not in self._stores:
             self._stores[group.block] = Placement(None, self._partition, min_elements=self._min_elements).store
-        return self._stores[group.block].open(group)
+        return self._stores[group.block].open_group(group)
 
     def put(self, tensor: torch.Tensor, group: Group | None) -> object:
         """Keeps ``tensor`` and returns the key to it."""
@@ -109,18 +109,20 @@ class PartStore(Store):
         assert isinstance(key, _Kept)
         return key.store.get(key.key)
 
-    def seal(self, group: Group | None) -> None:
+    def close_group(self, group: Group | None) -> None:
         """Nothing more comes into the group."""
         assert group is not None
         num_whole = len(_pieces(group, is_cut=False))
         with warnings.catch_warnings():  # that an option cuts little shows in its bytes
             warnings.filterwarnings("ignore", message=".*already sharded, left whole")
-            self._stores[group.block].seal(group)
+            self._stores[group.block].close_group(group)
         self.has_asked |= len(_pieces(group, is_cut=False)) < num_whole
         cut = _pieces(group, is_cut=True)
-        sizes = [piece.place.gathered_bytes(piece.ticket.num_bytes) for piece in cut if isinstance(piece.place, Shard)]
+        sizes = [
+            piece.store.gathered_bytes(piece.handle.num_bytes) for piece in cut if isinstance(piece.store, ShardedStore)
+        ]
         if len(sizes) > 1:
-            sizes.append(sum(piece.place.stored_bytes(piece.ticket.num_bytes) for piece in cut))  # as one, to be sent
+            sizes.append(sum(piece.store.stored_bytes(piece.handle.num_bytes) for piece in cut))  # as one, to be sent
         if sizes and self._trace is not None:
             call = len(self._trace.calls) - 1
             self._ahead_bytes[call] = self._ahead_bytes.get(call, 0) + sum(sizes)
@@ -137,8 +139,7 @@ def learn(stores: Collection[PartStore], step: Callable[[], object]) -> None:
 
 
 def _pieces(group: Group, *, is_cut: bool) -> list[Piece]:
-    pieces = (piece for ref in group.pieces.values() if (piece := ref()) is not None)
-    return [piece for piece in pieces if (left_whole(piece.ticket) is None) == is_cut]
+    return [piece for piece in pieces_of(group) if (whole_bytes(piece.handle) is None) == is_cut]
 
 
 @final
@@ -166,8 +167,8 @@ def _whole(key: object) -> Iterator[torch.Tensor]:
     elif isinstance(key, WrappedKey):
         for inner in key.keys:
             yield from _whole(inner)
-    elif isinstance(key, Key):
-        whole = left_whole(key.piece.ticket)
+    elif isinstance(key, TensorKey):
+        whole = whole_bytes(key.piece.handle)
         if whole is not None:
             yield whole
 

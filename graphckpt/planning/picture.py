@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphckpt.errors import ConfigError
-from graphckpt.ledger.paper import INK, figure_of, file_of, legend, unit_of
+from graphckpt.ledger.plot_style import INK, figure_of, file_of, legend, unit_of
 from graphckpt.planning.trace import Phase
 from graphckpt.units import format_bytes, format_seconds
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import torch
 
 from graphckpt._compat_compiler import never_compiled
-from graphckpt.ledger.live import LiveBytes
+from graphckpt.ledger.live_memory import LiveBytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -84,7 +84,7 @@ class Call:
 
 @final
 class Trace(LiveBytes):
-    """Counts live bytes op by op, as :class:`~graphckpt.ledger.live.LiveBytes` does, and logs each change by storage.
+    """Counts live bytes op by op, as its base class does, and logs each change by storage.
 
     Args:
         device: count only this kind of device; ``None`` counts all.

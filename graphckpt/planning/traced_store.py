@@ -25,7 +25,7 @@ class TracedStore(Store):
             adds the time of copies from the rates of the device.
     """
 
-    place = "device"
+    label = "device"
 
     def __init__(self, trace: Trace | None = None, *, is_far: bool = False, min_elements: int = 1024) -> None:
         self.trace = trace
@@ -35,7 +35,7 @@ class TracedStore(Store):
         self._min_elements = min_elements
         self._sent: dict[int, weakref.ref[_Far]] = {}
 
-    def open(self, group: Group) -> Group:
+    def open_group(self, group: Group) -> Group:
         """Begins what one call keeps."""
         return group
 
@@ -61,7 +61,7 @@ class TracedStore(Store):
         assert isinstance(key, _View)
         return key.take()
 
-    def seal(self, group: Group | None) -> None:
+    def close_group(self, group: Group | None) -> None:
         """Nothing more comes into the group."""
 
     def _stays(self, tensor: torch.Tensor, group: Group) -> bool:

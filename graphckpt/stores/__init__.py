@@ -1,14 +1,17 @@
-"""Where kept bytes live: one file per place."""
+"""Where saved tensors are held between forward and backward."""
 
 from graphckpt.stores.base import Group, Store, Traffic
+from graphckpt.stores.byte_store import ByteHandle, ByteStore
 from graphckpt.stores.device import DeviceStore
-from graphckpt.stores.disk import Disk
-from graphckpt.stores.host import Host
-from graphckpt.stores.offload import Offload, offload_kinds, parse_offload
-from graphckpt.stores.partition import Partition, parse_partition
+from graphckpt.stores.disk.disk import Disk
+from graphckpt.stores.host.host import Host
+from graphckpt.stores.offload import Offload, offload_targets, parse_offload
+from graphckpt.stores.partition.partition import Partition, parse_partition
 from graphckpt.stores.placement import Placement, parse_contiguous, parse_min_elements, placement_of
 
 __all__ = [
+    "ByteHandle",
+    "ByteStore",
     "DeviceStore",
     "Disk",
     "Group",
@@ -18,7 +21,7 @@ __all__ = [
     "Placement",
     "Store",
     "Traffic",
-    "offload_kinds",
+    "offload_targets",
     "parse_contiguous",
     "parse_min_elements",
     "parse_offload",

@@ -1,48 +1,42 @@
-"""What a store is: it takes a tensor, gives a key, and gives the same tensor back for the key."""
+"""The contract of a store: it takes a tensor, returns a key, and returns the same tensor for the key."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 if TYPE_CHECKING:
-    import weakref
     from collections.abc import Callable, Sequence
 
     import torch
 
-    from graphckpt.stores.pieces import Piece
-
 
 @final
 class Traffic:
-    """What one block has put into a store during a step that is watched. Bytes are those of this rank."""
+    """What one block stores during a recorded step. Bytes are those of this rank."""
 
     __slots__ = ("bytes_at", "copy_seconds", "wait_seconds")
 
     def __init__(self) -> None:
         self.bytes_at: dict[str, int] = {"device": 0, "host": 0, "disk": 0}
         self.copy_seconds = 0.0
-        """Time that copies took, out and back, whether or not something else ran meanwhile."""
+        """Time of the copies in both directions, whether or not they overlapped with computation."""
         self.wait_seconds = 0.0
         """Time that the step waited for them."""
 
 
 @final
 class Group:
-    """The tensors that one call of a block keeps: they go out together, and come back together.
+    """The tensors saved by one call of a block. They are offloaded together and prefetched together. Data only.
 
     Args:
         block: Path of the block, for messages.
         own: Returns the block's parameters and buffers, which are never moved.
-        note: Says something about the block in ``explain()``.
-        traffic: Where to count, while the step is watched.
+        note: Adds a note about the block to ``explain()``.
+        traffic: Where to count, while the step is recorded.
     """
 
-    __slots__ = (
-        "__weakref__", "block", "fixed", "has_begun", "is_asked_for", "is_sealed", "note", "number", "own", "pieces",
-        "traffic",
-    )  # fmt: skip
+    __slots__ = ("__weakref__", "block", "note", "number", "own", "state", "traffic")
 
     def __init__(
         self,
@@ -55,45 +49,39 @@ class Group:
         self.own = own
         self.note = note
         self.traffic = traffic
-        self.fixed: frozenset[int] | None = None
-        self.has_begun = False
-        """Its bytes have been sent for."""
-        self.is_asked_for = False
-        """Backward wants one of its tensors."""
-        self.is_sealed = False
-        """The call is over: nothing more comes in."""
         self.number = 0
-        self.pieces: dict[int, weakref.ref[Piece]] = {}
-        """By ``id``; a piece that is gone may have left its reference behind."""
+        """Position among the groups of the step."""
+        self.state: Any = None
+        """Bookkeeping of the store that opened the group. An attribute, as a look-up per tensor costs more."""
 
 
 class Store(ABC):
-    """A place for the tensors that blocks keep between forward and backward.
+    """Holds the saved tensors of blocks between forward and backward.
 
     ``get(put(x))`` equals ``x`` in every bit, with its shape, stride, dtype and device. What ``put`` returns is freed
-    when its last holder lets it go.
+    when its last reference is gone.
     """
 
     @property
     @abstractmethod
-    def place(self) -> str:
-        """The name of the place in tables."""
+    def label(self) -> str:
+        """The name of the store in tables."""
 
     @abstractmethod
-    def open(self, group: Group) -> Group | None:
-        """Begins what one call of a block keeps; ``None`` if this store knows no groups."""
+    def open_group(self, group: Group) -> Group | None:
+        """Begins the tensors of one call of a block; ``None`` if this store has no groups."""
 
     @abstractmethod
     def put(self, tensor: torch.Tensor, group: Group | None) -> object:
-        """Keeps ``tensor`` and returns the key to it, or an alias of it if it stays where it is."""
+        """Stores ``tensor`` and returns its key, or an alias of it if it stays where it is."""
 
     @abstractmethod
     def get(self, key: object) -> torch.Tensor | None:
-        """Returns the kept tensor, without autograd history; ``None`` if it was edited in place since."""
+        """Returns the stored tensor, without autograd history; ``None`` if it was edited in place since."""
 
     @abstractmethod
-    def seal(self, group: Group | None) -> None:
-        """The first run of the block is over: nothing more comes into the group."""
+    def close_group(self, group: Group | None) -> None:
+        """Ends the original forward of the block: no more tensors join the group."""
 
-    def close(self) -> None:  # noqa: B027  # there may be nothing to give back
-        """Gives back files, threads and pinned memory, unless something is kept still. A later ``put`` begins anew."""
+    def close(self) -> None:  # noqa: B027  # there may be nothing to release
+        """Releases files, threads and pinned memory, unless something is still stored. A later ``put`` starts anew."""

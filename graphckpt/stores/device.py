@@ -1,4 +1,4 @@
-"""Keeps tensors where they are. Costs no copy and no byte beside the tensor itself."""
+"""Keeps tensors where they are. Costs no copy and no byte besides the tensor itself."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 @final
 class DeviceStore(Store):
-    """The default: a kept tensor stays on the device that it was made on."""
+    """The default: a saved tensor stays on its device."""
 
-    place = "device"
+    label = "device"
 
-    def open(self, group: Group) -> None:
-        """There is nothing to hold together."""
+    def open_group(self, group: Group) -> None:
+        """Does nothing."""
 
     def put(self, tensor: torch.Tensor, group: Group | None) -> torch.Tensor:
         """Returns an alias without history: the tensor's own graph must not be held by what it feeds."""
@@ -27,5 +27,5 @@ class DeviceStore(Store):
         """Returns the alias."""
         return cast("torch.Tensor", key)
 
-    def seal(self, group: Group | None) -> None:
-        """There is nothing to send off."""
+    def close_group(self, group: Group | None) -> None:
+        """Does nothing."""

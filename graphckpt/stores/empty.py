@@ -1,4 +1,4 @@
-"""Makes empty tensors quickly, to be set to memory that is there."""
+"""Makes empty tensors quickly, to be set to existing memory."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""What a kind of memory is that `offload` can name, and how a value of the flag is read. Kinds find themselves."""
+"""Offload targets: the base class, a registry by name, and the parser of `offload`."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from weakref import WeakValueDictionary
 
 from graphckpt.errors import ConfigError, did_you_mean
 
@@ -12,45 +14,99 @@ if TYPE_CHECKING:
 
     import torch
 
-    from graphckpt.stores.place import Place
+    from graphckpt.stores.byte_store import ByteStore
+
+ENTRY_POINTS = "graphckpt.offload"
+"""The entry-point group that installed packages use to name their offload targets."""
+
+
+class DeviceRates(Protocol):
+    """The copy rates in a device profile, in bytes per second; 0 if unknown."""
+
+    @property
+    def copy_out(self) -> float: ...  # noqa: D102
+    @property
+    def copy_in(self) -> float: ...  # noqa: D102
+    @property
+    def disk_write(self) -> float: ...  # noqa: D102
+    @property
+    def disk_read(self) -> float: ...  # noqa: D102
 
 
 class Offload(ABC):
-    """Settings of a kind of memory beside the device's. Subclasses are frozen dataclasses, one file each."""
+    """A target that saved tensors can be offloaded to. Subclasses are frozen dataclasses, registered by ``name``.
+
+    An installed package makes its target known by an entry point of the group ``graphckpt.offload``, whose name is the
+    target's; it is loaded when that name is first used.
+    """
 
     name: ClassVar[str]
-    """Its word for ``offload`` and in tables."""
+    """The word for ``offload`` and in tables."""
+    tier: ClassVar[Literal["host", "disk"]] = "host"
+    """The kind of memory, which decides how the planner counts its bytes and estimates its copies."""
+
+    _targets: ClassVar[WeakValueDictionary[str, type[Offload]]] = WeakValueDictionary()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "name" in cls.__dict__:
+            known = Offload._targets.get(cls.name)
+            if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+                raise TypeError(
+                    f"Offload.name: expected a new name, got {cls.name!r}, which is {known} · fix: rename it"
+                )
+            Offload._targets[cls.name] = cls
 
     @abstractmethod
-    def place_for(self, device: torch.device, note: Callable[[str], None]) -> Place | None:
-        """Returns a place of this kind for tensors of ``device``; ``None``, and a note of why, if there is none."""
+    def byte_store_for(self, device: torch.device, note: Callable[[str], None]) -> ByteStore | None:
+        """Returns a byte store for tensors of ``device``; ``None``, and a note with the reason, if there is none."""
+
+    def rates(self, profile: DeviceRates) -> tuple[float, float]:
+        """Returns the bytes per second of copies to this target and back, on a device described by a profile."""
+        if self.tier == "disk":
+            return profile.disk_write, profile.disk_read
+        return profile.copy_out, profile.copy_in
 
     @classmethod
     def parse(cls, argument: str) -> Offload:
-        """Reads what follows the name and a colon."""
-        raise ConfigError(f"{cls.name!r} takes nothing after a colon, got {argument!r} · fix: use {cls.name!r}")
+        """Parses the text after the name and a colon."""
+        raise ConfigError(f"{cls.name!r}: expected nothing after a colon, got {argument!r} · fix: use {cls.name!r}")
 
 
-def offload_kinds() -> dict[str, type[Offload]]:
-    """Returns the kinds by name."""
-    return {kind.name: kind for kind in sorted(Offload.__subclasses__(), key=lambda kind: kind.name)}
+def offload_targets() -> dict[str, type[Offload]]:
+    """Returns the registered targets by name."""
+    return dict(sorted(Offload._targets.items()))
 
 
 def parse_offload(value: Any) -> Offload | None:
-    """Reads a value of ``offload``: ``True`` is ``"cpu"``; ``None`` and ``False`` are ``None``.
+    """Parses a value of ``offload``: ``True`` is ``"cpu"``; ``None`` and ``False`` are ``None``.
 
     Raises:
-        ConfigError: There is no such kind of memory.
+        ConfigError: No target has this name, or its package cannot be imported.
     """
     if value is None or value is False:
         return None
     if isinstance(value, Offload):
         return value
     word, colon, argument = ("cpu" if value is True else str(value)).partition(":")
-    kind = offload_kinds().get(word) if isinstance(value, (str, bool)) else None
-    if kind is None:
-        known = ", ".join(repr(name) for name in offload_kinds())
+    target = _find(word) if isinstance(value, (str, bool)) else None
+    if target is None:
+        known = sorted({*offload_targets(), *(point.name for point in entry_points(group=ENTRY_POINTS))})
+        names = ", ".join(map(repr, known))
         raise ConfigError(
-            f"no place is called {value!r}{did_you_mean(word, offload_kinds())} · fix: use one of {known}, or False"
+            f"expected an offload target, got {value!r}{did_you_mean(word, known)} · fix: use one of {names}, or False"
         )
-    return kind.parse(argument) if colon else kind()
+    return target.parse(argument) if colon else target()
+
+
+def _find(name: str) -> type[Offload] | None:
+    if name not in Offload._targets:
+        for point in entry_points(group=ENTRY_POINTS, name=name):
+            try:
+                point.load()
+            except Exception as error:
+                raise ConfigError(
+                    f"{name!r}: expected an offload target at {point.value!r}, got {type(error).__name__}: {error} · "
+                    "fix: repair or uninstall that package"
+                ) from error
+    return Offload._targets.get(name)

@@ -1,4 +1,4 @@
-"""What the flags `offload`, `partition` and `contiguous` of a block mean together: the store for what it keeps."""
+"""Resolves the flags `offload`, `partition` and `contiguous` of a block to its store."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
 from graphckpt.errors import ConfigError
-from graphckpt.stores.arena import Arena
 from graphckpt.stores.base import Group, Store
 from graphckpt.stores.device import DeviceStore
 from graphckpt.stores.offload import Offload, parse_offload
-from graphckpt.stores.partition import group_for, parse_partition
-from graphckpt.stores.placed import PlacedStore
-from graphckpt.stores.shard import Shard
+from graphckpt.stores.partition.partition import group_for, parse_partition
+from graphckpt.stores.partition.sharded import ShardedStore
+from graphckpt.stores.slab.slab_store import SlabStore
+from graphckpt.stores.tensor_store import TensorStore
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import torch
 
-    from graphckpt.stores.place import Place
+    from graphckpt.stores.byte_store import ByteStore
 
 
 @final
 @dataclass(frozen=True)
 class Placement:
-    """Where blocks keep what they keep. Blocks that share one share its store: what two of them keep goes once.
+    """Where blocks store saved tensors. Blocks with one placement share its store, which stores a shared tensor once.
 
     Args:
-        offload: The kind of memory to move to; ``None`` if tensors stay on their device.
-        partition: ``True``, a ``ProcessGroup`` or a ``DeviceMesh`` to cut tensors over; ``None`` to keep them whole.
-        contiguous: Whether what is on the device lies in one slab.
+        offload: The offload target; ``None`` if tensors stay on their device.
+        partition: The ranks to split tensors over; ``None`` to keep them whole.
+        contiguous: Whether tensors on the device are stored in one slab.
         min_elements: Smaller tensors stay where they are.
     """
 
@@ -42,25 +42,27 @@ class Placement:
 
     @property
     def is_plain(self) -> bool:
-        """Whether everything stays where it is."""
+        """Whether all tensors stay where they are."""
         return self.offload is None and self.partition is None and not self.contiguous
 
     @property
     def store(self) -> Store:
-        """The one store of all blocks with this placement; made on first use."""
+        """The store of all blocks with this placement; created on first use."""
         if not self._stores:
             plain = self.is_plain
             self._stores.append(
-                DeviceStore() if plain else PlacedStore(self._label(), self._place_for, min_elements=self.min_elements)
+                DeviceStore()
+                if plain
+                else TensorStore(self._label(), self._byte_store_for, min_elements=self.min_elements)
             )
         return self._stores[0]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
-        twin: Placement = memo.setdefault(id(self), Placement(*self._settings()))
-        return twin
+        copied: Placement = memo.setdefault(id(self), Placement(*self._settings()))
+        return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Placement, self._settings()  # a copy keeps nothing yet
+        return Placement, self._settings()  # a copy has its own, empty store
 
     def _settings(self) -> tuple[Any, ...]:
         return self.offload, self.partition, self.contiguous, self.min_elements
@@ -71,26 +73,26 @@ class Placement:
         words += ["part"] if self.partition is not None else []
         return " ".join(words)
 
-    def _place_for(self, device: torch.device, is_part: bool, group: Group) -> Place | None:
-        place = self.offload.place_for(device, group.note) if self.offload is not None else None
-        if place is None and self.contiguous:
-            place = Arena(device)
-        elif place is not None and self.contiguous:
-            group.note("contiguous: what is moved lies in one piece already")
+    def _byte_store_for(self, device: torch.device, is_shard: bool, group: Group) -> ByteStore | None:
+        store = self.offload.byte_store_for(device, group.note) if self.offload is not None else None
+        if store is None and self.contiguous:
+            store = SlabStore(device)
+        elif store is not None and self.contiguous:
+            group.note("contiguous: offloaded tensors are contiguous already")
         if self.partition is None:
-            return place
-        if is_part:
-            group.note("partition: sharded tensors are left as they are")
-            return place
+            return store
+        if is_shard:
+            group.note("partition: sharded tensors are not partitioned again")
+            return store
         ranks = group_for(self.partition, group)
-        return place if ranks is None else Shard(ranks, device, place)
+        return store if ranks is None else ShardedStore(ranks, device, store)
 
 
 def placement_of(fields: Mapping[str, Any]) -> Placement:
-    """Returns what the fields ``offload``, ``partition``, ``contiguous`` and ``min_elements`` of a block mean together.
+    """Resolves the fields ``offload``, ``partition``, ``contiguous`` and ``min_elements`` of a block.
 
     Raises:
-        ConfigError: A value means nothing for its field.
+        ConfigError: A value is not valid for its field.
     """
     return Placement(
         offload=parse_offload(fields.get("offload")),
@@ -101,22 +103,22 @@ def placement_of(fields: Mapping[str, Any]) -> Placement:
 
 
 def parse_contiguous(value: Any) -> bool:
-    """Reads a value of ``contiguous``.
+    """Parses a value of ``contiguous``.
 
     Raises:
         ConfigError: It is neither a bool nor ``None``.
     """
     if value is not None and not isinstance(value, bool):
-        raise ConfigError(f"{value!r} is neither yes nor no · fix: use True, False or None")
+        raise ConfigError(f"expected a bool or None, got {value!r} · fix: use True, False or None")
     return bool(value)
 
 
 def parse_min_elements(value: Any) -> int:
-    """Reads a value of ``min_elements``.
+    """Parses a value of ``min_elements``.
 
     Raises:
-        ConfigError: It is no number of elements.
+        ConfigError: It is not a non-negative int.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ConfigError(f"{value!r} is no number of elements · fix: use an int from 0 up")
+        raise ConfigError(f"expected a non-negative int, got {value!r} · fix: use a number of elements")
     return value

@@ -1,7 +1,7 @@
-"""The CUDA streams that graphckpt uses beside the user's own: three for each device, however many stores there are.
+"""The CUDA streams of graphckpt: three for each device, shared by all stores.
 
-PyTorch hands out 32 streams in turn. With new ones for each store, those of a later one would be the stream of a
-capture or of another store, and its copies would run in one queue with what they are to run beside.
+PyTorch hands out 32 streams in turn. If each store took new ones, those of a later store would be the stream of a
+capture or of another store, and its copies would be serialized with the work that they should overlap with.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 
 
 class Streams(NamedTuple):
-    """Those of one device."""
+    """The streams of one device."""
 
     capture: torch.cuda.Stream
-    """Steps are captured on it, and warmed up: cuBLAS keeps a workspace for each stream."""
-    out: torch.cuda.Stream
-    """Copies to the host."""
-    back: torch.cuda.Stream
-    """Copies to the device."""
+    """For captures and their warm-up: cuBLAS keeps a workspace per stream."""
+    offload: torch.cuda.Stream
+    """For copies to the host."""
+    reload: torch.cuda.Stream
+    """For copies to the device."""
 
 
 def streams_of(device: torch.device) -> Streams:

@@ -413,7 +413,7 @@ def test_checkpoint_wrapper_says_that_host_memory_is_where_its_tensors_are() -> 
     model = nn.Sequential(nn.Linear(16, 16), checkpoint_wrapper(Mlp(), offload_to_cpu=True))
     model(torch.ones(200, 16)).sum().backward()
     (note,) = model[1].forward.context.notes
-    assert note == "offload to 'cpu' does nothing: its tensors live in host memory already"
+    assert note == "offload to 'cpu' does nothing: the tensors are in host memory already"
 
 
 def test_checkpoint_wrapper_runs_again() -> None:

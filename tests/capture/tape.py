@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import graphckpt.rng
-from graphckpt.capture import Recording, Runner
-from graphckpt.stores.copies import Copies, HostBuffer, Mark
+from graphckpt.capture import Capture, CaptureBackend
+from graphckpt.stores.host.copy_engine import CopyEngine, CopyEvent, HostBuffer
 
 
 class Tape(TorchDispatchMode):
@@ -59,7 +59,7 @@ class Tape(TorchDispatchMode):
             self.before[id(storage)] = (whole, whole.clone())
 
 
-class TapeRunner(Runner):
+class TapeRunner(CaptureBackend):
     name = "tape"
 
     def __init__(self) -> None:
@@ -67,11 +67,11 @@ class TapeRunner(Runner):
         self.released = 0
 
     @contextmanager
-    def warming(self) -> Iterator[None]:
+    def warmup(self) -> Iterator[None]:
         self.num_warm += 1
         yield
 
-    def record(self, step: Callable[[], Any]) -> Recording:
+    def capture(self, step: Callable[[], Any]) -> Capture:
         tape = Tape()
         random_state = torch.get_rng_state()
         with taped_random_state(tape), seen_by_transformers(), tape:
@@ -85,7 +85,7 @@ class TapeRunner(Runner):
         return TapeRecording(self, tape, output)
 
 
-class TapeRecording(Recording):
+class TapeRecording(Capture):
     def __init__(self, runner: TapeRunner, tape: Tape, output: Any) -> None:
         self.output = output
         self._runner = runner
@@ -102,34 +102,34 @@ class TapeRecording(Recording):
         self._runner.released += 1
 
 
-class TapeCopies(Copies):
+class TapeCopies(CopyEngine):
     """Copies by ops that a tape records; in a recording no host memory can be had, as on a device."""
 
     def buffer(self, num_bytes: int) -> HostBuffer:
         assert not self.is_capturing(), "memory cannot be pinned in a capture"
         return HostBuffer(torch.zeros(num_bytes, dtype=torch.uint8), lambda: None)
 
-    def out(self, device_flat: torch.Tensor, host_flat: torch.Tensor, traffic: Any = None) -> Mark:
+    def offload(self, device_flat: torch.Tensor, host_flat: torch.Tensor, traffic: Any = None) -> CopyEvent:
         host_flat.copy_(device_flat)
-        return Mark()
+        return CopyEvent()
 
-    def back(self, host_flat: torch.Tensor, device_flat: torch.Tensor, traffic: Any = None) -> Mark:
+    def reload(self, host_flat: torch.Tensor, device_flat: torch.Tensor, traffic: Any = None) -> CopyEvent:
         device_flat.copy_(host_flat)
-        return Mark()
+        return CopyEvent()
 
-    def join(self, mark: Mark) -> None:
+    def wait(self, event: CopyEvent) -> None:
         pass
 
-    def is_home(self, mark: Mark) -> bool:
+    def is_on_current_stream(self, event: CopyEvent) -> bool:
         return True
 
     def is_capturing(self) -> bool:
         return any(isinstance(mode, Tape) for mode in _get_current_dispatch_mode_stack())
 
-    def read_clocks(self) -> None:
+    def collect_times(self) -> None:
         pass
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         pass
 
 

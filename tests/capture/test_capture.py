@@ -22,7 +22,7 @@ from zoo import ZOO, chain
 
 import graphckpt.blocks.select
 from graphckpt import ConfigError, Graph, GraphError
-from graphckpt.capture.hazards import Attributes, explain_hazard
+from graphckpt.capture.diagnose import ModuleAttributes, capture_failure
 from graphckpt.capture.host_random import HostRandom
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -166,7 +166,7 @@ def test_an_optimizer_that_cannot_be_recorded_steps_after_the_replay() -> None:
 
 def test_explain_says_how_the_step_runs(capsys: pytest.CaptureFixture[str]) -> None:
     _, graph = run(TapeRunner(), make=plain_sgd)
-    text = "tape, 1 recording, 7 replays; SGD steps after it (fix: capturable=True or fused=True)"
+    text = "tape, 1 capture, 7 replays; SGD steps after it (fix: capturable=True or fused=True)"
     assert graph.explain().capture == text
     assert f"\ncapture: {text}\n" in capsys.readouterr().out
 
@@ -289,11 +289,11 @@ def cycled_betas(number: int, graph: Graph) -> None:
 
 def test_a_step_that_is_captured_in_every_call_goes_on_without() -> None:
     plain, _ = run("eager", between=cycled_betas)
-    with pytest.warns(UserWarning, match=r"captured 3 times in a row for .* betas or momentum .*cycle_momentum=False"):
+    with pytest.warns(UserWarning, match=r"captured 3 times in a row for .* betas or momentum.*cycle_momentum=False"):
         ours, graph = run(TapeRunner(), between=cycled_betas)
     assert same(ours, plain)
     assert captured(graph).num_captured == captured(graph).num_replays == 3
-    assert captured(graph).num_recordings == 0
+    assert captured(graph).num_held == 0
     assert "1 of 1 kinds of calls run without capture" in graph.explain(show=False).capture
 
 
@@ -313,7 +313,7 @@ def test_shapes_that_push_each_other_out_leave_one_without_capture() -> None:
         graph.config.max_captures = 2
 
     plain, _ = run("eager", inputs=inputs, set_up=set_up)
-    with pytest.warns(UserWarning, match=r"more than max_captures=2 kinds of inputs take turns .* larger") as caught:
+    with pytest.warns(UserWarning, match=r"more than max_captures=2 kinds of inputs alternate.* larger") as caught:
         ours, graph = run(TapeRunner(), inputs=inputs, set_up=set_up)
     assert len(caught) == 1
     assert same(ours, plain)
@@ -407,7 +407,7 @@ def test_planning_gives_the_memory_of_captures_back_first() -> None:
     x = batches(1)[0]
     for _ in range(5):
         graph(x)
-    assert captured(graph).num_recordings == 1
+    assert captured(graph).num_held == 1
     releases.clear()
     graph.plan(x, memory_budget="min", blocks="model.0.*")
     assert set(releases) == {1}
@@ -452,9 +452,9 @@ def test_outputs_are_fresh_and_inputs_are_the_callers() -> None:
     [
         (
             lambda model, loss: loss.item(),
-            r"test_capture.py:\d+ in <lambda>: it needs a value of the device on the host",
+            r"test_capture.py:\d+ in <lambda>: it reads a device value on the host",
         ),
-        (lambda model, loss: bool(loss > 1e9), r"test_capture.py:\d+ in <lambda>: it needs a value of the device"),
+        (lambda model, loss: bool(loss > 1e9), r"test_capture.py:\d+ in <lambda>: it reads a device value"),
     ],
 )
 def test_what_cannot_be_recorded_says_where(write: Any, message: str) -> None:
@@ -477,10 +477,12 @@ def test_what_cannot_be_recorded_names_the_block_and_auto_goes_on(monkeypatch: p
     def set_up(graph: Train) -> None:
         graph._roots["model"].insert(2, Peeks())
 
-    with pytest.raises(GraphError, match=r"model\.2 · test_capture\.py:\d+ in forward: .* · fix: keep it there"):
+    with pytest.raises(
+        GraphError, match=r"model\.2 · test_capture\.py:\d+ in forward: .* · fix: keep it on the device"
+    ):
         run(TapeRunner(), set_up=set_up)
     plain, _ = run("eager", set_up=set_up)
-    monkeypatch.setattr("graphckpt.graph.captured_step.runner_for", lambda *_: TapeRunner())
+    monkeypatch.setattr("graphckpt.graph.captured_step.backend_for", lambda *_: TapeRunner())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ours, graph = run("auto", set_up=set_up)
@@ -491,11 +493,11 @@ def test_what_cannot_be_recorded_names_the_block_and_auto_goes_on(monkeypatch: p
 
 @pytest.mark.parametrize(("kind", "what"), [("counts", r"model\.1\.count"), ("codebook", r"model\.1\._buffers")])
 def test_what_python_changes_in_forward_is_an_error(kind: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(GraphError, match=rf"cannot be captured: {what}: forward changes it, which no replay would do"):
+    with pytest.raises(GraphError, match=rf"cannot be captured: {what}: forward changes it, which a replay would not"):
         run(TapeRunner(), kind=kind)
     plain, _ = run("eager", kind=kind)
-    monkeypatch.setattr("graphckpt.graph.captured_step.runner_for", lambda *_: TapeRunner())
-    with pytest.warns(UserWarning, match="goes on without capture"):
+    monkeypatch.setattr("graphckpt.graph.captured_step.backend_for", lambda *_: TapeRunner())
+    with pytest.warns(UserWarning, match="runs without capture"):
         ours, _ = run("auto", kind=kind)
     assert same(ours, plain)
 
@@ -612,7 +614,7 @@ def test_capture_takes_known_words_only() -> None:
     with pytest.raises(ConfigError, match=r"max_captures: 0 is no number of recordings"):
         graph.config.max_captures = 0
     graph.config.capture = "cuda_graph"
-    with pytest.raises(ConfigError, match=r"'cuda_graph' needs modules on one CUDA device, and they are on cpu"):
+    with pytest.raises(ConfigError, match=r"'cuda_graph' expected modules on one CUDA device, got cpu"):
         graph(batches(1)[0])
 
 
@@ -632,8 +634,8 @@ def test_an_error_within_the_update_leaves_the_scaler_at_the_beginning(monkeypat
         graph.set_grad_scaler(torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2))
 
     plain, _ = run("eager", make=make, set_up=set_up)
-    monkeypatch.setattr("graphckpt.graph.captured_step.runner_for", lambda *_: TapeRunner())
-    with pytest.warns(UserWarning, match="goes on without capture"):
+    monkeypatch.setattr("graphckpt.graph.captured_step.backend_for", lambda *_: TapeRunner())
+    with pytest.warns(UserWarning, match="runs without capture"):
         ours, _ = run("auto", make=make, set_up=set_up)
     assert same(ours, plain)
 
@@ -641,7 +643,7 @@ def test_an_error_within_the_update_leaves_the_scaler_at_the_beginning(monkeypat
 def test_what_a_recording_returns_is_cut_off_from_autograd() -> None:
     _, graph = run(TapeRunner())
     entry = next(iter(captured(graph)._entries.values()))
-    assert entry.recording.output[0].grad_fn is None
+    assert entry.capture.output[0].grad_fn is None
 
 
 def test_another_setting_of_the_scaler_records_again() -> None:
@@ -676,7 +678,7 @@ def test_draws_of_the_host_are_seen(draw: Callable[[], Any], what: str) -> None:
     first = twice()
     with pytest.raises(GraphError, match=f"draws random numbers with {what}, which every replay would repeat"):
         state.check()
-    state.put_back()
+    state.restore()
     assert twice() == first
 
 
@@ -707,23 +709,23 @@ def test_inputs_that_lie_elsewhere_are_no_part_of_a_recording() -> None:
 def test_edits_of_what_lies_elsewhere_are_seen_and_undone() -> None:
     model = nn.BatchNorm1d(4)
     model.count = torch.zeros(())
-    held = Attributes([("model", model)], torch.device("cuda"))
+    held = ModuleAttributes([("model", model)], torch.device("cuda"))
     assert held.changed() is None
     model.count += 1
     model.num_batches_tracked.add_(1)
     assert held.changed() == "model.count"
-    held.put_back()
+    held.restore()
     assert float(model.count) == float(model.num_batches_tracked) == 0
 
 
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ("CUDA error: operation not permitted when stream is capturing\nSearch for `cudaError", "leave out .item()"),
-        ("CUDA error: operation would make the legacy stream depend on a capturing", "let go of losses"),
-        ("CUDA error: dependency created on uncaptured work in another stream\ncudaErrorStreamCapture", "let go of"),
-        ("Cannot copy between CPU and CUDA tensors during CUDA graph capture", "pass tensors of the device"),
+        ("CUDA error: operation not permitted when stream is capturing\nSearch for `cudaError", "avoid .item()"),
+        ("CUDA error: operation would make the legacy stream depend on a capturing", "drop losses"),
+        ("CUDA error: dependency created on uncaptured work in another stream\ncudaErrorStreamCapture", "drop losses"),
+        ("Cannot copy between CPU and CUDA tensors during CUDA graph capture", "pass tensors on the device"),
     ],
 )
 def test_what_the_device_says_has_a_fix(said: str, message: str) -> None:
-    assert f" · fix: {message}" in explain_hazard(RuntimeError(said), [])
+    assert f" · fix: {message}" in capture_failure(RuntimeError(said), [])

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, Architecture
+from helpers.thread_copies import FakeHost
 from tape import TapeCopies, TapeRunner
 from torch import Tensor, nn
 from transformers import masking_utils
 
 from graphckpt import Graph
-from graphckpt.stores import Host
 
 MODELS = [a for a in ARCHITECTURES if a.name in ("gpt2", "llama", "bert", "t5")]
 
@@ -78,7 +78,7 @@ def test_captured_is_eager(architecture: Architecture, rule: Any, masks: list[bo
     ours, graph = run(architecture, TapeRunner(), rule=rule)
     assert same(ours, plain)
     assert masks == 4 * of_a_step, "three steps and the recording"
-    assert graph.explain(show=False).capture == "tape, 1 recording, 3 replays"
+    assert graph.explain(show=False).capture == "tape, 1 capture, 3 replays"
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -130,7 +130,7 @@ def test_a_mask_that_only_the_recording_has_is_not_offloaded(name: str, masks: l
     more = {"attention_mask": torch.ones_like(architecture.inputs()["input_ids"])}
     plain, _ = run(architecture, "eager", rule=True, more=more)
     assert not any(masks)
-    ours, graph = run(architecture, TapeRunner(), rule=True, more=more, offload=Host(copies=TapeCopies()))
+    ours, graph = run(architecture, TapeRunner(), rule=True, more=more, offload=FakeHost(copies=TapeCopies()))
     assert any(masks)
     assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(ours, plain, strict=True))
     assert graph._step.recorded.captures.num_replays == 3
@@ -143,11 +143,11 @@ def test_several_sequences_in_a_row_after_the_recording_are_seen() -> None:
     more = {"use_cache": False, "position_ids": one}
     _, graph = run(llama, TapeRunner(), rule=None, more=more)
     packed = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5]] * 2)
-    with pytest.raises(RuntimeError, match="position_ids hold several sequences in a row"):
+    with pytest.raises(RuntimeError, match="position_ids contain packed sequences"):
         graph(inputs_of(llama, {**more, "position_ids": packed}))
 
 
 def test_explain_says_where_a_mask_is_made() -> None:
     bert = next(a for a in MODELS if a.name == "bert")
     _, graph = run(bert, TapeRunner(), rule=None, more={"attention_mask": torch.ones(2, 12, dtype=torch.long)})
-    assert "makes the attention mask in every recorded step" in graph.explain(show=False).capture
+    assert "makes the attention mask in every captured step" in graph.explain(show=False).capture

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphckpt.stores import offload_kinds
+from graphckpt.stores import offload_targets
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -33,7 +33,7 @@ def test_a_page_prints_what_it_shows(page: Path, tmp_path: Path, monkeypatch: py
     finally:
         torch.set_num_threads(threads)
         gc.collect()  # classes that a page defines end with it
-    assert "zip" not in offload_kinds()
+    assert "zip" not in offload_targets()
 
 
 def test_numbers_may_differ_a_little_and_words_not_at_all() -> None:

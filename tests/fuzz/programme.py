@@ -7,16 +7,16 @@ import random
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from helpers.thread_copies import FakeHost, ThreadCopies
 from torch import nn
 
 import graphckpt
 from fuzz import choices, containers, layers
 from fuzz.shapes import SHAPES
-from graphckpt.stores.thread_copies import ThreadCopies
 
 NAMES: dict[str, Any] = {
     **vars(layers), **vars(containers), **vars(choices),
-    "Disk": graphckpt.Disk, "Host": graphckpt.Host, "Segments": graphckpt.Segments,
+    "Disk": graphckpt.Disk, "FakeHost": FakeHost, "Segments": graphckpt.Segments,
     "Selective": graphckpt.Selective, "ThreadCopies": ThreadCopies, "Tiles": graphckpt.Tiles,
 }  # fmt: skip
 """What the expressions of a programme may name."""
@@ -92,7 +92,7 @@ SEGMENTS = ("Segments('sqrt')", "Segments('log')", "Segments(1)")
 
 STORES = (
     {"contiguous": "True"}, {"offload": "'disk'"}, {"offload": "Disk(in_flight_bytes=500)", "contiguous": "True"},
-    {"offload": "Host(copies=ThreadCopies())"}, {"offload": "Host(copies=ThreadCopies(), in_flight_bytes=300)"},
+    {"offload": "FakeHost(copies=ThreadCopies())"}, {"offload": "FakeHost(copies=ThreadCopies(), in_flight_bytes=300)"},
     {"offload": "False", "contiguous": "False"},
 )  # fmt: skip
 

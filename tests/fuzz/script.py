@@ -7,6 +7,8 @@ import inspect
 import re
 from typing import TYPE_CHECKING
 
+from helpers import thread_copies
+
 from fuzz import bench, choices, containers, layers, shapes
 
 if TYPE_CHECKING:
@@ -30,9 +32,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 import graphckpt
-from graphckpt import Disk, Host, Segments, Selective, Tiles
+from graphckpt import Disk, Segments, Selective, Tiles
 from graphckpt.rules.engine.execution import running
-from graphckpt.stores.thread_copies import ThreadCopies
 
 torch.set_num_threads(1)
 warnings.simplefilter("ignore")
@@ -67,6 +68,8 @@ RULES = {{
 STEPS = [{steps}]
 """
     sources = _sources_for(f"{model}\n{_END}")
+    if "FakeHost" in model:
+        sources.insert(0, inspect.getsource(thread_copies).replace("from __future__ import annotations\n", ""))
     comment = "".join(f"# {line}\n" for line in (title, f"{outcome.kind}: {outcome.what}", outcome.where) if line)
     return "\n\n".join([f"{comment}{_IMPORTS}", *sources, model, _END])
 

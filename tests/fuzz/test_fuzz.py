@@ -20,6 +20,7 @@ from fuzz.script import script_of
 from fuzz.shrink import shrink
 
 FULL = (("", (("activation_checkpointing", "True"),)),)
+OFFLOADED = (("", (("offload", "FakeHost(copies=ThreadCopies())"), ("min_elements", "1"))),)
 CHUNK = 25
 
 
@@ -73,9 +74,10 @@ def test_a_process_that_ends_or_hangs_is_an_outcome() -> None:
     assert execute_apart(programme, execute=lambda _: Outcome("same")) == Outcome("same")
 
 
-def test_a_script_runs_by_itself(tmp_path: Path) -> None:
+@pytest.mark.parametrize("policies", [FULL, OFFLOADED], ids=["full", "offloaded"])
+def test_a_script_runs_by_itself(tmp_path: Path, policies: Any) -> None:
     children = (Node("Linear"), Node("Dropout"), Node("SharesMemory", "'list', ''"))
-    programme = Programme(Node("Chain", "", children, FULL), (Step("penalty"), Step("two_losses", autocast=True)))
+    programme = Programme(Node("Chain", "", children, policies), (Step("penalty"), Step("two_losses", autocast=True)))
     script = tmp_path / "script.py"
     script.write_text(script_of(programme, execute(programme), "seed 1"))
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)

@@ -315,7 +315,7 @@ def test_a_deleted_graph_gives_its_memory_back() -> None:
         graph = Train(model := model_of(), fused(model))
         for x in batches(6, rows=4096):
             graph(x)
-        assert captures(graph).runner.pool_bytes() > 0
+        assert captures(graph).backend.pool_bytes() > 0
 
     def held() -> tuple[int, int]:
         gc.collect()
@@ -473,7 +473,11 @@ HAZARDS: dict[str, tuple[type[nn.Module], SetUp, str]] = {
     "tensor of the host": (FromHost, POLICIES["none"], AT),
     "synchronize": (Waits, POLICIES["none"], AT),
     "draws on the host": (DrawsOnHost, POLICIES["none"], r"draws random numbers with torch on the CPU.* · fix: "),
-    "disk": (Block, on_blocks(offload="disk", min_elements=1), r"cannot go to disk in a CUDA graph.* · fix: "),
+    "disk": (
+        Block,
+        on_blocks(offload="disk", min_elements=1),
+        r"cannot be offloaded to disk in a CUDA graph.* · fix: ",
+    ),
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphckpt.ledger.live import LiveBytes
+from graphckpt.ledger.live_memory import LiveBytes
 
 pytestmark = pytest.mark.gpu
 

@@ -15,8 +15,8 @@ from zoo import ZOO, B, D, chain, differing, state_of
 import graphckpt
 from graphckpt import Segments, Selective
 from graphckpt.stores import Group, Host
-from graphckpt.stores.host import HostPlace
-from graphckpt.stores.pinned import pin
+from graphckpt.stores.host.host import HostStore
+from graphckpt.stores.host.pinned import pin
 
 pytestmark = [
     pytest.mark.gpu,
@@ -90,9 +90,9 @@ def pinned(monkeypatch: pytest.MonkeyPatch, why_not_registered: str | None) -> I
 # --- the place by itself
 
 
-def place_on_cuda(in_flight_bytes: int | None = None) -> HostPlace:
-    place = Host(in_flight_bytes).place_for(torch.device("cuda", torch.cuda.current_device()), fail)
-    assert isinstance(place, HostPlace)
+def place_on_cuda(in_flight_bytes: int | None = None) -> HostStore:
+    place = Host(in_flight_bytes).byte_store_for(torch.device("cuda", torch.cuda.current_device()), fail)
+    assert isinstance(place, HostStore)
     return place
 
 
@@ -126,17 +126,17 @@ def test_no_race_in_200_random_steps(pinned: Pinned, in_flight_bytes: int | None
                 size, seed = dice.choice((1, 4097, MIB, 2 * MIB + 3)), dice.randrange(2**30)
                 kept.append((place.put(data(size, seed), block), block, size, seed))
                 torch.full((size,), 0x5A, dtype=torch.uint8, device="cuda")
-            place.seal(block)
+            place.close_group(block)
             torch.full((2 * MIB + 3,), 0x5A, dtype=torch.uint8, device="cuda")
         dice.shuffle(kept)
         while kept:
             if dice.random() < 0.5:
-                place.begin([ticket for ticket, *_ in kept[-3:]], kept[-1][1])
-            ticket, block, size, seed = kept.pop()
+                place.prefetch([handle for handle, *_ in kept[-3:]], kept[-1][1])
+            handle, block, size, seed = kept.pop()
             torch.full((size,), 0x5A, dtype=torch.uint8, device="cuda")
             if dice.random() < 0.9:
-                wrong += (place.take(ticket, block) != data(size, seed)).sum()
-            place.free(ticket)
+                wrong += (place.get(handle, block) != data(size, seed)).sum()
+            place.free(handle)
     assert wrong.item() == 0
     place.close()
 
@@ -147,11 +147,11 @@ def test_memory_is_pinned_and_as_big_as_the_step(pinned: Pinned) -> None:
     block = group(0)
     for step in range(5):
         place.begin_step()
-        ticket = place.put(data(5 * MIB, step), block)
-        assert ticket.spot.flat.is_pinned()  # type: ignore[attr-defined]
-        place.seal(block)
-        assert torch.equal(place.take(ticket, block), data(5 * MIB, step))
-        place.free(ticket)
+        handle = place.put(data(5 * MIB, step), block)
+        assert handle.block.flat.is_pinned()  # type: ignore[attr-defined]
+        place.close_group(block)
+        assert torch.equal(place.get(handle, block), data(5 * MIB, step))
+        place.free(handle)
         assert place.host_bytes == sum(pinned.alive.values()) == 5 * MIB
     assert pinned.num_calls == 2, "one buffer in the first step, one slab in the second"
     place.close()
@@ -170,21 +170,21 @@ def test_the_way_back_overlaps_with_computation(pinned: Pinned) -> None:
         torch.cuda.synchronize()
         return begin.elapsed_time(end) / 1e3
 
-    ticket = place.put(data(256 * MIB, 0), block)
-    place.take(ticket, block)  # once to get everything going
-    copying = seconds(lambda: [place.take(ticket, block), None][1])
+    handle = place.put(data(256 * MIB, 0), block)
+    place.get(handle, block)  # once to get everything going
+    copying = seconds(lambda: [place.get(handle, block), None][1])
     cycles = 10_000_000
     cycles = int(cycles * copying / seconds(lambda: torch.cuda._sleep(cycles)))
     computing = seconds(lambda: torch.cuda._sleep(cycles))
 
     def both() -> None:
-        place.begin([ticket], block)
+        place.prefetch([handle], block)
         torch.cuda._sleep(cycles)
-        place.take(ticket, block)
+        place.get(handle, block)
 
     together = seconds(both)
     assert together < 0.75 * (copying + computing), (copying, computing, together)
-    place.free(ticket)
+    place.free(handle)
     place.close()
 
 
@@ -196,13 +196,13 @@ def test_another_compute_stream(pinned: Pinned) -> None:
     for step in range(50):
         place.begin_step()
         block = group(0)
-        tickets = [place.put(data(MIB, step + n), block) for n in range(3)]
-        place.begin(tickets, block)
+        handles = [place.put(data(MIB, step + n), block) for n in range(3)]
+        place.prefetch(handles, block)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for n, ticket in enumerate(tickets):
-                wrong += (place.take(ticket, block) != data(MIB, step + n)).sum()
-                place.free(ticket)
+            for n, handle in enumerate(handles):
+                wrong += (place.get(handle, block) != data(MIB, step + n)).sum()
+                place.free(handle)
         torch.cuda.current_stream().wait_stream(side)
     assert wrong.item() == 0
     place.close()

@@ -24,7 +24,7 @@ from transformers import (
 from graphckpt import ConfigError
 from graphckpt.blocks.find_layers import layers
 from graphckpt.integrations.transformers import GraphckptArguments, GraphckptCallback
-from graphckpt.ledger.live import LiveBytes
+from graphckpt.ledger.live_memory import LiveBytes
 
 LAYERS = 4
 PEFT_ASKS = pytest.mark.filterwarnings(
@@ -254,7 +254,9 @@ def test_blocks_that_are_no_mapping_are_one_error(text: str, message: str) -> No
 
 
 def test_wrong_keys_fail_before_training() -> None:
-    with pytest.raises(ConfigError, match=r"^GraphckptCallback\.offload: no place is called 'gpu' · .*fix: "):
+    with pytest.raises(
+        ConfigError, match=r"^GraphckptCallback\.offload: expected an offload target, got 'gpu' · .*fix: "
+    ):
         GraphckptCallback(offload="gpu")
     with pytest.raises(ConfigError, match=r"^GraphckptCallback\.blocks\['h'\]\.tiles: "):
         GraphckptCallback(blocks={"h": {"tiles": 0}})

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 from fuzz.bench import frozen, same
+from helpers.thread_copies import FakeHost, ThreadCopies
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from zoo import B, BatchNorm, Counts, D, EditsItsInput, Mlp, Noise
 
 import graphckpt
-from graphckpt import Host, Segments, Selective
+from graphckpt import Segments, Selective
 from graphckpt.ledger.recorder import Recorder
 from graphckpt.rules.engine.execution import running
-from graphckpt.stores.thread_copies import ThreadCopies
 from interrupts.moments import AfterSeconds, AtEvent, Moment, count_events
 
 _BLOCKS = "[1-5]"
@@ -47,7 +47,7 @@ POLICIES: dict[str, Callable[[], dict[str, Any]]] = {
         _BLOCKS: {"activation_checkpointing": "selective", "offload": "disk", "contiguous": True, **_SMALL}
     },
     "host": lambda: {
-        _BLOCKS: {"activation_checkpointing": True, "offload": Host(copies=ThreadCopies()), **_SMALL},
+        _BLOCKS: {"activation_checkpointing": True, "offload": FakeHost(copies=ThreadCopies()), **_SMALL},
         "[1-5].drop": False,
     },
     "slab alone": lambda: {"": {"contiguous": True, **_SMALL}},

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.legend import legend_names, shades
-from graphckpt.ledger.picture import draw, thin
+from graphckpt.ledger.plot import draw, thin
 from graphckpt.ledger.record import Event, Explanation
 
 PHASES = ("forward", "backward", "recompute", "optimizer")
@@ -80,9 +80,9 @@ def test_a_long_record_is_drawn_in_bounded_size(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("step.gif", r"step\.gif: no picture ends in '\.gif' · fix: end it in '\.png' or '\.svg'"),
-        ("step", r"no picture ends in '' · fix"),
-        ("missing/step.png", r"there is no folder '.*missing' · fix: create it first"),
+        ("step.gif", r"step\.gif: expected a file ending in '\.png' or '\.svg', got '\.gif' · fix: rename"),
+        ("step", r"got '' · fix"),
+        ("missing/step.png", r"expected an existing folder, got '.*missing' · fix: create it first"),
     ],
 )
 def test_a_path_that_cannot_be_written_says_why(tmp_path, name, message):
@@ -93,7 +93,7 @@ def test_a_path_that_cannot_be_written_says_why(tmp_path, name, message):
 
 def test_a_record_without_timeline_says_so():
     empty = Explanation(title="TrainStep", rows=(), bytes_before=0, bytes_after=0)
-    with pytest.raises(ConfigError, match=r"the record of 'TrainStep' has no timeline to draw · fix: record"):
+    with pytest.raises(ConfigError, match=r"expected a timeline, the record of 'TrainStep' has none · fix: record"):
         draw(empty, Path("step.png"))
 
 
@@ -150,5 +150,5 @@ def test_thinning_keeps_the_peak_and_the_order(levels, limit):
 
 
 def test_the_library_imports_without_matplotlib():
-    code = "import sys, graphckpt.ledger.picture; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, graphckpt.ledger.plot; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

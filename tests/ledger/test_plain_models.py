@@ -6,7 +6,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES
 
-from graphckpt.ledger.live import LiveBytes
+from graphckpt.ledger.live_memory import LiveBytes
 
 pytestmark = pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphckpt.ledger.fold import fold
+from graphckpt.ledger.group_rows import group_rows
 from graphckpt.ledger.record import Explanation, Row
 from graphckpt.ledger.table import print_table
 
@@ -151,11 +151,11 @@ def test_totals_count_a_block_inside_another_once():
 
 
 def names(rows):
-    return [row.block for row in fold(rows)]
+    return [row.block for row in group_rows(rows)]
 
 
 def test_equal_layers_fold_to_sums():
-    (row,) = fold(layers(12))
+    (row,) = group_rows(layers(12))
     assert row == replace(
         LAYER,
         block="transformer.h.0-11 (12x)",
@@ -227,7 +227,7 @@ ROWS = st.lists(
 
 @given(ROWS)
 def test_folding_loses_nothing(rows):
-    folded = list(fold(rows))
+    folded = list(group_rows(rows))
     for name in ("bytes_before", "runs", "forward_seconds"):
         assert sum(getattr(row, name) or 0 for row in folded) == sum(getattr(row, name) or 0 for row in rows)
     assert len(folded) <= len(rows)

@@ -20,9 +20,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from zoo import ZOO, chain, differing, run_steps
 
 import graphckpt
-import graphckpt.stores.ranks
+import graphckpt.stores.partition.ranks
 from graphckpt import ConfigError, Segments, Selective
-from graphckpt.ledger.live import LiveBytes
+from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.stores import Group, Partition, Placement
 
 PARTITION: dict[str, Any] = {"partition": True, "min_elements": 1}
@@ -44,7 +44,10 @@ class Log:
 
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []
-        issue, take = graphckpt.stores.ranks.all_gather_bytes, graphckpt.stores.ranks.Arrival.take
+        issue, take = (
+            graphckpt.stores.partition.ranks.all_gather_bytes,
+            graphckpt.stores.partition.ranks.PendingGather.take,
+        )
 
         def logged_issue(group: Any, output: Tensor, *args: Any) -> Any:
             self.events.append(("gather", output.numel()))
@@ -55,8 +58,8 @@ class Log:
             self.events.append(("take", run.numel()))
             return run
 
-        graphckpt.stores.ranks.all_gather_bytes = logged_issue
-        graphckpt.stores.ranks.Arrival.take = logged_take  # type: ignore[method-assign]
+        graphckpt.stores.partition.ranks.all_gather_bytes = logged_issue
+        graphckpt.stores.partition.ranks.PendingGather.take = logged_take  # type: ignore[method-assign]
 
     def flush(self) -> list[tuple[str, int]]:
         events, self.events = self.events, []
@@ -131,10 +134,10 @@ def keeps_any_tensor(rank: int) -> None:
     for contiguous in (False, True):
         store: Any = Placement(partition=True, contiguous=contiguous, min_elements=1).store
         for _ in range(2):
-            group = store.open(group_of())
+            group = store.open_group(group_of())
             keys = [store.put(tensor, group) for tensor in tensors]
             copies = [tensor.clone() for tensor in tensors]
-            store.seal(group)
+            store.close_group(group)
             for tensor, copy, key in zip(tensors, copies, keys, strict=True):
                 back = store.get(key)
                 assert torch.equal(back, copy)
@@ -163,7 +166,7 @@ def keeps_distributed_tensors(rank: int, log: Log) -> None:
             results.append(given.grad.full_tensor())
         assert same(results[:1], results[1:])
         assert sum(what == "gather" for what, _ in events) == gathers
-        assert ("sharded tensors are left" in note) == (gathers == 0)
+        assert ("sharded tensors are not partitioned" in note) == (gathers == 0)
     model = nn.Sequential(nn.Tanh())
     log.flush()
     with graphckpt.apply(model, {"": FULL}):
@@ -365,12 +368,12 @@ def knows_meshes(rank: int) -> None:
     for partition in (mesh, mesh["tp"], groups[rank // 2], Partition(mesh, timeout_seconds=20), True):
         notes: list[str] = []
         store: Any = Placement(partition=partition).store
-        group = store.open(Group("block", lambda: list(own.parameters()), notes.append))
+        group = store.open_group(Group("block", lambda: list(own.parameters()), notes.append))
         key = store.put(x, group)
-        store.seal(group)
-        shard = key.piece.place
+        store.close_group(group)
+        shard = key.piece.store
         assert shard.stored_bytes(x.nbytes) == x.nbytes // 2
-        assert key.piece.ticket.slice.nbytes == x.nbytes // 2
+        assert key.piece.handle.slice.nbytes == x.nbytes // 2
         assert torch.equal(store.get(key), x)
         assert notes == []
     for wrong in (unnamed, Partition):
@@ -379,10 +382,10 @@ def knows_meshes(rank: int) -> None:
     # over all ranks the rows differ, so `dp` is not what was meant
     store = Placement(partition=mesh["dp"]).store
     notes = []
-    group = store.open(group_of("rows", notes))
+    group = store.open_group(group_of("rows", notes))
     key = store.put(x, group)
     with pytest.warns(UserWarning, match="rows: partition: its tensors differ between ranks"):
-        store.seal(group)
+        store.close_group(group)
     assert torch.equal(store.get(key), x)
     assert len(notes) == 1
 

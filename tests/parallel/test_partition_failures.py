@@ -66,14 +66,19 @@ def other_policies(rank: int) -> None:
 def other_blocks(rank: int) -> None:
     model = layers()
     with graphckpt.apply(model, {str(rank): {"activation_checkpointing": True, "partition": fresh()}}):
-        fails(lambda: model(torch.ones(64, 32)), f"{rank}: ", "run the block '0'", "rank 1 '1'")
+        fails(
+            lambda: model(torch.ones(64, 32)),
+            f"{rank}: ",
+            "the same block on all ranks",
+            "'0' on rank 0 and '1' on rank 1",
+        )
 
 
 def other_sizes(rank: int) -> None:
     store: Any = Placement(partition=fresh()).store
-    group = store.open(Group("block", lambda: (), lambda _: None))
+    group = store.open_group(Group("block", lambda: (), lambda _: None))
     key = store.put(torch.ones(2000 + 500 * rank), group)
-    fails(lambda: store.seal(group), "block: ", "[8000]", "[10000]")
+    fails(lambda: store.close_group(group), "block: ", "[8000]", "[10000]")
     assert torch.equal(store.get(key), torch.ones(2000 + 500 * rank))
 
 
@@ -83,7 +88,7 @@ def never_comes(rank: int) -> None:
     with graphckpt.apply(model, {"2": {"activation_checkpointing": True, "partition": fresh()}}):
         model(torch.ones(64, 32)).sum().backward()
         if rank == 0:
-            fails(lambda: model(torch.ones(65, 32)), "2: ", "rank 1 has not come to this block", "within 2 s")
+            fails(lambda: model(torch.ones(65, 32)), "2: ", "rank 1 did not join at this block", "within 2 s")
     meet()
 
 
@@ -94,7 +99,7 @@ def goes_on_without_it(rank: int) -> None:
     flags = {"activation_checkpointing": True, "partition": partition if rank == 1 else None}
     with graphckpt.apply(model, {"0": flags}):
         if rank == 1:
-            fails(lambda: model(torch.ones(64, 32)), "0: ", "rank 0 has not come")
+            fails(lambda: model(torch.ones(64, 32)), "0: ", "rank 0 did not join")
         else:
             model(torch.ones(64, 32)).sum().backward()
     meet()
@@ -120,7 +125,7 @@ def no_longer_equal(rank: int) -> None:
         for _ in range(2):
             model(torch.ones(64, 32)).sum().backward()
         loss = model(torch.full((64, 32), 1.0 + rank)).sum()
-        fails(loss.backward, "1: ", "not what this one kept", "given the same data")
+        fails(loss.backward, "1: ", "differ from those that this rank saved", "the same data")
         del loss
     meet()
 

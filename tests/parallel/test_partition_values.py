@@ -16,10 +16,10 @@ from torch import nn
 import graphckpt
 from graphckpt import ConfigError
 from graphckpt.stores import Group, Partition, Placement, Traffic, parse_partition
-from graphckpt.stores.place import Place, Ticket
-from graphckpt.stores.ranks import Arrival, Ranks
-from graphckpt.stores.replicas import _CHUNK, checksum
-from graphckpt.stores.shard import Shard
+from graphckpt.stores.byte_store import ByteHandle, ByteStore
+from graphckpt.stores.partition.ranks import PendingGather, RankGroup
+from graphckpt.stores.partition.replica_check import _CHUNK, checksum
+from graphckpt.stores.partition.sharded import ShardedStore
 
 
 def test_values_of_the_flag() -> None:
@@ -29,10 +29,10 @@ def test_values_of_the_flag() -> None:
     given_whole = Partition(timeout_seconds=5)
     assert parse_partition(given_whole) is given_whole
     for wrong in (4, "tp", [0, 1], 1.0):
-        with pytest.raises(ConfigError, match="names no ranks · fix: use True, a ProcessGroup, a DeviceMesh"):
+        with pytest.raises(ConfigError, match=r"expected a process group or a device mesh, got .* · fix: use True"):
             parse_partition(wrong)
     for wrong in (0, -1.0, True, float("nan")):
-        with pytest.raises(ConfigError, match="no time to wait · fix: give seconds above 0"):
+        with pytest.raises(ConfigError, match=r"timeout_seconds: expected a positive number, got .* · fix"):
             Partition(timeout_seconds=wrong)
 
 
@@ -42,18 +42,18 @@ def test_without_other_ranks_it_does_nothing_and_says_why() -> None:
         x = torch.randn(32, 64, requires_grad=True)
         model(x).sum().backward()
         rows = handle.explain(show=False).rows
-    assert [row.note for row in rows] == ["partition: does nothing, torch.distributed is not initialised"] * 2
+    assert [row.note for row in rows] == ["partition does nothing: torch.distributed is not initialized"] * 2
     store: Any = Placement(partition=True).store
     notes: list[str] = []
     tensor = torch.randn(2000)
-    key = store.put(tensor, store.open(Group("block", lambda: (), notes.append)))
+    key = store.put(tensor, store.open_group(Group("block", lambda: (), notes.append)))
     assert key.data_ptr() == tensor.data_ptr()
-    assert notes == ["partition: does nothing, torch.distributed is not initialised"]
+    assert notes == ["partition does nothing: torch.distributed is not initialized"]
 
 
 def ranks_of(size: int, rank: int) -> Any:
     group: Any = SimpleNamespace(size=lambda: size, rank=lambda: rank)
-    made = Ranks.__new__(Ranks)
+    made = RankGroup.__new__(RankGroup)
     made.process_group, made.size, made.rank = group, size, rank
     made.members, made.limit = list(range(size)), timedelta(seconds=1)
     return made
@@ -64,12 +64,12 @@ def ranks_of(size: int, rank: int) -> Any:
 def test_slices_join_to_the_whole(num_bytes: list[int], size: int) -> None:
     """Each rank holds one slice of every piece, all of equal length; laid side by side they are the pieces."""
     pieces = [torch.randint(0, 256, (n,), dtype=torch.uint8) for n in num_bytes]
-    shards = [Shard(ranks_of(size, rank), torch.device("cpu"), None) for rank in range(size)]
+    shards = [ShardedStore(ranks_of(size, rank), torch.device("cpu"), None) for rank in range(size)]
     slices = [[shard._slice_of(piece) for piece in pieces] for shard in shards]
     lengths = [[part.numel() for part in row] for row in slices]
     assert lengths == [[shards[0].stored_bytes(n) for n in num_bytes]] * size
     assert all(length % 16 == 0 and (length - 16) * size < n for length, n in zip(lengths[0], num_bytes, strict=True))
-    arrival = Arrival.__new__(Arrival)
+    arrival = PendingGather.__new__(PendingGather)
     arrival._ranks, arrival._block, arrival._lengths, arrival._runs = ranks_of(size, 0), "block", lengths[0], []
     arrival._whole = torch.cat([part for row in slices for part in row])
     arrival._work = SimpleNamespace(wait=lambda: True)
@@ -80,33 +80,33 @@ def test_slices_join_to_the_whole(num_bytes: list[int], size: int) -> None:
     assert arrival._whole is None
 
 
-class Beneath(Place):
+class Beneath(ByteStore):
     """A place that writes down what is asked of it."""
 
     label = "beneath"
-    where = "host"
+    tier = "host"
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.kept: dict[Ticket, torch.Tensor] = {}
+        self.kept: dict[ByteHandle, torch.Tensor] = {}
 
-    def put(self, data: torch.Tensor, group: Group) -> Ticket:
-        ticket = Ticket(data.numel())
-        self.kept[ticket] = data.clone()
-        return ticket
+    def put(self, data: torch.Tensor, group: Group) -> ByteHandle:
+        handle = ByteHandle(data.numel())
+        self.kept[handle] = data.clone()
+        return handle
 
-    def take(self, ticket: Ticket, group: Group) -> torch.Tensor:
-        self.calls.append(f"take {ticket.num_bytes}")
-        return self.kept[ticket].clone()
+    def get(self, handle: ByteHandle, group: Group) -> torch.Tensor:
+        self.calls.append(f"get {handle.num_bytes}")
+        return self.kept[handle].clone()
 
-    def free(self, ticket: Ticket) -> None:
-        del self.kept[ticket]
+    def free(self, handle: ByteHandle) -> None:
+        del self.kept[handle]
 
-    def begin(self, tickets: Sequence[Ticket], group: Group) -> None:
-        self.calls.append(f"begin {[ticket.num_bytes for ticket in tickets]}")
+    def prefetch(self, handles: Sequence[ByteHandle], group: Group) -> None:
+        self.calls.append(f"prefetch {[handle.num_bytes for handle in handles]}")
 
-    def seal(self, group: Group) -> None:
-        self.calls.append("seal")
+    def close_group(self, group: Group) -> None:
+        self.calls.append("close group")
 
     def begin_step(self) -> None:
         self.calls.append("begin step")
@@ -121,8 +121,8 @@ class Beneath(Place):
 def test_a_place_beneath_holds_slices_and_whole_pieces() -> None:
     """It is told two groups ahead to bring slices to the device, and holds what differs whole."""
     beneath = Beneath()
-    shard = Shard(ranks_of(2, 1), torch.device("cpu"), beneath)
-    shard._replicas.ask = lambda keys, pieces, group: [True, False]  # type: ignore[method-assign]
+    shard = ShardedStore(ranks_of(2, 1), torch.device("cpu"), beneath)
+    shard._replica_check.check = lambda keys, pieces, group: [True, False]  # type: ignore[method-assign]
     sent: list[list[torch.Tensor]] = []
     pieces = [torch.arange(100, dtype=torch.uint8), torch.arange(50, dtype=torch.uint8)]
 
@@ -134,28 +134,28 @@ def test_a_place_beneath_holds_slices_and_whole_pieces() -> None:
     traffic = Traffic()
     group = Group("block", lambda: (), lambda _: None, traffic)
     shard.begin_step()
-    tickets = [shard.put(piece, group) for piece in pieces]
+    handles = [shard.put(piece, group) for piece in pieces]
     assert beneath.kept == {}
-    shard.seal(group)
+    shard.close_group(group)
     assert [kept.tolist() for kept in beneath.kept.values()] == [[*range(64, 100), *[0] * 28], list(range(50))]
-    assert (shard.where, shard.label, shard.stored_bytes(100)) == ("host", "beneath part", 65)
+    assert (shard.tier, shard.label, shard.stored_bytes(100)) == ("host", "beneath part", 65)
     assert traffic.bytes_at["host"] == (50 + 1) - (32 + 1), "what the front end has counted too little"
-    shard.announce(tickets, group)
-    shard.begin(tickets, group)
+    shard.hint(handles, group)
+    shard.prefetch(handles, group)
     assert [[part.numel() for part in slices] for slices in sent] == [[64]]
-    assert torch.equal(shard.take(tickets[0], group), pieces[0])
-    assert torch.equal(shard.take(tickets[1], group), pieces[1])
-    for ticket in tickets:
-        shard.free(ticket)
+    assert torch.equal(shard.get(handles[0], group), pieces[0])
+    assert torch.equal(shard.get(handles[1], group), pieces[1])
+    for handle in handles:
+        shard.free(handle)
     assert beneath.kept == {}
     shard.close()
     assert beneath.calls == [
         "begin step",
-        "seal",
-        "begin [64, 50]",
-        "begin [64, 50]",
-        "take 64",
-        "take 50",
+        "close group",
+        "prefetch [64, 50]",
+        "prefetch [64, 50]",
+        "get 64",
+        "get 50",
         "close",
     ]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import graphckpt
 from graphckpt import ConfigError, Graph
-from graphckpt.ledger.live import LiveBytes
+from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning import Plan, PlanError, budget, real
 from graphckpt.planning.measure import measure
 from graphckpt.planning.options import options as options_of

@@ -8,7 +8,7 @@ from torch import nn
 
 import graphckpt
 from graphckpt import Joined, PlanError
-from graphckpt.ledger.live import LiveBytes
+from graphckpt.ledger.live_memory import LiveBytes
 
 
 def made():

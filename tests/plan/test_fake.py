@@ -23,7 +23,7 @@ from transformers import (
 import graphckpt
 from graphckpt._compat import is_fake
 from graphckpt.errors import ConfigError
-from graphckpt.ledger.live import LiveBytes
+from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning.fake import FakeDevice
 from graphckpt.planning.machine import machine
 

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import graphckpt
-from graphckpt.ledger.live import LiveBytes
+from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning import op_levels, real
 from graphckpt.planning.measure import measure
 from graphckpt.planning.op_levels import Ops, levels

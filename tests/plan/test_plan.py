@@ -21,7 +21,7 @@ from graphckpt import plan, planning
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.config import LazyConfig
 from graphckpt.errors import ConfigError
-from graphckpt.ledger.live import LiveBytes
+from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning import Plan, PlanError, presets, real
 from graphckpt.planning.measure import measure
 from graphckpt.planning.options import NEAR
@@ -580,7 +580,7 @@ def test_the_picture_names_what_counts(planned, tmp_path):
     assert f"memory budget {format_bytes(found.budget_bytes)}" in words
     dataclasses.replace(found, budget_bytes=1 << 50).plot(str(path))
     assert "memory budget" not in words_of(path), "it would press the levels flat"
-    with pytest.raises(ConfigError, match=r"no picture ends in '\.jpg'"):
+    with pytest.raises(ConfigError, match=r"got '\.jpg'"):
         found.plot(str(tmp_path / "plan.jpg"))
 
 
@@ -595,7 +595,7 @@ def test_the_picture_of_a_sweep(tmp_path):
     draw_sweep(front, [], tmp_path / "front.svg")
     with pytest.raises(ConfigError, match="there is no plan to draw"):
         draw_sweep([], [], tmp_path / "front.svg")
-    with pytest.raises(ConfigError, match="there is no folder"):
+    with pytest.raises(ConfigError, match="expected an existing folder"):
         draw_sweep(front, [], tmp_path / "none" / "front.svg")
 
 

@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import graphckpt
 from graphckpt import ConfigError, Graph, PlanError
 from graphckpt.blocks.forward import BlockForward
-from graphckpt.ledger.live import LiveBytes
+from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning import Plan, plan_step, real
 from graphckpt.planning.measure import measure
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import graphckpt
 from graphckpt import ConfigError, Graph, Plan, PlanError, Tiles
-from graphckpt.ledger.live import LiveBytes
+from graphckpt.ledger.live_memory import LiveBytes
 
 
 class Head(nn.Module):

@@ -8,7 +8,7 @@ from torch import nn
 
 import graphckpt
 from graphckpt import ConfigError
-from graphckpt.ledger.live import LiveBytes
+from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning import Plan, real
 from graphckpt.planning.agree import _packed, _unpacked, team_of
 from graphckpt.planning.options import options
@@ -52,7 +52,7 @@ def test_slabs_hold_what_is_kept_within_the_budget():
         step()
         assert peak(model, step) <= found.budget_bytes
         (store,) = {id(w.placement.store): w.placement.store for w in handle._wrappers}.values()
-        (place,) = store._opened_places()
+        (place,) = store._open_stores()
         assert place.slab_bytes > 0
 
 

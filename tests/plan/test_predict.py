@@ -14,7 +14,7 @@ from architectures import ARCHITECTURES
 from torch import nn
 
 import graphckpt
-from graphckpt.ledger.live import LiveBytes
+from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning import real
 from graphckpt.planning.chain import StepChain
 from graphckpt.planning.levels import COVERED, peak

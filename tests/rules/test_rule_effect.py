@@ -17,7 +17,7 @@ from zoo import Mlp, chain
 
 import graphckpt
 from graphckpt import Segments, Selective, Tiles
-from graphckpt.ledger.live import LiveBytes
+from graphckpt.ledger.live_memory import LiveBytes
 
 GPT2 = next(a for a in ARCHITECTURES if a.name == "gpt2")
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from zoo import Mlp, chain, differing, plain_steps, run_steps
 
 import graphckpt
-from graphckpt.ledger.live import LiveBytes
+from graphckpt.ledger.live_memory import LiveBytes
 
 JOINED = {"1": True, "[2-6]": "joined"}  # of a chain whose first and last block are layers without a policy
 

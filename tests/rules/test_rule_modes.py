@@ -14,7 +14,7 @@ from torch import nn
 from zoo import chain, differing, plain_steps, run_steps
 
 import graphckpt
-from graphckpt.ledger.live import LiveBytes
+from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.rules import Selective
 
 # Legend: N rows, D width

@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from helpers.thread_copies import FakeHost, ThreadCopies
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from zoo import differing, run_steps
 
 import graphckpt
-from graphckpt import Disk, Host, Segments, Selective, Tiles
-from graphckpt.stores.placed import PlacedStore
-from graphckpt.stores.thread_copies import ThreadCopies
+from graphckpt import Disk, Segments, Selective, Tiles
+from graphckpt.stores.tensor_store import TensorStore
 
 D = 16
 
@@ -123,8 +123,8 @@ def with_places(fields: dict[str, Any]) -> dict[str, Any]:
     """Makes the places that words stand for: they have threads, and are made anew for each example."""
     kinds = {
         "disk": lambda: Disk(in_flight_bytes=700),
-        "host": lambda: Host(copies=ThreadCopies()),
-        "host, little in flight": lambda: Host(copies=ThreadCopies(), in_flight_bytes=400),
+        "host": lambda: FakeHost(copies=ThreadCopies()),
+        "host, little in flight": lambda: FakeHost(copies=ThreadCopies(), in_flight_bytes=400),
     }
     offload = fields.get("offload")
     return fields | {"offload": kinds[offload]()} if offload in kinds else fields
@@ -144,5 +144,5 @@ def test_random_modules_under_random_policies_in_random_places(tree: Any, data: 
     plain = run_steps(model_of(tree), steps=3)
     with graphckpt.apply(model, rules) as handle:
         assert differing(run_steps(model, steps=3), plain) == []
-        stores = [w.context.store for w in handle._wrappers if isinstance(w.context.store, PlacedStore)]
+        stores = [w.context.store for w in handle._wrappers if isinstance(w.context.store, TensorStore)]
         assert [store.num_alive for store in stores] == [0] * len(stores)

@@ -162,9 +162,9 @@ from graphckpt.stores import Group
 from graphckpt.stores.placement import placement_of
 
 store, notes = placement_of({"offload": "disk", "min_elements": 1}).store, []
-group = store.open(Group("block", list, notes.append))
+group = store.open_group(Group("block", list, notes.append))
 assert not store.get(store.put(torch._efficientzerotensor(64, 64), group)).any()
-assert notes == ["its zero tensors stay on the device: only plain ones can be moved"]
+assert notes == ["zero tensors stay on the device: only plain tensors can be moved"]
 """
     )
 

@@ -13,13 +13,13 @@ from zoo import chain
 import graphckpt
 from graphckpt import StoreError
 from graphckpt.stores import Group, Placement
-from graphckpt.stores.arena import Arena
-from graphckpt.stores.placed import PlacedStore
+from graphckpt.stores.slab.slab_store import SlabStore
+from graphckpt.stores.tensor_store import TensorStore
 
 
-def store() -> PlacedStore:
+def store() -> TensorStore:
     placed = Placement(contiguous=True, min_elements=1).store
-    assert isinstance(placed, PlacedStore)
+    assert isinstance(placed, TensorStore)
     return placed
 
 
@@ -27,18 +27,18 @@ def group(block: str = "block") -> Group:
     return Group(block, list, lambda _: None)
 
 
-def arena_of(placed: PlacedStore) -> Arena:
-    (arena,) = placed._opened_places()
-    assert isinstance(arena, Arena)
+def arena_of(placed: TensorStore) -> SlabStore:
+    (arena,) = placed._open_stores()
+    assert isinstance(arena, SlabStore)
     return arena
 
 
-def keep(placed: PlacedStore, *tensors: torch.Tensor) -> list[Any]:
+def keep(placed: TensorStore, *tensors: torch.Tensor) -> list[Any]:
     keys = []
     for tensor in tensors:
-        opened = placed.open(group())
+        opened = placed.open_group(group())
         keys.append(placed.put(tensor, opened))
-        placed.seal(opened)
+        placed.close_group(opened)
     return keys
 
 
@@ -47,13 +47,13 @@ def test_same_addresses_and_no_allocation_from_the_second_step_on(
 ) -> None:
     placed = store()
     allocated: list[int] = []
-    allocate = Arena._allocate
+    allocate = SlabStore._allocate
 
-    def counted(self: Arena, num_bytes: int, opened: Group) -> torch.Tensor:
+    def counted(self: SlabStore, num_bytes: int, opened: Group) -> torch.Tensor:
         allocated.append(num_bytes)
         return allocate(self, num_bytes, opened)
 
-    monkeypatch.setattr(Arena, "_allocate", counted)
+    monkeypatch.setattr(SlabStore, "_allocate", counted)
     addresses = []
     with caplog.at_level(logging.INFO, logger="graphckpt"):
         for step in range(5):
@@ -152,12 +152,14 @@ def test_no_memory_is_one_error_that_names_block_bytes_and_fix(monkeypatch: pyte
     def fails(*_: Any, **__: Any) -> torch.Tensor:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory\nmore")
 
-    opened = placed.open(group("layers.3"))
+    opened = placed.open_group(group("layers.3"))
     with monkeypatch.context() as patched:
-        patched.setattr("graphckpt.stores.arena.torch.empty", fails)
-        patched.setattr("graphckpt.stores.placed.bytes_to_move", lambda t: (t.view(torch.uint8).flatten(), 0, t.nbytes))
+        patched.setattr("graphckpt.stores.slab.slab_store.torch.empty", fails)
+        patched.setattr(
+            "graphckpt.stores.tensor_store.bytes_to_move", lambda t: (t.view(torch.uint8).flatten(), 0, t.nbytes)
+        )
         with pytest.raises(
-            StoreError, match=r"layers\.3: contiguous: there are no 12\.5 KiB free on cpu \(Default.* · fix"
+            StoreError, match=r"layers\.3: contiguous: expected 12\.5 KiB free on cpu, got none \(Default.* · fix"
         ):
             placed.put(torch.randn(50, 64), opened)
     assert placed.num_alive == 0

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from graphckpt.stores import Group, Host, Traffic, streams
-from graphckpt.stores.copies import CudaCopies
-from graphckpt.stores.host import HostPlace
+from graphckpt.stores.host.copy_engine import CudaCopyEngine
+from graphckpt.stores.host.host import HostStore
 
 
 class Stream:
@@ -175,13 +175,13 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: self.data_ptr() in runtime.pinned)
-    issue = CudaCopies._issue
+    issue = CudaCopyEngine._issue
 
-    def remember(self: CudaCopies, stream: Any, source: torch.Tensor, target: torch.Tensor, traffic: Any) -> Any:
+    def remember(self: CudaCopyEngine, stream: Any, source: torch.Tensor, target: torch.Tensor, traffic: Any) -> Any:
         made.arguments = source, target
         return issue(self, stream, source, target, traffic)
 
-    monkeypatch.setattr(CudaCopies, "_issue", remember)
+    monkeypatch.setattr(CudaCopyEngine, "_issue", remember)
     streams._made.cache_clear()
     yield made
     streams._made.cache_clear()
@@ -192,17 +192,17 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 CPU = torch.device("cpu")
 
 
-def place_of(in_flight_bytes: int | None = None) -> HostPlace:
-    return HostPlace(CPU, CudaCopies(CPU, print), in_flight_bytes)
+def place_of(in_flight_bytes: int | None = None) -> HostStore:
+    return HostStore(CPU, CudaCopyEngine(CPU, print), in_flight_bytes)
 
 
 def test_stores_share_two_streams_that_are_not_the_captures(machine: Machine) -> None:
     """PyTorch hands out 32 in turn: of a store made later, one would be that of the capture."""
-    made = [CudaCopies(CPU, print) for _ in range(40)]
-    assert len({id(stream) for copies in made for stream in (copies._out, copies._back)}) == 2
+    made = [CudaCopyEngine(CPU, print) for _ in range(40)]
+    assert len({id(stream) for copies in made for stream in (copies._offload_stream, copies._reload_stream)}) == 2
     assert len(machine.streams) == 1 + 3
     capture, out, back = streams.streams_of(CPU)
-    assert {id(out), id(back)} == {id(made[0]._out), id(made[0]._back)}
+    assert {id(out), id(back)} == {id(made[0]._offload_stream), id(made[0]._reload_stream)}
     assert id(capture) not in (id(out), id(back))
 
 
@@ -216,7 +216,7 @@ def data(num_bytes: int, seed: int) -> torch.Tensor:
     return torch.randint(256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-def random_step(place: HostPlace, machine: Machine, dice: random.Random, sizes: list[int]) -> None:
+def random_step(place: HostStore, machine: Machine, dice: random.Random, sizes: list[int]) -> None:
     place.begin_step()
     kept = []
     for number, size in enumerate(sizes):
@@ -224,21 +224,21 @@ def random_step(place: HostPlace, machine: Machine, dice: random.Random, sizes: 
         machine.compute_something()
         kept.append((place.put(data(size, number), block), block, size, number))
         if number % 2:
-            place.seal(block)
+            place.close_group(block)
     dice.shuffle(kept)
     if dice.random() < 0.8:
         in_backward(lambda: use(place, machine, dice, kept, leave=dice.choice((0, 0, 3))))
     use(place, machine, dice, kept, leave=0)
 
 
-def use(place: HostPlace, machine: Machine, dice: random.Random, kept: list[Any], leave: int) -> None:
+def use(place: HostStore, machine: Machine, dice: random.Random, kept: list[Any], leave: int) -> None:
     while len(kept) > leave:
         if dice.random() < 0.5:
-            place.begin([ticket for ticket, *_ in dice.sample(kept, dice.randint(1, len(kept)))], kept[0][1])
-        ticket, block, size, seed = kept.pop()
+            place.prefetch([handle for handle, *_ in dice.sample(kept, dice.randint(1, len(kept)))], kept[0][1])
+        handle, block, size, seed = kept.pop()
         if dice.random() < 0.9:
-            take(place, machine, ticket, block, size, seed)
-        place.free(ticket)
+            take(place, machine, handle, block, size, seed)
+        place.free(handle)
 
 
 def in_backward(call: Callable[[], None]) -> None:
@@ -255,10 +255,10 @@ def in_backward(call: Callable[[], None]) -> None:
     Calls.apply(torch.zeros(1, requires_grad=True)).backward()
 
 
-def take(place: HostPlace, machine: Machine, ticket: Any, block: Group, size: int, seed: int) -> None:
+def take(place: HostStore, machine: Machine, handle: Any, block: Group, size: int, seed: int) -> None:
     machine.compute_something()
-    flat = place.take(ticket, block)
-    if flat is not ticket.data:
+    flat = place.get(handle, block)
+    if flat is not handle.data:
         assert machine.is_behind(machine.current, machine.copy_to[flat.data_ptr()]), "read before its copy is joined"
     assert torch.equal(flat, data(size, seed))
 
@@ -282,14 +282,14 @@ def test_another_compute_stream_waits_too(machine: Machine) -> None:
             random_step(place, machine, dice, [500, 1000, 500])
     place.begin_step()
     with machine.stream(streams[0]):
-        ticket = place.put(data(500, 0), group())
-        place.begin([ticket], group())
+        handle = place.put(data(500, 0), group())
+        place.prefetch([handle], group())
     with machine.stream(streams[1]):
         streams[1].wait_stream(streams[0])
         before = machine.num_copies
-        take(place, machine, ticket, group(), 500, 0)
+        take(place, machine, handle, group(), 500, 0)
         assert machine.num_copies == before + 1, "memory of another stream is not read: it is copied anew"
-    place.free(ticket)
+    place.free(handle)
     place.close()
 
 
@@ -335,16 +335,16 @@ def test_a_capture_with_two_compute_streams(machine: Machine) -> None:
         side.wait_stream(main)
         place.begin_step()
         with machine.stream(side):
-            tickets = [place.put(data(500, n), group(n)) for n in range(2)]
+            handles = [place.put(data(500, n), group(n)) for n in range(2)]
         main.wait_stream(side)
 
         def backward() -> None:
             with machine.stream(side):
-                place.begin(tickets, group(1))
+                place.prefetch(handles, group(1))
 
         in_backward(backward)
-    for ticket in tickets:
-        place.free(ticket)
+    for handle in handles:
+        place.free(handle)
     place.close()
 
 
@@ -353,22 +353,22 @@ def test_seconds_are_read_from_events_but_not_in_a_capture(machine: Machine) -> 
     traffic = Traffic()
     for _ in range(2):
         place.begin_step()
-        ticket = place.put(data(500, 0), group(0, traffic))
-        take(place, machine, ticket, group(0, traffic), 500, 0)
-        place.free(ticket)
+        handle = place.put(data(500, 0), group(0, traffic))
+        take(place, machine, handle, group(0, traffic), 500, 0)
+        place.free(handle)
     assert traffic.copy_seconds == 8.0
     assert traffic.wait_seconds == 8.0, "of the compute stream, which no clock of the host sees"
     with machine.capture():
         place.begin_step()
-        ticket = place.put(data(500, 0), group(0, traffic))
-        take(place, machine, ticket, group(0, traffic), 500, 0)
-        place.free(ticket)
+        handle = place.put(data(500, 0), group(0, traffic))
+        take(place, machine, handle, group(0, traffic), 500, 0)
+        place.free(handle)
     assert traffic.copy_seconds == traffic.wait_seconds == 8.0
     place.close()
 
 
 def test_cuda_is_what_a_cuda_device_gets(machine: Machine) -> None:
-    place = Host().place_for(torch.device("cuda", 0), print)
-    assert isinstance(place, HostPlace)
-    assert isinstance(place._copies, CudaCopies)
+    place = Host().byte_store_for(torch.device("cuda", 0), print)
+    assert isinstance(place, HostStore)
+    assert isinstance(place._engine, CudaCopyEngine)
     place.close()

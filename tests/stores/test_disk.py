@@ -22,9 +22,10 @@ from hypothesis import strategies as st
 from torch.autograd.graph import saved_tensors_hooks
 
 from graphckpt.errors import ConfigError, StoreError
-from graphckpt.stores import Disk, Group, Placement, Traffic, disk_lane, disk_spool, parse_offload
-from graphckpt.stores.disk_file import UnlinkedFile, file_system_in_memory
-from graphckpt.stores.disk_regions import BLOCK, Regions, in_blocks
+from graphckpt.stores import Disk, Group, Placement, Traffic, parse_offload
+from graphckpt.stores.disk import io_thread, transfer
+from graphckpt.stores.disk.extents import BLOCK, Extents, in_blocks
+from graphckpt.stores.disk.file import UnlinkedFile, file_system_in_memory
 
 KIB, MIB = 2**10, 2**20
 SECONDS = 10.0  # until a test gives up on the thread
@@ -39,19 +40,19 @@ def group(block="h.0", traffic=None, notes=None):
 
 
 def put_one(store, tensor, block="h.0"):
-    mine = store.open(group(block))
+    mine = store.open_group(group(block))
     key = store.put(tensor, mine)
-    store.seal(mine)
+    store.close_group(mine)
     return key
 
 
 def place_of(store):
-    (found,) = store._opened_places()
+    (found,) = store._open_stores()
     return found
 
 
-def spool_of(store):
-    return place_of(store)._spool
+def io_of(store):
+    return place_of(store)._io
 
 
 def disk_threads():
@@ -76,7 +77,7 @@ def until(is_so):
 
 
 def until_written(store):
-    until(lambda: not spool_of(store)._unwritten_bytes)
+    until(lambda: not io_of(store)._unwritten_bytes)
 
 
 def same(a, b):
@@ -135,7 +136,7 @@ TENSORS = {
     "small part, far in": lambda: torch.randn(100, 1000)[90, 7:300],
     "most of it": lambda: torch.randn(100, 100)[10:],
     "channels last": lambda: torch.randn(2, 8, 10, 10).to(memory_format=torch.channels_last),
-    "several chunks": lambda: torch.randn(disk_lane.CHUNK // 2 + 77),
+    "several chunks": lambda: torch.randn(transfer.CHUNK // 2 + 77),
     "one block": lambda: torch.randn(BLOCK // 4),
     "a byte more": lambda: torch.zeros(BLOCK + 1, dtype=torch.uint8).random_(0, 256),
 }
@@ -162,7 +163,7 @@ def test_what_comes_back_is_the_same_in_every_bit(tmp_path, make, is_written, mo
     back = store.get(key)
     assert same(back, twin)
     assert same(store.get(key), twin)
-    assert spool_of(store)._regions.end > BLOCK
+    assert io_of(store)._extents.end > BLOCK
     writes.is_open.set()
     del before
 
@@ -176,7 +177,7 @@ def test_it_really_leaves_memory_and_really_comes_from_the_file(tmp_path):
     until_written(store)
     del tensor
     assert gone
-    offset = key.piece.ticket.offset
+    offset = key.piece.handle.offset
     (number,) = files_in(tmp_path)
     with Path(f"/proc/self/fd/{number}").open("r+b", buffering=0) as other:
         other.seek(offset)
@@ -190,7 +191,7 @@ def test_it_really_leaves_memory_and_really_comes_from_the_file(tmp_path):
 def test_views_of_one_storage_go_once_and_come_back_as_views_of_one(tmp_path):
     store = opened(tmp_path)
     qkv = torch.randn(64, 300)
-    mine = store.open(group())
+    mine = store.open_group(group())
     keys = [store.put(part, mine) for part in (qkv, *qkv.split(100, dim=1))]
     assert store.num_alive == 1
     until_written(store)
@@ -205,12 +206,12 @@ def test_keys_that_die_free_their_bytes_with_or_without_backward(tmp_path):
         keys = [put_one(store, torch.randn(3000), f"h.{at}") for at in range(5)]
         store.get(keys[2])
         assert store.num_alive == 5
-        assert spool_of(store)._regions.end == 5 * in_blocks(12000)
+        assert io_of(store)._extents.end == 5 * in_blocks(12000)
         del keys
         assert store.num_alive == 0
-        assert spool_of(store)._regions.end == 0
+        assert io_of(store)._extents.end == 0
         until_written(store)
-        until(lambda: (spool_of(store)._landed_bytes, spool_of(store)._alive) == (0, set()))
+        until(lambda: (io_of(store)._loaded_bytes, io_of(store)._alive) == (0, set()))
 
 
 def test_gradients_are_the_same_in_every_bit(tmp_path):
@@ -224,12 +225,14 @@ def test_gradients_are_the_same_in_every_bit(tmp_path):
         torch.manual_seed(1)
         y = x
         for at, layer in enumerate(layers):
-            mine = store.open(Group(f"{at}", lambda layer=layer: list(layer.parameters()), print)) if store else None
+            mine = (
+                store.open_group(Group(f"{at}", lambda layer=layer: list(layer.parameters()), print)) if store else None
+            )
             hooks = saved_tensors_hooks(lambda t, mine=mine: store.put(t, mine), store.get if store else None)
             with hooks if store else contextlib.nullcontext():
                 y = layer(y)
             if store:
-                store.seal(mine)
+                store.close_group(mine)
         loss = y.square().mean()
         del y
         loss.backward(retain_graph=True)
@@ -257,7 +260,7 @@ def rss():
 PUT_20 = """
 with_store = sys.argv[2] == "with"
 store = Placement(offload=Disk(sys.argv[1], in_flight_bytes="40MiB")).store
-group = store.open(Group("h.0", list, print))
+group = store.open_group(Group("h.0", list, print))
 torch.ones(20 * 2**18).sum(); key = store.put(torch.ones(2000), group) if with_store else None
 before, most, kept = rss(), 0, []
 for at in range(20):
@@ -279,10 +282,10 @@ store = Placement(offload=Disk(sys.argv[1], in_flight_bytes="1MiB")).store
 def step(seed):
     keys = []
     for at in range(3):
-        group = store.open(Group(f"h.{at}", list, print))
+        group = store.open_group(Group(f"h.{at}", list, print))
         x = torch.full((20_000 + 777 * at,), float(seed + at))
         keys += [store.put(x, group), store.put(x[100:5000], group), store.put(torch.ones(3000), group)]
-        store.seal(group)
+        store.close_group(group)
         del x
     for at in reversed(range(0 if seed % 5 else 6, 9)):
         assert store.get(keys[at])[0] == (1 if at % 3 == 2 else seed + at // 3)
@@ -291,8 +294,8 @@ def step(seed):
     assert store.num_alive == 0
 def state():
     gc.collect()
-    place, = store._opened_places()
-    number = place._spool._lane.file._number
+    place, = store._open_stores()
+    number = place._io._transfer.file._number
     fds, threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
     return os.fstat(number).st_size, fds, threads, rss()
 for seed in range(100): step(seed)
@@ -320,7 +323,7 @@ def test_resident_memory_grows_by_the_bound_and_not_by_what_is_kept(tmp_path):
     plain, _ = run(PUT_20, tmp_path, "without")
     grown, most = run(PUT_20, tmp_path, "with")
     assert plain > 395 * MIB
-    slack = disk_lane._TRIM_EVERY + disk_lane.CHUNK + 16 * MIB
+    slack = transfer._TRIM_EVERY + transfer.CHUNK + 16 * MIB
     assert grown < 40 * MIB + slack
     assert most < (2 * 40 + 20) * MIB + slack  # unwritten, read ahead, the one in use
 
@@ -374,7 +377,7 @@ def test_no_thread_is_waited_for_when_the_program_ends(tmp_path):
     run(
         """
 store = Placement(offload=Disk(sys.argv[1])).store
-key = store.put(torch.ones(10**6), store.open(Group("h.0", list, print)))
+key = store.put(torch.ones(10**6), store.open_group(Group("h.0", list, print)))
 """,
         tmp_path,
     )
@@ -405,7 +408,7 @@ def test_no_more_than_the_bound_is_in_flight(tmp_path, monkeypatch):
     until(lambda: len(alive) == 3)
     time.sleep(0.05)
     assert len(number_put) == 2  # the third waits
-    assert spool_of(store)._unwritten_bytes == 80 * KIB
+    assert io_of(store)._unwritten_bytes == 80 * KIB
     most = []
     call = writes._call
 
@@ -434,9 +437,9 @@ def test_the_next_group_is_read_before_anybody_takes_it(tmp_path, monkeypatch):
     until_written(store)
     reads = Gate(monkeypatch, "preadv")
     store.get(keys[5])
-    ahead = [keys[at].piece.ticket for at in (4, 3)]
-    until(lambda: all(ticket.landed is not None for ticket in ahead))
-    assert reads.offsets == [keys[at].piece.ticket.offset for at in (5, 4, 3)]
+    ahead = [keys[at].piece.handle for at in (4, 3)]
+    until(lambda: all(handle.loaded is not None for handle in ahead))
+    assert reads.offsets == [keys[at].piece.handle.offset for at in (5, 4, 3)]
     reads.is_open.clear()  # what was read ahead needs no read
     assert store.get(keys[4])[0] == 4
     reads.is_open.set()
@@ -444,7 +447,7 @@ def test_the_next_group_is_read_before_anybody_takes_it(tmp_path, monkeypatch):
 
 def test_reading_ahead_stays_within_the_bound(tmp_path, monkeypatch):
     store = opened(tmp_path, in_flight_bytes=100 * KIB)
-    mine = store.open(group())
+    mine = store.open_group(group())
     keys = [store.put(torch.full((10 * KIB,), float(at)), mine) for at in range(8)]  # 40 KiB each, in one group
     until_written(store)
     reads = Gate(monkeypatch, "preadv")
@@ -452,7 +455,7 @@ def test_reading_ahead_stays_within_the_bound(tmp_path, monkeypatch):
     call = reads._call
 
     def counted(*arguments):
-        most.append(spool_of(store)._landed_bytes)
+        most.append(io_of(store)._loaded_bytes)
         return call(*arguments)
 
     reads._call = counted
@@ -461,17 +464,17 @@ def test_reading_ahead_stays_within_the_bound(tmp_path, monkeypatch):
     assert max(most) <= 80 * KIB
     del keys
     assert store.num_alive == 0
-    until(lambda: spool_of(store)._landed_bytes == 0)
+    until(lambda: io_of(store)._loaded_bytes == 0)
 
 
 def test_what_is_wanted_now_is_read_before_what_is_read_ahead(tmp_path, monkeypatch):
     store = opened(tmp_path)
-    mine = store.open(group())
+    mine = store.open_group(group())
     keys = [store.put(torch.full((5000,), float(at)), mine) for at in range(10)]
     until_written(store)
     reads = Gate(monkeypatch, "preadv")
     assert store.get(keys[9])[0] == 9
-    assert reads.offsets.index(keys[9].piece.ticket.offset) <= 1  # one may have been under way
+    assert reads.offsets.index(keys[9].piece.handle.offset) <= 1  # one may have been under way
 
 
 def test_what_is_not_written_yet_is_served_from_memory(tmp_path, monkeypatch):
@@ -503,7 +506,7 @@ def test_what_was_asked_for_while_it_was_being_written_needs_no_read(tmp_path, m
     writes.is_open.set()
     until_written(store)
     assert [store.get(key)[0].item() for key in keys] == [0, 1, 2]
-    assert not [offset for offset in reads.offsets if offset != keys[2].piece.ticket.offset]
+    assert not [offset for offset in reads.offsets if offset != keys[2].piece.handle.offset]
 
 
 def test_a_freed_key_cancels_its_write(tmp_path, monkeypatch):
@@ -514,7 +517,7 @@ def test_a_freed_key_cancels_its_write(tmp_path, monkeypatch):
     writes.is_open.clear()
     keys = [put_one(store, torch.full((5000,), float(at))) for at in range(5)]
     until(lambda: writes.offsets)
-    offsets = [key.piece.ticket.offset for key in keys]
+    offsets = [key.piece.handle.offset for key in keys]
     first, _, last = keys[0], keys.pop(2), keys[-1]
     del keys, _
     assert store.num_alive == 2
@@ -532,11 +535,11 @@ def test_a_range_that_is_reused_while_it_is_written_holds_the_new_bytes(tmp_path
     writes.is_open.clear()
     old = put_one(store, torch.zeros(5000))
     until(lambda: writes.offsets)
-    offset = old.piece.ticket.offset
+    offset = old.piece.handle.offset
     del old
     assert store.num_alive == 0
     new = put_one(store, torch.ones(5000))
-    assert new.piece.ticket.offset == offset
+    assert new.piece.handle.offset == offset
     writes.is_open.set()
     until_written(store)
     assert torch.equal(store.get(new), torch.ones(5000))
@@ -544,18 +547,18 @@ def test_a_range_that_is_reused_while_it_is_written_holds_the_new_bytes(tmp_path
 
 def test_asking_twice_reads_once_and_taking_twice_reads_twice(tmp_path, monkeypatch):
     store = opened(tmp_path)
-    mine = store.open(group())
+    mine = store.open_group(group())
     key = store.put(torch.arange(5000.0), mine)
     until_written(store)
     reads = Gate(monkeypatch, "preadv")
-    place, ticket = place_of(store), key.piece.ticket
+    place, handle = place_of(store), key.piece.handle
     for _ in range(3):
-        place.begin([ticket], mine)
-    first = place.take(ticket, mine)
-    place.begin([ticket], mine)  # it is still there
-    assert reads.offsets == [ticket.offset]
-    second = place.take(ticket, mine)
-    assert reads.offsets == [ticket.offset] * 2
+        place.prefetch([handle], mine)
+    first = place.get(handle, mine)
+    place.prefetch([handle], mine)  # it is still there
+    assert reads.offsets == [handle.offset]
+    second = place.get(handle, mine)
+    assert reads.offsets == [handle.offset] * 2
     assert torch.equal(first, second)
 
 
@@ -587,7 +590,7 @@ def test_several_threads(tmp_path):
 def test_the_time_of_copies_and_the_bytes_are_counted(tmp_path):
     store = opened(tmp_path)
     traffic = Traffic()
-    key = store.put(torch.randn(5000), store.open(group(traffic=traffic)))
+    key = store.put(torch.randn(5000), store.open_group(group(traffic=traffic)))
     until_written(store)
     written = traffic.copy_seconds
     assert written > 0
@@ -621,11 +624,11 @@ def assert_gone(folder):
 WRITE_FAULTS = {
     "disk full": (OSError(errno.ENOSPC, "No space left on device"), r"ENOSPC.*fix: free space there"),
     "quota": (OSError(errno.EDQUOT, "Disk quota exceeded"), r"EDQUOT.*fix: free space there"),
-    "read-only": (OSError(errno.EROFS, "Read-only file system"), r"EROFS.*fix: let this user write there"),
-    "disk broken": (OSError(errno.EIO, "Input/output error"), r"EIO.*fix: look for the disk in the system's log"),
-    "nothing written": (0, r"only 0 of \d+ bytes could be written \(EIO\)"),
+    "read-only": (OSError(errno.EROFS, "Read-only file system"), r"EROFS.*fix: give this user write access"),
+    "disk broken": (OSError(errno.EIO, "Input/output error"), r"EIO.*fix: check the system log for disk errors"),
+    "nothing written": (0, r"expected \d+ bytes to be written, got 0 \(EIO\)"),
     "thread killed": (SystemExit("killed"), r"SystemExit: killed"),
-    "no memory": (MemoryError(), r"MemoryError.*fix: let less be under way at once: Disk\(in_flight_bytes"),
+    "no memory": (MemoryError(), r"MemoryError.*fix: lower Disk\(in_flight_bytes"),
 }
 
 
@@ -637,17 +640,17 @@ def test_a_write_that_fails_is_one_error_and_the_next_step_begins_anew(tmp_path,
     until_written(store)
     with monkeypatch.context() as broken:
         failing(broken, "pwrite", fault)
-        mine = store.open(group("h.7"))
+        mine = store.open_group(group("h.7"))
         key = store.put(torch.randn(5000), mine)
-        until(lambda: spool_of(store).failure)
+        until(lambda: io_of(store).failure)
         with pytest.raises(StoreError, match=says) as caught:  # noqa: PT012
             if asks == "put":
                 store.put(torch.randn(9), mine)
             elif asks == "seal":
-                store.seal(mine)
+                store.close_group(mine)
             else:
                 store.get(key)
-    for part in ("h.7: offload", "could not write 19.5 KiB", str(tmp_path), "fix: "):
+    for part in ("h.7: offload", "failed to write 19.5 KiB", str(tmp_path), "fix: "):
         assert part in str(caught.value)
     assert_gone(tmp_path)
     for lost in (key, good):  # whoever still asks is told the same
@@ -666,7 +669,7 @@ def test_a_put_that_waits_for_room_learns_of_the_failure(tmp_path, monkeypatch, 
     put_one(store, torch.zeros(10))
     until_written(store)
     failing(monkeypatch, "pwrite", fault)
-    mine = store.open(group("h.7"))
+    mine = store.open_group(group("h.7"))
     with pytest.raises(StoreError, match=r"h.7: offload"):  # noqa: PT012
         for _ in range(3):
             store.put(torch.randn(5000), mine)
@@ -674,8 +677,8 @@ def test_a_put_that_waits_for_room_learns_of_the_failure(tmp_path, monkeypatch, 
 
 
 READ_FAULTS = {
-    "disk broken": (OSError(errno.EIO, "Input/output error"), r"EIO.*fix: look for the disk in the system's log"),
-    "short": (0, r"only 0 of 20480 bytes could be read"),
+    "disk broken": (OSError(errno.EIO, "Input/output error"), r"EIO.*fix: check the system log for disk errors"),
+    "short": (0, r"expected 20480 bytes to be read, got 0"),
     "thread killed": (SystemExit("killed"), r"SystemExit: killed"),
     "anything": (ValueError("surprise"), r"ValueError: surprise"),
 }
@@ -690,7 +693,7 @@ def test_a_read_that_fails_is_one_error(tmp_path, monkeypatch, fault, says):
         failing(broken, "preadv", fault)
         with pytest.raises(StoreError, match=says) as caught:
             store.get(key)
-    assert "h.7: offload: the disk store could not read 19.5 KiB" in str(caught.value)
+    assert "h.7: offload: failed to read 19.5 KiB" in str(caught.value)
     assert str(tmp_path) in str(caught.value)
     assert_gone(tmp_path)
     assert store.get(put_one(store, torch.ones(5000))).sum() == 5000
@@ -721,29 +724,29 @@ def test_no_memory_to_read_into(tmp_path, monkeypatch):
         def empty(*_, **__):
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 24576 bytes.")
 
-    monkeypatch.setattr(disk_lane, "torch", Torch)
-    with pytest.raises(StoreError, match=r"h.7.*19.5 KiB.*can't allocate memory.*fix: let less be under way"):
+    monkeypatch.setattr(transfer, "torch", Torch)
+    with pytest.raises(StoreError, match=r"h.7.*19.5 KiB.*can't allocate memory.*fix: lower Disk"):
         store.get(key)
     assert_gone(tmp_path)
 
 
 def test_a_thread_that_is_gone_is_not_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk_spool, "_POLL", 0.01)
-    monkeypatch.setattr(disk_spool.Spool, "_work", lambda self: None)
+    monkeypatch.setattr(io_thread, "_POLL", 0.01)
+    monkeypatch.setattr(io_thread.IoThread, "_work", lambda self: None)
     store = opened(tmp_path, in_flight_bytes=1)
-    mine = store.open(group("h.7"))
+    mine = store.open_group(group("h.7"))
     key = store.put(torch.randn(5000), mine)
-    with pytest.raises(StoreError, match=r"h.7.*its thread has died.*fix:"):
+    with pytest.raises(StoreError, match=r"h.7.*the I/O thread has died.*fix:"):
         store.put(torch.randn(5000), mine)
     assert_gone(tmp_path)
-    with pytest.raises(StoreError, match="its thread has died"):
+    with pytest.raises(StoreError, match="the I/O thread has died"):
         store.get(key)
 
 
 OPEN_FAULTS = {
     "full": ("pwrite", OSError(errno.ENOSPC, "No space left on device"), "ENOSPC.*fix: free space"),
     "too many files": ("open", OSError(errno.EMFILE, "Too many open files"), r"EMFILE.*fix: raise.*ulimit -n"),
-    "read-only": ("open", OSError(errno.EROFS, "Read-only file system"), "EROFS.*fix: let this user write there"),
+    "read-only": ("open", OSError(errno.EROFS, "Read-only file system"), "EROFS.*fix: give this user write access"),
 }
 
 
@@ -762,7 +765,7 @@ def test_a_file_that_cannot_be_opened(tmp_path, monkeypatch, name, fault, says):
 def test_a_folder_that_is_missing(tmp_path):
     (tmp_path / "scratch").mkdir()
     store = opened(tmp_path / "scrath")
-    says = rf"h.7: offload: .*ENOENT.*fix: make that folder · did you mean '{tmp_path}/scratch'\?, or set offload"
+    says = rf"h.7: offload: .*ENOENT.*fix: create the folder · did you mean '{tmp_path}/scratch'\?, or use offload"
     with pytest.raises(StoreError, match=says):
         put_one(store, torch.randn(5000), "h.7")
     (tmp_path / "scrath").mkdir()
@@ -790,7 +793,7 @@ def test_a_forked_child_has_a_file_of_its_own(tmp_path):
         code = 1
         try:
             with pytest.raises(
-                StoreError, match=r"19.5 KiB.*were put by process \d+, of which this one is a fork · fix"
+                StoreError, match=r"19.5 KiB.*belong to process \d+, and this process is a fork of it · fix"
             ):
                 store.get(key)
             fresh = [put_one(store, torch.full((5000,), 7.0 + at)) for at in range(3)]
@@ -813,7 +816,7 @@ def test_without_what_linux_has(tmp_path, monkeypatch, lacks):
     store = opened(tmp_path)
     tensor = torch.randn(3 * MIB)
     key = put_one(store, tensor)
-    assert spool_of(store)._lane.file.is_direct == ("O_DIRECT" not in lacks)
+    assert io_of(store)._transfer.file.is_direct == ("O_DIRECT" not in lacks)
     assert not list(tmp_path.iterdir())
     until_written(store)
     assert torch.equal(store.get(key), tensor)
@@ -861,10 +864,10 @@ IN_MEMORY = pytest.mark.skipif(file_system_in_memory("/dev/shm") is None, reason
 def test_a_folder_in_memory_is_said_to_save_nothing():
     store = opened("/dev/shm", min_elements=1024)
     notes: list[str] = []
-    mine = store.open(group(notes=notes))
-    with pytest.warns(UserWarning, match=r"saves nothing: /dev/shm is a tmpfs.* · fix: set offload"):
+    mine = store.open_group(group(notes=notes))
+    with pytest.warns(UserWarning, match=r"saves no memory: /dev/shm is on tmpfs.* · fix: set offload"):
         key = store.put(torch.arange(5000.0), mine)
-    assert any("/dev/shm is a tmpfs" in note for note in notes)
+    assert any("/dev/shm is on tmpfs" in note for note in notes)
     assert torch.equal(store.get(key), torch.arange(5000.0))
 
 
@@ -872,14 +875,14 @@ def test_a_folder_on_a_disk_is_not(tmp_path, monkeypatch):
     if file_system_in_memory(tmp_path) is not None:
         pytest.skip("the temporary folder is in memory")
     notes: list[str] = []
-    assert Disk(tmp_path).place_for(torch.device("cpu"), notes.append) is not None
+    assert Disk(tmp_path).byte_store_for(torch.device("cpu"), notes.append) is not None
     assert not notes
 
 
 def test_a_device_that_it_does_not_know_stays(tmp_path):
     notes: list[str] = []
-    assert Disk(tmp_path).place_for(torch.device("mps"), notes.append) is None
-    assert notes == ["offload to 'disk' does nothing: it knows no way for tensors of 'mps'"]
+    assert Disk(tmp_path).byte_store_for(torch.device("mps"), notes.append) is None
+    assert notes == ["offload to 'disk' does nothing: tensors on 'mps' are not supported"]
 
 
 # ---- settings
@@ -895,10 +898,10 @@ def test_settings_are_read():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: parse_offload("disk:"), r"'disk:' names no folder · fix: use 'disk:/path"),
-        (lambda: Disk(7), r"Disk.folder: 7 names no folder · fix"),
-        (lambda: Disk(""), r"Disk.folder: '' names no folder · fix"),
-        (lambda: Disk(in_flight_bytes=0), r"Disk.in_flight_bytes: 0 lets nothing pass · fix"),
+        (lambda: parse_offload("disk:"), r"expected a folder after 'disk:', got none · fix: use 'disk:/path"),
+        (lambda: Disk(7), r"Disk.folder: expected a path or None, got 7 · fix"),
+        (lambda: Disk(""), r"Disk.folder: expected a path or None, got '' · fix"),
+        (lambda: Disk(in_flight_bytes=0), r"Disk.in_flight_bytes: expected at least 1 byte, got 0 · fix"),
         (lambda: Disk(in_flight_bytes=-5), r"Disk.in_flight_bytes: .*below 0 · fix"),
         (lambda: Disk(in_flight_bytes="12 G"), r"Disk.in_flight_bytes: .*'12 G'.* · fix"),
         (lambda: Disk(in_flight_bytes=1.5), r"Disk.in_flight_bytes: .* · fix"),
@@ -913,15 +916,15 @@ def test_settings_without_meaning(make, says):
 
 
 def test_a_hole_is_filled_first_and_neighbours_join():
-    regions = Regions()
-    offsets = [regions.take(BLOCK) for _ in range(5)]
+    extents = Extents()
+    offsets = [extents.allocate(BLOCK) for _ in range(5)]
     assert offsets == [0, BLOCK, 2 * BLOCK, 3 * BLOCK, 4 * BLOCK]
-    regions.give_back(offsets[1], BLOCK)
-    regions.give_back(offsets[3], BLOCK)
-    regions.give_back(offsets[2], BLOCK)
-    assert regions.take(3 * BLOCK) == BLOCK
-    regions.give_back(offsets[4], BLOCK)
-    assert regions.end == 4 * BLOCK
+    extents.free(offsets[1], BLOCK)
+    extents.free(offsets[3], BLOCK)
+    extents.free(offsets[2], BLOCK)
+    assert extents.allocate(3 * BLOCK) == BLOCK
+    extents.free(offsets[4], BLOCK)
+    assert extents.end == 4 * BLOCK
 
 
 @given(
@@ -929,7 +932,7 @@ def test_a_hole_is_filled_first_and_neighbours_join():
 )
 def test_ranges_never_overlap_and_the_same_step_takes_the_same_ranges(calls, random):
     choices = [random.random() for _ in calls]
-    regions = Regions()
+    extents = Extents()
 
     def step():
         alive: dict[int, int] = {}
@@ -937,20 +940,20 @@ def test_ranges_never_overlap_and_the_same_step_takes_the_same_ranges(calls, ran
         for (num_bytes, turn), choice in zip(calls, choices, strict=True):
             if turn == 0 and alive:
                 begin = sorted(alive)[int(choice * len(alive))]
-                regions.give_back(begin, alive.pop(begin))
+                extents.free(begin, alive.pop(begin))
             else:
-                begin = regions.take(num_bytes)
+                begin = extents.allocate(num_bytes)
                 assert begin % BLOCK == 0
                 for other, size in alive.items():
                     assert begin + in_blocks(num_bytes) <= other or other + in_blocks(size) <= begin
                 alive[begin] = num_bytes
                 given_out.append(begin)
-            assert regions.end == max((other + in_blocks(size) for other, size in alive.items()), default=0)
-            holes = sum(end - begin for begin, end in regions._holes)
-            assert holes + sum(map(in_blocks, alive.values())) == regions.end
+            assert extents.end == max((other + in_blocks(size) for other, size in alive.items()), default=0)
+            holes = sum(end - begin for begin, end in extents._free)
+            assert holes + sum(map(in_blocks, alive.values())) == extents.end
         for begin in sorted(alive, key=lambda begin: hash((begin, len(calls)))):
-            regions.give_back(begin, alive[begin])
-        assert (regions.end, regions._holes) == (0, [])
+            extents.free(begin, alive[begin])
+        assert (extents.end, extents._free) == (0, [])
         return given_out
 
     assert step() == step()
@@ -1017,16 +1020,18 @@ def cuda(monkeypatch):
     fake = FakeCuda()
     for name in ("Stream", "Event", "current_stream", "stream", "device", "cudart"):
         monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
-    monkeypatch.setattr("graphckpt.stores.disk.lane_for", lambda device, file: disk_lane.CudaLane(file, device))
+    monkeypatch.setattr(
+        "graphckpt.stores.disk.disk.transfer_for", lambda device, file: transfer.CudaTransfer(file, device)
+    )
     return fake
 
 
 def test_the_way_of_cuda_tensors_on_fake_streams(tmp_path, cuda):
     store = opened(tmp_path)
-    tensors = [torch.randn(size) for size in (5000, disk_lane.CHUNK // 4 + 5000, 10)]
+    tensors = [torch.randn(size) for size in (5000, transfer.CHUNK // 4 + 5000, 10)]
     keys = [put_one(store, tensor, f"h.{at}") for at, tensor in enumerate(tensors)]
     until_written(store)
-    assert list(cuda.registered.values()) == [disk_lane.CHUNK]
+    assert list(cuda.registered.values()) == [transfer.CHUNK]
     for key, tensor in zip(reversed(keys), reversed(tensors), strict=True):
         assert torch.equal(store.get(key), tensor)
     waits = [event for what, *event in cuda.said if what == "wait"]
@@ -1044,10 +1049,10 @@ def test_the_way_of_cuda_tensors_on_fake_streams(tmp_path, cuda):
 
 def test_on_another_stream_the_bytes_are_copied(tmp_path, cuda):
     store = opened(tmp_path)
-    mine = store.open(group())
+    mine = store.open_group(group())
     key = store.put(torch.arange(5000.0), mine)
     until_written(store)
-    place_of(store).begin([key.piece.ticket], mine)
+    place_of(store).prefetch([key.piece.handle], mine)
     cuda.current = cuda.Stream()
     assert ("synchronize",) not in cuda.said
     assert torch.equal(store.get(key), torch.arange(5000.0))
@@ -1056,9 +1061,7 @@ def test_on_another_stream_the_bytes_are_copied(tmp_path, cuda):
 
 def test_memory_that_cannot_be_pinned(tmp_path, cuda):
     cuda.code = 2
-    with pytest.raises(
-        StoreError, match=r"h.7: offload: .*cannot be pinned \(CUDA error 2\).*fix: let less be under way"
-    ):
+    with pytest.raises(StoreError, match=r"h.7: offload: .*failed \(CUDA error 2\).*fix: lower Disk"):
         put_one(opened(tmp_path), torch.randn(5000), "h.7")
     assert_gone(tmp_path)
 

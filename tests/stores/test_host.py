@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.thread_copies import FakeHost, ThreadCopies
 from torch import nn
 
 from graphckpt.errors import ConfigError, StoreError
 from graphckpt.stores import Group, Host, Placement, Traffic
-from graphckpt.stores.copies import HostBuffer
-from graphckpt.stores.host import HostPlace
-from graphckpt.stores.pinned import pin
-from graphckpt.stores.placed import PlacedStore
-from graphckpt.stores.thread_copies import ThreadCopies
+from graphckpt.stores.host.copy_engine import HostBuffer
+from graphckpt.stores.host.host import HostStore
+from graphckpt.stores.host.pinned import pin
+from graphckpt.stores.tensor_store import TensorStore
 
 CPU = torch.device("cpu")
 
@@ -45,9 +45,9 @@ def copies() -> Iterator[ThreadCopies]:
     assert not [thread for thread in threading.enumerate() if thread.name == "graphckpt-copies"]
 
 
-def place_of(copies: ThreadCopies, in_flight_bytes: int | None = None) -> HostPlace:
-    place = Host(in_flight_bytes, copies).place_for(CPU, print)
-    assert isinstance(place, HostPlace)
+def place_of(copies: ThreadCopies, in_flight_bytes: int | None = None) -> HostStore:
+    place = FakeHost(in_flight_bytes, copies).byte_store_for(CPU, print)
+    assert isinstance(place, HostStore)
     return place
 
 
@@ -56,12 +56,12 @@ def test_bytes_go_and_come_back(copies: ThreadCopies) -> None:
     place = place_of(copies)
     place.begin_step()
     block = group()
-    ticket = place.put(data(1000), block)
-    place.seal(block)
-    place.begin([ticket], block)
-    assert torch.equal(place.take(ticket, block), data(1000))
-    assert torch.equal(place.take(ticket, block), data(1000)), "a graph that was retained asks twice"
-    place.free(ticket)
+    handle = place.put(data(1000), block)
+    place.close_group(block)
+    place.prefetch([handle], block)
+    assert torch.equal(place.get(handle, block), data(1000))
+    assert torch.equal(place.get(handle, block), data(1000)), "a graph that was retained asks twice"
+    place.free(handle)
     place.close()
     assert copies.live_bytes == 0
 
@@ -80,19 +80,19 @@ def in_backward(call: Callable[[], None]) -> None:
     Calls.apply(torch.zeros(1, requires_grad=True)).backward()
 
 
-def use(place: HostPlace, kept: list[tuple[Any, Group, int, int]], dice: random.Random, leave: int = 0) -> None:
+def use(place: HostStore, kept: list[tuple[Any, Group, int, int]], dice: random.Random, leave: int = 0) -> None:
     """Sends for, takes and frees what is kept, in any order, but for some that it leaves."""
     while len(kept) > leave:
         if dice.random() < 0.5:
             chosen = dice.sample(kept, dice.randint(1, len(kept)))
-            place.begin([ticket for ticket, *_ in chosen], chosen[0][1])
-        ticket, block, size, seed = kept.pop()
+            place.prefetch([handle for handle, *_ in chosen], chosen[0][1])
+        handle, block, size, seed = kept.pop()
         if dice.random() < 0.9:
-            assert torch.equal(place.take(ticket, block), data(size, seed))
+            assert torch.equal(place.get(handle, block), data(size, seed))
         if dice.random() < 0.2:
-            kept.insert(dice.randint(0, len(kept)), (ticket, block, size, seed))
+            kept.insert(dice.randint(0, len(kept)), (handle, block, size, seed))
         else:
-            place.free(ticket)
+            place.free(handle)
 
 
 @pytest.mark.parametrize("in_flight_bytes", [None, 0, 3000, 10**9])
@@ -111,17 +111,17 @@ def test_no_race_in_random_steps(is_held: bool, in_flight_bytes: int | None) -> 
                 size, seed = dice.choice((1, 255, 700, 2000, 2001)), dice.randrange(2**30)
                 kept.append((place.put(data(size, seed), block), block, size, seed))
                 if in_flight_bytes is not None:
-                    assert place._bytes_going <= in_flight_bytes
+                    assert place._in_flight_bytes <= in_flight_bytes
                 if dice.random() < 0.1:
                     place.free(kept.pop(dice.randrange(len(kept)))[0])
-            place.seal(block)
+            place.close_group(block)
         dice.shuffle(kept)
         if dice.random() < 0.8:
             in_backward(lambda: use(place, kept, dice, leave=dice.choice((0, 0, 3))))
         use(place, kept, dice)
-        assert not place._going
-        assert not place._coming
-        assert place._bytes_going == 0
+        assert not place._offloading
+        assert not place._reloading
+        assert place._in_flight_bytes == 0
     assert copies.faults == []
     place.close()
     assert copies.live_bytes == 0
@@ -133,16 +133,16 @@ def test_a_source_is_held_until_its_copy_is_joined(copies: ThreadCopies) -> None
     first, second, third = (group(number) for number in range(3))
     source = data(500)
     seen = weakref.ref(source.untyped_storage())
-    ticket = place.put(source, first)
+    handle = place.put(source, first)
     del source
-    place.seal(first)
+    place.close_group(first)
     assert seen() is not None
     other = place.put(data(500, 1), second)
     assert seen() is not None
-    place.seal(second)
+    place.close_group(second)
     assert seen() is None, "one group behind: the first group's copies are joined when the second is over"
-    assert torch.equal(place.take(ticket, third), data(500))
-    place.free(ticket)
+    assert torch.equal(place.get(handle, third), data(500))
+    place.free(handle)
     place.free(other)
     place.close()
 
@@ -154,19 +154,19 @@ def test_what_is_still_here_is_not_brought_back(copies: ThreadCopies) -> None:
     taken: list[torch.Tensor] = []
     source = data(500)
     address = source.data_ptr()
-    ticket = place.put(source, block)
+    handle = place.put(source, block)
     del source
-    place.seal(block)
+    place.close_group(block)
 
     def read() -> None:
-        place.begin([ticket], block)
-        taken.append(place.take(ticket, block))
+        place.prefetch([handle], block)
+        taken.append(place.get(handle, block))
 
     in_backward(read)
     assert taken[0].data_ptr() == address
     assert [copy.what for copy in copies.history] == ["out"]
     assert copies.history[0].joined_at, "a capture must not end with a copy that is not joined"
-    place.free(ticket)
+    place.free(handle)
     place.close()
 
 
@@ -176,19 +176,19 @@ def test_what_was_here_goes_when_backward_has_moved_on(copies: ThreadCopies) -> 
     blocks = [group(0), group(1)]
     source = data(500, 1)
     seen = weakref.ref(source.untyped_storage())
-    tickets = [place.put(data(500, 0), blocks[0]), place.put(source, blocks[1])]
+    handles = [place.put(data(500, 0), blocks[0]), place.put(source, blocks[1])]
     del source
-    place.seal(blocks[1])
+    place.close_group(blocks[1])
 
     def read() -> None:
-        place.take(tickets[1], blocks[1])
+        place.get(handles[1], blocks[1])
         assert seen() is not None
-        place.take(tickets[0], blocks[0])
+        place.get(handles[0], blocks[0])
         assert seen() is None
 
     in_backward(read)
-    for ticket in tickets:
-        place.free(ticket)
+    for handle in handles:
+        place.free(handle)
     place.close()
 
 
@@ -196,18 +196,18 @@ def test_all_copies_are_joined_when_backward_is_over(copies: ThreadCopies) -> No
     """Also those of a group that was sent for and never taken. It stays: the next backward may want it."""
     place = place_of(copies)
     blocks = [group(number) for number in range(3)]
-    tickets = []
+    handles = []
     for block in blocks:
-        tickets.append(place.put(data(500, block.number), block))
-        place.seal(block)
-    in_backward(lambda: place.begin(tickets, blocks[2]))
+        handles.append(place.put(data(500, block.number), block))
+        place.close_group(block)
+    in_backward(lambda: place.prefetch(handles, blocks[2]))
     assert [copy.what for copy in copies.history] == ["out"] * 3 + ["back"] * 2
     assert all(copy.joined_at for copy in copies.history)
-    in_backward(lambda: place.begin(tickets[:2], blocks[1]))
-    in_backward(lambda: compare(place.take(tickets[0], blocks[0]), data(500, 0)))
+    in_backward(lambda: place.prefetch(handles[:2], blocks[1]))
+    in_backward(lambda: compare(place.get(handles[0], blocks[0]), data(500, 0)))
     assert len(copies.history) == 5, "begun twice is begun once"
-    for ticket in tickets:
-        place.free(ticket)
+    for handle in handles:
+        place.free(handle)
     place.close()
 
 
@@ -218,22 +218,22 @@ def compare(one: torch.Tensor, other: torch.Tensor) -> None:
 def test_outside_of_a_backward_copies_are_joined_at_once(copies: ThreadCopies) -> None:
     """Nobody will say there when it is over."""
     place = place_of(copies)
-    tickets = [place.put(data(500, seed), group()) for seed in range(2)]
-    place.begin(tickets[:1], group())
+    handles = [place.put(data(500, seed), group()) for seed in range(2)]
+    place.prefetch(handles[:1], group())
     assert [bool(copy.joined_at) for copy in copies.history] == [True, True, False]
-    compare(place.take(tickets[1], group()), data(500, 1))
+    compare(place.get(handles[1], group()), data(500, 1))
     assert all(copy.joined_at for copy in copies.history)
-    for ticket in tickets:
-        place.free(ticket)
+    for handle in handles:
+        place.free(handle)
     place.close()
 
 
 def test_begun_and_never_taken_is_joined_before_its_memory_goes(copies: ThreadCopies) -> None:
     place = place_of(copies, 0)
-    ticket = place.put(data(500), group())
-    place.begin([ticket], group())
-    landing = weakref.ref(ticket.landing.untyped_storage())  # type: ignore[attr-defined]
-    place.free(ticket)
+    handle = place.put(data(500), group())
+    place.prefetch([handle], group())
+    landing = weakref.ref(handle.reload_buffer.untyped_storage())  # type: ignore[attr-defined]
+    place.free(handle)
     assert landing() is None
     assert copies.history[-1].joined_at
     place.close()
@@ -241,25 +241,25 @@ def test_begun_and_never_taken_is_joined_before_its_memory_goes(copies: ThreadCo
 
 def test_what_came_back_for_one_group_is_not_sent_for_again_by_another(copies: ThreadCopies) -> None:
     place = place_of(copies, 0)
-    ticket = place.put(data(500), group(0))
-    taken = place.take(ticket, group(1))
-    place.begin([ticket], group(0))
+    handle = place.put(data(500), group(0))
+    taken = place.get(handle, group(1))
+    place.prefetch([handle], group(0))
     assert [copy.what for copy in copies.history] == ["out", "back"]
     del taken
-    place.begin([ticket], group(0))
+    place.prefetch([handle], group(0))
     assert [copy.what for copy in copies.history] == ["out", "back", "back"]
-    place.free(ticket)
+    place.free(handle)
     place.close()
 
 
-def run_step(place: HostPlace, sizes: list[int], order: list[int] | None = None) -> None:
+def run_step(place: HostStore, sizes: list[int], order: list[int] | None = None) -> None:
     place.begin_step()
     block = group()
-    tickets = [place.put(data(size, seed), block) for seed, size in enumerate(sizes)]
-    place.seal(block)
+    handles = [place.put(data(size, seed), block) for seed, size in enumerate(sizes)]
+    place.close_group(block)
     for number in order if order is not None else reversed(range(len(sizes))):
-        assert torch.equal(place.take(tickets[number], block), data(sizes[number], number))
-        place.free(tickets[number])
+        assert torch.equal(place.get(handles[number], block), data(sizes[number], number))
+        place.free(handles[number])
 
 
 def test_the_slab_is_as_big_as_the_step_and_nothing_is_allocated_after_the_second(copies: ThreadCopies) -> None:
@@ -281,10 +281,10 @@ def test_the_slab_reuses_what_is_freed_within_a_step(copies: ThreadCopies) -> No
         place.begin_step()
         outer = place.put(data(256, 9), group())
         for seed in range(4):
-            ticket = place.put(data(1024, seed), group(1))
-            assert torch.equal(place.take(ticket, group(1)), data(1024, seed))
-            place.free(ticket)
-        assert torch.equal(place.take(outer, group()), data(256, 9))
+            handle = place.put(data(1024, seed), group(1))
+            assert torch.equal(place.get(handle, group(1)), data(1024, seed))
+            place.free(handle)
+        assert torch.equal(place.get(outer, group()), data(256, 9))
         place.free(outer)
     assert place.host_bytes == 256 + 1024
     place.close()
@@ -358,15 +358,15 @@ def test_no_host_memory_is_one_error_and_leaves_nothing(
     with pytest.raises(StoreError) as caught:
         place.put(data(1000), group(7))
     assert str(caught.value) == (
-        "layers.7: offload: 1000 B of host memory cannot be had, beside the 1.46 KiB that offload holds "
+        "layers.7: offload: expected 1000 B of host memory besides the 1.46 KiB in use, got none "
         "(CUDA error: out of memory) · fix: offload fewer blocks, set activation_checkpointing as well, or "
         "offload = 'disk'"
     )
-    compare(place.take(kept, group(1)), data(1500))
+    compare(place.get(kept, group(1)), data(1500))
     place.free(kept)
     place.begin_step()
     kept = place.put(data(1500), group(1))
-    compare(place.take(kept, group(1)), data(1500))
+    compare(place.get(kept, group(1)), data(1500))
     place.free(kept)
     place.close()
     assert copies.live_bytes == 0
@@ -381,7 +381,7 @@ def test_without_memory_for_a_slab_single_buffers_go_on(
     for _ in range(4):
         run_step(place, [1000, 999])
     assert caplog.messages == [
-        "offload: no 2.00 KiB of host memory in one piece: CUDA error: out of memory\nlong story"
+        "offload: cannot allocate a slab of 2.00 KiB of host memory: CUDA error: out of memory\nlong story"
     ]
     assert copies.num_buffers == 4
     place.close()
@@ -410,11 +410,11 @@ def fail(*_: Any) -> None:
 
 def test_closing_waits_for_what_is_kept(copies: ThreadCopies) -> None:
     place = place_of(copies, 0)
-    ticket = place.put(data(100), group())
+    handle = place.put(data(100), group())
     place.close()
     assert copies.live_bytes == 100
-    assert torch.equal(place.take(ticket, group()), data(100))
-    place.free(ticket)
+    assert torch.equal(place.get(handle, group()), data(100))
+    place.free(handle)
     assert copies.live_bytes == 0
 
 
@@ -422,9 +422,9 @@ def test_garbage_gives_everything_back(copies: ThreadCopies) -> None:
     place = place_of(copies)
     run_step(place, [100, 100])
     run_step(place, [100, 100])
-    ticket = place.put(data(100), group())
+    handle = place.put(data(100), group())
     assert copies.live_bytes > 0
-    del place, ticket
+    del place, handle
     gc.collect()
     assert copies.live_bytes == 0
 
@@ -435,8 +435,8 @@ def test_a_thousand_steps_do_not_grow(copies: ThreadCopies) -> None:
         run_step(place, [1000, 300])
     assert copies.num_buffers == 3
     memory = place._memory
-    assert (len(memory._plan._alive), len(memory._spare), len(memory._pieces), len(memory._captured)) == (0, 0, 0, 0)
-    assert (len(place._going), len(place._coming), place._num_alive) == (0, 0, 0)
+    assert (len(memory._plan._alive), len(memory._spare), len(memory._buffers), len(memory._captured)) == (0, 0, 0, 0)
+    assert (len(place._offloading), len(place._reloading), place._num_alive) == (0, 0, 0)
     place.close()
 
 
@@ -445,10 +445,10 @@ def test_seconds_of_copies_are_counted_when_watched() -> None:
     place = place_of(copies, 0)
     traffic = Traffic()
     watched = group(0, traffic)
-    ticket = place.put(data(10**6), watched)
-    in_backward(lambda: compare(place.take(ticket, watched), data(10**6)))
+    handle = place.put(data(10**6), watched)
+    in_backward(lambda: compare(place.get(handle, watched), data(10**6)))
     assert 0 < traffic.copy_seconds <= sum(copy.ended_at - copy.issued_at for copy in copies.history)
-    place.free(ticket)
+    place.free(handle)
     place.close()
 
 
@@ -495,17 +495,17 @@ def test_what_exists_only_in_a_capture_stays_and_pushes_nothing_out(
         copies.history.clear()
         place.begin_step()
         block = Group("layers.0", list, notes.append)
-        tickets: list[Any] = [place.put(data(n, n), block) for n in (1000, 300, 256, 300, 1000)]
-        place.seal(block)
+        handles: list[Any] = [place.put(data(n, n), block) for n in (1000, 300, 256, 300, 1000)]
+        place.close_group(block)
         assert [copy.what for copy in copies.history] == ["out"] * 3
-        assert [t.spot.flat.data_ptr() - slab for t in tickets if t.spot is not None] == begins
-        assert tickets[1].data is not None
-        in_backward(lambda tickets=tickets, block=block: place.begin(tickets, block))
-        for ticket in tickets:
-            assert torch.equal(place.take(ticket, block), data(ticket.num_bytes, ticket.num_bytes))
-        kept = weakref.ref(tickets[1].data.untyped_storage())
-        for ticket in tickets:
-            place.free(ticket)
+        assert [t.block.flat.data_ptr() - slab for t in handles if t.block is not None] == begins
+        assert handles[1].data is not None
+        in_backward(lambda handles=handles, block=block: place.prefetch(handles, block))
+        for handle in handles:
+            assert torch.equal(place.get(handle, block), data(handle.num_bytes, handle.num_bytes))
+        kept = weakref.ref(handles[1].data.untyped_storage())
+        for handle in handles:
+            place.free(handle)
         assert kept() is None
     assert len(set(notes)) == 1
     assert "stay on the device" in notes[0]
@@ -585,7 +585,7 @@ def test_memory_that_cannot_be_registered_falls_back(monkeypatch: pytest.MonkeyP
     assert asked == [True]
     assert cleared == [True]
     assert notes == [
-        f"offload: host memory cannot be registered ({what}): PyTorch's pinned memory is bigger than needed"
+        f"offload: registering host memory failed ({what}): PyTorch's pinned memory is used, which is larger"
     ]
 
 
@@ -599,42 +599,42 @@ def test_pages_that_the_system_does_not_have() -> None:
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, "1GiB"])
 def test_a_bound_that_is_none(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"in_flight_bytes .*: is no number of bytes · fix: use an int from 0 up"):
+    with pytest.raises(ConfigError, match=r"Host\.in_flight_bytes: expected a non-negative int or None, got .* · fix"):
         Host(in_flight_bytes=value)
 
 
 @pytest.mark.parametrize(
     ("device", "note"),
     [
-        ("cpu", "offload to 'cpu' does nothing: its tensors live in host memory already"),
-        ("mps", "offload to 'cpu' does nothing: it is built for CUDA, and these tensors are on mps"),
+        ("cpu", "offload to 'cpu' does nothing: the tensors are in host memory already"),
+        ("mps", "offload to 'cpu' does nothing: expected CUDA tensors, got tensors on mps"),
     ],
 )
 def test_where_there_is_nothing_to_move_it_says_so(device: str, note: str) -> None:
     notes: list[str] = []
-    assert Host().place_for(torch.device(device), notes.append) is None
+    assert Host().byte_store_for(torch.device(device), notes.append) is None
     assert notes == [note]
 
 
 # --- behind the front end
 
 
-def store_of(copies: ThreadCopies, in_flight_bytes: int | None = None) -> PlacedStore:
-    store = Placement(offload=Host(in_flight_bytes, copies), min_elements=1).store
-    assert isinstance(store, PlacedStore)
+def store_of(copies: ThreadCopies, in_flight_bytes: int | None = None) -> TensorStore:
+    store = Placement(offload=FakeHost(in_flight_bytes, copies), min_elements=1).store
+    assert isinstance(store, TensorStore)
     return store
 
 
 class Chain:
     """Blocks that keep one tensor each, forward and backward by hand."""
 
-    def __init__(self, store: PlacedStore, num_blocks: int) -> None:
+    def __init__(self, store: TensorStore, num_blocks: int) -> None:
         self.store = store
         self.keys: list[Any] = []
         for n in range(num_blocks):
-            opened = store.open(Group(f"layers.{n}", list, print))
+            opened = store.open_group(Group(f"layers.{n}", list, print))
             self.keys.append(store.put(torch.full((1000,), float(n)), opened))
-            store.seal(opened)
+            store.close_group(opened)
 
     def ask(self, number: int) -> None:
         found = self.store.get(self.keys[number])
@@ -656,7 +656,9 @@ def test_the_next_group_is_under_way_before_it_is_asked_for(copies: ThreadCopies
         chain = Chain(store, 5)
         for number, expected in zip(order, ahead, strict=True):
             chain.ask(number)
-            assert {n for n, key in enumerate(chain.keys) if key is not None and key.piece.ticket.is_here} == expected
+            assert {
+                n for n, key in enumerate(chain.keys) if key is not None and key.piece.handle.is_on_device
+            } == expected
         del chain
     assert store.num_alive == 0
     store.close()
@@ -668,10 +670,10 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(4)))
 
 
-def save_through(store: PlacedStore, model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+def save_through(store: TensorStore, model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
     """A forward whose every layer keeps what autograd saves in the store."""
     for number, layer in enumerate(model):
-        opened = store.open(Group(f"{number}", lambda layer=layer: list(layer.parameters()), print))
+        opened = store.open_group(Group(f"{number}", lambda layer=layer: list(layer.parameters()), print))
 
         def unpack(key: Any) -> torch.Tensor:
             found = store.get(key)
@@ -680,7 +682,7 @@ def save_through(store: PlacedStore, model: nn.Sequential, x: torch.Tensor) -> t
 
         with torch.autograd.graph.saved_tensors_hooks(lambda t, g=opened: store.put(t, g), unpack):
             x = layer(x)
-        store.seal(opened)
+        store.close_group(opened)
     return x
 
 

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, Architecture
+from helpers.thread_copies import FakeHost, ThreadCopies
 from torch import nn
 from zoo import ZOO, B, D, chain, differing, plain_steps, run_steps
 
 import graphckpt
 from graphckpt import Graph, Segments, Selective, Tiles
 from graphckpt.errors import StoreError
-from graphckpt.ledger.live import LiveBytes
+from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.stores import Host
-from graphckpt.stores.thread_copies import ThreadCopies
 
 
 def offload(host: Host, rule: Any = None) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def copies() -> Iterator[ThreadCopies]:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_same_bits_as_the_plain_step(copies: ThreadCopies, policy: str, kind: str, in_flight_bytes: int | None) -> None:
     model = chain(kind)
-    with graphckpt.apply(model, POLICIES[policy](Host(in_flight_bytes, copies))):
+    with graphckpt.apply(model, POLICIES[policy](FakeHost(in_flight_bytes, copies))):
         ours = run_steps(model)
     assert differing(ours, plain_steps(kind)) == []
     assert len(copies.history) > 0
@@ -69,7 +69,7 @@ def test_same_bits_as_the_plain_step(copies: ThreadCopies, policy: str, kind: st
 @pytest.mark.parametrize("architecture", DECODERS, ids=lambda a: a.name)
 def test_transformers_keep_their_bits(copies: ThreadCopies, architecture: Architecture, rule: Any) -> None:
     results = []
-    for rules in (None, offload(Host(copies=copies), rule)):
+    for rules in (None, offload(FakeHost(copies=copies), rule)):
         model, inputs = architecture.build(), architecture.inputs()
         torch.manual_seed(3)
         with graphckpt.apply(model, dict.fromkeys(architecture.layer_modules(model), rules) if rules else {}):
@@ -106,7 +106,7 @@ def test_bytes_alive_after_forward_fall_by_what_explain_says(
     plain = kept_by(wide())
     model = wide()
     which = "" if isinstance(rule, Segments) else "[0-5]"
-    with graphckpt.apply(model, {which: offload(Host(in_flight_bytes, copies), rule)}) as handle:
+    with graphckpt.apply(model, {which: offload(FakeHost(in_flight_bytes, copies), rule)}) as handle:
         kept = kept_by(model)
         explanation = handle.explain(show=False)
     by_the_last = explanation.rows[-1].bytes_host if in_flight_bytes is None else 0
@@ -118,7 +118,7 @@ def test_the_next_block_comes_back_while_this_one_runs_again() -> None:
     """Its copy is issued before the block's own second run, and is joined only after it."""
     copies = ThreadCopies()
     model = wide()
-    with graphckpt.apply(model, {"*": offload(Host(copies=copies), True), "re:[0-9]\\.[0-9]": None}):
+    with graphckpt.apply(model, {"*": offload(FakeHost(copies=copies), True), "re:[0-9]\\.[0-9]": None}):
         model(torch.ones(64, 32)).sum().backward()
         copies.history.clear()
         model(torch.ones(64, 32)).sum().backward()
@@ -132,7 +132,7 @@ def test_the_next_block_comes_back_while_this_one_runs_again() -> None:
 
 def test_nothing_is_allocated_on_the_host_after_the_second_step(copies: ThreadCopies) -> None:
     model = wide()
-    with graphckpt.apply(model, {"[0-5]": offload(Host(copies=copies))}):
+    with graphckpt.apply(model, {"[0-5]": offload(FakeHost(copies=copies))}):
         for step in range(30):
             model(torch.ones(64, 32)).sum().backward()
             if step == 1:
@@ -147,7 +147,7 @@ def test_nothing_is_allocated_on_the_host_after_the_second_step(copies: ThreadCo
 
 def test_a_model_may_be_copied_while_blocks_offload(copies: ThreadCopies) -> None:
     model = wide(2)
-    with graphckpt.apply(model, {"[01]": offload(Host(copies=copies))}):
+    with graphckpt.apply(model, {"[01]": offload(FakeHost(copies=copies))}):
         model(torch.ones(4, 32)).sum().backward()
         twin = copy.deepcopy(model)
         twin.zero_grad()
@@ -159,11 +159,11 @@ def test_no_host_memory_fails_in_forward_and_the_next_step_is_whole(
     copies: ThreadCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, plain = wide(), wide()
-    with graphckpt.apply(model, {"[0-5]": offload(Host(copies=copies), True)}):
+    with graphckpt.apply(model, {"[0-5]": offload(FakeHost(copies=copies), True)}):
         with monkeypatch.context() as patch:
             buffer = copies.buffer
             patch.setattr(copies, "buffer", lambda n: buffer(n) if copies.num_buffers < 3 else refuse())
-            with pytest.raises(StoreError, match=r"^3: offload: 8.00 KiB of host memory cannot be had"):
+            with pytest.raises(StoreError, match=r"^3: offload: expected 8.00 KiB of host memory"):
                 model(torch.ones(64, 32))
         for _ in range(3):
             model(torch.ones(64, 32)).sum().backward()
@@ -205,5 +205,5 @@ def test_in_a_graph_with_accumulation_and_evaluation(copies: ThreadCopies) -> No
             model.train()
         return seen
 
-    assert losses(Host(copies=copies)) == losses(None)
+    assert losses(FakeHost(copies=copies)) == losses(None)
     assert copies.history

@@ -60,7 +60,7 @@ ODD: dict[str, Callable[[], Tensor]] = {
 def new_store(flags: dict[str, Any]) -> tuple[Store, Group, list[str]]:
     notes: list[str] = []
     store = placement_of(flags).store
-    group = store.open(Group("block", list, notes.append))
+    group = store.open_group(Group("block", list, notes.append))
     assert group is not None
     return store, group, notes
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphckpt.stores.empty import empty
-from graphckpt.stores.slab import Ranges, SlabPlan
+from graphckpt.stores.slab.slab_plan import Ranges, SlabPlan
 
 SIZES = st.lists(st.integers(1, 2000), min_size=1, max_size=40)
 

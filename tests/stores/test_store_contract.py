@@ -12,23 +12,23 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.thread_copies import FakeHost, ThreadCopies
 from policies import HOLES, NESTED, ON_CHAIN, put
 from torch import nn
 from zoo import ZOO, chain, differing, plain_steps, run_steps
 
 import graphckpt
-from graphckpt import Disk, Host, RecomputeError, Segments, Selective
-from graphckpt.ledger.live import LiveBytes
-from graphckpt.stores import offload_kinds
-from graphckpt.stores.placed import PlacedStore
-from graphckpt.stores.thread_copies import ThreadCopies
+from graphckpt import Disk, RecomputeError, Segments, Selective
+from graphckpt.ledger.live_memory import LiveBytes
+from graphckpt.stores import offload_targets
+from graphckpt.stores.tensor_store import TensorStore
 
 # The flags that reach each store on a machine without an accelerator. Made anew for each use: a place has threads.
 STORES: dict[str, Callable[[], dict[str, Any]]] = {
     "slab": lambda: {"contiguous": True},
     "disk": lambda: {"offload": "disk"},
-    "cpu": lambda: {"offload": Host(copies=ThreadCopies())},
-    "cpu, little in flight": lambda: {"offload": Host(copies=ThreadCopies(), in_flight_bytes=300)},
+    "cpu": lambda: {"offload": FakeHost(copies=ThreadCopies())},
+    "cpu, little in flight": lambda: {"offload": FakeHost(copies=ThreadCopies(), in_flight_bytes=300)},
     "disk, slab": lambda: {"offload": Disk(in_flight_bytes=500), "contiguous": True},
 }
 
@@ -38,13 +38,13 @@ def flags(request: pytest.FixtureRequest) -> dict[str, Any]:
     return STORES[request.param]() | {"min_elements": 1}
 
 
-def stores_of(handle: graphckpt.Handle) -> list[PlacedStore]:
+def stores_of(handle: graphckpt.Handle) -> list[TensorStore]:
     stores = {id(w.context.store): w.context.store for w in handle._wrappers}
-    return [store for store in stores.values() if isinstance(store, PlacedStore)]
+    return [store for store in stores.values() if isinstance(store, TensorStore)]
 
 
 def test_every_kind_of_memory_has_a_case() -> None:
-    assert {name.split(",")[0] for name in STORES} == {*offload_kinds(), "slab"}
+    assert {name.split(",")[0] for name in STORES} == {*offload_targets(), "slab"}
 
 
 VARIED = {"mlp", "attention", "containers", "edits_its_input", "gru"}
@@ -152,7 +152,7 @@ def test_device_bytes_fall_by_exactly_what_explain_says(store: str, policy: str)
 
     plain = added(chain("mlp", length=6), None, None)
     model = chain("mlp", length=6)
-    flags = {"offload": Host(copies=ThreadCopies(), in_flight_bytes=0)} if store == "cpu" else STORES[store]()
+    flags = {"offload": FakeHost(copies=ThreadCopies(), in_flight_bytes=0)} if store == "cpu" else STORES[store]()
     with put(model, POLICIES[policy], flags) as handle:
         model(x).sum().backward()
         with handle.measure():
@@ -323,20 +323,20 @@ def test_flags_that_cannot_act_say_so() -> None:
         model(x).sum().backward()
         told = handle.explain(show=False)
     notes = {row.block: row.note for row in told.rows}
-    assert notes["1"] == notes["2"] == "offload to 'cpu' does nothing: its tensors live in host memory already"
+    assert notes["1"] == notes["2"] == "offload to 'cpu' does nothing: the tensors are in host memory already"
     said = "\n".join(told.warnings)
     assert "1 and 1 more: offload to 'cpu' does nothing" in said
-    assert "1.up: offload does nothing here" in said
+    assert "1.up: offload has no effect here" in said
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"offload": "gpu"}, r"1\.offload: no place is called 'gpu' · did you mean 'cpu'\? · fix"),
-        ({"offload": 3}, r"1\.offload: no place is called 3 · fix: use one of 'cpu', 'disk', or False"),
-        ({"offload": "cpu:/tmp"}, r"1\.offload: 'cpu' takes nothing after a colon, got '/tmp' · fix: use 'cpu'"),
-        ({"contiguous": "yes"}, r"1\.contiguous: 'yes' is neither yes nor no · fix: use True, False or None"),
-        ({"min_elements": -1}, r"1\.min_elements: -1 is no number of elements · fix: use an int from 0 up"),
+        ({"offload": "gpu"}, r"1\.offload: expected an offload target, got 'gpu' · did you mean 'cpu'\? · fix"),
+        ({"offload": 3}, r"1\.offload: expected an offload target, got 3 · fix: use one of 'cpu', 'disk', or False"),
+        ({"offload": "cpu:/tmp"}, r"1\.offload: 'cpu': expected nothing after a colon, got '/tmp' · fix: use 'cpu'"),
+        ({"contiguous": "yes"}, r"1\.contiguous: expected a bool or None, got 'yes' · fix: use True, False or None"),
+        ({"min_elements": -1}, r"1\.min_elements: expected a non-negative int, got -1 · fix"),
         ({"cpu_checkpointing": True}, r"1\.cpu_checkpointing: there is no such field · fix: write offload"),
     ],
 )  # fmt: skip

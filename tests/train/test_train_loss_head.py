@@ -12,7 +12,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHead
 
 import graphckpt
 from graphckpt import ConfigError, Tiles
-from graphckpt.ledger.live import LiveBytes
+from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning.plan import Plan
 from graphckpt.train.assemble import assembled
 from graphckpt.train.loss_head import add_loss_head, differences

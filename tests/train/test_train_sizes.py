@@ -125,7 +125,7 @@ ENABLED = {"enabled": True}
         ),
         (
             {"activation_checkpoint": {"offload": "gpu"}},
-            "activation_checkpoint.offload: no place is called 'gpu' · did you mean 'cpu'? · fix: use one of",
+            "activation_checkpoint.offload: expected an offload target, got 'gpu' · did you mean 'cpu'? · fix: use",
         ),
         (
             {"activation_checkpoint": {"number_checkpoints": 3}},

@@ -88,7 +88,7 @@ class BlockContext:
     def open_group(self) -> Group | None:
         """Opens the group of what one call of the block keeps in its store."""
         traffic = self.recorder.traffic[self.name] if self.recorder is not None else None
-        return self.store.open(Group(self.name or "(model)", self.tensors, self.note, traffic))
+        return self.store.open_group(Group(self.name or "(model)", self.tensors, self.note, traffic))
 
     def _modules(self) -> Iterable[nn.Module]:
         found = (module for ref in self._roots if (root := ref()) is not None for module in root.modules())

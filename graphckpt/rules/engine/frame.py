@@ -220,7 +220,7 @@ class Frame:
         if self.contexts is not None:
             self.contexts.settle(self)
         if self.group is not None:
-            block.store.seal(self.group)
+            block.store.close_group(self.group)
 
     @property
     def before(self) -> RecomputableCall | None:

@@ -64,7 +64,7 @@ class StoredCall:
     def seal(self) -> None:
         """Is called at the end of the call."""
         self.keep_filled()
-        self.block.store.seal(self.group)
+        self.block.store.close_group(self.group)
 
     def keep_filled(self) -> None:
         """Keeps the tensors that their ops have filled by now."""

@@ -1,0 +1,79 @@
+"""The style of all plots: file types, colours, legends and units.
+
+Matplotlib takes half a second to import, so only :func:`figure_of` does.
+"""
+
+# ruff: noqa: PLC0415
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from graphckpt.errors import ConfigError
+from graphckpt.units import format_bytes, parse_bytes
+
+INK = "#2b2f36"
+_SUFFIXES = (".png", ".svg")
+_SETTINGS: dict[str, Any] = {
+    "font.size": 9,
+    "text.color": INK,
+    "text.parse_math": False,  # names may contain dollar signs
+    "svg.hashsalt": "graphckpt",  # otherwise each file has different ids
+}
+
+
+def file_of(path: str | Path) -> Path:
+    """Returns the file that a plot is written to.
+
+    Raises:
+        ConfigError: its suffix is neither ``.png`` nor ``.svg``, or its folder does not exist.
+    """
+    target = Path(path)
+    suffix = target.suffix.lower()
+    if suffix not in _SUFFIXES:
+        raise ConfigError(f"{target}: expected a file ending in '.png' or '.svg', got {suffix!r} · fix: rename it")
+    if not target.parent.is_dir():
+        raise ConfigError(f"{target}: expected an existing folder, got {str(target.parent)!r} · fix: create it first")
+    return target
+
+
+@contextmanager
+def figure_of(target: Path, *, inches: tuple[float, float] = (11, 4.8)) -> Iterator[Any]:
+    """Yields a figure to draw on, and writes it at the end. The same plot gives the same file."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(_SETTINGS):
+        figure = Figure(figsize=inches, dpi=150, layout="constrained", facecolor="white")
+        yield figure
+        no_date: dict[str, Any] = {"Date": None} if target.suffix.lower() == ".svg" else {"Software": None}
+        figure.savefig(target, metadata=no_date)
+
+
+def legend(axes: Any, handles: Sequence[Any], title: str, anchor: float, is_in_layout: bool) -> None:
+    """Places a legend to the right of ``axes``, its top at ``anchor`` of their height."""
+    box = axes.legend(
+        handles=handles,
+        title=title,
+        loc="upper left",
+        bbox_to_anchor=(1.01, anchor),
+        borderaxespad=0,
+        frameon=False,
+        fontsize=8.5,
+        alignment="left",
+        handlelength=1.2,
+    )
+    box.set_in_layout(is_in_layout)
+
+
+def unit_of(num_bytes: int) -> tuple[int, str]:
+    """Returns the bytes of the unit in which ``num_bytes`` is printed, and its name.
+
+    >>> unit_of(3 * 2**20)
+    (1048576, 'MiB')
+    """
+    unit = format_bytes(num_bytes).split()[1]
+    return parse_bytes(f"1 {unit}"), unit

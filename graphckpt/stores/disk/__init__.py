@@ -1,0 +1,1 @@
+"""Keeps tensors in a file."""

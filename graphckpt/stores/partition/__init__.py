@@ -1,0 +1,1 @@
+"""Keeps one slice of each tensor per rank."""

@@ -1,0 +1,1 @@
+"""Keeps tensors in one slab on their device."""

@@ -1,0 +1,139 @@
+"""Keeps saved tensors in one slab on their device, at the same addresses in every step."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, ClassVar, final
+
+import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
+
+from graphckpt._compat import unseen_by_modes
+from graphckpt.errors import StoreError
+from graphckpt.stores.byte_store import ByteHandle, ByteStore, Tier
+from graphckpt.stores.slab.slab_plan import SlabPlan
+from graphckpt.units import format_bytes
+
+if TYPE_CHECKING:
+    from graphckpt.stores.base import Group
+
+_log = logging.getLogger("graphckpt")
+
+
+@final
+class _SlabHandle(ByteHandle):
+    __slots__ = ("data",)
+
+    def __init__(self, data: torch.Tensor) -> None:
+        super().__init__(data.numel())
+        self.data: torch.Tensor | None = data
+
+
+# Note [Each use of a slab's range has its own storage]
+# What `get` returns may outlive the key: backward may keep a view of it, even as a gradient. A range must not be reused
+# while any view of it is alive, so each use of a range gets its own storage over the slab's memory (by DLPack, without
+# a copy), and the range is free when that storage is gone.
+
+# Note [Captured slabs are not freed]
+# A captured graph writes to the addresses of its capture at every replay. So a slab that was used in a capture is held
+# for good when a larger one replaces it.
+
+
+@final
+class SlabStore(ByteStore):
+    """A slab of device memory, allocated after the first step and exactly as large as that step needs.
+
+    Tensors of the first step, and of a step that differs from all before, are allocated one by one.
+    """
+
+    tier: ClassVar[Tier] = "device"
+
+    def __init__(self, device: torch.device) -> None:
+        self.label = "slab"
+        self._device = device
+        self._plan = SlabPlan()
+        self._slab: torch.Tensor | None = None
+        self._free: deque[int] = deque()
+        self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._needs_slab = False
+        self._is_captured = False
+        self._captured: list[torch.Tensor] = []  # see Note [Captured slabs are not freed]
+
+    @property
+    def slab_bytes(self) -> int:
+        """Size of the slab; 0 before the second step."""
+        return 0 if self._slab is None else self._slab.numel()
+
+    def put(self, data: torch.Tensor, group: Group) -> ByteHandle:
+        """Copies the bytes into the slab."""
+        self._free_dropped()
+        if self._needs_slab:
+            self._allocate_slab(group)
+        number, offset = self._plan.put(data.numel())
+        copy = self._range(offset, data.numel(), group)
+        free, watches = self._free, self._watches
+
+        def is_free(_: object) -> None:
+            del watches[number]
+            free.append(number)
+
+        watches[number] = weakref.ref(copy.untyped_storage(), is_free)
+        return _SlabHandle(copy.copy_(data))
+
+    def get(self, handle: ByteHandle, group: Group) -> torch.Tensor:
+        """Returns the bytes in place."""
+        assert isinstance(handle, _SlabHandle)
+        assert handle.data is not None
+        return handle.data
+
+    def free(self, handle: ByteHandle) -> None:
+        """Drops the range. See Note [Each use of a slab's range has its own storage]."""
+        assert isinstance(handle, _SlabHandle)
+        handle.data = None
+
+    def begin_step(self) -> None:
+        """Plans the slab, if the last step was of an unknown shape."""
+        self._free_dropped()
+        for number in self._plan.in_use:  # an interrupt may have prevented a range from being freed
+            watch = self._watches.get(number)
+            if watch is None or watch() is None:
+                self._plan.free(number)
+        self._needs_slab |= self._plan.begin_step()
+
+    def close(self) -> None:
+        """Releases the slab, once nothing in it is in use."""
+        self._slab = None
+        self._captured.clear()
+
+    def _free_dropped(self) -> None:
+        while self._free:
+            self._plan.free(self._free.popleft())
+
+    def _allocate_slab(self, group: Group) -> None:
+        self._needs_slab = False
+        _log.info("contiguous: a slab of %s on %s", format_bytes(self._plan.num_bytes), self._device)
+        if self._slab is not None and self._is_captured:
+            self._captured.append(self._slab)
+        self._slab = None  # the old slab is freed before the new one is allocated
+        self._is_captured = False
+        with unseen_by_modes():  # its ranges are counted, not the slab
+            self._slab = self._allocate(self._plan.num_bytes, group)
+
+    def _range(self, offset: int | None, num_bytes: int, group: Group) -> torch.Tensor:
+        if offset is None or self._slab is None:
+            return self._allocate(num_bytes, group)
+        if self._device.type == "cuda":
+            self._is_captured |= torch.cuda.is_current_stream_capturing()
+        with unseen_by_modes():
+            return from_dlpack(to_dlpack(self._slab[offset : offset + num_bytes]))
+
+    def _allocate(self, num_bytes: int, group: Group) -> torch.Tensor:
+        try:
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        except RuntimeError as error:
+            raise StoreError(
+                f"{group.block}: contiguous: expected {format_bytes(num_bytes)} free on {self._device}, got none "
+                f"({str(error).splitlines()[0]}) · fix: set offload or activation_checkpointing, or contiguous = False"
+            ) from error

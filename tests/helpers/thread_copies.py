@@ -1,0 +1,249 @@
+"""Stands in for a device's copy engines: threads that copy between two parts of host memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from graphckpt._compat import unseen_by_modes
+from graphckpt.stores import Host
+from graphckpt.stores.host.copy_engine import CopyEngine, CopyEvent, HostBuffer
+from graphckpt.stores.host.host import HostStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from graphckpt.stores.base import Traffic
+    from graphckpt.stores.byte_store import ByteStore
+
+_POISON = 0xA5  # bytes of a target between the moment its copy is issued and the moment it is made
+
+
+@dataclass(frozen=True)
+class FakeHost(Host):
+    """Offloads the tensors of any device, and copies through ``copies``."""
+
+    copies: CopyEngine | None = None
+
+    def byte_store_for(self, device: torch.device, note: Callable[[str], None]) -> ByteStore | None:
+        assert self.copies is not None
+        return HostStore(device, self.copies, self.in_flight_bytes)
+
+
+@final
+class Copy(CopyEvent):
+    """One copy. Moments are in seconds, of ``time.perf_counter``; 0 if they have not come."""
+
+    __slots__ = (
+        "_source", "_target", "ended_at", "error", "is_done", "issued_at", "joined_at", "number", "started_at",
+        "traffic", "what",
+    )  # fmt: skip
+
+    def __init__(
+        self, what: str, number: int, source: torch.Tensor, target: torch.Tensor, traffic: Traffic | None
+    ) -> None:
+        self.what = what
+        """``"out"`` or ``"back"``."""
+        self.number = number
+        self.traffic = traffic
+        self.issued_at = time.perf_counter()
+        self.started_at = self.ended_at = self.joined_at = 0.0
+        self.is_done = threading.Event()
+        self.error: str | None = None
+        self._source, self._target = _Loose(source), _Loose(target)
+
+    def make(self) -> None:
+        """CopyEngine, unless one of the two has been given back."""
+        self.started_at = time.perf_counter()
+        source, target = self._source.hold(), self._target.hold()
+        if source is None or target is None:
+            gone = "source" if source is None else "target"
+            self.error = f"copy {self.what} {self.number}: its {gone} was freed before it was made"
+        else:
+            target.copy_(source)
+        del source, target  # whoever joins may look at who holds them
+        self.ended_at = time.perf_counter()
+        self.is_done.set()
+
+
+@final
+class ThreadCopies(CopyEngine):
+    """CopyEngine CPU tensors as if they were a device's: in two threads, one for each way, late and in order.
+
+    Like streams, the threads hold no references. A target is filled with garbage when its copy is issued, so that what
+    is read without a join is seen.
+
+    Args:
+        delay: Returns the seconds to sleep before a copy.
+        is_held: Whether copies wait until one of them, or one behind them, is joined: as late as can be.
+    """
+
+    def __init__(self, delay: Callable[[], float] | None = None, *, is_held: bool = False) -> None:
+        self._settings: tuple[Any, ...] = delay, is_held
+        self._lanes = {what: _Lane(delay, is_held) for what in ("out", "back")}
+        self._watched: list[Copy] = []
+        self.history: deque[Copy] = deque(maxlen=1_000)
+        """The last copies, in the order of issue."""
+        self.num_buffers = 0
+        """Host buffers made so far."""
+        self.live_bytes = 0
+        """Bytes of those not given back."""
+        self._stop = weakref.finalize(self, _stop, tuple(self._lanes.values()))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ThreadCopies:
+        delay, is_held = self._settings
+        return ThreadCopies(delay, is_held=is_held)
+
+    @property
+    def faults(self) -> list[str]:
+        """Copies that could not be made, among the last ones."""
+        return [copy.error for copy in self.history if copy.error is not None]
+
+    def buffer(self, num_bytes: int) -> HostBuffer:
+        """Takes plain memory."""
+        with unseen_by_modes():
+            flat = torch.empty(num_bytes, dtype=torch.uint8)
+        self.num_buffers += 1
+        self.live_bytes += num_bytes
+        own = weakref.ref(self)
+
+        def release() -> None:
+            copies = own()
+            if copies is not None:
+                copies.live_bytes -= num_bytes
+
+        return HostBuffer(flat, release)
+
+    def offload(self, device_flat: torch.Tensor, host_flat: torch.Tensor, traffic: Traffic | None = None) -> CopyEvent:
+        """Leaves it to the thread of the way out."""
+        return self._issue("out", device_flat, host_flat, traffic)
+
+    def reload(self, host_flat: torch.Tensor, device_flat: torch.Tensor, traffic: Traffic | None = None) -> CopyEvent:
+        """Leaves it to the thread of the way back."""
+        return self._issue("back", host_flat, device_flat, traffic)
+
+    def wait(self, event: CopyEvent) -> None:
+        """Waits until the copy is made."""
+        assert isinstance(event, Copy)
+        if not event.joined_at:
+            self._lanes[event.what].allow(event.number)
+            event.is_done.wait()
+            event.joined_at = time.perf_counter()
+
+    def is_on_current_stream(self, event: CopyEvent) -> bool:
+        """There is one compute stream."""
+        return True
+
+    def is_capturing(self) -> bool:
+        """Nothing captures CPU tensors."""
+        return False
+
+    def collect_times(self) -> None:
+        """Adds up what the threads have noted."""
+        for copy in self._watched:
+            self.wait(copy)
+            if copy.traffic is not None:
+                copy.traffic.copy_seconds += copy.ended_at - copy.started_at
+        self._watched.clear()
+
+    def synchronize(self) -> None:
+        """Waits for both threads."""
+        for lane in self._lanes.values():
+            lane.finish()
+
+    def close(self) -> None:
+        """Ends the threads; the next copy starts them again."""
+        _stop(tuple(self._lanes.values()))
+
+    def _issue(self, what: str, source: torch.Tensor, target: torch.Tensor, traffic: Traffic | None) -> CopyEvent:
+        with unseen_by_modes():
+            target.fill_(_POISON)
+        copy = self._lanes[what].issue(lambda number: Copy(what, number, source, target, traffic))
+        self.history.append(copy)
+        if traffic is not None:
+            self._watched.append(copy)
+        return copy
+
+
+@final
+class _Loose:
+    """A flat tensor without a reference to its memory."""
+
+    __slots__ = ("_begin", "_end", "_storage")
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self._storage = weakref.ref(flat.untyped_storage())
+        self._begin = int(flat.storage_offset())
+        self._end = self._begin + flat.numel()
+
+    def hold(self) -> torch.Tensor | None:
+        storage = self._storage()
+        if storage is None:
+            return None
+        return torch.empty(0, dtype=torch.uint8).set_(storage)[self._begin : self._end]
+
+
+@final
+class _Lane:
+    """A thread that makes copies in order."""
+
+    def __init__(self, delay: Callable[[], float] | None, is_held: bool) -> None:
+        self._delay = delay
+        self._is_held = is_held
+        self._jobs: SimpleQueue[Copy | None] = SimpleQueue()
+        self._num_issued = 0
+        self._num_allowed = 0
+        self._last: Copy | None = None
+        self._gate = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def issue(self, make: Callable[[int], Copy]) -> Copy:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, daemon=True, name="graphckpt-copies")
+            self._thread.start()
+        self._last = make(self._num_issued)
+        self._num_issued += 1
+        self._jobs.put(self._last)
+        return self._last
+
+    def allow(self, number: int) -> None:
+        with self._gate:
+            self._num_allowed = max(self._num_allowed, number + 1)
+            self._gate.notify_all()
+
+    def _await_leave(self, number: int) -> None:
+        with self._gate:
+            self._gate.wait_for(lambda: number < self._num_allowed)
+
+    def finish(self) -> None:
+        self.allow(self._num_issued - 1)
+        if self._last is not None:
+            self._last.is_done.wait()
+
+    def stop(self) -> None:
+        self.finish()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._jobs.put(None)
+            if thread is not threading.current_thread():  # the garbage collector may run this on it
+                thread.join()
+
+    def _work(self) -> None:
+        while (copy := self._jobs.get()) is not None:
+            if self._is_held:
+                self._await_leave(copy.number)
+            if self._delay is not None:
+                time.sleep(self._delay())
+            copy.make()
+
+
+def _stop(lanes: tuple[_Lane, ...]) -> None:
+    for lane in lanes:
+        lane.stop()
