@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -50,6 +51,7 @@ class Loop:
     """Calls ``step``, which returns losses by name, until ``train_iter`` iterations are done or the user stops it.
 
     Where several processes run the same loop, ``agree`` says before each iteration whether any was asked to stop.
+    ``synchronize`` waits for the device to finish the steps launched so far.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Loop:
         hooks: Sequence[HookBase] = (),
         start_iter: int = 0,
         agree: Callable[[bool], bool] = bool,
+        synchronize: Callable[[], object] = lambda: None,
     ) -> None:
         self.report = report
         self.train_iter = train_iter
@@ -71,6 +74,10 @@ class Loop:
         """Losses of the last iteration, ``total_loss`` first, scalars on the device; reading them waits for it."""
         self.metrics: dict[str, float] = {}
         """What the hooks measured in this iteration, in their order; empty again at the next."""
+        self.late_metrics: list[tuple[int, dict[str, float]]] = []
+        """Metrics of earlier iterations that were read from the device in this one, with the iteration of each."""
+        self.waited_seconds = 0.0
+        """Seconds that hooks waited for the device since the last step began."""
         self.is_stopped = False
         """Whether the user asked to stop."""
         self.data_seconds = 0.0
@@ -78,6 +85,7 @@ class Loop:
         self._step = step
         self._hooks = tuple(hooks)
         self._agree = agree
+        self._synchronize = synchronize
         self._is_asked = False
 
     @property
@@ -89,6 +97,17 @@ class Loop:
     def iteration(self) -> int:
         """Number of the last iteration, counted from 0, as in logs and in names of snapshots; -1 before the first."""
         return self.done - 1
+
+    @property
+    def rows(self) -> list[tuple[int, dict[str, float]]]:
+        """What the hooks measured, to be written now: iterations with their metrics."""
+        return [*self.late_metrics, *([(self.iteration, self.metrics)] if self.metrics else [])]
+
+    def synchronize(self) -> None:
+        """Waits for the device; a hook that reads results of the step calls this first, so that its time is known."""
+        started = time.perf_counter()
+        self._synchronize()
+        self.waited_seconds += time.perf_counter() - started
 
     def hook_states(self) -> dict[str, dict[str, Any]]:
         """Returns the states of the hooks that have one, by class name and place among those of the class."""
@@ -125,6 +144,7 @@ class Loop:
                 while not self._is_over():
                     self._iterate()
                     advance(1)
+            self.late_metrics = []
             for hook in self._hooks:
                 hook.after_train(self)
 
@@ -133,7 +153,7 @@ class Loop:
         return self.is_last
 
     def _iterate(self) -> None:
-        self.metrics = {}
+        self.metrics, self.late_metrics = {}, []
         for hook in self._hooks:
             hook.before_step(self)
         self.losses = self._step(self.done)

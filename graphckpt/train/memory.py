@@ -1,4 +1,4 @@
-"""How much memory the process holds, now and at its highest."""
+"""Current and peak memory of the process and of a CUDA device."""
 
 from __future__ import annotations
 
@@ -17,21 +17,27 @@ if sys.platform == "darwin":
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes of resident memory of the process, or bytes of tensors on a CUDA device."""
+    """Bytes of resident memory of the process."""
 
     now_bytes: int
     peak_bytes: int
-    """The highest since the process started, or since the device's statistics were reset."""
+    """The highest since the process started."""
 
 
-def device_memory(device: torch.device) -> Memory:
-    """Returns the memory of the tensors on a CUDA device, or of this process for any other device."""
-    if device.type == "cuda":
-        return Memory(
-            now_bytes=torch.cuda.memory_allocated(device),
-            peak_bytes=torch.cuda.max_memory_allocated(device),
-        )
-    return process_memory()
+def device_memory(device: torch.device) -> dict[str, int]:
+    """Returns the bytes that PyTorch holds on a CUDA device, as metrics; nothing for any other device.
+
+    ``cuda_bytes`` are those of tensors. ``cuda_reserved_bytes`` are those taken from the device: the caching
+    allocator's free blocks and the memory pools of captured steps count too. Peaks are since the statistics were reset.
+    """
+    if device.type != "cuda":
+        return {}
+    return {
+        "cuda_bytes": torch.cuda.memory_allocated(device),
+        "peak_cuda_bytes": torch.cuda.max_memory_allocated(device),
+        "cuda_reserved_bytes": torch.cuda.memory_reserved(device),
+        "peak_cuda_reserved_bytes": torch.cuda.max_memory_reserved(device),
+    }
 
 
 def device_used_bytes(device: torch.device) -> int | None:

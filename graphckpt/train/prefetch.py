@@ -70,3 +70,9 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     if device.type != "cuda":
         return {name: tensor.to(device) for name, tensor in batch.items()}
     return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until a CUDA device has run all that was launched on it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

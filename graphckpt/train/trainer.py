@@ -37,7 +37,7 @@ from graphckpt.train.naming import naming
 from graphckpt.train.order import ShuffledOrder
 from graphckpt.train.outcome import Outcome, written
 from graphckpt.train.parallel import Ranks
-from graphckpt.train.prefetch import Prefetcher, to_device
+from graphckpt.train.prefetch import Prefetcher, synchronize, to_device
 from graphckpt.train.report import Report
 from graphckpt.train.room import said_if_there_is_none
 from graphckpt.train.run_folder import LOG, METRICS, PICTURE
@@ -215,7 +215,15 @@ class Trainer:
         )
         hooks = list(self._hooks(made, optimizer, graph, opened, saver))
         start_iter, agree = self.saved.start_iter, self.ranks.any
-        loop = Loop(step, train_iter=train_iter, report=self.report, hooks=hooks, start_iter=start_iter, agree=agree)
+        loop = Loop(
+            step,
+            train_iter=train_iter,
+            report=self.report,
+            hooks=hooks,
+            start_iter=start_iter,
+            agree=agree,
+            synchronize=partial(synchronize, self.device),
+        )
         checkpointed, micro_batch = settings.activation_checkpoint.enabled, settings.sizes.micro_batch
         with (
             said_if_there_is_none(micro_batch=micro_batch, is_checkpointed=checkpointed),

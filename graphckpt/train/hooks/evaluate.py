@@ -46,6 +46,7 @@ class EvalHook(HookBase):
         """Puts the metrics, such as ``eval_loss``, among those of the iteration."""
         if loop.done % self._eval_period and loop.done != loop.train_iter:
             return
+        loop.synchronize()
         metrics = self.measure()
         loop.metrics |= metrics
         loop.report.line(f"iteration: {loop.iteration}/{loop.train_iter}  held-out {described(metrics)}", "bold")

@@ -23,11 +23,17 @@ class MetricsHook(HookBase):
         self._has_complained = False
 
     def after_step(self, loop: Loop) -> None:
-        """Writes ``{"iteration": ..., ...}``; what is not finite becomes null, which JSON can say."""
-        if not loop.metrics:
-            return
-        finite = {name: value if math.isfinite(value) else None for name, value in loop.metrics.items()}
-        error = self._file.append(json.dumps({"iteration": loop.iteration, **finite}) + "\n")
-        if error and not self._has_complained:
-            loop.report.line(f"{self._file.path}: {error.strerror}; its rows wait until they can be written", "red")
-        self._has_complained = error is not None
+        """Writes ``{"iteration": ..., ...}``; a value that is not finite becomes null, which JSON can express."""
+        self._write(loop, loop.rows)
+
+    def after_train(self, loop: Loop) -> None:
+        """Writes what was read from the device after the last iteration."""
+        self._write(loop, loop.late_metrics)
+
+    def _write(self, loop: Loop, rows: list[tuple[int, dict[str, float]]]) -> None:
+        for iteration, metrics in rows:
+            finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+            error = self._file.append(json.dumps({"iteration": iteration, **finite}) + "\n")
+            if error and not self._has_complained:
+                loop.report.line(f"{self._file.path}: {error.strerror}; its rows wait until they can be written", "red")
+            self._has_complained = error is not None

@@ -77,6 +77,7 @@ class SnapshotHook(HookBase):
             raise SnapshotWriteError(f"{self._snapshots.folder}: what was trained could not be saved · fix: {fix}")
 
     def _take(self, name: str, loop: Loop) -> None:
+        loop.synchronize()
         if loop.loss is not None and not bool(loop.loss.isfinite()):
             _complain(loop, f"the loss is {float(loop.loss)}")
             return
@@ -143,6 +144,7 @@ class BestHook(HookBase):
 
 
 def _saves(save: Save, name: str, loop: Loop, then: Callable[[], None] = lambda: None) -> bool:
+    loop.synchronize()
     started = time.perf_counter()
     where = f"iteration: {loop.iteration}/{loop.train_iter}"
 

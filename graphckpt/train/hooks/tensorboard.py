@@ -32,12 +32,16 @@ class TensorBoardHook(HookBase):
         """Writes the metrics of this iteration; what an earlier process wrote of later iterations is dropped."""
         if self._writer is None:
             self._writer = self._module.SummaryWriter(str(self._folder), purge_step=loop.start_iter)
-        for name, value in loop.metrics.items():
-            if math.isfinite(value):
-                self._writer.add_scalar(name, value, loop.iteration)
+        self._add(loop.rows)
 
     def after_train(self, loop: Loop) -> None:
-        """Closes the file."""
-        del loop
+        """Writes what was read from the device after the last iteration, and closes the file."""
         if self._writer is not None:
+            self._add(loop.late_metrics)
             self._writer.close()
+
+    def _add(self, rows: list[tuple[int, dict[str, float]]]) -> None:
+        for iteration, metrics in rows:
+            for name, value in metrics.items():
+                if math.isfinite(value):
+                    self._writer.add_scalar(name, value, iteration)

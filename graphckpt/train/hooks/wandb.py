@@ -34,6 +34,7 @@ class WandbHook(HookBase):
         self._folder = folder
         self._id = run
         self._run: Any = None
+        self._step = 0
         try:
             self._module: Any = importlib.import_module("wandb")
         except ImportError as error:
@@ -54,11 +55,16 @@ class WandbHook(HookBase):
 
     def after_step(self, loop: Loop) -> None:
         """Sends the metrics of this iteration."""
-        finite = {name: value for name, value in loop.metrics.items() if math.isfinite(value)}
-        if finite:
-            self._run.log(finite, step=loop.iteration)
+        self._send(loop.rows)
 
     def after_train(self, loop: Loop) -> None:
-        """Ends the run."""
-        del loop
+        """Sends what was read from the device after the last iteration, and ends the run."""
+        self._send(loop.late_metrics)
         self._run.finish()
+
+    def _send(self, rows: list[tuple[int, dict[str, float]]]) -> None:
+        for iteration, metrics in rows:
+            finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+            self._step = max(iteration, self._step)  # W&B drops rows of earlier steps than the last one
+            if finite:
+                self._run.log(finite, step=self._step)
