@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import final
 
-from graphckpt.errors import ConfigError
+from filelock import FileLock, Timeout
 
-try:
-    import fcntl
-except ImportError:  # Windows has none, and there nothing is locked
-    fcntl = None  # type: ignore[assignment]
+from graphckpt.errors import ConfigError
 
 LOCK = "run.lock"
 """The file that is locked. It stays in the folder: whether it is there says nothing, whether it is locked does."""
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 @final
@@ -28,8 +26,9 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         self._file = folder / LOCK
         self._folder = folder
-        self._close: Callable[[], object] | None = None
+        self._lock = FileLock(self._file, mode=0o644, thread_local=False, is_singleton=True, blocking=False)
         self._is_new = False
+        self._release: weakref.finalize[[], FolderLock] | None = None
 
     def check(self) -> None:
         """Takes nothing and writes nothing.
@@ -37,82 +36,52 @@ class FolderLock:
         Raises:
             ConfigError: another process holds the lock.
         """
-        if self._close is not None or fcntl is None:
+        if not self._file.exists() or self._lock.is_locked:
             return
-        with suppress(OSError):  # there is none yet, or it cannot be tried without the right to write
-            number = os.open(self._file, os.O_RDONLY)
-            try:
-                self._take(number)
-            finally:
-                os.close(number)
+        with suppress(OSError):  # it cannot be tried without the right to write
+            self._take()
+            self._lock.release()
 
     def acquire(self) -> None:
-        """Takes the lock, if it is not taken yet. A file system that knows no locks lets everyone in.
+        """Takes the lock, if it is not taken yet. A file system without locks lets every process in.
 
         Raises:
             ConfigError: another process holds it.
             OSError: the folder cannot be written.
         """
-        if self._close is not None or fcntl is None:
+        if self._lock.is_locked:
             return
-        while True:
-            is_new = not self._file.exists()
-            number = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o644)
-            try:
-                is_taken = self._take(number)
-            except ConfigError:
-                os.close(number)
-                raise
-            if not is_taken:
-                os.close(number)
+        is_new = not self._file.exists()
+        try:
+            self._take()
+        except OSError as error:
+            if error.errno in _UNSUPPORTED:
                 return
-            if self._is_same(number):
-                break
-            os.close(number)  # the one who had it has removed the file
+            raise
         self._is_new = is_new
+        self._release = weakref.finalize(self, self._lock.release, force=True)
+        self._release.atexit = False  # the kernel releases it; the end of a forked process must not
         with suppress(OSError):  # on a full disk it is locked all the same, by a process without a name
-            os.ftruncate(number, 0)
-            os.write(number, f"{_me()}\n".encode())
-        self._close = weakref.finalize(self, os.close, number)
+            self._file.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
 
     def release(self, *, discard: bool = False) -> None:
-        """Gives the lock back; with ``discard``, a file that this object has made goes too."""
-        if self._close is None:
+        """Gives the lock back; with ``discard``, a file that this object has made is removed too."""
+        if self._release is None or not self._release.alive:
             return
         if discard and self._is_new:
             with suppress(OSError):
                 self._file.unlink()
-        self._close()
-        self._close = None
+        self._release()
 
-    def _take(self, number: int) -> bool:
-        """Returns whether an open file could be locked; not so where nothing can be, or this process has the lock."""
-        assert fcntl is not None
+    def _take(self) -> None:
         try:
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.read(number, 1000).decode(errors="replace").strip()
-            if isinstance(error, BlockingIOError) and holder != _me():
-                raise ConfigError(self._taken_by(holder)) from None
-            return False
-        return True
-
-    def _is_same(self, number: int) -> bool:
-        try:
-            return os.path.samestat(os.fstat(number), self._file.stat())
-        except OSError:
-            return False
+            self._lock.acquire()
+        except Timeout:
+            raise ConfigError(self._taken_by(self._file.read_text("utf-8", errors="replace").strip())) from None
 
     def _taken_by(self, holder: str) -> str:
         who = holder or "another process"
-        fix = f"wait until it ends, or end it ({_how_to_end(holder)}), or name another folder: train.output_dir=..."
+        number = holder.split()[1] if holder.count(" ") >= 3 else "its number"
+        end = f"wait until it ends, or end it (kill {number} stops it with a snapshot)"
+        fix = f"{end}, or name another folder: train.output_dir=..."
         return f"train.output_dir: {self._folder}: {who} is training in this folder · fix: {fix}"
-
-
-def _me() -> str:
-    return f"process {os.getpid()} on {socket.gethostname()}"
-
-
-def _how_to_end(holder: str) -> str:
-    number = holder.split()[1] if holder.count(" ") >= 3 else "its number"
-    return f"kill {number} stops it with a snapshot"
