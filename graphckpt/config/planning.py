@@ -28,9 +28,9 @@ from graphckpt.planning.planner import Planner
 from graphckpt.planning.planners import Planners
 from graphckpt.planning.pretend import FakeStep
 from graphckpt.planning.run import Blocks
-from graphckpt.train.blocks import head_of, units
-from graphckpt.train.graphs import sum_of_losses
-from graphckpt.train.report import Report
+from graphckpt.train.console import Report
+from graphckpt.train.tasks.base import sum_of_losses
+from graphckpt.train.units import head_of, units
 from graphckpt.units import parse_bytes
 
 

@@ -21,7 +21,7 @@ from graphckpt.config.packaged import find
 from graphckpt.config.schema import RunConfig, checked
 from graphckpt.errors import ConfigError
 from graphckpt.train.files import replacing
-from graphckpt.train.run_folder import CONFIG
+from graphckpt.train.snapshot.run_folder import CONFIG
 from graphckpt.train.tasks import Task
 from graphckpt.train.trainer import Trainer
 
@@ -149,7 +149,7 @@ def _trainer(run: RunConfig, **how: Any) -> Trainer:
 
 def _wrong_kinds(data: object, task: object) -> Iterator[str]:
     if not callable(getattr(data, "open", None)):
-        fix = "wrap data sets of your own in graphckpt.train.own_data.OwnData(train=..., heldout=...)"
+        fix = "wrap data sets of your own in graphckpt.train.OwnData(train=..., heldout=...)"
         yield f"data: {type(data).__name__} cannot be opened · fix: {fix}"
     if not isinstance(task, Task):
         yield f"task: {type(task).__name__} is no task · fix: call a class of graphckpt.train.tasks"

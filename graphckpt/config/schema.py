@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from graphckpt.config.instantiate import Call, is_call
 from graphckpt.config.typed import read_section
 from graphckpt.errors import ConfigError, bullets
-from graphckpt.train.data import Data
+from graphckpt.train.data.text_data import Data
 from graphckpt.train.settings import TrainConfig
 from graphckpt.train.tasks import CausalLM, Task
 

@@ -12,11 +12,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from graphckpt import Graph
 from graphckpt.train.settings import AmpConfig
-from graphckpt.train.tasks.base import Task
+from graphckpt.train.tasks.base import Task, sum_of_losses
 
 if TYPE_CHECKING:
-    from graphckpt.train.replicas import Replicas
-    from graphckpt.train.schedule import Pipeline
+    from graphckpt.train.parallel.grad_sync import Replicas
+    from graphckpt.train.parallel.pp_schedule import Pipeline
 
 
 @final
@@ -120,12 +120,3 @@ class EvalGraph(Graph):
     def build(self, **batch: Tensor) -> dict[str, Tensor]:
         """Returns the sums that the task's metrics are made of, each with its count."""
         return self.task.tally(self.model, batch) if self.pipeline is None else self.pipeline.tally(batch)
-
-
-def sum_of_losses(losses: dict[str, Tensor]) -> Tensor:
-    """Returns the sum of the values whose names say that they are losses."""
-    first, *others = (value for name, value in losses.items() if "loss" in name)
-    total: Tensor = first
-    for other in others:
-        total = total + other
-    return total

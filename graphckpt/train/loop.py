@@ -15,7 +15,7 @@ from typing import Any, final
 from torch import Tensor
 
 from graphckpt.errors import GraphckptError
-from graphckpt.train.report import Report
+from graphckpt.train.console import Report
 
 
 @final

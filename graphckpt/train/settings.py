@@ -13,15 +13,15 @@ from graphckpt.blocks.config import OTHER_NAMES, BlockConfig
 from graphckpt.errors import ConfigError
 from graphckpt.planning import budget
 from graphckpt.rules import parse_rule
+from graphckpt.train.batch_sizes import BatchSizes, batch_sizes
 from graphckpt.train.optim import warmup_cosine_lr
-from graphckpt.train.reserved import (
+from graphckpt.train.parallel.config import DistConfig, ZeroConfig
+from graphckpt.train.unsupported_keys import (
     CHECKPOINT_WITHOUT_MEANING,
     EVALUATION_WITHOUT_MEANING,
     WITHOUT_MEANING,
     not_neutral,
 )
-from graphckpt.train.sizes import BatchSizes, batch_sizes
-from graphckpt.train.spread import DistConfig, ZeroConfig
 
 _SEEDS = 2**63  # what a generator of PyTorch takes, on every device
 

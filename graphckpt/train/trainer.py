@@ -14,12 +14,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from graphckpt.errors import ConfigError, GraphError, bullets
-from graphckpt.train.assemble import Assembled, assembled, blocks_of, gradients_of
-from graphckpt.train.budget import within_budget
-from graphckpt.train.data import Data
-from graphckpt.train.export import export
+from graphckpt.train.batch_sizes import epoch_period, iterations
+from graphckpt.train.build_model import Assembled, assembled, blocks_of, gradients_of
+from graphckpt.train.console import Report
+from graphckpt.train.data.prefetch import Prefetcher, synchronize, to_device
+from graphckpt.train.data.samples import Opened, Samples
+from graphckpt.train.data.sampling import ShuffledOrder, heldout_batches
+from graphckpt.train.data.text_data import Data
+from graphckpt.train.foreign_errors import naming, said_if_there_is_none
 from graphckpt.train.graphs import EvalGraph, TrainGraph
-from graphckpt.train.heldout import heldout_batches
 from graphckpt.train.hooks import (
     BestHook,
     EvalHook,
@@ -33,22 +36,16 @@ from graphckpt.train.hooks import (
 )
 from graphckpt.train.hooks.evaluate import described
 from graphckpt.train.loop import HookBase, Loop
-from graphckpt.train.naming import naming
-from graphckpt.train.order import ShuffledOrder
-from graphckpt.train.outcome import Outcome, written
-from graphckpt.train.parallel import Ranks
-from graphckpt.train.prefetch import Prefetcher, synchronize, to_device
-from graphckpt.train.report import Report
-from graphckpt.train.room import said_if_there_is_none
-from graphckpt.train.run_folder import LOG, METRICS, PICTURE
-from graphckpt.train.saved import SavedRun, unwritable, weights_folder
-from graphckpt.train.saver import Saver
+from graphckpt.train.parallel.launch import device_of
+from graphckpt.train.parallel.ranks import Ranks
+from graphckpt.train.plan_first_batch import within_budget
 from graphckpt.train.settings import TrainConfig
-from graphckpt.train.sizes import epoch_period, iterations
-from graphckpt.train.started import device_of
-from graphckpt.train.state import RunState, load_weights, tensors_of
-from graphckpt.train.tasks.base import Opened, Samples, Task, TextTask
-from graphckpt.train.weights import read_weights
+from graphckpt.train.snapshot.run_folder import LOG, METRICS, PICTURE, Outcome, written
+from graphckpt.train.snapshot.run_state import RunState
+from graphckpt.train.snapshot.saved_run import SavedRun, unwritable, weights_folder
+from graphckpt.train.snapshot.weights import load_weights, read_weights, tensors_of
+from graphckpt.train.snapshot.writer import Saver, export
+from graphckpt.train.tasks.base import Task, TextTask
 
 
 class Trainer:

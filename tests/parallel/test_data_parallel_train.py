@@ -14,14 +14,14 @@ from small_run import place, rows_of, same_weights  # noqa: F401
 from torch import nn
 
 from graphckpt.config.run import trainer_from
-from graphckpt.train.cut import is_cut, local, whole
-from graphckpt.train.heldout import heldout_batches
+from graphckpt.train.data.sampling import heldout_batches
 from graphckpt.train.hooks import SnapshotHook
 from graphckpt.train.loop import HookBase, Loop, TrainError
-from graphckpt.train.parallel import Ranks
-from graphckpt.train.replicas import Averaged, Ddp, replicas_of
-from graphckpt.train.spread import DistConfig
-from graphckpt.train.zero import shard_states
+from graphckpt.train.parallel.config import DistConfig
+from graphckpt.train.parallel.fsdp import shard_states
+from graphckpt.train.parallel.grad_sync import Averaged, Ddp, replicas_of
+from graphckpt.train.parallel.ranks import Ranks
+from graphckpt.train.parallel.sharding import is_cut, local, whole
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import Schedule1F1B
 
 from graphckpt import Graph, Selective
 from graphckpt.errors import ConfigError
-from graphckpt.train.pipeline import pipeline_part, stages_of
+from graphckpt.integrations.pipelining import pipeline_part, stages_of
 
 WIDTH, SAMPLES, MICRO_BATCHES, STEPS = 16, 32, 4, 50
 

@@ -25,12 +25,12 @@ from transformers import (
 
 from graphckpt.config.run import trainer_from
 from graphckpt.errors import ConfigError
-from graphckpt.train import snapshot
-from graphckpt.train.assemble import _pipeline
+from graphckpt.train.build_model import _pipeline
 from graphckpt.train.hooks import SnapshotHook
 from graphckpt.train.loop import HookBase, Loop
+from graphckpt.train.parallel.pp_stages import check_cut, cut_layers, keep_stage, shared_weights
 from graphckpt.train.settings import TrainConfig
-from graphckpt.train.stages import check_cut, cut_layers, keep_stage, shared_weights
+from graphckpt.train.snapshot import folder as snapshot
 from graphckpt.train.tasks.causal_lm import CausalLM
 from graphckpt.train.tasks.masked_lm import MaskedLM
 

@@ -28,7 +28,7 @@ from transformers import (
 import graphckpt
 from graphckpt.errors import ConfigError
 from graphckpt.graph.clip import clip_grad_norm
-from graphckpt.train.plans import plan_of, shard_model
+from graphckpt.train.parallel.tp_plan import plan_of, shard_model
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 

@@ -20,10 +20,10 @@ from small_run import StopAfter, place, rows_of, same_weights, stopped  # noqa: 
 from graphckpt.cli import main
 from graphckpt.config.run import trainer_from
 from graphckpt.errors import ConfigError
-from graphckpt.train import snapshot
 from graphckpt.train.loop import HookBase, Loop
-from graphckpt.train.parallel import ParallelError
-from graphckpt.train.snapshot import SnapshotWriteError
+from graphckpt.train.parallel.ranks import ParallelError
+from graphckpt.train.snapshot import folder as snapshot
+from graphckpt.train.snapshot.folder import SnapshotWriteError
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 

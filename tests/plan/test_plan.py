@@ -31,8 +31,8 @@ from graphckpt.planning.plan_step import found_blocks
 from graphckpt.planning.planner import Planner
 from graphckpt.planning.real import RealStep
 from graphckpt.planning.run import Blocks
-from graphckpt.train.blocks import checkpointed_blocks
 from graphckpt.train.settings import ActivationCheckpointConfig
+from graphckpt.train.units import checkpointed_blocks
 from graphckpt.units import format_bytes
 
 D = 16  # width

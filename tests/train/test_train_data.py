@@ -10,10 +10,10 @@ import pytest
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from graphckpt.train.corpus import DataError
-from graphckpt.train.data import TextData
-from graphckpt.train.order import ShuffledOrder
-from graphckpt.train.report import Report
+from graphckpt.train.console import Report
+from graphckpt.train.data.corpus import DataError
+from graphckpt.train.data.sampling import ShuffledOrder
+from graphckpt.train.data.text_data import TextData
 
 _WORDS = [
     "the",
@@ -121,7 +121,7 @@ def test_interrupted_making_leaves_nothing(data, tmp_path, quiet, monkeypatch):
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("graphckpt.train.data.write_tokens", interrupt)
+    monkeypatch.setattr("graphckpt.train.data.text_data.write_tokens", interrupt)
     with pytest.raises(KeyboardInterrupt):
         data().prepare(quiet)
     assert _folders(tmp_path) == []

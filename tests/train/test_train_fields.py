@@ -22,11 +22,11 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from graphckpt import Graph
-from graphckpt.train.fields import FieldError, Missing, integer, number, reading, shown, text
-from graphckpt.train.saved import SavedRun
-from graphckpt.train.snapshot import SnapshotError
-from graphckpt.train.snapshots import Snapshots
-from graphckpt.train.state_fields import check_graph
+from graphckpt.train.snapshot.fields import FieldError, Missing, integer, number, reading, shown, text
+from graphckpt.train.snapshot.folder import SnapshotError
+from graphckpt.train.snapshot.index import Snapshots
+from graphckpt.train.snapshot.saved_run import SavedRun
+from graphckpt.train.snapshot.state_fields import check_graph
 
 SNAPSHOT = "model_0000003"
 WRONG: list[Any] = [None, -1, -5, 10**30, 1e9, float("nan"), "x", "", True, [], {}, [1], {"a": 1}]

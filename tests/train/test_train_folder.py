@@ -16,9 +16,9 @@ from transformers import GenerationConfig
 from graphckpt.cli import main
 from graphckpt.config.run import trainer_from
 from graphckpt.errors import ConfigError
-from graphckpt.train import snapshot
 from graphckpt.train.graphs import TrainGraph
 from graphckpt.train.loop import HookBase
+from graphckpt.train.snapshot import folder as snapshot
 
 BRIEF = ["train.train_iter=3", "train.evaluation.enabled=False"]
 

@@ -20,13 +20,13 @@ from small_run import place, train  # noqa: F401 - a fixture
 
 from graphckpt.config.run import trainer_from
 from graphckpt.errors import ConfigError
-from graphckpt.train.lock import FolderLock
+from graphckpt.train.snapshot.lock import FolderLock
 
 _HOLDERS = """
 import os, signal, sys
 from pathlib import Path
 from graphckpt.errors import ConfigError
-from graphckpt.train.lock import FolderLock
+from graphckpt.train.snapshot.lock import FolderLock
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
 for folder in sys.stdin:
     if os.fork() == 0:

@@ -16,12 +16,11 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from graphckpt.train import memory
-from graphckpt.train.hooks import EvalHook, LogHook, MetricsHook
+from graphckpt.train.console import Report
+from graphckpt.train.hooks import EvalHook, LogHook, MetricsHook, memory
+from graphckpt.train.hooks.memory import device_used_bytes, process_memory
 from graphckpt.train.loop import HookBase, Loop, TrainError
-from graphckpt.train.memory import device_used_bytes, process_memory
 from graphckpt.train.optim import get_default_optimizer_params, warmup_cosine_lr
-from graphckpt.train.report import Report
 from graphckpt.train.tasks import CausalLM
 
 

@@ -14,10 +14,10 @@ import graphckpt
 from graphckpt import ConfigError, Tiles
 from graphckpt.ledger.live import LiveBytes
 from graphckpt.planning.plan import Plan
-from graphckpt.train.assemble import assembled
+from graphckpt.train.build_model import assembled
 from graphckpt.train.loss_head import add_loss_head, differences
+from graphckpt.train.parallel.config import DistConfig
 from graphckpt.train.settings import TrainConfig
-from graphckpt.train.spread import DistConfig
 from graphckpt.train.tasks import CausalLM
 
 __all__ = ["place"]

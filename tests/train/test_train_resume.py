@@ -14,9 +14,9 @@ from small_run import CONFIG, TIMES, StopAfter, place, rows_of, same_weights, st
 from transformers import AutoModelForCausalLM
 
 from graphckpt.config.run import trainer_from
-from graphckpt.train import snapshot
 from graphckpt.train.hooks import BestHook
-from graphckpt.train.state import RunState
+from graphckpt.train.snapshot import folder as snapshot
+from graphckpt.train.snapshot.run_state import RunState
 
 
 def test_folders_and_files_are_called_as_libai_calls_them(place, capsys):

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from graphckpt.cli import main
 from graphckpt.config.run import trainer_from
+from graphckpt.train.console import Report
 from graphckpt.train.graphs import TrainGraph
 from graphckpt.train.loop import HookBase
-from graphckpt.train.report import Report
 
 _CONFIG = """
 from graphckpt.config import get_config

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from graphckpt.config.typed import read
 from graphckpt.errors import ConfigError
+from graphckpt.train.batch_sizes import batch_sizes, iterations
 from graphckpt.train.settings import TrainConfig
-from graphckpt.train.sizes import batch_sizes, iterations
 
 
 def _faults(**train):

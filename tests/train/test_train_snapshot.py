@@ -11,12 +11,11 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from graphckpt.train import snapshot
-from graphckpt.train.history import GrowingFile, cut_log, cut_metrics
-from graphckpt.train.snapshot import SnapshotError, SnapshotWriteError
-from graphckpt.train.snapshots import Snapshots, periodic_name
-from graphckpt.train.state import distinct, load_weights
-from graphckpt.train.weights import read_weights
+from graphckpt.train.files import GrowingFile, cut_log, cut_metrics
+from graphckpt.train.snapshot import folder as snapshot
+from graphckpt.train.snapshot.folder import SnapshotError, SnapshotWriteError
+from graphckpt.train.snapshot.index import Snapshots, periodic_name
+from graphckpt.train.snapshot.weights import distinct, load_weights, read_weights
 
 
 def _write(folder, value=1.0, run="r", **more):

@@ -12,10 +12,10 @@ import torch
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from graphckpt.train.corpus import DataError
-from graphckpt.train.data import TextData
-from graphckpt.train.own_data import OwnData
-from graphckpt.train.report import Report
+from graphckpt.train.console import Report
+from graphckpt.train.data.corpus import DataError
+from graphckpt.train.data.map_datasets import OwnData
+from graphckpt.train.data.text_data import TextData
 from graphckpt.train.tasks import MaskedLM, OwnLoss, SequenceClassification
 
 

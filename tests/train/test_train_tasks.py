@@ -15,8 +15,8 @@ from transformers import BertConfig, BertForPreTraining, BertForSequenceClassifi
 
 from graphckpt.config.typed import check_call
 from graphckpt.errors import ConfigError
-from graphckpt.train.data import TextData
-from graphckpt.train.report import Report
+from graphckpt.train.console import Report
+from graphckpt.train.data.text_data import TextData
 from graphckpt.train.tasks import CausalLM, MaskedLM, OwnLoss, SequenceClassification
 from graphckpt.train.tasks.base import summed
 

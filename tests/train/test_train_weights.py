@@ -9,9 +9,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from graphckpt.train.snapshot import SnapshotError
-from graphckpt.train.state import load_weights
-from graphckpt.train.weights import INDEX, read_weights
+from graphckpt.train.snapshot.folder import SnapshotError
+from graphckpt.train.snapshot.weights import INDEX, load_weights, read_weights
 
 
 def _model():

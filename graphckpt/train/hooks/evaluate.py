@@ -8,8 +8,8 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from graphckpt.train.foreign_errors import naming
 from graphckpt.train.loop import HookBase, Loop
-from graphckpt.train.naming import naming
 
 
 @final

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from graphckpt.train.fields import MOST, integer, is_float, item, mapping, number, sequence, tensor, text
+from graphckpt.train.hooks.memory import device_memory, device_used_bytes, process_memory
 from graphckpt.train.loop import HookBase, Loop, TrainError
-from graphckpt.train.memory import device_memory, device_used_bytes, process_memory
+from graphckpt.train.snapshot.fields import MOST, integer, is_float, item, mapping, number, sequence, tensor, text
 from graphckpt.units import format_bytes
 
 _IN_LINE = ("consumed_samples", "time", "data_time", "total_throughput", "lr", "rss_bytes", "peak_rss_bytes")

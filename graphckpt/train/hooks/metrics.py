@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import final
 
-from graphckpt.train.history import GrowingFile
+from graphckpt.train.files import GrowingFile
 from graphckpt.train.loop import HookBase, Loop
 
 

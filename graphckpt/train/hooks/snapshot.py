@@ -8,10 +8,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, Protocol, final
 
-from graphckpt.train.fields import item, number
 from graphckpt.train.loop import HookBase, Loop
-from graphckpt.train.snapshot import SnapshotWriteError
-from graphckpt.train.snapshots import BEST, FINAL, Snapshots, periodic_name
+from graphckpt.train.snapshot.fields import item, number
+from graphckpt.train.snapshot.folder import SnapshotWriteError
+from graphckpt.train.snapshot.index import BEST, FINAL, Snapshots, periodic_name
 from graphckpt.units import format_seconds
 
 

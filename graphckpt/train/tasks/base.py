@@ -5,49 +5,15 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, final
+from typing import Any, ClassVar, Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from graphckpt.train.tokens import Prepared, TokenFile
+from graphckpt.train.data.samples import Samples
+from graphckpt.train.data.token_file import Prepared, TokenFile
 
 _POSITIONS = ("max_position_embeddings", "n_positions")
-
-
-class Samples(Protocol):
-    """What can be learned from, by number. The same number is the same sample, always."""
-
-    def __len__(self) -> int: ...
-
-    def batch(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
-        """Returns the samples with these indices, each tensor with them along dim 0, on the CPU."""
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
-    """Data that a task made its samples of."""
-
-    train: Samples
-    heldout: Samples | None
-    """What is evaluated on; ``None`` if nothing is held out."""
-    text: Prepared | None = None
-    """The text and its tokenizer; ``None`` if the data is no text."""
-
-    @property
-    def tokenizer_file(self) -> Path | None:
-        """A ``tokenizer.json``, where there is one."""
-        return self.text.tokenizer_file if self.text else None
-
-    @property
-    def tokens_each(self) -> int:
-        """Tokens of one sample; 1 if the data is no text."""
-        return self.text.seq_length if self.text else 1
 
 
 class Task(ABC):
@@ -123,3 +89,12 @@ def perplexity(loss: float) -> float:
         return math.exp(loss)
     except OverflowError:
         return math.inf
+
+
+def sum_of_losses(losses: dict[str, Tensor]) -> Tensor:
+    """Returns the sum of the values whose names say that they are losses."""
+    first, *others = (value for name, value in losses.items() if "loss" in name)
+    total: Tensor = first
+    for other in others:
+        total = total + other
+    return total

@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from graphckpt.train.data.samples import Samples
+from graphckpt.train.data.token_file import Prepared, TokenFile
 from graphckpt.train.loss_head import add_loss_head, differences, loss_of
-from graphckpt.train.tasks.base import Samples, TextTask, perplexity, summed
-from graphckpt.train.tokens import Prepared, TokenFile
+from graphckpt.train.tasks.base import TextTask, perplexity, summed
 
 
 @final

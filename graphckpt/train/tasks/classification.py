@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from graphckpt.train.tasks.base import Samples, TextTask, summed
-from graphckpt.train.tokens import Prepared, TokenFile
+from graphckpt.train.data.samples import Samples
+from graphckpt.train.data.token_file import Prepared, TokenFile
+from graphckpt.train.tasks.base import TextTask, summed
 
 _PAD, _CLS, _SEP = "[PAD]", "[CLS]", "[SEP]"
 

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from graphckpt.train.tasks.base import Samples, TextTask, perplexity, summed
-from graphckpt.train.tokens import Prepared, TokenFile
+from graphckpt.train.data.samples import Samples
+from graphckpt.train.data.token_file import Prepared, TokenFile
+from graphckpt.train.tasks.base import TextTask, perplexity, summed
 
 # Legend: B samples, T tokens of a sample
 _PAD, _CLS, _SEP, _MASK = "[PAD]", "[CLS]", "[SEP]", "[MASK]"

@@ -1,0 +1,70 @@
+"""Turns errors of other code into ones that say what to do: keys of the config, or how to use less memory."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from graphckpt.errors import GraphckptError
+from graphckpt.train.loop import TrainError
+from graphckpt.train.parallel.ranks import is_lost
+from graphckpt.train.snapshot.folder import first_line
+
+_MOST_CHARACTERS = 400  # of the error's own words
+_CPU_WORDS = "can't allocate memory"  # of PyTorch's allocator for the CPU, which raises a plain RuntimeError
+
+
+@contextmanager
+def naming(keys: str, what: str) -> Iterator[None]:
+    """Turns an error of code that is not this library's into one that names keys, file and line.
+
+    Args:
+        keys: of the config, such as ``"model, data"``.
+        what: failed, such as ``"iteration 3"``.
+
+    Raises:
+        TrainError: that; the error itself is its cause.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, GraphckptError) or is_out_of_memory(error) or is_lost(error):
+            raise
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{frame.filename}:{frame.lineno}"
+        said = " ".join(str(error).split())  # in one line
+        text = f"{keys}: {what} failed, {type(error).__name__}: {said[:_MOST_CHARACTERS]} (at {place})"
+        raise TrainError(f"{text} · fix: see what these keys of the config say") from error
+
+
+@contextmanager
+def said_if_there_is_none(*, micro_batch: int, is_checkpointed: bool) -> Iterator[None]:
+    """Turns the errors of allocators into one that says how a step needs less.
+
+    Args:
+        micro_batch: samples in one forward.
+        is_checkpointed: whether blocks are recomputed already.
+
+    Raises:
+        TrainError: there was not enough memory; the allocator's error is the cause.
+    """
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        fixes = [] if is_checkpointed else ["train.activation_checkpoint.enabled=True"]
+        if micro_batch > 1:
+            fixes.append(f"a train.train_micro_batch_size below {micro_batch}, with more train.num_accumulation_steps")
+        fix = ", or ".join(fixes) or "use a smaller model, shorter samples, or a device with more memory"
+        raise TrainError(f"memory ran out: {first_line(error)} · fix: {fix}") from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether an allocator raised ``error``."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and _CPU_WORDS in str(error)
+    )

@@ -1,0 +1,84 @@
+"""Over how many processes a run spreads, and what each holds: ``train.dist`` and ``train.zero_optimization``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import final
+
+from graphckpt.train.unsupported_keys import not_neutral
+
+_STAGES = (1, 2, 3)
+_LONGEST_SECONDS = 10**9  # a timeout of PyTorch counts microseconds, of which 64 bits do not hold much more
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class DistConfig:
+    """Over how many processes a run spreads: ``train.dist``. ``torchrun`` starts as many as the sizes multiply to."""
+
+    data_parallel_size: int = 1
+    """Groups of processes that each learn from a part of every batch."""
+    tensor_parallel_size: int = 1
+    """Processes that share each matrix; they are neighbours, so that they are on one machine."""
+    pipeline_parallel_size: int = 1
+    """Stages that the layers are cut into; ``num_accumulation_steps`` micro-batches run through them, by 1F1B."""
+    pipeline_num_layers: int | None = None
+    """Of libai: a pipeline cuts all layers."""
+    custom_pipeline_stage_id: list[int] | None = None
+    """The stage of each layer; ``None`` is what ``stage_id`` of blocks says, or else equal parts."""
+    find_unused_parameters: bool = False
+    """Whether a step may leave parameters without a gradient, where data parallelism runs without ZeRO."""
+    timeout_seconds: int = 600
+    """How long a process waits for another before the run ends with an error."""
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of the run."""
+        return self.data_parallel_size * self.tensor_parallel_size * self.pipeline_parallel_size
+
+    def described(self) -> str:
+        """Returns the sizes as text.
+
+        >>> DistConfig(data_parallel_size=2).described()
+        'data_parallel_size 2 x tensor_parallel_size 1'
+        """
+        stages = f"pipeline_parallel_size {self.pipeline_parallel_size} x " if self.pipeline_parallel_size > 1 else ""
+        sizes = f"data_parallel_size {self.data_parallel_size} x tensor_parallel_size {self.tensor_parallel_size}"
+        return stages + sizes
+
+    def faults(self) -> Iterator[str]:
+        """Yields what is not supported."""
+        yield from not_neutral(self, "a pipeline cuts all layers of the model", "pipeline_num_layers")
+        for name in ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "timeout_seconds"):
+            if getattr(self, name) < 1:
+                yield f"{name}: {getattr(self, name)} · fix: use 1 or more"
+        if self.timeout_seconds > _LONGEST_SECONDS:
+            yield f"timeout_seconds: {self.timeout_seconds} · fix: use {_LONGEST_SECONDS} or less"
+        if self.pipeline_parallel_size > 1 and self.tensor_parallel_size > 1:
+            fix = "use 1, and data_parallel_size for the other processes"
+            yield f"tensor_parallel_size: {self.tensor_parallel_size} does not go with a pipeline · fix: {fix}"
+        if self.custom_pipeline_stage_id is not None and self.pipeline_parallel_size == 1:
+            fix = "raise pipeline_parallel_size, or leave the key out"
+            yield f"custom_pipeline_stage_id: there is one stage · fix: {fix}"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ZeroConfig:
+    """What the processes of data parallelism hold once and not each for itself: ``train.zero_optimization``."""
+
+    enabled: bool = False
+    """Whether anything is."""
+    stage: int = 1
+    """1: optimizer states; 2: gradients too; 3: weights too, which are gathered layer by layer."""
+
+    @property
+    def in_force(self) -> int:
+        """The stage, or 0 if it is switched off."""
+        return self.stage if self.enabled else 0
+
+    def faults(self) -> Iterator[str]:
+        """Yields what means nothing."""
+        if self.stage not in _STAGES:
+            yield f"stage: {self.stage} · fix: use one of {', '.join(map(str, _STAGES))}"

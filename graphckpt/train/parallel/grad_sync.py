@@ -1,0 +1,169 @@
+"""How processes that share batches come to equal gradients: one object for each way, which a training graph asks.
+
+A step has several micro-batches, and gradients go over the wire once, with the last of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from graphckpt.train.loop import TrainError
+from graphckpt.train.parallel.fsdp import set_turn
+from graphckpt.train.parallel.ranks import Ranks
+from graphckpt.train.parallel.sharding import is_cut, is_elsewhere, local
+
+_UNFINISHED = "Expected to have finished reduction"  # how DDP begins to say so, in the step after
+_BUCKET_BYTES = 25 << 20  # sent at once: DistributedDataParallel's own
+
+Losses = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+"""Returns the losses of a batch."""
+
+
+class Replicas(Protocol):
+    """What surrounds forward and backward of one micro-batch."""
+
+    def micro_batch(self, *, is_last: bool) -> Any:
+        """Returns a context for forward and backward of a micro-batch."""
+
+    def losses(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the losses of a micro-batch."""
+
+
+class Ddp:
+    """Every process has all weights, or all of its share; PyTorch averages the gradients while backward runs."""
+
+    def __init__(self, model: nn.Module, losses: Losses, ranks: Ranks) -> None:
+        mesh = ranks.data_mesh
+        assert mesh is not None
+        unused = ranks.config.find_unused_parameters
+        self._wrapped = DistributedDataParallel(
+            _LossesOf(model, losses), process_group=mesh.get_group(), find_unused_parameters=unused
+        )
+
+    @contextmanager
+    def micro_batch(self, *, is_last: bool) -> Iterator[None]:
+        """Sends gradients with the last micro-batch alone."""
+        if is_last:
+            yield
+            return
+        with self._wrapped.no_sync():
+            yield
+
+    def losses(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the losses of a micro-batch.
+
+        Raises:
+            TrainError: the step before left parameters without a gradient, and nothing said that it may.
+        """
+        try:
+            found: dict[str, Tensor] = self._wrapped(batch)
+        except RuntimeError as error:
+            if _UNFINISHED not in str(error):
+                raise
+            what = "a step left parameters without a gradient, so the averages of the others did not come"
+            fix = "train.dist.find_unused_parameters=True, or freeze them"
+            raise TrainError(f"train.dist.data_parallel_size: {what} · fix: {fix}") from error
+        return found
+
+
+class Averaged:
+    """As ``Ddp``, where weights are cut or a pipeline runs backward, which DDP does not know. Gradients go after it."""
+
+    def __init__(self, model: nn.Module, losses: Losses, ranks: Ranks) -> None:
+        mesh = ranks.data_mesh
+        assert mesh is not None
+        self._model = model
+        self._group = mesh.get_group()
+        self.losses = losses
+
+    @contextmanager
+    def micro_batch(self, *, is_last: bool) -> Iterator[None]:
+        """Sends gradients after the last micro-batch."""
+        yield
+        if is_last:
+            trained = [p for p in self._model.parameters() if p.requires_grad and not is_elsewhere(p)]
+            for bucket in _buckets(trained):
+                _average(bucket, self._group)
+
+
+class Zero:
+    """Every process has a share of what the stage of ZeRO says; see ``zero.py``."""
+
+    def __init__(self, model: nn.Module, losses: Losses, *, stage: int) -> None:
+        self._model = model
+        self._stage = stage
+        self.losses = losses
+
+    @contextmanager
+    def micro_batch(self, *, is_last: bool) -> Iterator[None]:
+        """Says to FSDP2 what this backward does."""
+        set_turn(self._model, stage=self._stage, is_last=is_last)
+        yield
+
+
+def replicas_of(model: nn.Module, losses: Losses, ranks: Ranks, *, stage: int) -> Replicas | None:
+    """Returns what makes gradients equal; ``None`` where one process, or one group of them, learns from all."""
+    if ranks.data_mesh is None:
+        return None
+    if stage:
+        return Zero(model, losses, stage=stage)
+    is_plain = ranks.tensor_mesh is None and ranks.stage_mesh is None
+    return Ddp(model, losses, ranks) if is_plain else Averaged(model, losses, ranks)
+
+
+class _LossesOf(nn.Module):
+    """A model with its losses, for DDP has to see what backward starts at."""
+
+    def __init__(self, model: nn.Module, losses: Losses) -> None:
+        super().__init__()
+        self.model = model
+        self._losses = losses
+
+    def forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return self._losses(batch)
+
+
+def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Yields runs of parameters of one type on one device, of some 25 MiB."""
+    bucket: list[nn.Parameter] = []
+    num_bytes = 0
+    for parameter in parameters:
+        own = _share(parameter)
+        if bucket and ((_share(bucket[0]).dtype, bucket[0].device) != (own.dtype, parameter.device)):
+            yield bucket
+            bucket, num_bytes = [], 0
+        bucket.append(parameter)
+        num_bytes += own.nbytes
+        if num_bytes >= _BUCKET_BYTES:
+            yield bucket
+            bucket, num_bytes = [], 0
+    if bucket:
+        yield bucket
+
+
+def _average(parameters: list[nn.Parameter], group: Any) -> None:
+    """Averages gradients over a group; what has one on some processes alone has zeros on the others."""
+    grads = [None if p.grad is None else _share(p.grad) for p in parameters]
+    parts = [torch.zeros_like(_share(p)) if grad is None else grad for p, grad in zip(parameters, grads, strict=True)]
+    has_grad = parts[0].new_tensor([grad is not None for grad in grads])
+    flat = torch.cat([*(part.reshape(-1) for part in parts), has_grad])
+    dist.all_reduce(flat, group=group)
+    flat.div_(dist.get_world_size(group))
+    *averages, counts = flat.split([*(part.numel() for part in parts), len(parts)])
+    for parameter, grad, average, count in zip(parameters, grads, averages, counts, strict=True):
+        if grad is not None:
+            grad.copy_(average.view_as(grad))
+        elif count > 0:
+            parameter.grad = torch.zeros_like(parameter)
+            _share(parameter.grad).copy_(average.view_as(_share(parameter.grad)))
+
+
+def _share(tensor: Tensor) -> Tensor:
+    return local(tensor) if is_cut(tensor) else tensor

@@ -1,0 +1,279 @@
+"""The processes of a run: they find each other, agree, and end together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from graphckpt.errors import GraphckptError
+from graphckpt.train.parallel.config import DistConfig
+from graphckpt.train.parallel.launch import check_started
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_PATIENCE = timedelta(days=7)  # while one process prepares the data; if it dies, the others see that at once
+_LOST = ("connection closed", "connection reset", "broken pipe", "timed out", "timeout", "nccl", "gloo", "socket")
+
+
+@final
+class ParallelError(GraphckptError, RuntimeError):
+    """Another process of the run is gone, or does not answer."""
+
+
+@final
+class Ranks:
+    """The processes of a run, of which this is one; alone unless ``train.dist`` says otherwise.
+
+    Args:
+        config: the section ``train.dist``.
+        device: where this process trains.
+
+    Raises:
+        ConfigError: another number of processes was started than ``config`` says.
+    """
+
+    def __init__(self, config: DistConfig, device: torch.device) -> None:
+        self.size = config.num_processes
+        self.rank = 0
+        self.mesh: DeviceMesh | None = None
+        """All processes, of dimensions ``"dp"`` and ``"tp"``, a pipeline's ``"pp"`` first; ``None`` if there is one."""
+        self.config = config
+        self._control: Any = None
+        self._patient: Any = None
+        self._background: Any = None
+        self._is_owner = False
+        check_started(config)
+        if self.size > 1:
+            self._join(device)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process is the one that writes files and prints."""
+        return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of each batch is this process's."""
+        return self.stream % self.config.data_parallel_size
+
+    @property
+    def stage(self) -> int:
+        """Which stage of the pipeline this process runs; 0 where there is none."""
+        return self.stream // self.config.data_parallel_size
+
+    @property
+    def stream(self) -> int:
+        """Which random numbers are this process's: those that share matrices draw alike, and all others apart."""
+        return self.rank // self.config.tensor_parallel_size
+
+    @property
+    def stage_mesh(self) -> DeviceMesh | None:
+        """The processes that run the stages of one pipeline with this one; ``None`` if there are no others."""
+        return self.mesh["pp"] if self.mesh is not None and self.config.pipeline_parallel_size > 1 else None
+
+    @property
+    def tensor_mesh(self) -> DeviceMesh | None:
+        """The processes that share each matrix with this one; ``None`` if there are no others."""
+        return self.mesh["tp"] if self.mesh is not None and self.config.tensor_parallel_size > 1 else None
+
+    @property
+    def data_mesh(self) -> DeviceMesh | None:
+        """The processes that have the same share of each matrix as this one; ``None`` if there are no others."""
+        return self.mesh["dp"] if self.mesh is not None and self.config.data_parallel_size > 1 else None
+
+    @property
+    def control(self) -> Any:
+        """A group of all processes that talks on the CPU."""
+        return self._control
+
+    @property
+    def background(self) -> Any:
+        """As ``control``, for what goes on beside training; all processes have to ask for it first at one moment."""
+        if self._background is None and self.size > 1:
+            timeout = timedelta(seconds=self.config.timeout_seconds)
+            self._background = dist.new_group(backend="gloo", timeout=timeout)
+        return self._background
+
+    def described(self, device: torch.device) -> str:
+        """Returns where the run trains, as text."""
+        if self.size == 1:
+            return str(device)
+        is_mixed = 1 < self.config.data_parallel_size < self.size or self.config.pipeline_parallel_size > 1
+        sizes = f" ({self.config.described()})" if is_mixed else ""
+        return f"{self.size} processes on {device.type}{sizes}"
+
+    def _join(self, device: torch.device) -> None:
+        from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - takes a second
+
+        timeout = timedelta(seconds=self.config.timeout_seconds)
+        if not dist.is_initialized():
+            self._is_owner = True
+            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        self.rank = dist.get_rank()
+        sizes = {"dp": self.config.data_parallel_size, "tp": self.config.tensor_parallel_size}
+        if self.config.pipeline_parallel_size > 1:
+            sizes = {"pp": self.config.pipeline_parallel_size, **sizes}
+        ranks = torch.arange(self.size).view(*sizes.values())
+        lines = [ranks.movedim(dim, -1).flatten(0, -2).tolist() for dim in range(ranks.ndim)]
+        # A mesh that makes its own groups gives them another timeout.
+        groups = [dist.new_subgroups_by_enumeration(line, timeout=timeout)[0] for line in lines]
+        self.mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=tuple(sizes))
+        self._control = dist.new_group(backend="gloo", timeout=timeout)
+        self._patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """Runs what is inside on the main process, and then on the others, which find on the disk what it made.
+
+        Raises:
+            ParallelError: it failed there, which says why.
+        """
+        if self.is_main:
+            fault: BaseException | None = None
+            try:
+                yield
+            except BaseException as error:
+                fault = error
+                raise
+            finally:
+                if self.size > 1:
+                    self._told(None if fault is None else type(fault).__name__, self._patient)
+            return
+        fault_name = self._told(None, self._patient)
+        if fault_name is not None:
+            raise ParallelError(f"rank {self.rank}: rank 0 ended with {fault_name} · fix: see its message")
+        yield
+
+    def main_does(self, action: Callable[[], None], error: type[GraphckptError]) -> None:
+        """Calls ``action`` on the main process; an ``error`` there is raised on all: they stay alike."""
+        fault: str | None = None
+        if self.is_main:
+            try:
+                action()
+            except error as raised:
+                if self.size == 1:
+                    raise
+                fault = str(raised)
+        if (fault := self.told(fault)) is not None:
+            raise error(fault)
+
+    def told(self, value: Any) -> Any:
+        """Returns what the main process called this with, a plain value, on every process."""
+        return value if self.size == 1 else self._told(value, self._control)
+
+    def _told(self, value: Any, group: Any) -> Any:
+        box = [value]
+        with self.together():
+            dist.broadcast_object_list(box, src=0, group=group)
+        return box[0]
+
+    def any(self, flag: bool) -> bool:
+        """Returns whether the flag is set on any process; all have to call this."""
+        if self.size == 1:
+            return flag
+        flags = torch.tensor([flag], dtype=torch.int32)
+        with self.together():
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._control)
+        return bool(flags.item())
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Returns the plain values that the processes called this with, by rank."""
+        if self.size == 1:
+            return [value]
+        box: list[Any] = [None] * self.size
+        with self.together():
+            dist.all_gather_object(box, value, group=self._control)
+        return box
+
+    def collected(self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns on the main process, on the CPU, the tensors that all have, of one name the first; else nothing.
+
+        Args:
+            tensors: of this process.
+            like: a tensor of this shape and type for each name that there can be, on all processes in one order.
+        """
+        held = [set(names) for names in self.gathered(list(tensors))]
+        found: dict[str, Tensor] = {}
+        for name, shape in like.items():
+            owner = next((rank for rank, names in enumerate(held) if name in names), None)
+            if self.rank == owner:
+                found[name] = tensors[name].detach().cpu().contiguous()
+            elif self.is_main and owner is not None:
+                found[name] = torch.empty(shape.shape, dtype=shape.dtype)
+            with self.together():
+                if owner and self.rank == owner:
+                    dist.send(found.pop(name), 0, group=self._control)
+                elif owner and self.is_main:
+                    dist.recv(found[name], owner, group=self._control)
+        return found
+
+    def own_part(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns this process's samples of a batch: as many for each, in the order of one process."""
+        size = len(indices) // self.config.data_parallel_size
+        return indices[self.data_rank * size : (self.data_rank + 1) * size]
+
+    def means(self, losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns scalars as means over the processes that share batches; the same on all of them."""
+        mesh = self.data_mesh
+        if mesh is None:
+            return dict(losses)
+        stacked = torch.stack([loss.detach().float() for loss in losses.values()])
+        with self.together():
+            dist.all_reduce(stacked, group=mesh.get_group())
+        return dict(zip(losses, (stacked / mesh.size()).unbind(), strict=True))
+
+    def sums(self, totals: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns tensors of float64 on the CPU, summed over the processes that share batches; the same on all.
+
+        Of a pipeline, the last stage has them.
+        """
+        if self.data_mesh is None and self.stage_mesh is None:
+            return totals
+        rows = self.gathered({name: total.tolist() for name, total in totals.items()})
+        parts = self.config.data_parallel_size * self.config.tensor_parallel_size
+        own = rows[-parts :: self.config.tensor_parallel_size]
+        return {name: torch.tensor([row[name] for row in own], dtype=torch.float64).sum(0) for name in own[0]}
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Says in the library's words that another process is gone or does not answer.
+
+        Raises:
+            ParallelError: that.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if self.size == 1 or isinstance(error, GraphckptError) or not is_lost(error):
+                raise
+            first_line = str(error).split("\n", 1)[0]
+            seconds = self.config.timeout_seconds
+            what = f"another process is gone, or has not answered for {seconds} s ({first_line})"
+            fix = (
+                "see what the other processes say, and go on with --resume; if one is slow: train.dist.timeout_seconds"
+            )
+            raise ParallelError(f"rank {self.rank}: {what} · fix: {fix}") from error
+
+    def close(self) -> None:
+        """Leaves the other processes, once all of them are ready to; call it last, and not after an error."""
+        if self.size == 1 or not self._is_owner or not dist.is_initialized():
+            return
+        dist.barrier(group=self._control)
+        dist.destroy_process_group()
+
+
+def is_lost(error: BaseException) -> bool:
+    """Returns whether ``error`` says that another process is gone or does not answer."""
+    if not (dist.is_available() and dist.is_initialized() and isinstance(error, RuntimeError)):
+        return False
+    first_line = str(error).split("\n", 1)[0].lower()
+    return isinstance(error, dist.DistError) or any(word in first_line for word in _LOST)

@@ -1,0 +1,185 @@
+"""Which layers of a model are cut over processes, and how: from what the model says, or from what is known of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from graphckpt.errors import ConfigError, bullets
+from graphckpt.train.parallel.tp_dropout import OwnStream
+from graphckpt.train.parallel.tp_styles import Columns, Rows, Style, SummedGradients, Vocabulary, fits
+
+_STYLES: Mapping[str, Style | None] = {
+    "colwise": Columns(),
+    "colwise_gather_output": Columns(gather=True),
+    "colwise_rep": Columns(gather=True),
+    "packed_colwise": Columns(parts=2),
+    "rowwise": Rows(),
+    "rowwise_split_input": Rows(split=True),
+    "rowwise_rep": Rows(split=True),
+    "embedding_rowwise": Vocabulary(),
+    "replicated_with_grad_allreduce": SummedGradients(),
+    "replicate": None,
+}
+"""What Transformers' words for a layer mean here."""
+
+_GPT2: Mapping[str, str] = {
+    "wte": "embedding_rowwise",
+    "h.*.attn.c_attn": "qkv",
+    "h.*.attn.c_proj": "rowwise",
+    "h.*.mlp.c_fc": "colwise",
+    "h.*.mlp.c_proj": "rowwise",
+}
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+_FIX = "give the model an attribute tp_plan such as {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}"
+
+
+def shard_model(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Cuts a model over the processes of a mesh, in place; rank 0's weights are everybody's from then on.
+
+    The weights of cut layers become DTensors, and those of all others stay as they are. Do it before an optimizer is
+    made. Transformers' own ``tp_plan`` says what to cut, or an attribute of this name on any module; GPT-2's is here.
+
+    Args:
+        model: on its device, with the same shapes on every process.
+        mesh: one-dimensional.
+
+    Raises:
+        ConfigError: nobody knows how to cut the model, or a size does not divide by the number of processes.
+    """
+    plan = plan_of(model)
+    faults = list(_indivisible(model, plan, mesh.size()))
+    if faults:
+        head = f"model: {type(model).__name__} cannot be cut over {mesh.size()} processes"
+        raise ConfigError(bullets(head, faults) if len(faults) > 1 else f"{head}: {faults[0]}")
+    root = dist.get_global_rank(mesh.get_group(), 0)
+    for tensor in (*model.parameters(), *model.buffers()):
+        dist.broadcast(tensor.data, root, group=mesh.get_group())
+    ties = _ties(model)
+    parallelize_module(model, mesh, dict(plan))
+    for names in ties:
+        for name in names[1:]:
+            owner, _, leaf = name.rpartition(".")
+            model.get_submodule(owner).register_parameter(leaf, model.get_parameter(names[0]))
+    for name, module in model.named_modules():
+        if f"{name}.c_attn" in plan and hasattr(module, "split_size"):
+            module.split_size //= mesh.size()  # GPT-2's attention takes what c_attn returns apart by it
+    for cutting, joining in _regions(plan):
+        stream = OwnStream(mesh.get_local_rank())
+        model.get_submodule(cutting).register_forward_hook(stream.begin)
+        model.get_submodule(joining).register_forward_pre_hook(stream.end)
+    return model
+
+
+def plan_of(model: nn.Module) -> dict[str, Style]:
+    """Returns how to cut each layer of a model, by the layer's name, in the model's own order.
+
+    Raises:
+        ConfigError: nobody knows, or a layer is of a kind that cannot be cut that way.
+    """
+    words = _words(model)
+    if not words:
+        fix = f"{_FIX}, or train.dist.tensor_parallel_size=1"
+        raise ConfigError(f"model: nobody knows how to cut {type(model).__name__} over processes · fix: {fix}")
+    plan: dict[str, Style] = {}
+    faults: dict[str, None] = {}
+    whole = "fix: train.dist.tensor_parallel_size=1"
+    for name, module in model.named_modules():
+        pattern = next((pattern for pattern in words if fnmatchcase(name, pattern)), None)
+        if pattern is None:
+            continue
+        style, is_known = _style(words[pattern])
+        if not is_known or (style is not None and not fits(style, module) and not isinstance(style, Vocabulary)):
+            faults[f"{pattern}: {words[pattern]!r} of a {type(module).__name__} is not supported · {whole}"] = None
+        elif style is not None and fits(style, module):  # an embedding that does more than look up stays whole
+            plan[name] = style
+    for pattern in set(words) - {p for p in words for name, _ in model.named_modules() if fnmatchcase(name, p)}:
+        if isinstance(_style(words[pattern])[0], Columns | Rows) and pattern != "lm_head":
+            faults[f"{pattern}: there is no such layer · {whole}"] = None
+    if faults:
+        raise ConfigError(bullets(f"model: {type(model).__name__} cannot be cut over processes", faults))
+    return _with_whole_ties(model, plan)
+
+
+def _words(model: nn.Module) -> dict[str, str]:
+    own: Any = getattr(model, "tp_plan", None)
+    if own:
+        return dict(own)
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "model_type", None) != "gpt2" or getattr(config, "add_cross_attention", False):
+        return {}
+    base = "" if hasattr(model, "h") else f"{model.base_model_prefix}."
+    head = {"lm_head": "colwise_gather_output"} if hasattr(model, "lm_head") else {}
+    return {**{f"{base}{pattern}": word for pattern, word in _GPT2.items()}, **head}
+
+
+def _style(word: str) -> tuple[Style | None, bool]:
+    """Returns what a word means, and whether it means anything."""
+    if word == "qkv":  # ours: queries, keys and values in one layer, one after the other
+        return Columns(parts=3), True
+    return _STYLES.get(word), word in _STYLES
+
+
+def _ties(model: nn.Module) -> list[list[str]]:
+    """Returns the names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def _with_whole_ties(model: nn.Module, plan: dict[str, Style]) -> dict[str, Style]:
+    """Leaves out a layer that shares its weight with one that stays whole."""
+    for names in _ties(model):
+        layers = [name.rpartition(".")[0] for name in names]
+        if not all(layer in plan for layer in layers):
+            plan = {name: style for name, style in plan.items() if name not in layers}
+    return plan
+
+
+def _indivisible(model: nn.Module, plan: Mapping[str, Style], size: int) -> Iterator[str]:
+    """Yields what does not divide by the number of processes."""
+    config: Any = getattr(model, "config", None)
+    if any(isinstance(style, Columns) and not style.gather for style in plan.values()):
+        for field in _HEADS:
+            count = getattr(config, field, None)
+            if isinstance(count, int) and count % size:
+                yield f"{field} is {count} · fix: use {_next(count, size)}"
+    seen: set[str] = set()
+    for name, style in plan.items():
+        module = model.get_submodule(name)
+        count = style.size(module)
+        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        if count % size and pattern not in seen:
+            seen.add(pattern)
+            is_vocabulary = isinstance(style, Vocabulary) or count == getattr(config, "vocab_size", None)
+            what = f"{pattern}: vocab_size is {count}" if is_vocabulary else f"{pattern}: {count} channels"
+            yield f"{what} · fix: use {_next(count, size)}"
+
+
+def _next(count: int, size: int) -> int:
+    return -(-count // size) * size
+
+
+def _regions(plan: Mapping[str, Style]) -> Iterator[tuple[str, str]]:
+    """Yields pairs of layers between which activations are cut: of those that cut, the last before one that joins."""
+    first: str | None = None
+    for name, style in plan.items():
+        if isinstance(style, Columns) and not style.gather:
+            first = name
+        elif isinstance(style, Rows) and not style.split and first is not None:
+            if _block(first) == _block(name):
+                yield first, name
+            first = None
+
+
+def _block(name: str) -> list[str]:
+    """Returns the name of the numbered block that a layer is in, such as ``h.3``, in parts."""
+    parts = name.split(".")
+    return parts[: max((n + 1 for n, part in enumerate(parts) if part.isdigit()), default=0)]

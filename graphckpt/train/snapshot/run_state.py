@@ -1,0 +1,255 @@
+"""All that a run needs to go on as if it had not stopped: taken for a snapshot, and put back."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from graphckpt import Graph
+from graphckpt.rng import random_devices, set_random_state, take_random_state
+from graphckpt.train.parallel.ranks import Ranks
+from graphckpt.train.parallel.sharding import (
+    cut_like,
+    is_cut,
+    is_elsewhere,
+    names_of,
+    of_all_stages,
+    on_cpu,
+    taken_out,
+    whole,
+)
+from graphckpt.train.seeds import seed_apart
+from graphckpt.train.snapshot.fields import reading
+from graphckpt.train.snapshot.folder import STATE, SnapshotError, first_line
+from graphckpt.train.snapshot.state_fields import OtherError, check_graph, check_trainer
+from graphckpt.train.snapshot.weights import distinct, load_weights, tensors_of
+
+_STAGES = "pipeline_parallel_size"
+
+
+@final
+class RunState:
+    """The state of model, optimizer, schedule, scaler and random generators.
+
+    Args:
+        model: as the graph has it.
+        graph: trains it, under the attribute ``model``.
+        optimizer: of the graph.
+        device: where it is trained.
+        ranks: the processes of the run; the main one writes, others only take part in putting together what is cut.
+        seed: of the run.
+    """
+
+    def __init__(
+        self, model: nn.Module, graph: Graph, optimizer: Optimizer, device: torch.device, *, ranks: Ranks, seed: int
+    ) -> None:
+        self._keep = ranks.is_main
+        self._ranks = ranks
+        self._seed = seed
+        self._model = model
+        self._graph = graph
+        self._optimizer = optimizer
+        self._device = device
+
+    def weights(self) -> dict[str, Tensor]:
+        """Returns the state of the model; a tensor with several names is there once, and none share memory.
+
+        What is cut over processes is put together; all of them have to call this.
+        """
+        kept = distinct(self._held())
+        if self._ranks.stage_mesh is not None:
+            return self._ranks.collected(kept, like=tensors_of(self._model))
+        return {name: whole(tensor, keep=self._keep) for name, tensor in kept.items()}
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether weights are cut over processes."""
+        return self._ranks.stage_mesh is not None or any(map(is_cut, self._parameters()))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns this process's shares of the weights, what of them is not cut, and names of what is elsewhere."""
+        return tensors_of(self._model)
+
+    def _held(self) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in self.tensors().items() if not is_elsewhere(tensor)}
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+    def states(self, shares: dict[str, Tensor] | None = None) -> dict[str, Any]:
+        """Returns the rest, by the name of the file to put it in: tensors and plain values alone.
+
+        All processes have to call this.
+
+        Args:
+            shares: where to put the weights, and what of the rest is cut; ``None`` puts the rest together.
+        """
+        graph = self._graph.state_dict()
+        own = graph.pop("model")
+        extra = {name: value for name, value in own.items() if not isinstance(value, Tensor)}
+        if shares is not None:
+            shares |= {f"model.{name}": tensor for name, tensor in distinct(self._held()).items()}
+        everywhere = self._ranks.gathered(self._take_random())
+        each = everywhere[:: self._ranks.config.tensor_parallel_size]  # those that share matrices draw alike
+        trainer = {"random": everywhere[0], "buffers": self._unsaved_buffers(), "extra": extra}
+        if len(each) > 1:
+            trainer["random_of_each"] = each
+        if self._ranks.stage_mesh is not None:
+            return {"graph": self._graph_of_all_stages(graph, shares), "trainer": self._of_all_stages(trainer)}
+        rest = whole(dict(graph), keep=self._keep) if shares is None else taken_out(dict(graph), "graph", shares)
+        return {"graph": rest, "trainer": trainer}
+
+    def _graph_of_all_stages(self, graph: dict[str, Any], shares: dict[str, Tensor] | None) -> dict[str, Any]:
+        """Returns what one process would have; with ``shares``, tensors but for counts are put there."""
+        if shares is not None:
+            graph = taken_out(graph, "graph", shares, lambda value: isinstance(value, Tensor) and value.ndim > 0)
+        return of_all_stages(self._ranks.gathered(on_cpu(graph)))
+
+    def _of_all_stages(self, trainer: dict[str, Any]) -> dict[str, Any]:
+        buffers = self._ranks.gathered(on_cpu(trainer["buffers"]))
+        everywhere = {name: value for held in reversed(buffers) for name, value in held.items()}
+        return {**trainer, "buffers": everywhere, _STAGES: self._ranks.config.pipeline_parallel_size}
+
+    def load_weights(self, weights: dict[str, Tensor], where: str) -> None:
+        """Sets the model's weights.
+
+        Raises:
+            SnapshotError: they are those of another model; nothing has been set then.
+        """
+        load_weights(self._model, weights, where)
+
+    def likes(self, graph: dict[str, Any]) -> dict[str, Tensor | None]:
+        """Returns what each tensor that is missing in ``graph`` is like, by the name that it has among the shares."""
+        parameters = self._parameters()
+        found: dict[str, Tensor | None] = dict.fromkeys(names_of(graph))
+        for key in [key for key in graph if "Optimizer" in key]:
+            for number, state in graph[key]["state"].items():
+                for name, shape in names_of(state).items():
+                    like = parameters[int(number)] if int(number) < len(parameters) else None
+                    found[name] = like if like is not None and list(like.shape) == shape else None
+        return found
+
+    def own_part(self, graph: dict[str, Any]) -> dict[str, Any]:
+        """Returns what ``states`` returned without the optimizer's state of weights that other stages hold."""
+        away = {number for number, weight in enumerate(self._parameters()) if is_elsewhere(weight)}
+        own = dict(graph)
+        for key in [key for key in graph if "Optimizer" in key]:
+            states = {number: state for number, state in graph[key]["state"].items() if int(number) not in away}
+            own[key] = {**graph[key], "state": states}
+        return own
+
+    def check(
+        self, graph: Any, trainer: Any, folder: Path, *, done: int, num_states: int | None, is_same_torch: bool
+    ) -> None:
+        """Looks at each field of what ``read_state`` returned, before any of it is set.
+
+        Args:
+            graph: of ``graph.pt``.
+            trainer: of ``trainer.pt``.
+            folder: of the snapshot.
+            done: iterations that the snapshot counts.
+            num_states: parameters that the optimizer has a state of, if that is known.
+            is_same_torch: whether this is the version of PyTorch that wrote it.
+
+        Raises:
+            SnapshotError: a field is missing, of another type or out of its range, or of another optimizer or schedule.
+        """
+        like = self._graph.state_dict()
+        own = like.pop("model")
+        try:
+            with reading(folder / STATE.format("graph")):
+                check_graph(
+                    graph,
+                    like,
+                    self._optimizer,
+                    self._graph._update.schedulers[0],
+                    done=done,
+                    num_states=num_states,
+                    is_same_torch=is_same_torch,
+                )
+        except OtherError as error:
+            raise another(str(folder), ValueError(f"{STATE.format('graph')}: {error}")) from error
+        with reading(folder / STATE.format("trainer")):
+            check_trainer(
+                trainer,
+                buffers=dict(self._model.named_buffers()),
+                unsaved=self._unsaved_buffers(),
+                extra=[name for name, value in own.items() if not isinstance(value, Tensor)],
+            )
+
+    def load_states(self, graph: dict[str, Any], trainer: dict[str, Any], where: str) -> None:
+        """Sets what ``states`` returned; call it last, for it sets the random generators too.
+
+        Raises:
+            SnapshotError: it is the state of another optimizer or schedule.
+        """
+        try:
+            if trainer["extra"]:
+                self._model.load_state_dict({**self._model.state_dict(), **trainer["extra"]})
+            for name, value in trainer["buffers"].items():
+                owner, _, leaf = name.rpartition(".")
+                module = self._model.get_submodule(owner)
+                module._buffers[leaf] = value.to(getattr(module, leaf).device)
+            rates = [group["lr"] for group in self._optimizer.param_groups]
+            cut_like(self._optimizer, graph)
+            self._graph.load_state_dict({"model": self._model.state_dict(), **graph})
+            for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+                if isinstance(rate, Tensor):  # the same tensor on its device, for a captured step reads it there
+                    group["lr"] = rate.copy_(torch.as_tensor(group["lr"]))
+            self._go_on_drawing(trainer, done=int(graph["System-Train-TrainStep"]))
+        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise another(where, error) from error
+
+    def _go_on_drawing(self, trainer: dict[str, Any], done: int) -> None:
+        """Sets the random generators as they were; over another number of processes, all but the first begin anew."""
+        each, config = trainer.get("random_of_each", [trainer["random"]]), self._ranks.config
+        sizes = config.pipeline_parallel_size, config.data_parallel_size
+        if (trainer.get(_STAGES, 1), len(each)) == (sizes[0], math.prod(sizes)):
+            self._set_random(each[self._ranks.stream])
+            return
+        self._set_random(trainer["random"])
+        seed_apart(self._seed, self._ranks.stream, done=done)
+
+    def _take_random(self) -> dict[str, Any]:
+        cpu, devices = take_random_state(self._devices())
+        kind, keys, *rest = np.random.get_state()  # noqa: NPY002
+        return {
+            "cpu": cpu,
+            "devices": [(str(device), state) for device, state in devices],
+            "numpy": [str(kind), [int(key) for key in keys], *rest],
+            "python": random.getstate(),
+        }
+
+    def _set_random(self, state: dict[str, Any]) -> None:
+        here = self._devices()
+        saved = dict(state["devices"])
+        if len(here) == len(saved) == 1:  # one device then and now, maybe by another number
+            saved = {str(here[0]): value for value in saved.values()}
+        devices = tuple((device, saved[str(device)]) for device in here if str(device) in saved)
+        set_random_state((state["cpu"], devices))
+        kind, keys, *rest = state["numpy"]
+        np.random.set_state((kind, np.array(keys, np.uint32), *rest))  # noqa: NPY002
+        random.setstate(state["python"])
+
+    def _devices(self) -> tuple[torch.device, ...]:
+        tensors = (*self._model.parameters(), *self._model.buffers(), torch.empty(0, device=self._device))
+        return random_devices(tensors)
+
+    def _unsaved_buffers(self) -> dict[str, Tensor]:
+        """Returns the buffers that a state_dict leaves out: some models change them as they run."""
+        saved = self._model.state_dict().keys()
+        own = {name: buffer for name, buffer in self._model.named_buffers() if name not in saved}
+        return {name: buffer for name, buffer in own.items() if not is_elsewhere(buffer)}
+
+
+def another(where: str, error: Exception) -> SnapshotError:
+    """Returns what to raise when a snapshot is whole and does not fit."""
+    fix = "resume with the config that it was written with, or start from its weights: train.load_weight=..."
+    return SnapshotError(f"{where}: its optimizer or schedule is another ({first_line(error)}) · fix: {fix}")
