@@ -66,7 +66,7 @@ def _read_yaml(path: Path) -> DictConfig:
 
 
 def _run(path: Path) -> DictConfig:
-    ran = _Ran()
+    ran = _ConfigFiles()
     try:
         module = ran.execute(path)
     except GraphckptError as error:
@@ -96,7 +96,7 @@ def _is_config(value: object) -> bool:
     return isinstance(value, dict | DictConfig | ListConfig)
 
 
-class _Ran:
+class _ConfigFiles:
     """The config files that one load ran, and those that are still running."""
 
     def __init__(self) -> None:

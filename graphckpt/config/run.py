@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from graphckpt.config import overrides as _overrides
 from graphckpt.config import own_modules
 from graphckpt.config.fast_dev_run import is_given, shrink
-from graphckpt.config.instantiate import Call, is_call
+from graphckpt.config.instantiate import DeferredCall, is_call
 from graphckpt.config.lazy import LazyConfig
 from graphckpt.config.load import importable_from, load
 from graphckpt.config.packaged import find
@@ -99,9 +99,9 @@ def existing(path: Path) -> Path:
 
 def optimizer_of(run: RunConfig, model: nn.Module, device: str | None = None) -> Optimizer:
     """Returns the optimizer that a config describes, for ``model``; ``device`` is the kind that it will run on."""
-    assert isinstance(run.optim, Call)
+    assert isinstance(run.optim, DeferredCall)
     described = run.optim.arguments.get("params")
-    params = Call.read(described, "optim.params")(model=model) if is_call(described) else model.parameters()
+    params = DeferredCall.read(described, "optim.params")(model=model) if is_call(described) else model.parameters()
     kind = device or next((weight.device.type for weight in model.parameters() if not weight.is_meta), "cpu")
     is_scaled = run.train.amp.enabled and run.train.amp.dtype == "float16"
     fast = {} if is_scaled else fast_settings(run.optim, kind)
@@ -111,13 +111,13 @@ def optimizer_of(run: RunConfig, model: nn.Module, device: str | None = None) ->
     return optimizer
 
 
-def fast_settings(optim: Call, device: str) -> dict[str, bool]:
+def fast_settings(optim: DeferredCall, device: str) -> dict[str, bool]:
     """Returns what lets an optimizer of PyTorch step in one kernel, and within a CUDA graph, unless the config says.
 
     >>> from torch.optim import SGD, AdamW
-    >>> fast_settings(Call(AdamW, {}), "cuda"), fast_settings(Call(AdamW, {}), "cpu")
+    >>> fast_settings(DeferredCall(AdamW, {}), "cuda"), fast_settings(DeferredCall(AdamW, {}), "cpu")
     ({'fused': True, 'capturable': True}, {})
-    >>> fast_settings(Call(AdamW, {"foreach": True}), "cuda"), fast_settings(Call(SGD, {}), "cuda")
+    >>> fast_settings(DeferredCall(AdamW, {"foreach": True}), "cuda"), fast_settings(DeferredCall(SGD, {}), "cuda")
     ({'capturable': True}, {'fused': True})
     """
     if device != "cuda" or not isinstance(optim.target, type):

@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 from torch.optim import Optimizer
 
-from graphckpt.config.instantiate import Call, is_call
+from graphckpt.config.instantiate import DeferredCall, is_call
 from graphckpt.config.typed import read_section
 from graphckpt.errors import ConfigError, bullets
 from graphckpt.train.data.text_data import Data
@@ -35,7 +35,7 @@ class RunConfig:
 
     def faults(self) -> Iterator[str]:
         """Yields what would be passed over: parameters of the optimizer that no call takes from the model."""
-        params = self.optim.arguments.get("params") if isinstance(self.optim, Call) else None
+        params = self.optim.arguments.get("params") if isinstance(self.optim, DeferredCall) else None
         if params is not None and not is_call(params):
             fix = "write LazyCall(get_default_optimizer_params)(...), which takes the model, or leave the key out"
             yield f"optim.params: expected a call, got {params!r} · fix: {fix}"

@@ -11,7 +11,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from graphckpt.config.instantiate import TARGET, Call, defaults, dotted_name, is_call, parameters
+from graphckpt.config.instantiate import TARGET, DeferredCall, defaults, dotted_name, is_call, parameters
 from graphckpt.errors import ConfigError, did_you_mean
 
 _log = logging.getLogger("graphckpt")
@@ -28,8 +28,8 @@ def read(hint: Any, value: Any, where: str) -> Read:  # noqa: PLR0911 - one for 
     """Reads ``value`` as the type ``hint``, which a key ``where`` of the config asks for.
 
     A whole float is good as an int (``1e3``) and an int as a float; a bool is neither, and neither is nan. A described
-    call is good where a callable is asked for (it becomes a ``Call``) and where its result may be asked for, which is
-    not so for plain values: numbers and text stand in a config themselves.
+    call is good where a callable is expected (it becomes a ``DeferredCall``) and where its result may be expected,
+    which is not so for plain values: numbers and text are written in a config themselves.
     """
     if hint is Any or isinstance(hint, typing.TypeVar | str):
         return (value, check_call(value, where)[1]) if is_call(value) else (value, [])
@@ -129,7 +129,7 @@ def check_call(value: Any, where: str) -> Read:
     if not is_call(value):
         return None, [f"{where}: expects a call · fix: write LazyCall(target)(...), or a mapping with _target_"]
     try:
-        call = Call.read(value, where)
+        call = DeferredCall.read(value, where)
     except (ConfigError, ImportError) as error:
         return None, [f"{where}: {error}"]
     known, takes_any = parameters(call.target)

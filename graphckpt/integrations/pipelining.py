@@ -27,7 +27,7 @@ Policies = Mapping[Selector, Any]
 
 @final
 @dataclass(frozen=True, slots=True)
-class Part:
+class PipelinePart:
     """What this rank runs of a chain."""
 
     module: nn.Sequential
@@ -40,7 +40,7 @@ class Part:
 
 def pipeline_part(
     model: Any, policies: Policies | None = None, *, device: torch.device, group: dist.ProcessGroup | None = None
-) -> Part:
+) -> PipelinePart:
     """Returns this rank's stage of a chain of blocks, with their policies in force.
 
     A block without a stage is in that of the block before it. Blocks of other stages are not held, so their memory is
@@ -65,7 +65,7 @@ def pipeline_part(
         raise ConfigError(
             "pipeline: there is no process group · fix: torch.distributed.init_process_group(), by torchrun"
         )
-    fields = _set_on(model, policies or {})
+    fields = _policies_by_name(model, policies or {})
     stages = stages_of([name for name, _ in chain.named_children()], fields, num_stages=group.size())
     own = OrderedDict(
         (name, block)
@@ -77,7 +77,7 @@ def pipeline_part(
         name: values for name, values in fields.items() if not name or name.partition(".")[0] in own
     }
     stage = PipelineStage(module, group.rank(), group.size(), device, group=group)
-    return Part(module, stage, apply(module, rules))
+    return PipelinePart(module, stage, apply(module, rules))
 
 
 def stages_of(blocks: Iterable[str], fields: Mapping[str, Mapping[str, Any]], *, num_stages: int) -> list[int]:
@@ -120,7 +120,7 @@ def _faults(
         yield f"{what} · fix: config.set_stage(i) on the first block of each stage, up to {num_stages - 1}"
 
 
-def _set_on(model: Any, policies: Policies) -> dict[str, dict[str, Any]]:
+def _policies_by_name(model: Any, policies: Policies) -> dict[str, dict[str, Any]]:
     """Returns the fields that are set on each module, by its name in the chain."""
     chain = unwrap(model)
     names = {module: name for name, module in chain.named_modules()}

@@ -19,7 +19,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from graphckpt.train.files import GrowingFile
+from graphckpt.train.files import AppendFile
 
 _LOG_WIDTH = 120  # columns of a table in log.txt
 
@@ -36,7 +36,7 @@ class Report:
 
     def __init__(self, console: Console | None = None, log_file: Path | None = None, *, waits: bool = False) -> None:
         self._console = console or Console(highlight=False)
-        self._log_file = GrowingFile(log_file) if log_file else None
+        self._log_file = AppendFile(log_file) if log_file else None
         self._waiting: list[str] | None = [] if waits else None
         self._has_complained = False
 

@@ -67,7 +67,7 @@ def sync(path: Path) -> None:
 
 
 @final
-class GrowingFile:
+class AppendFile:
     """Appends text to a file; what the disk does not take is written with the next text."""
 
     def __init__(self, path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from graphckpt.errors import GraphckptError
 from graphckpt.train.loop import TrainError
-from graphckpt.train.parallel.ranks import is_lost
+from graphckpt.train.parallel.ranks import is_connection_error
 from graphckpt.train.snapshot.folder import first_line
 
 _MOST_CHARACTERS = 400  # of the error's own words
@@ -18,7 +18,7 @@ _CPU_WORDS = "can't allocate memory"  # of PyTorch's allocator for the CPU, whic
 
 
 @contextmanager
-def naming(keys: str, what: str) -> Iterator[None]:
+def attribute_errors(keys: str, what: str) -> Iterator[None]:
     """Turns an error of code that is not this library's into one that names keys, file and line.
 
     Args:
@@ -31,7 +31,7 @@ def naming(keys: str, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, GraphckptError) or is_out_of_memory(error) or is_lost(error):
+        if isinstance(error, GraphckptError) or is_out_of_memory(error) or is_connection_error(error):
             raise
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{frame.filename}:{frame.lineno}"
@@ -41,7 +41,7 @@ def naming(keys: str, what: str) -> Iterator[None]:
 
 
 @contextmanager
-def said_if_there_is_none(*, micro_batch: int, is_checkpointed: bool) -> Iterator[None]:
+def explain_out_of_memory(*, micro_batch: int, is_checkpointed: bool) -> Iterator[None]:
     """Turns the errors of allocators into one that says how a step needs less.
 
     Args:

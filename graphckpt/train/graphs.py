@@ -15,7 +15,7 @@ from graphckpt.train.settings import AmpConfig
 from graphckpt.train.tasks.base import Task, sum_of_losses
 
 if TYPE_CHECKING:
-    from graphckpt.train.parallel.grad_sync import Replicas
+    from graphckpt.train.parallel.grad_sync import GradSync
     from graphckpt.train.parallel.pp_schedule import Pipeline
 
 
@@ -34,14 +34,14 @@ class TrainGraph(Graph):
         amp: AmpConfig,
         capture: str = "auto",
         num_accumulation_steps: int = 1,
-        replicas: Replicas | None = None,
+        replicas: GradSync | None = None,
         pipeline: Pipeline | None = None,
     ) -> None:
         super().__init__()
         self.config.capture = capture
         self.model = model
         self.task = task
-        self.turn = _Turn(num_accumulation_steps, replicas)
+        self.turn = _MicroBatchCounter(num_accumulation_steps, replicas)
         self.pipeline = pipeline
         for name, fields in blocks.items():
             block = self._block_of(model.get_submodule(name))
@@ -79,10 +79,10 @@ class TrainGraph(Graph):
 
 
 @final
-class _Turn:
+class _MicroBatchCounter:
     """Counts the micro-batches of an update, of which the last one sends the gradients."""
 
-    def __init__(self, count: int, replicas: Replicas | None) -> None:
+    def __init__(self, count: int, replicas: GradSync | None) -> None:
         self.replicas = replicas
         self._count = count
         self._done = 0

@@ -10,7 +10,7 @@ from torch import nn
 from graphckpt.planning.report import summary
 from graphckpt.train.files import replacing
 from graphckpt.train.snapshot.run_folder import PLAN
-from graphckpt.train.units import head_of, units
+from graphckpt.train.units import head_policies, unit_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from graphckpt.train.snapshot.saved_run import SavedRun
 
 
-def within_budget(
+def plan_on_first_batch(
     graph: TrainGraph, config: ActivationCheckpointConfig, report: Report, saved: SavedRun
 ) -> Callable[..., Any]:
     """Returns what to call with each batch: the graph, which the first call plans for, if there is a budget.
@@ -45,8 +45,8 @@ def within_budget(
                 partition=config.partition,
                 contiguous=bool(config.contiguous),
                 compile=config.compile,
-                blocks=[f"model.{name}" for name in units(model, config)],
-                head={f"model.{name}": rules for name, rules in head_of(model, config.head).items()},
+                blocks=[f"model.{name}" for name in unit_names(model, config)],
+                head={f"model.{name}": rules for name, rules in head_policies(model, config.head).items()},
             )
             for line in summary(found):
                 report.line(f"plan: {line}")

@@ -15,7 +15,7 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
 
 
-def seed_apart(seed: int, stream: int, done: int = 0) -> None:
+def seed_per_rank(seed: int, stream: int, done: int = 0) -> None:
     """Has processes that see different samples or layers draw different masks; the first draws what one process does.
 
     Args:

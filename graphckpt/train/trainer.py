@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 
 from graphckpt.errors import ConfigError, GraphError, bullets
 from graphckpt.train.batch_sizes import epoch_period, iterations
-from graphckpt.train.build_model import Assembled, assembled, blocks_of, gradients_of
+from graphckpt.train.build_model import BuiltModel, block_fields, build_model, grad_sync_of
 from graphckpt.train.console import Report
 from graphckpt.train.data.prefetch import Prefetcher, synchronize, to_device
 from graphckpt.train.data.samples import Opened, Samples
 from graphckpt.train.data.sampling import ShuffledOrder, heldout_batches
 from graphckpt.train.data.text_data import Data
-from graphckpt.train.foreign_errors import naming, said_if_there_is_none
+from graphckpt.train.foreign_errors import attribute_errors, explain_out_of_memory
 from graphckpt.train.graphs import EvalGraph, TrainGraph
 from graphckpt.train.hooks import (
     BestHook,
@@ -34,17 +34,17 @@ from graphckpt.train.hooks import (
     TensorBoardHook,
     WandbHook,
 )
-from graphckpt.train.hooks.evaluate import described
+from graphckpt.train.hooks.evaluate import format_metrics
 from graphckpt.train.loop import HookBase, Loop
-from graphckpt.train.parallel.launch import device_of
-from graphckpt.train.parallel.ranks import Ranks
-from graphckpt.train.plan_first_batch import within_budget
+from graphckpt.train.parallel.launch import resolve_device
+from graphckpt.train.parallel.ranks import TrainRanks
+from graphckpt.train.plan_first_batch import plan_on_first_batch
 from graphckpt.train.settings import TrainConfig
-from graphckpt.train.snapshot.run_folder import LOG, METRICS, PICTURE, Outcome, written
+from graphckpt.train.snapshot.run_folder import LOG, METRICS, PICTURE, TrainResult, written_files
 from graphckpt.train.snapshot.run_state import RunState
-from graphckpt.train.snapshot.saved_run import SavedRun, unwritable, weights_folder
+from graphckpt.train.snapshot.saved_run import SavedRun, unwritable_error, weights_folder
 from graphckpt.train.snapshot.weights import load_weights, read_weights, tensors_of
-from graphckpt.train.snapshot.writer import Saver, export
+from graphckpt.train.snapshot.writer import SnapshotWriter, export
 from graphckpt.train.tasks.base import Task, TextTask
 
 
@@ -92,8 +92,8 @@ class Trainer:
         self._task = task
         self._more_hooks = hooks
         self.folder = Path(settings.output_dir).expanduser()
-        self.device = device_of(settings.device, settings.dist)
-        self.ranks = Ranks(settings.dist, self.device)
+        self.device = resolve_device(settings.device, settings.dist)
+        self.ranks = TrainRanks(settings.dist, self.device)
         try:
             if scratch:
                 self.folder = self._scratch_folder()
@@ -107,7 +107,7 @@ class Trainer:
                     ranks=self.ranks,
                 )
         except OSError as error:
-            raise unwritable(self.folder, error) from error
+            raise unwritable_error(self.folder, error) from error
         if write_config is not None:
             self.saved.at_start(partial(write_config, self.folder))
         self.report = report or self._own_report(eval_only=eval_only)
@@ -117,7 +117,7 @@ class Trainer:
         with self.ranks.main_first():
             if self.ranks.is_main:
                 made = tempfile.mkdtemp(prefix="graphckpt-")
-        return Path(self.ranks.told(made))
+        return Path(self.ranks.broadcast(made))
 
     def _own_report(self, *, eval_only: bool) -> Report:
         if not self.ranks.is_main:
@@ -132,7 +132,7 @@ class Trainer:
         """Samples in one iteration."""
         return self.settings.sizes.global_batch
 
-    def train(self) -> Outcome:
+    def train(self) -> TrainResult:
         """Prepares the data, trains, and writes the results.
 
         Raises:
@@ -141,14 +141,14 @@ class Trainer:
         with self.saved.locked():
             return self._train()
 
-    def _train(self) -> Outcome:
+    def _train(self) -> TrainResult:
         settings = self.settings
-        made = self._assembled()
+        made = self._build_model()
         model = made.model
         if settings.load_weight and not self.saved.source:
             self._load(model, Path(settings.load_weight).expanduser(), "train.load_weight")
         optimizer = self._make_optimizer(model)
-        blocks = blocks_of(made, settings, self.ranks)  # a fault shows before a long wait for the data
+        blocks = block_fields(made, settings, self.ranks)  # a fault shows before a long wait for the data
         opened = self._open(model)
         train_iter = iterations(
             train_iter=settings.train_iter,
@@ -167,26 +167,29 @@ class Trainer:
             amp=settings.amp,
             capture=self._capture,
             num_accumulation_steps=settings.sizes.accumulation,
-            replicas=gradients_of(model, self._task, settings, self.ranks),
+            replicas=grad_sync_of(model, self._task, settings, self.ranks),
             pipeline=made.pipeline,
         )
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.report.line(
-            f"model: {made.architecture}, {num_parameters:,} parameters on {self.ranks.described(self.device)};"
+            f"model: {made.architecture}, {num_parameters:,} parameters on {self.ranks.describe(self.device)};"
             f" {train_iter} iterations of {self.batch_size} samples"
             + (f" x {opened.tokens_each} tokens" if opened.text else "")
         )
         order = ShuffledOrder(num_sequences=len(opened.train), seed=settings.seed)
-        update = within_budget(graph, settings.activation_checkpoint, self.report, self.saved)
+        update = plan_on_first_batch(graph, settings.activation_checkpoint, self.report, self.saved)
 
         def read(iteration: int) -> dict[str, Tensor]:
             start = settings.consumed_train_samples + self.saved.consumed_samples(iteration)
-            return opened.train.batch(self.ranks.own_part(order.take(start=start, count=self.batch_size)))
+            return opened.train.batch(self.ranks.local_samples(order.take(start=start, count=self.batch_size)))
 
         batches = Prefetcher(read, self.device, train_iter)
 
         def step(iteration: int) -> dict[str, Tensor]:
-            with naming("model, task, data, optim, train.scheduler", f"iteration {iteration}"), self.ranks.together():
+            with (
+                attribute_errors("model, task, data, optim, train.scheduler", f"iteration {iteration}"),
+                self.ranks.translate_errors(),
+            ):
                 return learn(iteration)
 
         def learn(iteration: int) -> dict[str, Tensor]:
@@ -195,15 +198,15 @@ class Trainer:
             loop.data_seconds = time.perf_counter() - started
             losses: dict[str, Tensor] = update(**batch)
             batches.prefetch(iteration + 1)
-            return self.ranks.means({name: loss.mean() for name, loss in losses.items()})
+            return self.ranks.average({name: loss.mean() for name, loss in losses.items()})
 
         state = RunState(model, graph, optimizer, self.device, ranks=self.ranks, seed=settings.seed)
         tokens = opened.tokenizer_file.parent.name if opened.tokenizer_file else None  # named by all they depend on
         data = {"num_samples": len(opened.train), "tokens_each": opened.tokens_each, "tokens": tokens}
         companions = partial(export, model, made.architecture, opened.tokenizer_file, seq_length=opened.tokens_each)
-        with naming("model", "saving its config"), tempfile.TemporaryDirectory() as trial:
+        with attribute_errors("model", "saving its config"), tempfile.TemporaryDirectory() as trial:
             companions(Path(trial))  # what cannot be saved shows before the run, and not at its end
-        saver = Saver(
+        saver = SnapshotWriter(
             self.saved,
             state,
             data=data,
@@ -223,14 +226,14 @@ class Trainer:
         )
         checkpointed, micro_batch = settings.activation_checkpoint.enabled, settings.sizes.micro_batch
         with (
-            said_if_there_is_none(micro_batch=micro_batch, is_checkpointed=checkpointed),
-            self.ranks.together(),
+            explain_out_of_memory(micro_batch=micro_batch, is_checkpointed=checkpointed),
+            self.ranks.translate_errors(),
         ):
             self.saved.restore(state, loop, data=data, report=self.report)
             loop.run()
         saver.close()
-        files = written(self.folder) if self.saved.has_begun or self.saved.source else {}
-        outcome = Outcome(iterations=loop.done, is_stopped=loop.is_stopped, files=files)
+        files = written_files(self.folder) if self.saved.has_begun or self.saved.source else {}
+        outcome = TrainResult(iterations=loop.done, is_stopped=loop.is_stopped, files=files)
         self.report.show(outcome.table())
         return outcome
 
@@ -241,14 +244,14 @@ class Trainer:
             GraphckptError: there are no weights, or they are of another model; or nothing is held out.
         """
         folder = weights_folder(self.settings.load_weight, self.folder)
-        made = self._assembled()
+        made = self._build_model()
         self._load(made.model, folder, str(folder))
         hook = self._eval_hook(made, self._open(made.model))
         if hook is None:
             raise ConfigError("data: nothing is held out to evaluate · fix: hold some of it out")
-        with self.ranks.together():
+        with self.ranks.translate_errors():
             metrics = hook.measure()
-        self.report.line(f"{folder}: held-out {described(metrics)}", "bold")
+        self.report.line(f"{folder}: held-out {format_metrics(metrics)}", "bold")
         return metrics
 
     @staticmethod
@@ -258,8 +261,8 @@ class Trainer:
         except GraphError as error:
             raise ConfigError(f"optim, train.scheduler: {error}") from error
 
-    def _assembled(self) -> Assembled:
-        return assembled(self._make_model, self._task, self.settings, self.ranks, self.device)
+    def _build_model(self) -> BuiltModel:
+        return build_model(self._make_model, self._task, self.settings, self.ranks, self.device)
 
     @property
     def _capture(self) -> str:
@@ -276,7 +279,7 @@ class Trainer:
         Raises:
             ConfigError: the model does not fit it.
         """
-        with self.ranks.main_first(), naming("data", "opening it"):
+        with self.ranks.main_first(), attribute_errors("data", "opening it"):
             opened = self._data.open(self._task, seed=self.settings.seed, report=self.report)
         if opened.text and isinstance(self._task, TextTask):
             faults = list(self._task.check(model, opened.text))
@@ -285,7 +288,7 @@ class Trainer:
         return opened
 
     def _hooks(
-        self, made: Assembled, optimizer: Optimizer, graph: TrainGraph, opened: Opened, saver: Saver
+        self, made: BuiltModel, optimizer: Optimizer, graph: TrainGraph, opened: Opened, saver: SnapshotWriter
     ) -> Iterator[HookBase]:
         settings = self.settings
         yield StartHook(self.saved.begin)
@@ -321,7 +324,7 @@ class Trainer:
         if self.ranks.is_main:
             yield ExplainHook(graph, self.folder / PICTURE)
 
-    def _eval_hook(self, made: Assembled, opened: Opened) -> EvalHook | None:
+    def _eval_hook(self, made: BuiltModel, opened: Opened) -> EvalHook | None:
         heldout = opened.heldout
         if heldout is None:
             return None
@@ -335,7 +338,7 @@ class Trainer:
             self._task.metrics,
             model=made.model,
             eval_period=self._period(opened, evaluation.eval_after_n_epoch, evaluation.eval_period),
-            over_ranks=self.ranks.sums,
+            over_ranks=self.ranks.sum,
         )
 
     def _period(self, opened: Opened, epochs: int | None, iterations: int) -> int:

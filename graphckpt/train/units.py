@@ -17,7 +17,7 @@ _WHERE = "train.activation_checkpoint"
 _FLAG = "activation_checkpointing"
 
 
-def checkpointed_blocks(model: nn.Module, config: ActivationCheckpointConfig) -> dict[str, dict[str, Any]]:
+def block_policies(model: nn.Module, config: ActivationCheckpointConfig) -> dict[str, dict[str, Any]]:
     """Returns the settings of each block to set, by its name in ``model``.
 
     ``rule``, where its bytes go and ``compile`` hold for every unit; what ``blocks`` says of a pattern comes on top,
@@ -33,7 +33,7 @@ def checkpointed_blocks(model: nn.Module, config: ActivationCheckpointConfig) ->
     try:
         fields: dict[str, Any] = {_FLAG: config.rule} if config.rule is not None else {}
         fields |= config.beside_rule
-        settings = {name: dict(fields) for name in units(model, config)} if fields else {}
+        settings = {name: dict(fields) for name in unit_names(model, config)} if fields else {}
     except ConfigError as error:
         faults.append(str(error))
     for pattern, value in (config.blocks or {}).items():
@@ -43,13 +43,13 @@ def checkpointed_blocks(model: nn.Module, config: ActivationCheckpointConfig) ->
                 settings[name] = {**settings.get(name, {}), **fields}
         except ConfigError as error:
             faults.append(f"{_WHERE}.blocks: {error}")
-    faults += _senseless(settings)
+    faults += _invalid_fields(settings)
     if faults:
         raise ConfigError(bullets(f"{_WHERE} cannot act", faults) if len(faults) > 1 else faults[0])
     return settings
 
 
-def head_of(model: nn.Module, head: Mapping[str, Any] | None) -> dict[str, Any]:
+def head_policies(model: nn.Module, head: Mapping[str, Any] | None) -> dict[str, Any]:
     """Returns how the block that computes the loss may run, by its name in ``model``.
 
     Raises:
@@ -64,16 +64,16 @@ def head_of(model: nn.Module, head: Mapping[str, Any] | None) -> dict[str, Any]:
     return dict(head or {})
 
 
-def layers_of(model: nn.Module, config: ActivationCheckpointConfig) -> list[str]:
+def layer_names(model: nn.Module, config: ActivationCheckpointConfig) -> list[str]:
     """Returns the names of the units of a model, also where none is checkpointed; none, if it marks none.
 
     Raises:
         ConfigError: ``unit`` names no block.
     """
-    return marked_layers(model) if config.unit is None else units(model, config)
+    return marked_layers(model) if config.unit is None else unit_names(model, config)
 
 
-def _senseless(settings: dict[str, dict[str, Any]]) -> Iterator[str]:
+def _invalid_fields(settings: dict[str, dict[str, Any]]) -> Iterator[str]:
     seen: set[str] = set()
     for name, fields in settings.items():
         try:
@@ -85,7 +85,7 @@ def _senseless(settings: dict[str, dict[str, Any]]) -> Iterator[str]:
                 yield f"{_WHERE}: {error}"
 
 
-def units(model: nn.Module, config: ActivationCheckpointConfig) -> list[str]:
+def unit_names(model: nn.Module, config: ActivationCheckpointConfig) -> list[str]:
     """Returns the names of the units that ``unit`` means, or of those that the model itself marks."""
     if config.unit is None:
         found = marked_layers(model)

@@ -28,7 +28,7 @@ from graphckpt.errors import ConfigError
 from graphckpt.train.build_model import _pipeline
 from graphckpt.train.hooks import SnapshotHook
 from graphckpt.train.loop import HookBase, Loop
-from graphckpt.train.parallel.pp_stages import check_cut, cut_layers, keep_stage, shared_weights
+from graphckpt.train.parallel.pp_stages import check_split, keep_stage, split_layers, tied_weights
 from graphckpt.train.settings import TrainConfig
 from graphckpt.train.snapshot import folder as snapshot
 from graphckpt.train.tasks.causal_lm import CausalLM
@@ -185,19 +185,19 @@ def bert() -> BertForMaskedLM:
 
 def test_layers_are_cut_equally_or_as_is_said() -> None:
     model = gpt2()
-    first, last = cut_layers(model, {}, num_stages=2)
+    first, last = split_layers(model, {}, num_stages=2)
     assert first == tuple(f"transformer.{name}" for name in ("wte", "wpe", "drop", "h.0", "h.1"))
     assert last == ("transformer.h.2", "transformer.h.3", "transformer.ln_f", "lm_head")
     for how in ({"layer_stages": [0, 1, 1, 1]}, {"fields": {"transformer.h.1": {"stage_id": 1}}}):
-        assert cut_layers(model, **{"fields": {}, **how}, num_stages=2)[0][-1] == "transformer.h.0"
-    assert shared_weights(model, (first, last)) == ["transformer.wte.weight"]
-    assert not shared_weights(gpt2(tie_word_embeddings=False), (first, last))
+        assert split_layers(model, **{"fields": {}, **how}, num_stages=2)[0][-1] == "transformer.h.0"
+    assert tied_weights(model, (first, last)) == ["transformer.wte.weight"]
+    assert not tied_weights(gpt2(tie_word_embeddings=False), (first, last))
 
 
 def test_a_stage_holds_its_own_weights_and_names_of_the_rest() -> None:
     model = gpt2()
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    keep_stage(model, cut_layers(model, {}, num_stages=2), 1, torch.device("cpu"))
+    keep_stage(model, split_layers(model, {}, num_stages=2), 1, torch.device("cpu"))
     assert [name for name, _ in model.named_parameters(remove_duplicate=False)] == names
     held = {name for name, weight in model.named_parameters() if not weight.is_meta}
     assert {name.rpartition(".")[0].partition(".")[2][:3] for name in held} == {"wte", "h.2", "h.3", "ln_"}
@@ -217,7 +217,7 @@ def test_a_stage_holds_its_own_weights_and_names_of_the_rest() -> None:
 )
 def test_what_cannot_be_cut_says_so(make: Callable[[], nn.Module], how: dict[str, Any], fault: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        cut_layers(make(), {}, num_stages=2, **how)
+        split_layers(make(), {}, num_stages=2, **how)
     assert fault in str(raised.value)
 
 
@@ -241,10 +241,10 @@ def test_a_model_that_does_more_than_its_parts_is_refused() -> None:
     sizes = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
     config = LlamaConfig(vocab_size=20, **sizes)
     for model, is_good in ((gpt2(), True), (LlamaForCausalLM(config), True), (Scaled(config), False)):
-        stages = cut_layers(model, {}, num_stages=2)
+        stages = split_layers(model, {}, num_stages=2)
         if is_good:
-            check_cut(model, stages, CausalLM().losses)
+            check_split(model, stages, CausalLM().losses)
             assert model.training
             continue
         with pytest.raises(ConfigError, match=r"the stages of Scaled in a row do not say what the whole says"):
-            check_cut(model, stages, CausalLM().losses)
+            check_split(model, stages, CausalLM().losses)

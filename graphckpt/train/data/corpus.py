@@ -51,7 +51,7 @@ class Document(Protocol):
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class TextPart:
     """A file, or the byte range of a file, that is trained on or evaluated on as one document."""
 
     path: Path
@@ -128,7 +128,7 @@ def split(documents: Sequence[Document], *, eval_fraction: float, max_bytes: int
     taken = _subset(documents, max_bytes)
     if not taken:
         raise DataError(f"{where} · fix: name text files, folders or a data set that hold some")
-    if len(taken) == 1 and isinstance(taken[0], Part):
+    if len(taken) == 1 and isinstance(taken[0], TextPart):
         return _cut(taken[0], eval_fraction)
     taken.sort(key=lambda document: document.digest)
     count = sum(int(document.digest[:8], 16) < eval_fraction * 16**8 for document in taken)
@@ -174,8 +174,8 @@ def _is_text(path: Path) -> bool:
         raise DataError(f"data.paths: {path}: {error.strerror}") from error
 
 
-def _distinct(paths: Iterable[tuple[Path, str]]) -> list[Part]:
-    parts: dict[str, Part] = {}
+def _distinct(paths: Iterable[tuple[Path, str]]) -> list[TextPart]:
+    parts: dict[str, TextPart] = {}
     for path, group in paths:
         try:
             with path.open("rb") as file:
@@ -184,7 +184,7 @@ def _distinct(paths: Iterable[tuple[Path, str]]) -> list[Part]:
         except OSError as error:
             raise DataError(f"data.paths: {path}: {error.strerror}") from error
         if num_bytes:
-            parts.setdefault(digest, Part(path=path, digest=digest, start=0, stop=num_bytes, group=group))
+            parts.setdefault(digest, TextPart(path=path, digest=digest, start=0, stop=num_bytes, group=group))
     return list(parts.values())
 
 
@@ -201,7 +201,7 @@ def _subset(documents: Sequence[Document], max_bytes: int | None) -> list[Docume
     return taken
 
 
-def _cut(part: Part, eval_fraction: float) -> Corpus:
+def _cut(part: TextPart, eval_fraction: float) -> Corpus:
     """Cuts the only file at the line end nearest after ``1 - eval_fraction`` of it."""
     cut = int(part.num_bytes * (1 - eval_fraction))
     with part.path.open("rb") as file:

@@ -14,7 +14,7 @@ from graphckpt.train.data.corpus import DataError
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class DatasetRow:
     """A row of a data set, trained on or held out as one document. The text stays in the data set."""
 
     rows: Any
@@ -36,7 +36,9 @@ class Row:
         yield self.rows[self.number][self.column]
 
 
-def read_rows(name: str, *, config: str | None, split: str, text_column: str, label_column: str | None) -> list[Row]:
+def read_rows(
+    name: str, *, config: str | None, split: str, text_column: str, label_column: str | None
+) -> list[DatasetRow]:
     """Loads a data set and returns its rows that hold text; one that repeats another counts once.
 
     Args:
@@ -62,7 +64,7 @@ def read_rows(name: str, *, config: str | None, split: str, text_column: str, la
         raise DataError(f"data.dataset: {name!r}: {type(error).__name__}: {first_line} · fix: {fix}") from error
     _check_columns(rows.column_names, text_column=text_column, label_column=label_column)
     names = getattr(rows.features.get(label_column), "names", None) if label_column else None
-    found: dict[str, Row] = {}
+    found: dict[str, DatasetRow] = {}
     for number, row in enumerate(rows):
         text = row[text_column]
         if isinstance(text, str) and text.strip():
@@ -71,7 +73,7 @@ def read_rows(name: str, *, config: str | None, split: str, text_column: str, la
             label = row[label_column] if label_column else "."
             found.setdefault(
                 digest,
-                Row(
+                DatasetRow(
                     rows=rows,
                     number=number,
                     column=text_column,

@@ -16,7 +16,7 @@ from graphckpt.train.data.corpus import DataError
 from graphckpt.train.data.samples import Opened, Samples
 
 
-class Items(Sized, Protocol):
+class MapDataset(Sized, Protocol):
     """A map-style data set: ``torch.utils.data.Dataset`` with a length, or a list."""
 
     def __getitem__(self, index: int, /) -> Any:
@@ -26,7 +26,7 @@ class Items(Sized, Protocol):
 @final
 @dataclass(frozen=True, slots=True)
 class _Collated:
-    items: Items
+    items: MapDataset
     key: str
 
     def __len__(self) -> int:

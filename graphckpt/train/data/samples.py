@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from graphckpt.train.data.token_file import Prepared, TokenFile
+from graphckpt.train.data.token_file import PreparedText, TokenFile
 
 
 class Samples(Protocol):
@@ -31,7 +31,7 @@ class Opened:
     train: Samples
     heldout: Samples | None
     """What is evaluated on; ``None`` if nothing is held out."""
-    text: Prepared | None = None
+    text: PreparedText | None = None
     """The text and its tokenizer; ``None`` if the data is no text."""
 
     @property
@@ -53,5 +53,5 @@ class SampleMaker(Protocol):
     def special_tokens(self) -> Sequence[str]:
         """Tokens that it puts between those of the text."""
 
-    def samples(self, tokens: TokenFile, text: Prepared, seed: int) -> Samples:
+    def samples(self, tokens: TokenFile, text: PreparedText, seed: int) -> Samples:
         """Returns the samples of one token file; ``seed`` fixes whatever is drawn for them."""

@@ -18,7 +18,7 @@ from graphckpt.train.data.corpus import Corpus, DataError, Document, read_corpus
 from graphckpt.train.data.hub import read_rows
 from graphckpt.train.data.samples import Opened, SampleMaker
 from graphckpt.train.data.token_cache import SPLITS, cache_root, documents, fresh_folder, is_whole, read_meta
-from graphckpt.train.data.token_file import Prepared, TokenFile
+from graphckpt.train.data.token_file import PreparedText, TokenFile
 from graphckpt.train.data.tokenizer import (
     SMALLEST_VOCAB,
     line_ends,
@@ -97,7 +97,7 @@ class TextData:
         train, heldout = (task.samples(tokens, text, seed) for tokens in (text.train, text.heldout))
         return Opened(train=train, heldout=heldout, text=text)
 
-    def prepare(self, report: Report, special_tokens: Sequence[str] = ()) -> Prepared:
+    def prepare(self, report: Report, special_tokens: Sequence[str] = ()) -> PreparedText:
         """Finds the text, trains a tokenizer and writes the tokens, unless the cache holds them already.
 
         Raises:
@@ -135,7 +135,7 @@ class TextData:
         where = f"data.dataset: too few texts in column {self.text_column!r} of {self.dataset}"
         return split(rows, eval_fraction=self.eval_fraction, max_bytes=self.max_bytes, where=where)
 
-    def _read(self, folder: Path, special_tokens: Sequence[str]) -> Prepared:
+    def _read(self, folder: Path, special_tokens: Sequence[str]) -> PreparedText:
         meta = read_meta(folder)
         if faults := list(self._too_short(meta["num_tokens"])):
             raise DataError("\n".join(faults))
@@ -145,7 +145,7 @@ class TextData:
             dtype = np.dtype(meta["dtype"])
             files[name] = TokenFile(folder / f"{name}.bin", dtype, self.seq_length, lengths=lengths, groups=groups)
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        return Prepared(
+        return PreparedText(
             train=files["train"],
             heldout=files["heldout"],
             tokenizer_file=folder / "tokenizer.json",

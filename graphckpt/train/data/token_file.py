@@ -85,7 +85,7 @@ class TokenFile:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class PreparedText:
     """Text that is ready to be trained on."""
 
     train: TokenFile

@@ -16,7 +16,7 @@ if sys.platform == "darwin":
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class ProcessMemory:
     """Bytes of resident memory of the process."""
 
     now_bytes: int
@@ -50,14 +50,14 @@ def device_used_bytes(device: torch.device) -> int | None:
     return int(torch.cuda.device_memory_used(device))
 
 
-def process_memory() -> Memory:
+def process_memory() -> ProcessMemory:
     """Returns the resident memory of this process; 0 where the system does not tell."""
     status = Path("/proc/self/status")
     if status.exists():
         fields = dict(line.split(":", 1) for line in status.read_text(encoding="utf-8").splitlines() if ":" in line)
         now_bytes, peak_bytes = (int(fields.get(name, "0 kB").split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
-        return Memory(now_bytes=now_bytes, peak_bytes=max(now_bytes, peak_bytes))
+        return ProcessMemory(now_bytes=now_bytes, peak_bytes=max(now_bytes, peak_bytes))
     if sys.platform == "darwin":
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return Memory(now_bytes=peak_bytes, peak_bytes=peak_bytes)
-    return Memory(now_bytes=0, peak_bytes=0)
+        return ProcessMemory(now_bytes=peak_bytes, peak_bytes=peak_bytes)
+    return ProcessMemory(now_bytes=0, peak_bytes=0)

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import final
 
-from graphckpt.train.files import GrowingFile
+from graphckpt.train.files import AppendFile
 from graphckpt.train.loop import HookBase, Loop
 
 
@@ -19,7 +19,7 @@ class MetricsHook(HookBase):
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = GrowingFile(path)
+        self._file = AppendFile(path)
         self._has_complained = False
 
     def after_step(self, loop: Loop) -> None:

@@ -15,14 +15,14 @@ from graphckpt.train.snapshot.index import BEST, FINAL, Snapshots, periodic_name
 from graphckpt.units import format_seconds
 
 
-class Save(Protocol):
+class SaveSnapshot(Protocol):
     """Writes snapshots, at once or while training goes on."""
 
     def __call__(self, name: str, loop: Loop, done: Callable[[], None], /) -> None:
         """Writes the snapshot of this name, and calls ``done`` when it is there; raises ``SnapshotWriteError``."""
 
 
-class Later(Protocol):
+class PendingWrites(Protocol):
     """What is being written while training goes on."""
 
     def poll(self) -> None:
@@ -41,7 +41,7 @@ class SnapshotHook(HookBase):
     """
 
     def __init__(
-        self, save: Save, later: Later, snapshots: Snapshots, *, period: int, max_to_keep: int, run: str
+        self, save: SaveSnapshot, later: PendingWrites, snapshots: Snapshots, *, period: int, max_to_keep: int, run: str
     ) -> None:
         self._save = save
         self._later = later
@@ -104,7 +104,7 @@ class BestHook(HookBase):
         mode: whether less or more is better.
     """
 
-    def __init__(self, save: Save, *, metric: str, mode: Literal["min", "max"]) -> None:
+    def __init__(self, save: SaveSnapshot, *, metric: str, mode: Literal["min", "max"]) -> None:
         self._save = save
         self._metric = metric
         self._sign = 1 if mode == "max" else -1
@@ -143,7 +143,7 @@ class BestHook(HookBase):
             loop.report.line(f"{where}, so there will be no {BEST} · fix: {fix}", "yellow")
 
 
-def _saves(save: Save, name: str, loop: Loop, then: Callable[[], None] = lambda: None) -> bool:
+def _saves(save: SaveSnapshot, name: str, loop: Loop, then: Callable[[], None] = lambda: None) -> bool:
     loop.synchronize()
     started = time.perf_counter()
     where = f"iteration: {loop.iteration}/{loop.train_iter}"

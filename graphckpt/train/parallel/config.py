@@ -37,10 +37,10 @@ class DistConfig:
         """Processes of the run."""
         return self.data_parallel_size * self.tensor_parallel_size * self.pipeline_parallel_size
 
-    def described(self) -> str:
+    def describe(self) -> str:
         """Returns the sizes as text.
 
-        >>> DistConfig(data_parallel_size=2).described()
+        >>> DistConfig(data_parallel_size=2).describe()
         'data_parallel_size 2 x tensor_parallel_size 1'
         """
         stages = f"pipeline_parallel_size {self.pipeline_parallel_size} x " if self.pipeline_parallel_size > 1 else ""

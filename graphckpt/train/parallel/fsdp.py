@@ -18,20 +18,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from graphckpt.train.parallel.sharding import is_cut, is_elsewhere, local
+from graphckpt.train.parallel.sharding import is_sharded, local_shard, on_other_stage
 
 
-def start_alike(model: nn.Module, mesh: DeviceMesh) -> None:
+def broadcast_weights(model: nn.Module, mesh: DeviceMesh) -> None:
     """Gives every process of a mesh the weights and buffers of the first one."""
     group = mesh.get_group()
     root = dist.get_global_rank(group, 0)
     for tensor in (*model.parameters(), *model.buffers()):
-        if is_elsewhere(tensor):
+        if on_other_stage(tensor):
             continue
-        dist.broadcast((local(tensor) if is_cut(tensor) else tensor).data, root, group=group)
+        dist.broadcast((local_shard(tensor) if is_sharded(tensor) else tensor).data, root, group=group)
 
 
-def shard_states(model: nn.Module, mesh: DeviceMesh, layers: Iterable[str], *, stage: int) -> None:
+def apply_fsdp(model: nn.Module, mesh: DeviceMesh, layers: Iterable[str], *, stage: int) -> None:
     """Cuts a model in place; do it after tensor parallelism, and before an optimizer is made.
 
     Args:
@@ -45,7 +45,7 @@ def shard_states(model: nn.Module, mesh: DeviceMesh, layers: Iterable[str], *, s
     fully_shard(model, mesh=mesh, reshard_after_forward=None if stage == 3 else False)
 
 
-def set_turn(model: nn.Module, *, stage: int, is_last: bool) -> None:
+def set_micro_batch_mode(model: nn.Module, *, stage: int, is_last: bool) -> None:
     """Says before a micro-batch what its backward does with gradients and weights."""
     root = cast("FSDPModule", model)
     if stage == 1:

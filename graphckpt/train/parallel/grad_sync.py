@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from graphckpt.train.loop import TrainError
-from graphckpt.train.parallel.fsdp import set_turn
-from graphckpt.train.parallel.ranks import Ranks
-from graphckpt.train.parallel.sharding import is_cut, is_elsewhere, local
+from graphckpt.train.parallel.fsdp import set_micro_batch_mode
+from graphckpt.train.parallel.ranks import TrainRanks
+from graphckpt.train.parallel.sharding import is_sharded, local_shard, on_other_stage
 
 _UNFINISHED = "Expected to have finished reduction"  # how DDP begins to say so, in the step after
 _BUCKET_BYTES = 25 << 20  # sent at once: DistributedDataParallel's own
@@ -26,7 +26,7 @@ Losses = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 """Returns the losses of a batch."""
 
 
-class Replicas(Protocol):
+class GradSync(Protocol):
     """What surrounds forward and backward of one micro-batch."""
 
     def micro_batch(self, *, is_last: bool) -> Any:
@@ -36,15 +36,15 @@ class Replicas(Protocol):
         """Returns the losses of a micro-batch."""
 
 
-class Ddp:
+class DdpSync:
     """Every process has all weights, or all of its share; PyTorch averages the gradients while backward runs."""
 
-    def __init__(self, model: nn.Module, losses: Losses, ranks: Ranks) -> None:
+    def __init__(self, model: nn.Module, losses: Losses, ranks: TrainRanks) -> None:
         mesh = ranks.data_mesh
         assert mesh is not None
         unused = ranks.config.find_unused_parameters
         self._wrapped = DistributedDataParallel(
-            _LossesOf(model, losses), process_group=mesh.get_group(), find_unused_parameters=unused
+            _ModelWithLosses(model, losses), process_group=mesh.get_group(), find_unused_parameters=unused
         )
 
     @contextmanager
@@ -73,10 +73,10 @@ class Ddp:
         return found
 
 
-class Averaged:
-    """As ``Ddp``, where weights are cut or a pipeline runs backward, which DDP does not know. Gradients go after it."""
+class AllReduceSync:
+    """Averages gradients after backward where weights are sharded or a pipeline runs backward: DDP supports neither."""
 
-    def __init__(self, model: nn.Module, losses: Losses, ranks: Ranks) -> None:
+    def __init__(self, model: nn.Module, losses: Losses, ranks: TrainRanks) -> None:
         mesh = ranks.data_mesh
         assert mesh is not None
         self._model = model
@@ -88,12 +88,12 @@ class Averaged:
         """Sends gradients after the last micro-batch."""
         yield
         if is_last:
-            trained = [p for p in self._model.parameters() if p.requires_grad and not is_elsewhere(p)]
+            trained = [p for p in self._model.parameters() if p.requires_grad and not on_other_stage(p)]
             for bucket in _buckets(trained):
                 _average(bucket, self._group)
 
 
-class Zero:
+class FsdpSync:
     """Every process has a share of what the stage of ZeRO says; see ``zero.py``."""
 
     def __init__(self, model: nn.Module, losses: Losses, *, stage: int) -> None:
@@ -104,21 +104,21 @@ class Zero:
     @contextmanager
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:
         """Says to FSDP2 what this backward does."""
-        set_turn(self._model, stage=self._stage, is_last=is_last)
+        set_micro_batch_mode(self._model, stage=self._stage, is_last=is_last)
         yield
 
 
-def replicas_of(model: nn.Module, losses: Losses, ranks: Ranks, *, stage: int) -> Replicas | None:
+def make_grad_sync(model: nn.Module, losses: Losses, ranks: TrainRanks, *, stage: int) -> GradSync | None:
     """Returns what makes gradients equal; ``None`` where one process, or one group of them, learns from all."""
     if ranks.data_mesh is None:
         return None
     if stage:
-        return Zero(model, losses, stage=stage)
+        return FsdpSync(model, losses, stage=stage)
     is_plain = ranks.tensor_mesh is None and ranks.stage_mesh is None
-    return Ddp(model, losses, ranks) if is_plain else Averaged(model, losses, ranks)
+    return DdpSync(model, losses, ranks) if is_plain else AllReduceSync(model, losses, ranks)
 
 
-class _LossesOf(nn.Module):
+class _ModelWithLosses(nn.Module):
     """A model with its losses, for DDP has to see what backward starts at."""
 
     def __init__(self, model: nn.Module, losses: Losses) -> None:
@@ -166,4 +166,4 @@ def _average(parameters: list[nn.Parameter], group: Any) -> None:
 
 
 def _share(tensor: Tensor) -> Tensor:
-    return local(tensor) if is_cut(tensor) else tensor
+    return local_shard(tensor) if is_sharded(tensor) else tensor

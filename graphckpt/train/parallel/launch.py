@@ -13,7 +13,7 @@ from graphckpt.train.parallel.config import DistConfig
 _LOCAL = (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
 
 
-def device_of(name: str | None, config: DistConfig) -> torch.device:
+def resolve_device(name: str | None, config: DistConfig) -> torch.device:
     """Returns where this process trains: what ``train.device`` names, or CUDA where there is one.
 
     Raises:
@@ -40,7 +40,7 @@ def device_of(name: str | None, config: DistConfig) -> torch.device:
         raise ConfigError(f"train.device: {name!r} cannot be used ({first_line}) · fix: {fix}") from error
 
 
-def check_started(config: DistConfig) -> None:
+def check_world_size(config: DistConfig) -> None:
     """Compares the number of processes with the sizes of a config.
 
     Raises:
@@ -53,7 +53,7 @@ def check_started(config: DistConfig) -> None:
         raise ConfigError(f"train.dist: this PyTorch has no torch.distributed · fix: {fix}")
     if started == wanted:
         return
-    what = f"train.dist: {config.described()} is {wanted}"
+    what = f"train.dist: {config.describe()} is {wanted}"
     launch = f"torchrun --nproc-per-node {wanted} -m graphckpt train ..."
     if started == 1:
         raise ConfigError(f"{what}, and 1 process was started · fix: {launch}")

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from graphckpt.train.parallel.pp_stages import StageRun, Stages, hidden_type, shared_weights
-from graphckpt.train.parallel.ranks import Ranks
-from graphckpt.train.parallel.sharding import is_elsewhere
+from graphckpt.train.parallel.pp_stages import StageRun, Stages, hidden_dtype, tied_weights
+from graphckpt.train.parallel.ranks import TrainRanks
+from graphckpt.train.parallel.sharding import on_other_stage
 from graphckpt.train.tasks.base import Task, sum_of_losses
 
 if TYPE_CHECKING:
-    from graphckpt.train.parallel.grad_sync import Replicas
+    from graphckpt.train.parallel.grad_sync import GradSync
 
 _FAILED = "failed to run forward"  # how a stage begins to say so, with what it was as the cause
 
@@ -40,7 +40,7 @@ class Pipeline:
         model: nn.Module,
         stages: Stages,
         task: Task,
-        ranks: Ranks,
+        ranks: TrainRanks,
         *,
         num_micro_batches: int,
         dtype: torch.dtype | None = None,
@@ -48,7 +48,7 @@ class Pipeline:
         mesh = ranks.stage_mesh
         assert mesh is not None
         self.stages = stages
-        self.replicas: Replicas | None = None
+        self.replicas: GradSync | None = None
         """Averages gradients over the pipelines of other parts of a batch, if there are any."""
         self._model = model
         self._ranks = ranks
@@ -60,7 +60,7 @@ class Pipeline:
         self._evaluation = StageRun(model, task.tally, **ends)
         self._schedules: dict[Any, Any] = {}
         self._names: list[str] = []
-        shared = [model.get_parameter(name) for name in shared_weights(model, stages)]
+        shared = [model.get_parameter(name) for name in tied_weights(model, stages)]
         self._shared = shared if self._is_first or self._is_last else []
         dist.barrier(group=self._group)  # NCCL connects a group in its first call, which all of it have to make
         for weight in self._shared:
@@ -82,7 +82,7 @@ class Pipeline:
             grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
             weight.grad = grad.add_(self._of_other_end(grad))
         if not self._names:
-            self._names = self._ranks.gathered(self._training.names)[-1]
+            self._names = self._ranks.all_gather(self._training.names)[-1]
         shape = self._num_micro_batches, len(self._names)
         values = torch.empty(shape, device=batch["labels"].device) if output is None else output.detach().view(shape)
         dist.broadcast(values, group_src=self._group.size() - 1, group=self._group)
@@ -112,7 +112,7 @@ class Pipeline:
         if key not in self._schedules:
             self._schedules[key] = self._schedule(run, ids, is_training=is_training)
         rest = {name: value for name, value in batch.items() if name != "input_ids"}
-        with _said_by_itself():
+        with _raise_cause():
             output: Tensor | None = self._schedules[key].step(
                 *([ids] if self._is_first else []), target=batch["labels"] if is_training else None, **rest
             )
@@ -126,7 +126,7 @@ class Pipeline:
         hidden = torch.empty(
             *ids_in.shape,
             model.config.hidden_size,
-            dtype=hidden_type(model),
+            dtype=hidden_dtype(model),
             device="meta",
             requires_grad=is_training,
         )
@@ -152,7 +152,7 @@ class Pipeline:
 
     @property
     def _device(self) -> torch.device:
-        return next(p.device for p in self._model.parameters() if not is_elsewhere(p))
+        return next(p.device for p in self._model.parameters() if not on_other_stage(p))
 
 
 def _losses_of(task: Task) -> Any:
@@ -170,7 +170,7 @@ def _first(output: Tensor, target: Tensor) -> Tensor:
 
 
 @contextmanager
-def _said_by_itself() -> Iterator[None]:
+def _raise_cause() -> Iterator[None]:
     """Raises what a stage failed with, and not what it was called with."""
     try:
         yield

@@ -30,7 +30,7 @@ _WHERE = "train.dist.pipeline_parallel_size"
 _FIX = f"fix: {_WHERE}=1"
 
 
-def cut_layers(
+def split_layers(
     model: nn.Module, fields: Mapping[str, Mapping[str, Any]], *, num_stages: int, layer_stages: list[int] | None = None
 ) -> Stages:
     """Returns which modules each stage runs: embeddings the first, the head the last, and layers as is said.
@@ -82,7 +82,7 @@ def _parts(model: nn.Module) -> tuple[list[str], list[str], list[str]]:
     return before, layers, [*after, *heads]
 
 
-def shared_weights(model: nn.Module, stages: Stages) -> list[str]:
+def tied_weights(model: nn.Module, stages: Stages) -> list[str]:
     """Returns the names of the weights that the first and the last stage share, as GPT-2's of ids and of logits.
 
     Raises:
@@ -127,10 +127,10 @@ def keep_stage(model: nn.Module, stages: Stages, stage: int, device: torch.devic
                 if tensor is not None:
                     tensors[name] = placed(tensor)
     for other in away:
-        _hand_on(other)
+        _pass_through(other)
 
 
-def check_cut(model: PreTrainedModel, stages: Stages, read: Read) -> None:
+def check_split(model: PreTrainedModel, stages: Stages, read: Read) -> None:
     """Runs two tokens through the whole model and through its stages in a row.
 
     Args:
@@ -152,7 +152,7 @@ def check_cut(model: PreTrainedModel, stages: Stages, read: Read) -> None:
             x = ids
             for stage in range(len(stages)):
                 run = StageRun(model, read, is_first=stage == 0, is_last=stage == len(stages) - 1)
-                with _handing_on(model, stages, stage):
+                with _passing_through(model, stages, stage):
                     x = run(x, labels=ids)
     finally:
         model.train(was_training)
@@ -193,13 +193,13 @@ class StageRun(nn.Module):
             if not self._is_last:
                 base: Any = self.model.base_model
                 hidden: Tensor = base(**given, use_cache=False)[0]
-                return hidden.to(hidden_type(self.model))
+                return hidden.to(hidden_dtype(self.model))
             found = self._read(self.model, {**given, "labels": labels})
         self.names = list(found)
         return _stacked(found)
 
 
-def hidden_type(model: nn.Module) -> torch.dtype:
+def hidden_dtype(model: nn.Module) -> torch.dtype:
     """Returns the type of what goes from stage to stage: that of the embeddings, which layers add to."""
     known: Any = model
     dtype: torch.dtype = known.get_input_embeddings().weight.dtype
@@ -211,10 +211,10 @@ def _stacked(found: Mapping[str, Tensor]) -> Tensor:
 
 
 @contextmanager
-def _handing_on(model: nn.Module, stages: Stages, stage: int) -> Iterator[None]:
+def _passing_through(model: nn.Module, stages: Stages, stage: int) -> Iterator[None]:
     away = _elsewhere(model, stages, stage)
     for module in away:
-        _hand_on(module)
+        _pass_through(module)
     try:
         yield
     finally:
@@ -222,7 +222,7 @@ def _handing_on(model: nn.Module, stages: Stages, stage: int) -> Iterator[None]:
             del module.forward
 
 
-def _hand_on(module: nn.Module) -> None:
+def _pass_through(module: nn.Module) -> None:
     module.forward = _nothing if isinstance(module, nn.Embedding) else _same
 
 

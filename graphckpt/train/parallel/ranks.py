@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graphckpt.errors import GraphckptError
 from graphckpt.train.parallel.config import DistConfig
-from graphckpt.train.parallel.launch import check_started
+from graphckpt.train.parallel.launch import check_world_size
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -30,7 +30,7 @@ class ParallelError(GraphckptError, RuntimeError):
 
 
 @final
-class Ranks:
+class TrainRanks:
     """The processes of a run, of which this is one; alone unless ``train.dist`` says otherwise.
 
     Args:
@@ -51,7 +51,7 @@ class Ranks:
         self._patient: Any = None
         self._background: Any = None
         self._is_owner = False
-        check_started(config)
+        check_world_size(config)
         if self.size > 1:
             self._join(device)
 
@@ -103,12 +103,12 @@ class Ranks:
             self._background = dist.new_group(backend="gloo", timeout=timeout)
         return self._background
 
-    def described(self, device: torch.device) -> str:
+    def describe(self, device: torch.device) -> str:
         """Returns where the run trains, as text."""
         if self.size == 1:
             return str(device)
         is_mixed = 1 < self.config.data_parallel_size < self.size or self.config.pipeline_parallel_size > 1
-        sizes = f" ({self.config.described()})" if is_mixed else ""
+        sizes = f" ({self.config.describe()})" if is_mixed else ""
         return f"{self.size} processes on {device.type}{sizes}"
 
     def _join(self, device: torch.device) -> None:
@@ -146,14 +146,14 @@ class Ranks:
                 raise
             finally:
                 if self.size > 1:
-                    self._told(None if fault is None else type(fault).__name__, self._patient)
+                    self._broadcast(None if fault is None else type(fault).__name__, self._patient)
             return
-        fault_name = self._told(None, self._patient)
+        fault_name = self._broadcast(None, self._patient)
         if fault_name is not None:
             raise ParallelError(f"rank {self.rank}: rank 0 ended with {fault_name} · fix: see its message")
         yield
 
-    def main_does(self, action: Callable[[], None], error: type[GraphckptError]) -> None:
+    def run_on_main(self, action: Callable[[], None], error: type[GraphckptError]) -> None:
         """Calls ``action`` on the main process; an ``error`` there is raised on all: they stay alike."""
         fault: str | None = None
         if self.is_main:
@@ -163,16 +163,16 @@ class Ranks:
                 if self.size == 1:
                     raise
                 fault = str(raised)
-        if (fault := self.told(fault)) is not None:
+        if (fault := self.broadcast(fault)) is not None:
             raise error(fault)
 
-    def told(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Returns what the main process called this with, a plain value, on every process."""
-        return value if self.size == 1 else self._told(value, self._control)
+        return value if self.size == 1 else self._broadcast(value, self._control)
 
-    def _told(self, value: Any, group: Any) -> Any:
+    def _broadcast(self, value: Any, group: Any) -> Any:
         box = [value]
-        with self.together():
+        with self.translate_errors():
             dist.broadcast_object_list(box, src=0, group=group)
         return box[0]
 
@@ -181,27 +181,27 @@ class Ranks:
         if self.size == 1:
             return flag
         flags = torch.tensor([flag], dtype=torch.int32)
-        with self.together():
+        with self.translate_errors():
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._control)
         return bool(flags.item())
 
-    def gathered(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Returns the plain values that the processes called this with, by rank."""
         if self.size == 1:
             return [value]
         box: list[Any] = [None] * self.size
-        with self.together():
+        with self.translate_errors():
             dist.all_gather_object(box, value, group=self._control)
         return box
 
-    def collected(self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def gather_tensors(self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns on the main process, on the CPU, the tensors that all have, of one name the first; else nothing.
 
         Args:
             tensors: of this process.
             like: a tensor of this shape and type for each name that there can be, on all processes in one order.
         """
-        held = [set(names) for names in self.gathered(list(tensors))]
+        held = [set(names) for names in self.all_gather(list(tensors))]
         found: dict[str, Tensor] = {}
         for name, shape in like.items():
             owner = next((rank for rank, names in enumerate(held) if name in names), None)
@@ -209,42 +209,42 @@ class Ranks:
                 found[name] = tensors[name].detach().cpu().contiguous()
             elif self.is_main and owner is not None:
                 found[name] = torch.empty(shape.shape, dtype=shape.dtype)
-            with self.together():
+            with self.translate_errors():
                 if owner and self.rank == owner:
                     dist.send(found.pop(name), 0, group=self._control)
                 elif owner and self.is_main:
                     dist.recv(found[name], owner, group=self._control)
         return found
 
-    def own_part(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+    def local_samples(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns this process's samples of a batch: as many for each, in the order of one process."""
         size = len(indices) // self.config.data_parallel_size
         return indices[self.data_rank * size : (self.data_rank + 1) * size]
 
-    def means(self, losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def average(self, losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns scalars as means over the processes that share batches; the same on all of them."""
         mesh = self.data_mesh
         if mesh is None:
             return dict(losses)
         stacked = torch.stack([loss.detach().float() for loss in losses.values()])
-        with self.together():
+        with self.translate_errors():
             dist.all_reduce(stacked, group=mesh.get_group())
         return dict(zip(losses, (stacked / mesh.size()).unbind(), strict=True))
 
-    def sums(self, totals: dict[str, Tensor]) -> dict[str, Tensor]:
+    def sum(self, totals: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns tensors of float64 on the CPU, summed over the processes that share batches; the same on all.
 
         Of a pipeline, the last stage has them.
         """
         if self.data_mesh is None and self.stage_mesh is None:
             return totals
-        rows = self.gathered({name: total.tolist() for name, total in totals.items()})
+        rows = self.all_gather({name: total.tolist() for name, total in totals.items()})
         parts = self.config.data_parallel_size * self.config.tensor_parallel_size
         own = rows[-parts :: self.config.tensor_parallel_size]
         return {name: torch.tensor([row[name] for row in own], dtype=torch.float64).sum(0) for name in own[0]}
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def translate_errors(self) -> Iterator[None]:
         """Says in the library's words that another process is gone or does not answer.
 
         Raises:
@@ -253,7 +253,7 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            if self.size == 1 or isinstance(error, GraphckptError) or not is_lost(error):
+            if self.size == 1 or isinstance(error, GraphckptError) or not is_connection_error(error):
                 raise
             first_line = str(error).split("\n", 1)[0]
             seconds = self.config.timeout_seconds
@@ -271,7 +271,7 @@ class Ranks:
         dist.destroy_process_group()
 
 
-def is_lost(error: BaseException) -> bool:
+def is_connection_error(error: BaseException) -> bool:
     """Returns whether ``error`` says that another process is gone or does not answer."""
     if not (dist.is_available() and dist.is_initialized() and isinstance(error, RuntimeError)):
         return False

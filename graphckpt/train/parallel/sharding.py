@@ -1,4 +1,4 @@
-"""Tensors that are cut over processes: put together for a snapshot, cut again from one. Knows no model and no file."""
+"""Sharded tensors: gathered for a snapshot, sharded again from one. Knows no model and no file."""
 
 from __future__ import annotations
 
@@ -13,44 +13,70 @@ _DATA, _TENSOR = "dp", "tp"
 _TAKEN = "is among the shares"
 
 
-def is_cut(tensor: Any) -> bool:
+def is_sharded(tensor: Any) -> bool:
     """Whether a tensor is a DTensor, of which this process has a share."""
     return hasattr(tensor, "device_mesh")
 
 
 def is_packed(tensor: Any) -> bool:
     """Whether this process's share is several boxes of the whole, as ``packed_shard`` makes it."""
-    return is_cut(tensor) and hasattr(tensor.placements[-1], "split_factor")
+    return is_sharded(tensor) and hasattr(tensor.placements[-1], "split_factor")
 
 
-def is_elsewhere(tensor: Tensor) -> bool:
+def on_other_stage(tensor: Tensor) -> bool:
     """Whether another stage of a pipeline holds a tensor; ``stages.py`` leaves its name and shape here."""
     return tensor.is_meta
 
 
-def local(tensor: Any) -> Tensor:
+def local_shard(tensor: Any) -> Tensor:
     """Returns this process's share of a tensor that is cut."""
     share: Tensor = tensor.to_local()
     return share
 
 
-def whole(state: Any, *, keep: bool = True) -> Any:
-    """Returns tensors, or nested plain containers of them, with every share put together, on the CPU, one by one.
+def map_leaves(
+    state: Any,
+    change: Callable[[Any, str], Any],
+    name: str = "",
+    *,
+    is_leaf: Callable[[Any], bool] = lambda value: False,
+) -> Any:
+    """Returns nested plain containers with every leaf changed.
+
+    Args:
+        state: dicts, lists and tuples of anything; it stays as it is.
+        change: returns what takes the place of a leaf, from the leaf and its name.
+        name: of ``state``, and the beginning of the names in it.
+        is_leaf: says which containers are leaves themselves.
+
+    >>> map_leaves({"a": [1, 2]}, lambda leaf, name: f"{name}={leaf}", "x")
+    {'a': ['x.a.0=1', 'x.a.1=2']}
+    """
+    if isinstance(state, Mapping) and not is_leaf(state):
+        return {key: map_leaves(value, change, f"{name}.{key}", is_leaf=is_leaf) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        changed = [map_leaves(value, change, f"{name}.{n}", is_leaf=is_leaf) for n, value in enumerate(state)]
+        return type(state)(changed)
+    return change(state, name)
+
+
+def full_tensor_tree(state: Any, *, keep: bool = True) -> Any:
+    """Returns nested plain containers with every sharded tensor gathered, on the CPU, one by one.
 
     All processes have to call this, with the same names in the same order.
 
     Args:
-        state: what to put together; what is not cut is returned as it is.
+        state: what to gather; a tensor that is not sharded is returned as it is.
         keep: ``False`` takes part, and returns an empty tensor in place of each.
     """
-    if is_cut(state):
-        full = _joined(state.detach())
+
+    def gather(leaf: Any, _: str) -> Any:
+        if not is_sharded(leaf):
+            return leaf
+        full = _joined(leaf.detach())
         return full.cpu() if keep else full.new_empty(0)
-    if isinstance(state, Mapping):
-        return {key: whole(value, keep=keep) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)([whole(value, keep=keep) for value in state])
-    return state
+
+    return map_leaves(state, gather)
 
 
 def _joined(tensor: Any) -> Tensor:
@@ -76,9 +102,9 @@ def _joined(tensor: Any) -> Tensor:
     return joined
 
 
-def shared_as(like: Tensor, value: Tensor) -> Tensor:
+def shard_like(like: Tensor, value: Tensor) -> Tensor:
     """Returns this process's share of a whole tensor, cut as ``like`` is; or ``value`` itself, if that is whole."""
-    if not is_cut(like) or is_cut(value):
+    if not is_sharded(like) or is_sharded(value):
         return value
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor  # noqa: PLC0415 - a second, for those who need it
 
@@ -92,8 +118,8 @@ def shared_as(like: Tensor, value: Tensor) -> Tensor:
     return DTensor.from_local(share, mesh, placements, run_check=False, shape=cut.shape, stride=cut.stride())
 
 
-def taken_out(state: Any, name: str, into: dict[str, Tensor], takes: Callable[[Any], bool] = is_cut) -> Any:
-    """Returns nested plain containers without the tensors that are cut, which are put by name into ``into``.
+def extract_sharded(state: Any, name: str, into: dict[str, Tensor], takes: Callable[[Any], bool] = is_sharded) -> Any:
+    """Returns nested plain containers without the tensors that are sharded, which are put by name into ``into``.
 
     Args:
         state: what to take apart; it stays as it is.
@@ -101,29 +127,34 @@ def taken_out(state: Any, name: str, into: dict[str, Tensor], takes: Callable[[A
         into: where to put tensors.
         takes: says which.
     """
-    if takes(state):
-        into[name] = state
-        return {_TAKEN: name, "shape": list(state.shape)}
-    if isinstance(state, Mapping):
-        return {key: taken_out(value, f"{name}.{key}", into, takes) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)([taken_out(value, f"{name}.{number}", into, takes) for number, value in enumerate(state)])
-    return state
+
+    def extract(leaf: Any, name: str) -> Any:
+        if not takes(leaf):
+            return leaf
+        into[name] = leaf
+        return {_TAKEN: name, "shape": list(leaf.shape)}
+
+    return map_leaves(state, extract, name)
 
 
-def names_of(state: Any) -> dict[str, list[int]]:
-    """Returns the names of what ``taken_out`` took out, with the shapes."""
-    if isinstance(state, Mapping):
-        if _TAKEN in state:
-            return {state[_TAKEN]: state["shape"]}
-        return {name: shape for value in state.values() for name, shape in names_of(value).items()}
-    if isinstance(state, list | tuple):
-        return {name: shape for value in state for name, shape in names_of(value).items()}
-    return {}
+def _is_placeholder(value: Any) -> bool:
+    return isinstance(value, Mapping) and _TAKEN in value
+
+
+def extracted_shapes(state: Any) -> dict[str, list[int]]:
+    """Returns the shapes of what ``extract_sharded`` took out, by name."""
+    found: dict[str, list[int]] = {}
+
+    def note(leaf: Any, _: str) -> None:
+        if _is_placeholder(leaf):
+            found[leaf[_TAKEN]] = leaf["shape"]
+
+    map_leaves(state, note, is_leaf=_is_placeholder)
+    return found
 
 
 def placeholder_shape(value: Any) -> list[int] | None:
-    """Returns the shape of what ``taken_out`` took out; ``None`` where it left no note."""
+    """Returns the shape of what ``extract_sharded`` took out; ``None`` where it left no note."""
     if not isinstance(value, Mapping) or set(value) != {_TAKEN, "shape"} or not isinstance(value[_TAKEN], str):
         return None
     shape = value["shape"]
@@ -131,21 +162,17 @@ def placeholder_shape(value: Any) -> list[int] | None:
     return shape if is_shape else None
 
 
-def put_back(state: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Undoes ``taken_out``, with tensors by the names that it gave them."""
-    if isinstance(state, Mapping):
-        if _TAKEN in state:
-            return tensors[state[_TAKEN]]
-        return {key: put_back(value, tensors) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)([put_back(value, tensors) for value in state])
-    return state
+def restore_sharded(state: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Undoes ``extract_sharded``, with tensors by the names that it gave them."""
+    return map_leaves(
+        state, lambda leaf, _: tensors[leaf[_TAKEN]] if _is_placeholder(leaf) else leaf, is_leaf=_is_placeholder
+    )
 
 
-def cut_like(optimizer: Optimizer, graph: dict[str, Any]) -> None:
+def shard_optimizer_state(optimizer: Optimizer, graph: dict[str, Any]) -> None:
     """Cuts the state of an optimizer, as a snapshot has it, as the optimizer's parameters are cut; in place."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not any(map(is_cut, parameters)):
+    if not any(map(is_sharded, parameters)):
         return
     for key in [key for key in graph if "Optimizer" in key]:
         states = graph[key]["state"]
@@ -154,12 +181,12 @@ def cut_like(optimizer: Optimizer, graph: dict[str, Any]) -> None:
 
 def _cut(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        name: shared_as(parameter, value) if isinstance(value, Tensor) and value.shape == parameter.shape else value
+        name: shard_like(parameter, value) if isinstance(value, Tensor) and value.shape == parameter.shape else value
         for name, value in state.items()
     }
 
 
-def of_all_stages(graphs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def merge_stage_states(graphs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Returns the state of a graph from those that the stages have, each with the optimizer's state of its weights."""
     merged = dict(graphs[0])
     for key in [key for key in merged if "Optimizer" in key]:
@@ -168,12 +195,6 @@ def of_all_stages(graphs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def on_cpu(state: Any) -> Any:
-    """Returns nested plain containers with their tensors on the CPU."""
-    if isinstance(state, Tensor):
-        return state.detach().cpu()
-    if isinstance(state, Mapping):
-        return {key: on_cpu(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)([on_cpu(value) for value in state])
-    return state
+def on_cpu(state: Any, *, copy: bool = False) -> Any:
+    """Returns nested plain containers with their tensors on the CPU, with ``copy`` in memory of their own."""
+    return map_leaves(state, lambda leaf, _: leaf.detach().to("cpu", copy=copy) if isinstance(leaf, Tensor) else leaf)

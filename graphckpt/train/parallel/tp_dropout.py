@@ -21,7 +21,7 @@ from graphckpt.rng import RandomState, random_devices, set_random_state, take_ra
 
 
 @final
-class OwnStream:
+class DropoutStream:
     """The stream of one process between a layer that cuts and one that joins: ``begin`` and ``end`` are their hooks.
 
     Hooks stand outside of ``forward``: a policy on one of the two layers alone runs neither of them again.

@@ -12,19 +12,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from graphckpt.errors import ConfigError, bullets
-from graphckpt.train.parallel.tp_dropout import OwnStream
-from graphckpt.train.parallel.tp_styles import Columns, Rows, Style, SummedGradients, Vocabulary, fits
+from graphckpt.train.parallel.tp_dropout import DropoutStream
+from graphckpt.train.parallel.tp_styles import (
+    ColwiseParallel,
+    ReplicatedWithGradAllReduce,
+    RowwiseParallel,
+    Style,
+    VocabParallel,
+    fits,
+)
 
 _STYLES: Mapping[str, Style | None] = {
-    "colwise": Columns(),
-    "colwise_gather_output": Columns(gather=True),
-    "colwise_rep": Columns(gather=True),
-    "packed_colwise": Columns(parts=2),
-    "rowwise": Rows(),
-    "rowwise_split_input": Rows(split=True),
-    "rowwise_rep": Rows(split=True),
-    "embedding_rowwise": Vocabulary(),
-    "replicated_with_grad_allreduce": SummedGradients(),
+    "colwise": ColwiseParallel(),
+    "colwise_gather_output": ColwiseParallel(gather=True),
+    "colwise_rep": ColwiseParallel(gather=True),
+    "packed_colwise": ColwiseParallel(parts=2),
+    "rowwise": RowwiseParallel(),
+    "rowwise_split_input": RowwiseParallel(split=True),
+    "rowwise_rep": RowwiseParallel(split=True),
+    "embedding_rowwise": VocabParallel(),
+    "replicated_with_grad_allreduce": ReplicatedWithGradAllReduce(),
     "replicate": None,
 }
 """What Transformers' words for a layer mean here."""
@@ -53,7 +60,7 @@ def shard_model(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     Raises:
         ConfigError: nobody knows how to cut the model, or a size does not divide by the number of processes.
     """
-    plan = plan_of(model)
+    plan = tensor_parallel_plan(model)
     faults = list(_indivisible(model, plan, mesh.size()))
     if faults:
         head = f"model: {type(model).__name__} cannot be cut over {mesh.size()} processes"
@@ -71,13 +78,13 @@ def shard_model(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         if f"{name}.c_attn" in plan and hasattr(module, "split_size"):
             module.split_size //= mesh.size()  # GPT-2's attention takes what c_attn returns apart by it
     for cutting, joining in _regions(plan):
-        stream = OwnStream(mesh.get_local_rank())
+        stream = DropoutStream(mesh.get_local_rank())
         model.get_submodule(cutting).register_forward_hook(stream.begin)
         model.get_submodule(joining).register_forward_pre_hook(stream.end)
     return model
 
 
-def plan_of(model: nn.Module) -> dict[str, Style]:
+def tensor_parallel_plan(model: nn.Module) -> dict[str, Style]:
     """Returns how to cut each layer of a model, by the layer's name, in the model's own order.
 
     Raises:
@@ -95,12 +102,12 @@ def plan_of(model: nn.Module) -> dict[str, Style]:
         if pattern is None:
             continue
         style, is_known = _style(words[pattern])
-        if not is_known or (style is not None and not fits(style, module) and not isinstance(style, Vocabulary)):
+        if not is_known or (style is not None and not fits(style, module) and not isinstance(style, VocabParallel)):
             faults[f"{pattern}: {words[pattern]!r} of a {type(module).__name__} is not supported · {whole}"] = None
         elif style is not None and fits(style, module):  # an embedding that does more than look up stays whole
             plan[name] = style
     for pattern in set(words) - {p for p in words for name, _ in model.named_modules() if fnmatchcase(name, p)}:
-        if isinstance(_style(words[pattern])[0], Columns | Rows) and pattern != "lm_head":
+        if isinstance(_style(words[pattern])[0], ColwiseParallel | RowwiseParallel) and pattern != "lm_head":
             faults[f"{pattern}: there is no such layer · {whole}"] = None
     if faults:
         raise ConfigError(bullets(f"model: {type(model).__name__} cannot be cut over processes", faults))
@@ -122,7 +129,7 @@ def _words(model: nn.Module) -> dict[str, str]:
 def _style(word: str) -> tuple[Style | None, bool]:
     """Returns what a word means, and whether it means anything."""
     if word == "qkv":  # ours: queries, keys and values in one layer, one after the other
-        return Columns(parts=3), True
+        return ColwiseParallel(parts=3), True
     return _STYLES.get(word), word in _STYLES
 
 
@@ -146,7 +153,7 @@ def _with_whole_ties(model: nn.Module, plan: dict[str, Style]) -> dict[str, Styl
 def _indivisible(model: nn.Module, plan: Mapping[str, Style], size: int) -> Iterator[str]:
     """Yields what does not divide by the number of processes."""
     config: Any = getattr(model, "config", None)
-    if any(isinstance(style, Columns) and not style.gather for style in plan.values()):
+    if any(isinstance(style, ColwiseParallel) and not style.gather for style in plan.values()):
         for field in _HEADS:
             count = getattr(config, field, None)
             if isinstance(count, int) and count % size:
@@ -158,7 +165,7 @@ def _indivisible(model: nn.Module, plan: Mapping[str, Style], size: int) -> Iter
         pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
         if count % size and pattern not in seen:
             seen.add(pattern)
-            is_vocabulary = isinstance(style, Vocabulary) or count == getattr(config, "vocab_size", None)
+            is_vocabulary = isinstance(style, VocabParallel) or count == getattr(config, "vocab_size", None)
             what = f"{pattern}: vocab_size is {count}" if is_vocabulary else f"{pattern}: {count} channels"
             yield f"{what} · fix: use {_next(count, size)}"
 
@@ -171,9 +178,9 @@ def _regions(plan: Mapping[str, Style]) -> Iterator[tuple[str, str]]:
     """Yields pairs of layers between which activations are cut: of those that cut, the last before one that joins."""
     first: str | None = None
     for name, style in plan.items():
-        if isinstance(style, Columns) and not style.gather:
+        if isinstance(style, ColwiseParallel) and not style.gather:
             first = name
-        elif isinstance(style, Rows) and not style.split and first is not None:
+        elif isinstance(style, RowwiseParallel) and not style.split and first is not None:
             if _block(first) == _block(name):
                 yield first, name
             first = None

@@ -26,7 +26,7 @@ from graphckpt._compat import packed_shard
 
 
 @final
-class Columns(ParallelStyle):
+class ColwiseParallel(ParallelStyle):
     """Each process makes ``O / N`` of a layer's outputs, from all of its inputs.
 
     Args:
@@ -57,11 +57,11 @@ class Columns(ParallelStyle):
 
 
 @final
-class Rows(ParallelStyle):
+class RowwiseParallel(ParallelStyle):
     """Each process makes a part of every output, from ``I / N`` of a layer's inputs; the parts are summed.
 
     Args:
-        split: whether the inputs come whole, as after ``Columns(gather=True)``.
+        split: whether the inputs come whole, as after ``ColwiseParallel(gather=True)``.
     """
 
     def __init__(self, *, split: bool = False) -> None:
@@ -86,7 +86,7 @@ class Rows(ParallelStyle):
 
 
 @final
-class Vocabulary(ParallelStyle):
+class VocabParallel(ParallelStyle):
     """Each process knows ``1 / N`` of the entries of an embedding."""
 
     def size(self, module: nn.Module) -> int:
@@ -114,7 +114,7 @@ class Vocabulary(ParallelStyle):
 
 
 @final
-class SummedGradients(ParallelStyle):
+class ReplicatedWithGradAllReduce(ParallelStyle):
     """Every process has the whole layer and runs it on its own share; gradients of the weights are summed."""
 
     def size(self, module: nn.Module) -> int:
@@ -147,7 +147,7 @@ def _summing(forward: Callable[..., Any], group: ProcessGroup) -> Callable[..., 
     return summing
 
 
-Style = Columns | Rows | Vocabulary | SummedGradients
+Style = ColwiseParallel | RowwiseParallel | VocabParallel | ReplicatedWithGradAllReduce
 """What a plan says of a layer."""
 
 
@@ -160,9 +160,9 @@ def features(module: nn.Module) -> tuple[int, int]:
 def fits(style: Style, module: nn.Module) -> bool:
     """Whether a style knows how to run such a layer."""
     own: Any = type(module).forward
-    if isinstance(style, Vocabulary):
+    if isinstance(style, VocabParallel):
         return isinstance(module, nn.Embedding) and own is nn.Embedding.forward and _is_simple(module)
-    if isinstance(style, SummedGradients):
+    if isinstance(style, ReplicatedWithGradAllReduce):
         return True
     return own in {nn.Linear.forward, Conv1D.forward}
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from graphckpt.train.parallel.sharding import is_cut, is_elsewhere, is_packed, whole
+from graphckpt.train.parallel.sharding import full_tensor_tree, is_packed, is_sharded, on_other_stage
 from graphckpt.train.snapshot.folder import SnapshotError, SnapshotWriteError, first_line
 
 _CLASSES = {
@@ -43,16 +43,18 @@ _BROKEN = (
 )
 
 
-def portable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def full_where_packed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns tensors as they are written: a share that is not one box of the whole is put together first.
 
     All processes have to call this.
     """
-    return {name: whole(tensor) if is_packed(tensor) else tensor.detach() for name, tensor in tensors.items()}
+    return {
+        name: full_tensor_tree(tensor) if is_packed(tensor) else tensor.detach() for name, tensor in tensors.items()
+    }
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], group: Any) -> None:
-    """Writes what ``portable`` returned; all processes call this, and all learn of a fault on one of them.
+    """Writes what ``full_where_packed`` returned; all processes call this, and all learn of a fault on one of them.
 
     Args:
         folder: is made, where it is not there.
@@ -74,7 +76,7 @@ def write_later(folder: Path, tensors: Mapping[str, Tensor], group: Any) -> Futu
     return cast("Future[Any]", future)
 
 
-def finished(future: Future[Any], folder: Path) -> None:
+def wait(future: Future[Any], folder: Path) -> None:
     """Waits for what ``write_later`` began.
 
     Raises:
@@ -105,7 +107,7 @@ def read(folder: Path, like: Mapping[str, Tensor | None], group: Any) -> dict[st
         raise SnapshotError(f"{folder}: has no {', '.join(missing[:3])} · fix: it was written for another model")
     try:
         found = {name: _target(sizes[name], tensor) for name, tensor in like.items()}
-        targets = {name: tensor for name, tensor in found.items() if not is_elsewhere(tensor)}
+        targets = {name: tensor for name, tensor in found.items() if not on_other_stage(tensor)}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what `no_dist` says
             load(cast("dict[str, Any]", targets), storage_reader=reader, process_group=group, no_dist=group is None)
@@ -133,9 +135,9 @@ def _sizes(folder: Path, reader: _Reader) -> dict[str, TensorStorageMetadata]:
 
 def _target(size: TensorStorageMetadata, like: Tensor | None) -> Tensor:
     dtype = size.properties.dtype
-    if like is not None and is_elsewhere(like):
+    if like is not None and on_other_stage(like):
         return torch.empty(size.size, dtype=dtype, device=like.device)
-    if like is not None and is_cut(like) and not is_packed(like) and like.shape == size.size:
+    if like is not None and is_sharded(like) and not is_packed(like) and like.shape == size.size:
         return torch.zeros_like(like, dtype=dtype)
     return torch.zeros(size.size, dtype=dtype)
 

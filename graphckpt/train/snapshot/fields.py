@@ -26,14 +26,14 @@ class FieldError(ValueError):
 
 
 @final
-class Missing:
+class MissingField:
     """Stands for a field that is not there."""
 
     def __repr__(self) -> str:
         return "nothing"
 
 
-_MISSING = Missing()
+_MISSING = MissingField()
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def shown(value: object) -> str:
     >>> shown(-1), shown([]), shown(None)
     ('-1 (int)', '[] (list)', 'None')
     """
-    if value is None or isinstance(value, Missing):
+    if value is None or isinstance(value, MissingField):
         return repr(value)
     if isinstance(value, Tensor):
         return f"a tensor of {value.dtype} and shape {list(value.shape)}"
@@ -69,7 +69,7 @@ def shown(value: object) -> str:
 
 
 def item(of: Mapping[Any, Any], key: Any) -> Any:
-    """Returns what is under ``key``; ``Missing``, which no reader takes, if nothing is."""
+    """Returns what is under ``key``; ``MissingField``, which no reader takes, if nothing is."""
     return of.get(key, _MISSING)
 
 

@@ -21,8 +21,8 @@ from graphckpt.train.files import remove as remove_path
 
 WEIGHTS = "model.safetensors"
 """File of the weights, which Transformers finds by this name too."""
-SHARES = "shares"
-"""Folder of the tensors that are cut over processes, each of which wrote its own; see ``shares.py``."""
+SHARDS = "shares"
+"""Folder of the tensors that are cut over processes, each of which wrote its own; see ``dcp.py``."""
 STATE = "{}.pt"
 """File of a state, by its name."""
 MANIFEST = "snapshot.json"
@@ -48,7 +48,7 @@ class SnapshotWriteError(GraphckptError, OSError):
 
 
 def begin(folder: Path) -> Path:
-    """Returns the folder in which the shares of a snapshot are to be written, before ``write`` does the rest.
+    """Returns the folder in which the shards of a snapshot are to be written, before ``write`` does the rest.
 
     Raises:
         SnapshotWriteError: it cannot be made.
@@ -56,15 +56,15 @@ def begin(folder: Path) -> Path:
     fresh = hidden(folder, "tmp")
     try:
         remove_path(fresh)
-        (fresh / SHARES).mkdir(parents=True)
+        (fresh / SHARDS).mkdir(parents=True)
     except OSError as error:
         raise SnapshotWriteError(f"{folder}: {_reason(error)}") from error
-    return fresh / SHARES
+    return fresh / SHARDS
 
 
-def shares_of(folder: Path) -> Path:
+def shards_folder(folder: Path) -> Path:
     """Returns the folder that ``begin`` returned, on whichever process."""
-    return hidden(folder, "tmp") / SHARES
+    return hidden(folder, "tmp") / SHARDS
 
 
 def write(
@@ -74,7 +74,7 @@ def write(
     states: Mapping[str, Any],
     info: Mapping[str, Any],
     companions: Callable[[Path], None] = lambda folder: None,
-    has_shares: bool = False,
+    has_shards: bool = False,
 ) -> None:
     """Writes a snapshot beside ``folder``, waits until the disk has it, and only then gives it its name.
 
@@ -83,18 +83,18 @@ def write(
 
     Args:
         folder: the snapshot; one that is there is replaced.
-        weights: of the model, none of which shares memory with another; ``None`` if the shares alone hold them.
+        weights: of the model, none of which shards memory with another; ``None`` if the shards alone hold them.
         states: tensors and plain values by the name of their file; what ``weights_only`` loads.
         info: what to tell about the snapshot, as JSON.
         companions: writes more files into the folder that it is called with.
-        has_shares: ``begin`` was called, and the shares are there.
+        has_shards: ``begin`` was called, and the shards are there.
 
     Raises:
         SnapshotWriteError: the disk is full, the folder cannot be written, or a state cannot be saved.
     """
     fresh = hidden(folder, "tmp")
     try:
-        if not has_shares:
+        if not has_shards:
             remove_path(fresh)
             fresh.mkdir(parents=True)
         if weights is not None:
@@ -103,7 +103,7 @@ def write(
             with (fresh / STATE.format(name)).open("wb") as file:
                 torch.save(state, file)
         companions(fresh)
-        files = {path.relative_to(fresh).as_posix(): _described(path) for path in _files(fresh)}
+        files = {path.relative_to(fresh).as_posix(): _file_entry(path) for path in _files(fresh)}
         manifest = json.dumps({"format": _FORMAT, **info, "files": files}, indent=2)
         (fresh / MANIFEST).write_text(manifest + "\n", encoding="utf-8")
         if weights is not None:
@@ -172,7 +172,7 @@ def check(folder: Path) -> dict[str, Any]:
     for name, written in info["files"].items():
         if fault := _entry_fault(name, written):
             raise SnapshotError(f"{folder / MANIFEST}: files[{name!r}]: {fault}")
-        path = folder / (Path(SHARES) if name.startswith(f"{SHARES}/") else "") / Path(name).name
+        path = folder / (Path(SHARDS) if name.startswith(f"{SHARDS}/") else "") / Path(name).name
         try:
             num_bytes = path.stat().st_size
             if num_bytes != written["bytes"]:
@@ -186,8 +186,8 @@ def check(folder: Path) -> dict[str, Any]:
 
 def _entry_fault(name: str, written: Any) -> str | None:
     """Returns what is wrong with the entry of a file."""
-    if Path(name).name != name.removeprefix(f"{SHARES}/") or Path(name).name in {"", ".", ".."}:
-        return f"expected the name of a file in the folder or in {SHARES}, got another path"
+    if Path(name).name != name.removeprefix(f"{SHARDS}/") or Path(name).name in {"", ".", ".."}:
+        return f"expected the name of a file in the folder or in {SHARDS}, got another path"
     if not isinstance(written, dict):
         return f"expected a mapping, got {str(written)[:60]!r}"
     limits = {"bytes": 2**63} if name.endswith(_OWN_CHECKSUMS) else {"bytes": 2**63, "crc32": 2**32}
@@ -245,8 +245,8 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def _described(path: Path) -> dict[str, int]:
-    """Returns what is told of a file; shares have checksums within, for one process would read those of all."""
+def _file_entry(path: Path) -> dict[str, int]:
+    """Returns what is told of a file; shards have checksums within, for one process would read those of all."""
     num_bytes = path.stat().st_size
     return {"bytes": num_bytes} if path.suffix == _OWN_CHECKSUMS else {"bytes": num_bytes, "crc32": _crc32(path)}
 

@@ -119,7 +119,7 @@ class RunFolder:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class TrainResult:
     """What a run came to."""
 
     iterations: int
@@ -138,6 +138,6 @@ class Outcome:
         return table
 
 
-def written(folder: Path) -> dict[str, Path]:
+def written_files(folder: Path) -> dict[str, Path]:
     """Returns what is in the output folder of a run, by what it is."""
     return {what: folder / name for what, name in _FILES.items() if (folder / name).exists()}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, final
 
 from graphckpt.train.snapshot.fields import MOST, FieldError, integer, item, mapping, number, reading, text
-from graphckpt.train.snapshot.folder import MANIFEST, SHARES, STATE, WEIGHTS
+from graphckpt.train.snapshot.folder import MANIFEST, SHARDS, STATE, WEIGHTS
 
 _STATES = ("graph", "trainer")
 
@@ -59,7 +59,7 @@ def _check_names(files: Mapping[str, Any]) -> None:
     for name in map(STATE.format, _STATES):
         if name not in files:
             raise FieldError("files", f"an entry {name!r}", sorted(files))
-    if WEIGHTS not in files and not any(name.startswith(f"{SHARES}/") for name in files):
+    if WEIGHTS not in files and not any(name.startswith(f"{SHARDS}/") for name in files):
         raise FieldError("files", f"an entry {WEIGHTS!r}", sorted(files))
 
 

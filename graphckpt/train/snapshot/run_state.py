@@ -14,22 +14,22 @@ from torch.optim import Optimizer
 
 from graphckpt import Graph
 from graphckpt.rng import random_devices, set_random_state, take_random_state
-from graphckpt.train.parallel.ranks import Ranks
+from graphckpt.train.parallel.ranks import TrainRanks
 from graphckpt.train.parallel.sharding import (
-    cut_like,
-    is_cut,
-    is_elsewhere,
-    names_of,
-    of_all_stages,
+    extract_sharded,
+    extracted_shapes,
+    full_tensor_tree,
+    is_sharded,
+    merge_stage_states,
     on_cpu,
-    taken_out,
-    whole,
+    on_other_stage,
+    shard_optimizer_state,
 )
-from graphckpt.train.seeds import seed_apart
+from graphckpt.train.seeds import seed_per_rank
 from graphckpt.train.snapshot.fields import reading
 from graphckpt.train.snapshot.folder import STATE, SnapshotError, first_line
-from graphckpt.train.snapshot.state_fields import OtherError, check_graph, check_trainer
-from graphckpt.train.snapshot.weights import distinct, load_weights, tensors_of
+from graphckpt.train.snapshot.state_fields import MismatchedStateError, check_graph, check_trainer
+from graphckpt.train.snapshot.weights import distinct_tensors, load_weights, tensors_of
 
 _STAGES = "pipeline_parallel_size"
 
@@ -48,7 +48,14 @@ class RunState:
     """
 
     def __init__(
-        self, model: nn.Module, graph: Graph, optimizer: Optimizer, device: torch.device, *, ranks: Ranks, seed: int
+        self,
+        model: nn.Module,
+        graph: Graph,
+        optimizer: Optimizer,
+        device: torch.device,
+        *,
+        ranks: TrainRanks,
+        seed: int,
     ) -> None:
         self._keep = ranks.is_main
         self._ranks = ranks
@@ -63,57 +70,61 @@ class RunState:
 
         What is cut over processes is put together; all of them have to call this.
         """
-        kept = distinct(self._held())
+        kept = distinct_tensors(self._held())
         if self._ranks.stage_mesh is not None:
-            return self._ranks.collected(kept, like=tensors_of(self._model))
-        return {name: whole(tensor, keep=self._keep) for name, tensor in kept.items()}
+            return self._ranks.gather_tensors(kept, like=tensors_of(self._model))
+        return {name: full_tensor_tree(tensor, keep=self._keep) for name, tensor in kept.items()}
 
     @property
-    def is_cut(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether weights are cut over processes."""
-        return self._ranks.stage_mesh is not None or any(map(is_cut, self._parameters()))
+        return self._ranks.stage_mesh is not None or any(map(is_sharded, self._parameters()))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns this process's shares of the weights, what of them is not cut, and names of what is elsewhere."""
+        """Returns this process's shards of the weights, what of them is not cut, and names of what is elsewhere."""
         return tensors_of(self._model)
 
     def _held(self) -> dict[str, Tensor]:
-        return {name: tensor for name, tensor in self.tensors().items() if not is_elsewhere(tensor)}
+        return {name: tensor for name, tensor in self.tensors().items() if not on_other_stage(tensor)}
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
-    def states(self, shares: dict[str, Tensor] | None = None) -> dict[str, Any]:
+    def states(self, shards: dict[str, Tensor] | None = None) -> dict[str, Any]:
         """Returns the rest, by the name of the file to put it in: tensors and plain values alone.
 
         All processes have to call this.
 
         Args:
-            shares: where to put the weights, and what of the rest is cut; ``None`` puts the rest together.
+            shards: where to put the weights, and what of the rest is cut; ``None`` puts the rest together.
         """
         graph = self._graph.state_dict()
         own = graph.pop("model")
         extra = {name: value for name, value in own.items() if not isinstance(value, Tensor)}
-        if shares is not None:
-            shares |= {f"model.{name}": tensor for name, tensor in distinct(self._held()).items()}
-        everywhere = self._ranks.gathered(self._take_random())
+        if shards is not None:
+            shards |= {f"model.{name}": tensor for name, tensor in distinct_tensors(self._held()).items()}
+        everywhere = self._ranks.all_gather(self._take_random())
         each = everywhere[:: self._ranks.config.tensor_parallel_size]  # those that share matrices draw alike
         trainer = {"random": everywhere[0], "buffers": self._unsaved_buffers(), "extra": extra}
         if len(each) > 1:
             trainer["random_of_each"] = each
         if self._ranks.stage_mesh is not None:
-            return {"graph": self._graph_of_all_stages(graph, shares), "trainer": self._of_all_stages(trainer)}
-        rest = whole(dict(graph), keep=self._keep) if shares is None else taken_out(dict(graph), "graph", shares)
+            return {"graph": self._graph_of_all_stages(graph, shards), "trainer": self._of_all_stages(trainer)}
+        rest = (
+            full_tensor_tree(dict(graph), keep=self._keep)
+            if shards is None
+            else extract_sharded(dict(graph), "graph", shards)
+        )
         return {"graph": rest, "trainer": trainer}
 
-    def _graph_of_all_stages(self, graph: dict[str, Any], shares: dict[str, Tensor] | None) -> dict[str, Any]:
-        """Returns what one process would have; with ``shares``, tensors but for counts are put there."""
-        if shares is not None:
-            graph = taken_out(graph, "graph", shares, lambda value: isinstance(value, Tensor) and value.ndim > 0)
-        return of_all_stages(self._ranks.gathered(on_cpu(graph)))
+    def _graph_of_all_stages(self, graph: dict[str, Any], shards: dict[str, Tensor] | None) -> dict[str, Any]:
+        """Returns what one process would have; with ``shards``, tensors but for counts are put there."""
+        if shards is not None:
+            graph = extract_sharded(graph, "graph", shards, lambda value: isinstance(value, Tensor) and value.ndim > 0)
+        return merge_stage_states(self._ranks.all_gather(on_cpu(graph)))
 
     def _of_all_stages(self, trainer: dict[str, Any]) -> dict[str, Any]:
-        buffers = self._ranks.gathered(on_cpu(trainer["buffers"]))
+        buffers = self._ranks.all_gather(on_cpu(trainer["buffers"]))
         everywhere = {name: value for held in reversed(buffers) for name, value in held.items()}
         return {**trainer, "buffers": everywhere, _STAGES: self._ranks.config.pipeline_parallel_size}
 
@@ -125,20 +136,20 @@ class RunState:
         """
         load_weights(self._model, weights, where)
 
-    def likes(self, graph: dict[str, Any]) -> dict[str, Tensor | None]:
+    def load_templates(self, graph: dict[str, Any]) -> dict[str, Tensor | None]:
         """Returns what each tensor that is missing in ``graph`` is like, by the name that it has among the shares."""
         parameters = self._parameters()
-        found: dict[str, Tensor | None] = dict.fromkeys(names_of(graph))
+        found: dict[str, Tensor | None] = dict.fromkeys(extracted_shapes(graph))
         for key in [key for key in graph if "Optimizer" in key]:
             for number, state in graph[key]["state"].items():
-                for name, shape in names_of(state).items():
+                for name, shape in extracted_shapes(state).items():
                     like = parameters[int(number)] if int(number) < len(parameters) else None
                     found[name] = like if like is not None and list(like.shape) == shape else None
         return found
 
-    def own_part(self, graph: dict[str, Any]) -> dict[str, Any]:
+    def local_part(self, graph: dict[str, Any]) -> dict[str, Any]:
         """Returns what ``states`` returned without the optimizer's state of weights that other stages hold."""
-        away = {number for number, weight in enumerate(self._parameters()) if is_elsewhere(weight)}
+        away = {number for number, weight in enumerate(self._parameters()) if on_other_stage(weight)}
         own = dict(graph)
         for key in [key for key in graph if "Optimizer" in key]:
             states = {number: state for number, state in graph[key]["state"].items() if int(number) not in away}
@@ -174,8 +185,8 @@ class RunState:
                     num_states=num_states,
                     is_same_torch=is_same_torch,
                 )
-        except OtherError as error:
-            raise another(str(folder), ValueError(f"{STATE.format('graph')}: {error}")) from error
+        except MismatchedStateError as error:
+            raise mismatch_error(str(folder), ValueError(f"{STATE.format('graph')}: {error}")) from error
         with reading(folder / STATE.format("trainer")):
             check_trainer(
                 trainer,
@@ -198,16 +209,16 @@ class RunState:
                 module = self._model.get_submodule(owner)
                 module._buffers[leaf] = value.to(getattr(module, leaf).device)
             rates = [group["lr"] for group in self._optimizer.param_groups]
-            cut_like(self._optimizer, graph)
+            shard_optimizer_state(self._optimizer, graph)
             self._graph.load_state_dict({"model": self._model.state_dict(), **graph})
             for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
                 if isinstance(rate, Tensor):  # the same tensor on its device, for a captured step reads it there
                     group["lr"] = rate.copy_(torch.as_tensor(group["lr"]))
-            self._go_on_drawing(trainer, done=int(graph["System-Train-TrainStep"]))
+            self._restore_rng(trainer, done=int(graph["System-Train-TrainStep"]))
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise another(where, error) from error
+            raise mismatch_error(where, error) from error
 
-    def _go_on_drawing(self, trainer: dict[str, Any], done: int) -> None:
+    def _restore_rng(self, trainer: dict[str, Any], done: int) -> None:
         """Sets the random generators as they were; over another number of processes, all but the first begin anew."""
         each, config = trainer.get("random_of_each", [trainer["random"]]), self._ranks.config
         sizes = config.pipeline_parallel_size, config.data_parallel_size
@@ -215,7 +226,7 @@ class RunState:
             self._set_random(each[self._ranks.stream])
             return
         self._set_random(trainer["random"])
-        seed_apart(self._seed, self._ranks.stream, done=done)
+        seed_per_rank(self._seed, self._ranks.stream, done=done)
 
     def _take_random(self) -> dict[str, Any]:
         cpu, devices = take_random_state(self._devices())
@@ -246,10 +257,10 @@ class RunState:
         """Returns the buffers that a state_dict leaves out: some models change them as they run."""
         saved = self._model.state_dict().keys()
         own = {name: buffer for name, buffer in self._model.named_buffers() if name not in saved}
-        return {name: buffer for name, buffer in own.items() if not is_elsewhere(buffer)}
+        return {name: buffer for name, buffer in own.items() if not on_other_stage(buffer)}
 
 
-def another(where: str, error: Exception) -> SnapshotError:
+def mismatch_error(where: str, error: Exception) -> SnapshotError:
     """Returns what to raise when a snapshot is whole and does not fit."""
     fix = "resume with the config that it was written with, or start from its weights: train.load_weight=..."
     return SnapshotError(f"{where}: its optimizer or schedule is another ({first_line(error)}) · fix: {fix}")

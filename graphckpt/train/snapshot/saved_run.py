@@ -14,8 +14,8 @@ from graphckpt.errors import ConfigError
 from graphckpt.train.console import Report
 from graphckpt.train.files import cut_log, cut_metrics
 from graphckpt.train.loop import Loop
-from graphckpt.train.parallel.ranks import Ranks
-from graphckpt.train.parallel.sharding import put_back
+from graphckpt.train.parallel.ranks import TrainRanks
+from graphckpt.train.parallel.sharding import restore_sharded
 from graphckpt.train.snapshot import folder as snapshot
 from graphckpt.train.snapshot.fields import item, mapping, reading
 from graphckpt.train.snapshot.folder import SnapshotError
@@ -45,7 +45,7 @@ class SavedRun:
     """
 
     def __init__(
-        self, folder: Path, *, resume: bool, overwrite: bool, eval_only: bool, batch_size: int, ranks: Ranks
+        self, folder: Path, *, resume: bool, overwrite: bool, eval_only: bool, batch_size: int, ranks: TrainRanks
     ) -> None:
         self.folder = folder
         self.snapshots = Snapshots(folder, is_writer=ranks.is_main)
@@ -87,7 +87,7 @@ class SavedRun:
         Raises:
             ConfigError: another process does, another run is there, or the folder cannot be written.
         """
-        self.ranks.main_does(self._claim, ConfigError)
+        self.ranks.run_on_main(self._claim, ConfigError)
         try:
             yield
         finally:
@@ -97,7 +97,7 @@ class SavedRun:
         try:
             self._run_folder.claim()
         except OSError as error:
-            raise unwritable(self.folder, error) from error
+            raise unwritable_error(self.folder, error) from error
 
     def at_start(self, action: Callable[[], None]) -> None:
         """Calls ``action``, which writes into the folder, on the main process, once the run begins there."""
@@ -117,7 +117,7 @@ class SavedRun:
         Raises:
             ConfigError: the files of an earlier process cannot be cut, or the folder cannot be written.
         """
-        self.ranks.main_does(lambda: self._begin(last_iteration), ConfigError)
+        self.ranks.run_on_main(lambda: self._begin(last_iteration), ConfigError)
         self.has_begun = True
 
     def _begin(self, last_iteration: int) -> None:
@@ -128,7 +128,7 @@ class SavedRun:
             for action in self._at_start:
                 action()
         except OSError as error:
-            raise unwritable(self.folder, error) from error
+            raise unwritable_error(self.folder, error) from error
 
     def restore(self, state: RunState, loop: Loop, *, data: dict[str, Any], report: Report) -> None:
         """Puts back the state of the run, if it goes on; call it last before the loop.
@@ -146,7 +146,7 @@ class SavedRun:
         if source is None or info is None:
             return
         trainer, graph = (snapshot.read_state(source, name) for name in ("trainer", "graph"))
-        now = machine(self.ranks)
+        now = rounding_environment(self.ranks)
         weights = read_weights(source, like=state.tensors(), group=self.ranks.control)
         state.load_weights(weights, str(source))
         state.check(
@@ -173,17 +173,17 @@ class SavedRun:
             report.line("nothing is left to do · fix: raise train.train_iter to train on", "yellow")
 
     def _graph_state(self, graph: dict[str, Any], source: Path, state: RunState) -> dict[str, Any]:
-        graph = state.own_part(graph)
-        if not (source / snapshot.SHARES).is_dir():
+        graph = state.local_part(graph)
+        if not (source / snapshot.SHARDS).is_dir():
             return graph
         from graphckpt.train.snapshot import dcp  # noqa: PLC0415 - takes a second, for those who need it
 
-        found = dcp.read(source / snapshot.SHARES, state.likes(graph), self.ranks.control)
-        whole: dict[str, Any] = put_back(graph, found)
+        found = dcp.read(source / snapshot.SHARDS, state.load_templates(graph), self.ranks.control)
+        whole: dict[str, Any] = restore_sharded(graph, found)
         return whole
 
 
-def machine(ranks: Ranks) -> dict[str, Any]:
+def rounding_environment(ranks: TrainRanks) -> dict[str, Any]:
     """Returns what changes how sums are rounded: a sum over two threads is not that over one, to the last bit."""
     kinds = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
     sizes = {name: getattr(ranks.config, name) for name in kinds}
@@ -191,7 +191,7 @@ def machine(ranks: Ranks) -> dict[str, Any]:
     return machine | {name: size for name, size in sizes.items() if size > 1}
 
 
-def unwritable(folder: Path, error: OSError) -> ConfigError:
+def unwritable_error(folder: Path, error: OSError) -> ConfigError:
     """Returns what to raise when the output folder cannot be written before a run starts."""
     fix = "name a folder that can be written, on a disk with room"
     return ConfigError(f"train.output_dir: {folder}: {error.strerror or error} · fix: {fix}")

@@ -25,7 +25,7 @@ _BELOW_ONE = {"betas", "momentum", "dampening"}
 
 
 @final
-class OtherError(ValueError):
+class MismatchedStateError(ValueError):
     """A state is whole, but of another optimizer or schedule than the run has."""
 
 
@@ -52,7 +52,7 @@ def check_graph(
 
     Raises:
         FieldError: a field is missing, of another type, or out of its range.
-        OtherError: the state is that of another optimizer or schedule.
+        MismatchedStateError: the state is that of another optimizer or schedule.
     """
     state = mapping(graph, "(the whole file)")
     step = tensor(item(state, _STEP), _STEP, torch.tensor(0))
@@ -82,7 +82,7 @@ def _check_groups(groups: list[Any], like: Sequence[Mapping[str, Any]], *, is_sa
             integer(name, f"{where}[{number_of}].params[{place}]")
     sizes, live = [len(group["params"]) for group in groups], [len(group["params"]) for group in like]
     if sizes != live:
-        raise OtherError(f"{where}: expected groups of {live} parameters, got {sizes}")
+        raise MismatchedStateError(f"{where}: expected groups of {live} parameters, got {sizes}")
     for number_of, (group, own) in enumerate(zip(groups, like, strict=True)):
         field = f"{where}[{number_of}]"
         if list(group["params"]) != list(own["params"]):
@@ -93,7 +93,7 @@ def _check_groups(groups: list[Any], like: Sequence[Mapping[str, Any]], *, is_sa
             if key in group:
                 _check_like(group[key], value, f"{field}.{key}")
             elif is_same_torch:
-                raise OtherError(f"{field}.{key}: expected a value, got nothing")
+                raise MismatchedStateError(f"{field}.{key}: expected a value, got nothing")
             values = group[key] if isinstance(group.get(key), list | tuple) else [group.get(key)]
             if key in _BELOW_ONE and any(isinstance(one, int | float) and one > 1 for one in values):
                 raise FieldError(f"{field}.{key}", "1 at most", group[key])

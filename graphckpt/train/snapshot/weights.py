@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from graphckpt.errors import bullets
-from graphckpt.train.parallel.sharding import is_cut, is_elsewhere, local, shared_as
-from graphckpt.train.snapshot.folder import SHARES, WEIGHTS, SnapshotError, first_line
+from graphckpt.train.parallel.sharding import is_sharded, local_shard, on_other_stage, shard_like
+from graphckpt.train.snapshot.folder import SHARDS, WEIGHTS, SnapshotError, first_line
 
 INDEX = f"{WEIGHTS}.index.json"
 """Which shard holds which tensor, as Transformers names and writes it."""
-_MODEL = "model."  # begins the names of weights among the shares
+_MODEL = "model."  # begins the names of weights among the shards
 _OTHER = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5")  # weights of other formats, which are mostly pickles
 
 
@@ -28,14 +28,14 @@ def read_weights(
 
     Args:
         folder: of a snapshot, or what Transformers saved.
-        like: what the weights are for; of what is cut over processes, a snapshot's own shares are read.
+        like: what the weights are for; of what is cut over processes, a snapshot's own shards are read.
         group: of the processes that all call this.
 
     Raises:
         SnapshotError: there are none, a shard is missing, or a file is broken.
     """
-    if (folder / SHARES).is_dir():
-        return _read_shares(folder / SHARES, like or {}, group)
+    if (folder / SHARDS).is_dir():
+        return _read_sharded(folder / SHARDS, like or {}, group)
     if (folder / WEIGHTS).is_file():
         return _read_file(folder / WEIGHTS)
     if (folder / INDEX).is_file():
@@ -43,7 +43,7 @@ def read_weights(
     raise SnapshotError(_absent(folder))
 
 
-def _read_shares(folder: Path, like: Mapping[str, Tensor | None], group: Any) -> dict[str, Tensor]:
+def _read_sharded(folder: Path, like: Mapping[str, Tensor | None], group: Any) -> dict[str, Tensor]:
     from graphckpt.train.snapshot import dcp  # noqa: PLC0415 - takes a second, for those who need it
 
     wanted = {name: like.get(name.removeprefix(_MODEL)) for name in dcp.names(folder) if name.startswith(_MODEL)}
@@ -134,15 +134,15 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> No
         more = f", and {len(faults) - 3} more" if len(faults) > 3 else ""
         fix = "describe the model and the vocabulary as they were when it was written"
         raise SnapshotError(f"{where}: is of another model: {', '.join(faults[:3])}{more} · fix: {fix}")
-    shares = {name: shared_as(own[name], value) for name, value in named.items() if not is_elsewhere(own[name])}
-    model.load_state_dict(shares, strict=False)  # what is no tensor is left as it is
+    shards = {name: shard_like(own[name], value) for name, value in named.items() if not on_other_stage(own[name])}
+    model.load_state_dict(shards, strict=False)  # what is no tensor is left as it is
 
 
-def distinct(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def distinct_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns tensors of which no two share memory: of several names for one tensor, the first.
 
     >>> weight = torch.ones(4)
-    >>> list(distinct({"a": weight, "b": weight, "c": weight[:2]}))
+    >>> list(distinct_tensors({"a": weight, "b": weight, "c": weight[:2]}))
     ['a', 'c']
     """
     kept: dict[str, Tensor] = {}
@@ -152,7 +152,7 @@ def distinct(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if _place(tensor) in places:
             continue
         places.add(_place(tensor))
-        if is_cut(tensor):
+        if is_sharded(tensor):
             kept[name] = tensor
             continue
         storage = tensor.untyped_storage()
@@ -171,8 +171,8 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
     """Returns what is equal for two names of one tensor."""
     if not tensor.numel():
         return (id(tensor),)
-    if is_cut(tensor):
-        return _place(local(tensor))
-    if is_elsewhere(tensor):
+    if is_sharded(tensor):
+        return _place(local_shard(tensor))
+    if on_other_stage(tensor):
         return (tensor.untyped_storage()._cdata,)
     return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)

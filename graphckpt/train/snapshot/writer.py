@@ -19,19 +19,20 @@ from torch import Tensor, nn
 
 from graphckpt.train.data.tokenizer import END_OF_TEXT
 from graphckpt.train.loop import Loop
+from graphckpt.train.parallel.sharding import on_cpu
 from graphckpt.train.snapshot import folder as snapshot
 from graphckpt.train.snapshot.folder import SnapshotWriteError
 from graphckpt.train.snapshot.index import BEST, FINAL
 from graphckpt.train.snapshot.run_folder import CONFIG
 from graphckpt.train.snapshot.run_state import RunState
-from graphckpt.train.snapshot.saved_run import SavedRun, machine
+from graphckpt.train.snapshot.saved_run import SavedRun, rounding_environment
 
 Done = Callable[[], None]
 """What to do once a snapshot bears its name."""
 
 
 @final
-class Saver:
+class SnapshotWriter:
     """Writes snapshots of a state. All processes call its methods at the same moments, but for ``poll``.
 
     Args:
@@ -70,30 +71,28 @@ class Saver:
         except SnapshotWriteError as error:  # of the one before this, and no reason to leave this one out
             loop.report.line(f"{error} · the snapshot before this one is missing", "red")
         folder = self._saved.folder / name
-        shares: dict[str, Tensor] | None = {} if self._state.is_cut else None
-        states = self._state.states(shares)
+        shards: dict[str, Tensor] | None = {} if self._state.is_sharded else None
+        states = self._state.states(shards)
         states["trainer"]["hooks"] = loop.hook_states()
-        needs_whole = shares is None or name in {BEST, FINAL}
+        needs_whole = shards is None or name in {BEST, FINAL}
         weights = self._state.weights() if needs_whole else None
         write = partial(
             snapshot.write,
             folder,
             info=self._info(loop, states["graph"]),
             companions=self._add_files,
-            has_shares=shares is not None,
+            has_shards=shards is not None,
         )
+        begun = None if shards is None else self._write_sharded(folder, shards, later=self._thread is not None)
         if self._thread is None:
-            if shares is not None:
-                self._write_shares(folder, shares)
-            self._ranks.main_does(partial(write, weights=weights, states=states), SnapshotWriteError)
+            self._ranks.run_on_main(partial(write, weights=weights, states=states), SnapshotWriteError)
             done()
             return
-        begun = None if shares is None else self._begin_shares(folder, shares)
         if self._ranks.is_main:
-            write = partial(write, weights=_copied(weights), states=_copied(states))
+            write = partial(write, weights=on_cpu(weights, copy=True), states=on_cpu(states, copy=True))
         else:
             write = partial(_nothing)
-        self._pending = self._thread.submit(_after, begun, snapshot.shares_of(folder), write), done
+        self._pending = self._thread.submit(_after, begun, snapshot.shards_folder(folder), write), done
 
     def poll(self) -> None:
         """Calls what is to be done for a snapshot that has been written meanwhile."""
@@ -117,7 +116,7 @@ class Saver:
             future.result()
         except SnapshotWriteError as error:
             fault = str(error)
-        if (fault := self._ranks.told(fault)) is not None:
+        if (fault := self._ranks.broadcast(fault)) is not None:
             raise SnapshotWriteError(fault)
         done()
 
@@ -126,19 +125,16 @@ class Saver:
         if self._thread is not None:
             self._thread.shutdown(wait=False)
 
-    def _write_shares(self, folder: Path, tensors: dict[str, Tensor]) -> None:
+    def _write_sharded(self, folder: Path, tensors: dict[str, Tensor], *, later: bool) -> Future[Any] | None:
         from graphckpt.train.snapshot import dcp  # noqa: PLC0415 - takes a second, for those who need it
 
-        parts = dcp.portable(tensors)
-        self._ranks.main_does(lambda: _begin(folder), SnapshotWriteError)
-        dcp.write(snapshot.shares_of(folder), parts, self._ranks.control)
-
-    def _begin_shares(self, folder: Path, tensors: dict[str, Tensor]) -> Future[Any]:
-        from graphckpt.train.snapshot import dcp  # noqa: PLC0415 - takes a second, for those who need it
-
-        parts = dcp.portable(tensors)
-        self._ranks.main_does(lambda: _begin(folder), SnapshotWriteError)
-        return dcp.write_later(snapshot.shares_of(folder), parts, self._ranks.background)
+        parts = dcp.full_where_packed(tensors)
+        self._ranks.run_on_main(lambda: _begin(folder), SnapshotWriteError)
+        target = snapshot.shards_folder(folder)
+        if later:
+            return dcp.write_later(target, parts, self._ranks.background)
+        dcp.write(target, parts, self._ranks.control)
+        return None
 
     def _add_files(self, folder: Path) -> None:
         self._companions(folder)
@@ -153,7 +149,7 @@ class Saver:
             "consumed_samples": self._saved.consumed_samples(loop.done),
             "data": self._data,
             "metrics": {key: value for key, value in loop.metrics.items() if math.isfinite(value)},
-            "machine": machine(self._ranks),
+            "machine": rounding_environment(self._ranks),
             "optimizer_states": sum(len(graph[key]["state"]) for key in graph if "Optimizer" in key),
         }
 
@@ -167,23 +163,12 @@ def _nothing() -> None:
 
 
 def _after(begun: Future[Any] | None, folder: Path, write: Callable[[], None]) -> None:
-    """Waits for the shares of all processes, and writes the rest."""
+    """Waits for the shards of all processes, and writes the rest."""
     if begun is not None:
         from graphckpt.train.snapshot import dcp  # noqa: PLC0415 - takes a second, for those who need it
 
-        dcp.finished(begun, folder)
+        dcp.wait(begun, folder)
     write()
-
-
-def _copied(state: Any) -> Any:
-    """Returns plain containers with copies of their tensors on the CPU, which training does not change."""
-    if isinstance(state, Tensor):
-        return state.detach().clone().cpu() if state.device.type == "cpu" else state.detach().cpu()
-    if isinstance(state, dict):
-        return {key: _copied(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)([_copied(value) for value in state])
-    return state
 
 
 def export(model: Any, architecture: str, tokenizer_file: Path | None, folder: Path, *, seq_length: int) -> None:

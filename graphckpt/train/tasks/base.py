@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from graphckpt.train.data.samples import Samples
-from graphckpt.train.data.token_file import Prepared, TokenFile
+from graphckpt.train.data.token_file import PreparedText, TokenFile
 
 _POSITIONS = ("max_position_embeddings", "n_positions")
 
@@ -48,10 +48,10 @@ class TextTask(Task):
     """Tokens that the task puts between those of the text."""
 
     @abstractmethod
-    def samples(self, tokens: TokenFile, text: Prepared, seed: int) -> Samples:
+    def samples(self, tokens: TokenFile, text: PreparedText, seed: int) -> Samples:
         """Returns the samples of one token file; ``seed`` fixes whatever is drawn for them."""
 
-    def check(self, model: nn.Module, text: Prepared) -> Iterator[str]:
+    def check(self, model: nn.Module, text: PreparedText) -> Iterator[str]:
         """Yields what about ``model`` does not fit the text."""
         known, longest = _vocabulary(model), _longest(model)
         if known is not None and known < text.vocab_size:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from graphckpt.train.data.samples import Samples
-from graphckpt.train.data.token_file import Prepared, TokenFile
+from graphckpt.train.data.token_file import PreparedText, TokenFile
 from graphckpt.train.loss_head import add_loss_head, differences, loss_of
 from graphckpt.train.tasks.base import TextTask, perplexity, summed
 
@@ -51,14 +51,14 @@ class CausalLM(TextTask):
             add_loss_head(model)
         return model
 
-    def check(self, model: nn.Module, text: Prepared) -> Iterator[str]:
+    def check(self, model: nn.Module, text: PreparedText) -> Iterator[str]:
         """Yields what about ``model`` does not fit the text, or the loss head."""
         faults = list(super().check(model, text))
         yield from faults
         if self._has_head and not faults:
             yield from differences(model)
 
-    def samples(self, tokens: TokenFile, text: Prepared, seed: int) -> Samples:
+    def samples(self, tokens: TokenFile, text: PreparedText, seed: int) -> Samples:
         """Returns the sequences of the file as they stand."""
         del text, seed
         return _Sequences(tokens)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from graphckpt.train.data.samples import Samples
-from graphckpt.train.data.token_file import Prepared, TokenFile
+from graphckpt.train.data.token_file import PreparedText, TokenFile
 from graphckpt.train.tasks.base import TextTask, summed
 
 _PAD, _CLS, _SEP = "[PAD]", "[CLS]", "[SEP]"
@@ -23,7 +23,7 @@ _PAD, _CLS, _SEP = "[PAD]", "[CLS]", "[SEP]"
 @dataclass(frozen=True, slots=True)
 class _Excerpts:
     tokens: TokenFile
-    text: Prepared
+    text: PreparedText
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -54,7 +54,7 @@ class SequenceClassification(TextTask):
     metric: ClassVar[str] = "eval_acc"
     metric_mode: ClassVar[Literal["min", "max"]] = "max"
 
-    def samples(self, tokens: TokenFile, text: Prepared, seed: int) -> Samples:
+    def samples(self, tokens: TokenFile, text: PreparedText, seed: int) -> Samples:
         """Returns an excerpt for each sequence of the file, of the document in which it begins."""
         del seed
         return _Excerpts(tokens, text)
@@ -72,7 +72,7 @@ class SequenceClassification(TextTask):
             "acc": summed(is_right.mean(), len(labels)),
         }
 
-    def check(self, model: nn.Module, text: Prepared) -> Iterator[str]:
+    def check(self, model: nn.Module, text: PreparedText) -> Iterator[str]:
         """Yields what about ``model`` does not fit the text and its groups."""
         yield from super().check(model, text)
         config: Any = getattr(model, "config", None)

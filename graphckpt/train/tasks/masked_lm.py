@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from graphckpt.train.data.samples import Samples
-from graphckpt.train.data.token_file import Prepared, TokenFile
+from graphckpt.train.data.token_file import PreparedText, TokenFile
 from graphckpt.train.tasks.base import TextTask, perplexity, summed
 
 # Legend: B samples, T tokens of a sample
@@ -30,7 +30,7 @@ class _Pairs:
     """``[CLS] first [SEP] second [SEP]``, with some tokens masked; sample and seed fix every draw."""
 
     tokens: TokenFile
-    text: Prepared
+    text: PreparedText
     seed: int
     mask_fraction: float
     random_fraction: float
@@ -114,7 +114,7 @@ class MaskedLM(TextTask):
             if not 0 <= getattr(self, name) <= 1:
                 yield f"{name}: {getattr(self, name)} · fix: use a share from 0 to 1"
 
-    def samples(self, tokens: TokenFile, text: Prepared, seed: int) -> Samples:
+    def samples(self, tokens: TokenFile, text: PreparedText, seed: int) -> Samples:
         """Returns a pair of texts for each sequence of the file, of the document in which it begins."""
         return _Pairs(tokens, text, seed, self.mask_fraction, self.random_fraction)
 
@@ -146,7 +146,7 @@ class MaskedLM(TextTask):
             "eval_nsp_acc": means["nsp_acc"],
         }
 
-    def check(self, model: nn.Module, text: Prepared) -> Iterator[str]:
+    def check(self, model: nn.Module, text: PreparedText) -> Iterator[str]:
         """Yields what about ``model`` does not fit the text."""
         yield from super().check(model, text)
         if text.seq_length < 8:
