@@ -16,6 +16,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from graphckpt.config.instantiate import is_call
 from graphckpt.config.numbers import fault_of, odd_numbers
 from graphckpt.errors import ConfigError, GraphckptError, bullets
 
@@ -93,7 +94,8 @@ def _line_of(error: Exception, ran: Sequence[str]) -> str:
 
 
 def _is_config(value: object) -> bool:
-    return isinstance(value, dict | DictConfig | ListConfig)
+    is_list_of_calls = isinstance(value, list) and any(is_call(item) for item in value)
+    return is_list_of_calls or isinstance(value, dict | DictConfig | ListConfig)
 
 
 class _ConfigFiles:

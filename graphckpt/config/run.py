@@ -21,6 +21,7 @@ from graphckpt.config.packaged import find
 from graphckpt.config.schema import RunConfig, checked
 from graphckpt.errors import ConfigError
 from graphckpt.train.files import replacing
+from graphckpt.train.loop import HookBase
 from graphckpt.train.snapshot.run_folder import CONFIG
 from graphckpt.train.tasks import Task
 from graphckpt.train.trainer import Trainer
@@ -135,7 +136,8 @@ def _trainer(run: RunConfig, **how: Any) -> Trainer:
         return model
 
     data, task = run.data(), run.task()
-    if faults := list(_wrong_kinds(data, task)):
+    hooks = tuple(hook() for hook in run.hooks)
+    if faults := list(_wrong_kinds(data, task, hooks)):
         raise ConfigError("\n".join(faults))
     return Trainer(
         run.train,
@@ -143,13 +145,18 @@ def _trainer(run: RunConfig, **how: Any) -> Trainer:
         make_optimizer=lambda model: optimizer_of(run, model),
         data=data,
         task=task,
+        hooks=hooks,
         **how,
     )
 
 
-def _wrong_kinds(data: object, task: object) -> Iterator[str]:
+def _wrong_kinds(data: object, task: object, hooks: Iterable[object]) -> Iterator[str]:
     if not callable(getattr(data, "open", None)):
         fix = "wrap data sets of your own in graphckpt.train.OwnData(train=..., heldout=...)"
-        yield f"data: {type(data).__name__} cannot be opened · fix: {fix}"
+        yield f"data: expected an object with a method open, got {type(data).__name__} · fix: {fix}"
     if not isinstance(task, Task):
-        yield f"task: {type(task).__name__} is no task · fix: call a class of graphckpt.train.tasks"
+        yield f"task: expected a Task, got {type(task).__name__} · fix: call a class of graphckpt.train.tasks"
+    for number, hook in enumerate(hooks):
+        if not isinstance(hook, HookBase):
+            fix = "call a class derived from graphckpt.train.HookBase"
+            yield f"hooks[{number}]: expected a HookBase, got {type(hook).__name__} · fix: {fix}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 from omegaconf import DictConfig, OmegaConf
@@ -15,6 +15,7 @@ from graphckpt.config.instantiate import DeferredCall, is_call
 from graphckpt.config.typed import read_section
 from graphckpt.errors import ConfigError, bullets
 from graphckpt.train.data.text_data import Data
+from graphckpt.train.loop import HookBase
 from graphckpt.train.settings import TrainConfig
 from graphckpt.train.tasks import CausalLM, Task
 
@@ -30,6 +31,8 @@ class RunConfig:
     data: Callable[..., Data]
     task: Callable[..., Task] = CausalLM
     """What is learned; to continue text, if the config says nothing."""
+    hooks: list[Callable[..., HookBase]] = field(default_factory=list)
+    """Hooks of one's own. They run after the trainer's, in this order, and before a snapshot is taken."""
     import_from: str | None = None
     """Folder of the modules that the config names, if they are neither installed nor beside its file."""
 

@@ -21,7 +21,7 @@ from graphckpt.train.parallel.config import DistConfig
 from graphckpt.train.parallel.fsdp import apply_fsdp
 from graphckpt.train.parallel.grad_sync import AllReduceSync, DdpSync, make_grad_sync
 from graphckpt.train.parallel.ranks import TrainRanks
-from graphckpt.train.parallel.sharding import is_sharded, local, whole
+from graphckpt.train.parallel.sharding import full_tensor_tree, is_sharded, local_shard
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
@@ -74,7 +74,7 @@ class Held(HookBase):
         self.losses.append(float(loop.losses["total_loss"]))
         saver: Any = next(hook for hook in loop._hooks if isinstance(hook, SnapshotHook))._later
         tensors = [value for state in saver._state._optimizer.state.values() for value in state.values()]
-        self.state_bytes = sum((local(value) if is_sharded(value) else value).nbytes for value in tensors)
+        self.state_bytes = sum((local_shard(value) if is_sharded(value) else value).nbytes for value in tensors)
 
 
 def run(folder: str, *words: str) -> Held:
@@ -147,11 +147,11 @@ def hold_what_the_stage_says(rank: int) -> None:
             assert [is_sharded(model[0].weight), held[0].grad is not None] == now, stage
         assert all(is_sharded(parameter.grad) for parameter in held)
         alone = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
-        alone.load_state_dict({name: whole(value) for name, value in model.state_dict().items()})
+        alone.load_state_dict({name: full_tensor_tree(value) for name, value in model.state_dict().items()})
         for part in range(4):
             (2 * alone(torch.full((2, 4), part + 1.0)).sum() / 4).backward()
         for parameter, expected in zip(held, alone.parameters(), strict=True):
-            torch.testing.assert_close(whole(parameter.grad), expected.grad)
+            torch.testing.assert_close(full_tensor_tree(parameter.grad), expected.grad)
 
 
 def backward(replicas: DdpSync | AllReduceSync) -> None:

@@ -14,7 +14,7 @@ import graphckpt
 from graphckpt import ConfigError, Tiles
 from graphckpt.ledger.live import LiveBytes
 from graphckpt.planning.plan import Plan
-from graphckpt.train.build_model import assembled
+from graphckpt.train.build_model import build_model
 from graphckpt.train.loss_head import add_loss_head, differences
 from graphckpt.train.parallel.config import DistConfig
 from graphckpt.train.settings import TrainConfig
@@ -170,7 +170,7 @@ def test_it_is_cut_by_name_without_a_budget(place, capsys):
 def test_several_processes_are_refused():
     settings = TrainConfig(dist=DistConfig(data_parallel_size=2))
     with pytest.raises(ConfigError, match=r"task\.loss_head: processes that share a model call it as a whole"):
-        assembled(gpt2, CausalLM(loss_head=True), settings, ranks=None, device=torch.device("cpu"))
+        build_model(gpt2, CausalLM(loss_head=True), settings, ranks=None, device=torch.device("cpu"))
 
 
 def last_loss(folder):
