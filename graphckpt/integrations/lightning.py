@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, final
 
 from graphckpt.extras import MissingPackageError
-from graphckpt.integrations.callback import PolicyCallback
-from graphckpt.integrations.policies import saved_line, saved_metrics
+from graphckpt.integrations.policy_callback import PolicyCallback, saved_line, saved_metrics
 
 try:
     from lightning.pytorch import Callback

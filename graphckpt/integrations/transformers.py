@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from graphckpt.errors import ConfigError
 from graphckpt.extras import require
-from graphckpt.integrations.callback import PolicyCallback
-from graphckpt.integrations.policies import saved_line, saved_metrics
+from graphckpt.integrations.policy_callback import PolicyCallback, saved_line, saved_metrics
 
 require("transformers-trainer", "transformers", "tqdm", "accelerate")  # the last is imported when a Trainer is made
 

@@ -10,7 +10,7 @@ import torch
 
 from graphckpt.errors import GraphckptError
 from graphckpt.train.loop import TrainError
-from graphckpt.train.parallel.ranks import is_connection_error
+from graphckpt.train.parallel.errors import is_connection_error
 from graphckpt.train.snapshot.folder import first_line
 
 _MOST_CHARACTERS = 400  # of the error's own words

@@ -34,21 +34,21 @@ class TrainGraph(Graph):
         amp: AmpConfig,
         capture: str = "auto",
         num_accumulation_steps: int = 1,
-        replicas: GradSync | None = None,
+        grad_sync: GradSync | None = None,
         pipeline: Pipeline | None = None,
     ) -> None:
         super().__init__()
         self.config.capture = capture
         self.model = model
         self.task = task
-        self.turn = _MicroBatchCounter(num_accumulation_steps, replicas)
+        self.turn = _MicroBatchCounter(num_accumulation_steps, grad_sync)
         self.pipeline = pipeline
         for name, fields in blocks.items():
             block = self._block_of(model.get_submodule(name))
             block.config.update(fields)
         self.add_optimizer(optimizer, lr_sch=scheduler)
         if pipeline is not None:  # which cuts a batch itself
-            pipeline.replicas = replicas
+            pipeline.grad_sync = grad_sync
             self._update.total_norm = pipeline.total_norm
             return
         if num_accumulation_steps > 1:
@@ -65,14 +65,14 @@ class TrainGraph(Graph):
         """Returns the losses of a batch, with ``total_loss``, their sum, of which ``backward`` was called."""
         if self.pipeline is not None:
             return self.pipeline.losses(batch)
-        replicas = self.turn.replicas
-        if replicas is None:
+        grad_sync = self.turn.grad_sync
+        if grad_sync is None:
             losses = self.task.losses(self.model, batch)
             total = sum_of_losses(losses)
             total.backward()
         else:
-            with self.turn as is_last, replicas.micro_batch(is_last=is_last):
-                losses = replicas.losses(batch)
+            with self.turn as is_last, grad_sync.micro_batch(is_last=is_last):
+                losses = grad_sync.losses(batch)
                 total = sum_of_losses(losses)
                 total.backward()
         return {"total_loss": total, **losses}
@@ -82,8 +82,8 @@ class TrainGraph(Graph):
 class _MicroBatchCounter:
     """Counts the micro-batches of an update, of which the last one sends the gradients."""
 
-    def __init__(self, count: int, replicas: GradSync | None) -> None:
-        self.replicas = replicas
+    def __init__(self, count: int, grad_sync: GradSync | None) -> None:
+        self.grad_sync = grad_sync
         self._count = count
         self._done = 0
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -143,13 +143,12 @@ class Trainer:
 
     def _train(self) -> TrainResult:
         settings = self.settings
-        made = self._build_model()
-        model = made.model
+        built = self._build_model()
         if settings.load_weight and not self.saved.source:
-            self._load(model, Path(settings.load_weight).expanduser(), "train.load_weight")
-        optimizer = self._make_optimizer(model)
-        blocks = block_fields(made, settings, self.ranks)  # a fault shows before a long wait for the data
-        opened = self._open(model)
+            self._load(built.model, Path(settings.load_weight).expanduser(), "train.load_weight")
+        optimizer = self._make_optimizer(built.model)
+        blocks = block_fields(built, settings, self.ranks)  # a fault shows before a long wait for the data
+        opened = self._open(built.model)
         train_iter = iterations(
             train_iter=settings.train_iter,
             train_epoch=settings.train_epoch,
@@ -157,73 +156,86 @@ class Trainer:
             num_samples=len(opened.train),
             global_batch=self.batch_size,
         )
-        warmup_iter = math.ceil(train_iter * settings.warmup_ratio)
-        graph = self._graph(
-            model,
-            self._task,
-            optimizer,
-            settings.scheduler(optimizer=optimizer, max_iter=train_iter, warmup_iter=warmup_iter),
-            blocks=blocks,
-            amp=settings.amp,
-            capture=self._capture,
-            num_accumulation_steps=settings.sizes.accumulation,
-            replicas=grad_sync_of(model, self._task, settings, self.ranks),
-            pipeline=made.pipeline,
+        graph = self._train_graph(built, optimizer, blocks, train_iter)
+        self._describe(built, opened, train_iter)
+        state = RunState(built.model, graph, optimizer, self.device, ranks=self.ranks, seed=settings.seed)
+        writer = self._snapshot_writer(built, opened, state)
+        step = self._step(graph, opened, train_iter)
+        loop = step.loop = Loop(
+            step,
+            train_iter=train_iter,
+            report=self.report,
+            hooks=list(self._hooks(built, optimizer, graph, opened, writer)),
+            start_iter=self.saved.start_iter,
+            agree=self.ranks.any,
+            synchronize=partial(synchronize, self.device),
         )
-        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self._run(loop, state, data=writer.data)
+        writer.close()
+        files = written_files(self.folder) if self.saved.has_begun or self.saved.source else {}
+        result = TrainResult(iterations=loop.done, is_stopped=loop.is_stopped, files=files)
+        self.report.show(result.table())
+        return result
+
+    def _train_graph(
+        self, built: BuiltModel, optimizer: Optimizer, blocks: dict[str, dict[str, Any]], train_iter: int
+    ) -> TrainGraph:
+        settings = self.settings
+        warmup_iter = math.ceil(train_iter * settings.warmup_ratio)
+        scheduler = settings.scheduler(optimizer=optimizer, max_iter=train_iter, warmup_iter=warmup_iter)
+        grad_sync = grad_sync_of(built.model, self._task, settings, self.ranks)
+        try:
+            return TrainGraph(
+                built.model,
+                self._task,
+                optimizer,
+                scheduler,
+                blocks=blocks,
+                amp=settings.amp,
+                capture=self._capture,
+                num_accumulation_steps=settings.sizes.accumulation,
+                grad_sync=grad_sync,
+                pipeline=built.pipeline,
+            )
+        except GraphError as error:
+            raise ConfigError(f"optim, train.scheduler: {error}") from error
+
+    def _describe(self, built: BuiltModel, opened: Opened, train_iter: int) -> None:
+        num_parameters = sum(parameter.numel() for parameter in built.model.parameters())
         self.report.line(
-            f"model: {made.architecture}, {num_parameters:,} parameters on {self.ranks.describe(self.device)};"
+            f"model: {built.architecture}, {num_parameters:,} parameters on {self.ranks.describe(self.device)};"
             f" {train_iter} iterations of {self.batch_size} samples"
             + (f" x {opened.tokens_each} tokens" if opened.text else "")
         )
+
+    def _snapshot_writer(self, built: BuiltModel, opened: Opened, state: RunState) -> SnapshotWriter:
+        tokens = opened.tokenizer_file.parent.name if opened.tokenizer_file else None  # named by all they depend on
+        companions = partial(
+            export, built.model, built.architecture, opened.tokenizer_file, seq_length=opened.tokens_each
+        )
+        with attribute_errors("model", "saving its config"), tempfile.TemporaryDirectory() as trial:
+            companions(Path(trial))  # what cannot be saved shows before the run, and not at its end
+        return SnapshotWriter(
+            self.saved,
+            state,
+            data={"num_samples": len(opened.train), "tokens_each": opened.tokens_each, "tokens": tokens},
+            companions=companions,
+            is_async=self.settings.checkpointer.async_save,
+        )
+
+    def _step(self, graph: TrainGraph, opened: Opened, train_iter: int) -> _Step:
+        settings = self.settings
         order = ShuffledOrder(num_sequences=len(opened.train), seed=settings.seed)
-        update = plan_on_first_batch(graph, settings.activation_checkpoint, self.report, self.saved)
 
         def read(iteration: int) -> dict[str, Tensor]:
             start = settings.consumed_train_samples + self.saved.consumed_samples(iteration)
             return opened.train.batch(self.ranks.local_samples(order.take(start=start, count=self.batch_size)))
 
-        batches = Prefetcher(read, self.device, train_iter)
+        update = plan_on_first_batch(graph, settings.activation_checkpoint, self.report, self.saved)
+        return _Step(update, Prefetcher(read, self.device, train_iter), self.ranks)
 
-        def step(iteration: int) -> dict[str, Tensor]:
-            with (
-                attribute_errors("model, task, data, optim, train.scheduler", f"iteration {iteration}"),
-                self.ranks.translate_errors(),
-            ):
-                return learn(iteration)
-
-        def learn(iteration: int) -> dict[str, Tensor]:
-            started = time.perf_counter()
-            batch = batches.get(iteration)
-            loop.data_seconds = time.perf_counter() - started
-            losses: dict[str, Tensor] = update(**batch)
-            batches.prefetch(iteration + 1)
-            return self.ranks.average({name: loss.mean() for name, loss in losses.items()})
-
-        state = RunState(model, graph, optimizer, self.device, ranks=self.ranks, seed=settings.seed)
-        tokens = opened.tokenizer_file.parent.name if opened.tokenizer_file else None  # named by all they depend on
-        data = {"num_samples": len(opened.train), "tokens_each": opened.tokens_each, "tokens": tokens}
-        companions = partial(export, model, made.architecture, opened.tokenizer_file, seq_length=opened.tokens_each)
-        with attribute_errors("model", "saving its config"), tempfile.TemporaryDirectory() as trial:
-            companions(Path(trial))  # what cannot be saved shows before the run, and not at its end
-        saver = SnapshotWriter(
-            self.saved,
-            state,
-            data=data,
-            companions=companions,
-            is_async=settings.checkpointer.async_save,
-        )
-        hooks = list(self._hooks(made, optimizer, graph, opened, saver))
-        start_iter, agree = self.saved.start_iter, self.ranks.any
-        loop = Loop(
-            step,
-            train_iter=train_iter,
-            report=self.report,
-            hooks=hooks,
-            start_iter=start_iter,
-            agree=agree,
-            synchronize=partial(synchronize, self.device),
-        )
+    def _run(self, loop: Loop, state: RunState, *, data: dict[str, Any]) -> None:
+        settings = self.settings
         checkpointed, micro_batch = settings.activation_checkpoint.enabled, settings.sizes.micro_batch
         with (
             explain_out_of_memory(micro_batch=micro_batch, is_checkpointed=checkpointed),
@@ -231,11 +243,6 @@ class Trainer:
         ):
             self.saved.restore(state, loop, data=data, report=self.report)
             loop.run()
-        saver.close()
-        files = written_files(self.folder) if self.saved.has_begun or self.saved.source else {}
-        outcome = TrainResult(iterations=loop.done, is_stopped=loop.is_stopped, files=files)
-        self.report.show(outcome.table())
-        return outcome
 
     def evaluate(self) -> dict[str, float]:
         """Prints and returns what the held-out samples say of ``train.load_weight``, or else of the last snapshot.
@@ -244,22 +251,15 @@ class Trainer:
             GraphckptError: there are no weights, or they are of another model; or nothing is held out.
         """
         folder = weights_folder(self.settings.load_weight, self.folder)
-        made = self._build_model()
-        self._load(made.model, folder, str(folder))
-        hook = self._eval_hook(made, self._open(made.model))
+        built = self._build_model()
+        self._load(built.model, folder, str(folder))
+        hook = self._eval_hook(built, self._open(built.model))
         if hook is None:
             raise ConfigError("data: nothing is held out to evaluate · fix: hold some of it out")
         with self.ranks.translate_errors():
             metrics = hook.measure()
         self.report.line(f"{folder}: held-out {format_metrics(metrics)}", "bold")
         return metrics
-
-    @staticmethod
-    def _graph(*parts: Any, **settings: Any) -> TrainGraph:
-        try:
-            return TrainGraph(*parts, **settings)
-        except GraphError as error:
-            raise ConfigError(f"optim, train.scheduler: {error}") from error
 
     def _build_model(self) -> BuiltModel:
         return build_model(self._make_model, self._task, self.settings, self.ranks, self.device)
@@ -288,7 +288,7 @@ class Trainer:
         return opened
 
     def _hooks(
-        self, made: BuiltModel, optimizer: Optimizer, graph: TrainGraph, opened: Opened, saver: SnapshotWriter
+        self, built: BuiltModel, optimizer: Optimizer, graph: TrainGraph, opened: Opened, writer: SnapshotWriter
     ) -> Iterator[HookBase]:
         settings = self.settings
         yield StartHook(self.saved.begin)
@@ -300,7 +300,7 @@ class Trainer:
             seq_length=opened.tokens_each,
             consumed_samples=self.saved.consumed_samples,
         )
-        eval_hook = self._eval_hook(made, opened) if settings.evaluation.enabled else None
+        eval_hook = self._eval_hook(built, opened) if settings.evaluation.enabled else None
         if eval_hook:
             yield eval_hook
         if self.ranks.is_main:
@@ -312,10 +312,10 @@ class Trainer:
         yield from self._more_hooks
         if eval_hook:
             metric, mode = settings.evaluation.eval_metric, settings.evaluation.eval_mode
-            yield BestHook(saver.save, metric=metric or self._task.metric, mode=mode or self._task.metric_mode)
+            yield BestHook(writer.save, metric=metric or self._task.metric, mode=mode or self._task.metric_mode)
         yield SnapshotHook(
-            saver.save,
-            saver,
+            writer.save,
+            writer,
             self.saved.snapshots,
             period=self._period(opened, settings.checkpointer.save_model_after_n_epoch, settings.checkpointer.period),
             max_to_keep=settings.checkpointer.max_to_keep,
@@ -324,19 +324,19 @@ class Trainer:
         if self.ranks.is_main:
             yield ExplainHook(graph, self.folder / PICTURE)
 
-    def _eval_hook(self, made: BuiltModel, opened: Opened) -> EvalHook | None:
+    def _eval_hook(self, built: BuiltModel, opened: Opened) -> EvalHook | None:
         heldout = opened.heldout
         if heldout is None:
             return None
         evaluation = self.settings.evaluation
         eval_graph = EvalGraph(
-            made.model, self._task, amp=self.settings.amp, capture=self._capture, pipeline=made.pipeline
+            built.model, self._task, amp=self.settings.amp, capture=self._capture, pipeline=built.pipeline
         )
         return EvalHook(
             lambda batch: eval_graph(**batch),
             lambda: self._heldout_batches(heldout),
             self._task.metrics,
-            model=made.model,
+            model=built.model,
             eval_period=self._period(opened, evaluation.eval_after_n_epoch, evaluation.eval_period),
             over_ranks=self.ranks.sum,
         )
@@ -352,3 +352,26 @@ class Trainer:
         parts = settings.dist.data_parallel_size
         for batch, counts in heldout_batches(heldout, size=size, limit=limit, part=ranks.data_rank, parts=parts):
             yield to_device(batch, self.device), counts
+
+
+@final
+class _Step:
+    """Reads a batch, updates the weights, and returns the losses of the iteration, means over the processes."""
+
+    def __init__(self, update: Callable[..., Any], batches: Prefetcher, ranks: TrainRanks) -> None:
+        self.loop: Loop | None = None
+        """Gets the seconds that the step waited for its data."""
+        self._update = update
+        self._batches = batches
+        self._ranks = ranks
+
+    def __call__(self, iteration: int) -> dict[str, Tensor]:
+        keys = "model, task, data, optim, train.scheduler"
+        with attribute_errors(keys, f"iteration {iteration}"), self._ranks.translate_errors():
+            started = time.perf_counter()
+            batch = self._batches.get(iteration)
+            if self.loop is not None:
+                self.loop.data_seconds = time.perf_counter() - started
+            losses: dict[str, Tensor] = self._update(**batch)
+            self._batches.prefetch(iteration + 1)
+            return self._ranks.average({name: loss.mean() for name, loss in losses.items()})

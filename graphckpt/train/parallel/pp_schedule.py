@@ -48,7 +48,7 @@ class Pipeline:
         mesh = ranks.stage_mesh
         assert mesh is not None
         self.stages = stages
-        self.replicas: GradSync | None = None
+        self.grad_sync: GradSync | None = None
         """Averages gradients over the pipelines of other parts of a batch, if there are any."""
         self._model = model
         self._ranks = ranks
@@ -75,8 +75,8 @@ class Pipeline:
 
     def losses(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Runs forward and backward of an update, and returns the losses of each micro-batch, on all stages."""
-        replicas = self.replicas
-        with replicas.micro_batch(is_last=True) if replicas is not None else nullcontext():
+        grad_sync = self.grad_sync
+        with grad_sync.micro_batch(is_last=True) if grad_sync is not None else nullcontext():
             output = self._run(self._training, batch, is_training=True)
         for weight in self._shared:  # last, for the sum of two has the same bits at both ends
             grad = torch.zeros_like(weight) if weight.grad is None else weight.grad

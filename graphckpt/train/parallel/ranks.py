@@ -1,9 +1,9 @@
-"""The processes of a run: they find each other, agree, and end together."""
+"""The processes of a run: their process groups, and the collectives between them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, final
 
@@ -15,18 +15,13 @@ from torch import Tensor
 
 from graphckpt.errors import GraphckptError
 from graphckpt.train.parallel.config import DistConfig
+from graphckpt.train.parallel.errors import ParallelError, connection_errors
 from graphckpt.train.parallel.launch import check_world_size
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _PATIENCE = timedelta(days=7)  # while one process prepares the data; if it dies, the others see that at once
-_LOST = ("connection closed", "connection reset", "broken pipe", "timed out", "timeout", "nccl", "gloo", "socket")
-
-
-@final
-class ParallelError(GraphckptError, RuntimeError):
-    """Another process of the run is gone, or does not answer."""
 
 
 @final
@@ -243,25 +238,9 @@ class TrainRanks:
         own = rows[-parts :: self.config.tensor_parallel_size]
         return {name: torch.tensor([row[name] for row in own], dtype=torch.float64).sum(0) for name in own[0]}
 
-    @contextmanager
-    def translate_errors(self) -> Iterator[None]:
-        """Says in the library's words that another process is gone or does not answer.
-
-        Raises:
-            ParallelError: that.
-        """
-        try:
-            yield
-        except RuntimeError as error:
-            if self.size == 1 or isinstance(error, GraphckptError) or not is_connection_error(error):
-                raise
-            first_line = str(error).split("\n", 1)[0]
-            seconds = self.config.timeout_seconds
-            what = f"another process is gone, or has not answered for {seconds} s ({first_line})"
-            fix = (
-                "see what the other processes say, and go on with --resume; if one is slow: train.dist.timeout_seconds"
-            )
-            raise ParallelError(f"rank {self.rank}: {what} · fix: {fix}") from error
+    def translate_errors(self) -> AbstractContextManager[None]:
+        """Returns a context in which a lost connection raises a ``ParallelError`` that says what to do."""
+        return nullcontext() if self.size == 1 else connection_errors(self.rank, self.config.timeout_seconds)
 
     def close(self) -> None:
         """Leaves the other processes, once all of them are ready to; call it last, and not after an error."""
@@ -269,11 +248,3 @@ class TrainRanks:
             return
         dist.barrier(group=self._control)
         dist.destroy_process_group()
-
-
-def is_connection_error(error: BaseException) -> bool:
-    """Returns whether ``error`` says that another process is gone or does not answer."""
-    if not (dist.is_available() and dist.is_initialized() and isinstance(error, RuntimeError)):
-        return False
-    first_line = str(error).split("\n", 1)[0].lower()
-    return isinstance(error, dist.DistError) or any(word in first_line for word in _LOST)

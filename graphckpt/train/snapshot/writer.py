@@ -55,7 +55,8 @@ class SnapshotWriter:
         self._saved = saved
         self._ranks = saved.ranks
         self._state = state
-        self._data = data
+        self.data = data
+        """Plain values that differ if the data does."""
         self._companions = companions
         self._thread = ThreadPoolExecutor(1, "snapshot") if is_async else None
         self._pending: tuple[Future[None], Done] | None = None
@@ -147,7 +148,7 @@ class SnapshotWriter:
             "iteration": loop.iteration,
             "done": loop.done,
             "consumed_samples": self._saved.consumed_samples(loop.done),
-            "data": self._data,
+            "data": self.data,
             "metrics": {key: value for key, value in loop.metrics.items() if math.isfinite(value)},
             "machine": rounding_environment(self._ranks),
             "optimizer_states": sum(len(graph[key]["state"]) for key in graph if "Optimizer" in key),

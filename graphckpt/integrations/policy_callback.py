@@ -1,16 +1,17 @@
-"""What a callback's keys mean on a model: which blocks, and which fields each. Knows no trainer."""
+"""Callbacks of any trainer: they put policies on a model, look once at what is saved, and take them off again."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, final
 
 from torch import nn
 
 from graphckpt.blocks import BlockConfig, Handle, apply
 from graphckpt.blocks.layers import layers
-from graphckpt.errors import ConfigError
+from graphckpt.errors import ConfigError, GraphError
 from graphckpt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _FLAG = "activation_checkpointing"
 
 
 @final
-class Policies:
+class CallbackPolicies:
     """The keys of a callback, checked where they are given, and put on a model when training starts.
 
     Args:
@@ -78,6 +79,54 @@ class Policies:
             fix = f"name its class or its blocks: {self._owner}(unit='Block'), or {self._owner}(unit='layers.*')"
             raise ConfigError(f"{self._owner}: {type(model).__name__} has no stack of layers · fix: {fix}")
         return list(found)
+
+
+class PolicyCallback:
+    """The keys that all callbacks take, and what is in force; when to act is for the trainer's own class to say."""
+
+    def __init__(
+        self,
+        rule: Value = True,
+        *,
+        unit: Selector | Sequence[Selector] | None = None,
+        blocks: Mapping[Selector, Value] | None = None,
+        report: bool = True,
+        **fields: Any,
+    ) -> None:
+        self._policies = CallbackPolicies(type(self).__name__, rule, unit, blocks, fields)
+        self._report = report
+        self._measuring = ExitStack()
+        self.handle: Handle | None = None
+        """What is in force; ``None`` unless a training is under way."""
+        self.explanation: Explanation | None = None
+        """What the first step of the last training kept; ``None`` before it."""
+
+    def _put_on(self, model: nn.Module) -> None:
+        self._take_off()  # what a training that ended in an error has left
+        self.explanation = None
+        self.handle = self._policies.put_on(model)
+
+    def _measure(self) -> None:
+        """Has the coming step watched op by op until :meth:`_look`, if nothing has shown yet what is kept."""
+        if self.handle is not None and self.explanation is None:
+            self._measuring.enter_context(self.handle.measure())
+
+    def _look(self) -> Explanation | None:
+        """Returns what the first step kept, the first time only; ``None`` too if the model has not run."""
+        self._measuring.close()
+        if self.handle is None or self.explanation is not None:
+            return None
+        try:
+            self.explanation = self.handle.explain(show=False)
+        except GraphError:
+            return None
+        return self.explanation
+
+    def _take_off(self) -> None:
+        self._measuring.close()
+        if self.handle is not None:
+            self.handle.remove()
+            self.handle = None
 
 
 def saved_line(seen: Explanation) -> str:
