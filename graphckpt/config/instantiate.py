@@ -101,7 +101,7 @@ def locate(target: object) -> Callable[..., Any]:
     """
     found = _imported(target) if isinstance(target, str) else target
     if not callable(found):
-        raise ConfigError(f"_target_ {target!r}: expects a callable or its dotted name, got {type(found).__name__}")
+        raise ConfigError(f"_target_ {target!r}: expected a callable or its dotted name, got {type(found).__name__}")
     return found
 
 

@@ -61,7 +61,7 @@ def _read_yaml(path: Path) -> DictConfig:
     if faults := [f"{key} in line {line}: {fault_of(odd)}" for key, odd, line in odd_numbers(path.read_text("utf-8"))]:
         raise ConfigError(bullets(str(path), faults) if len(faults) > 1 else f"{path}: {faults[0]}")
     if not isinstance(config, DictConfig):
-        raise ConfigError(f"{path}: expects a mapping at the top level, got a list")
+        raise ConfigError(f"{path}: expected a mapping at the top level, got a list")
     config._set_flag("allow_objects", True)
     return config
 

@@ -63,7 +63,7 @@ def trainer_from(
     with importable_from(*places):
         run = checked(config, faults, str(path))
         if resume and run.train.overwrite:
-            raise ConfigError("train.overwrite: True does not go with --resume · fix: leave one of them out")
+            raise ConfigError("train.overwrite: True is not supported with --resume · fix: leave one of them out")
         trainer = _trainer(
             run,
             resume=resume,
@@ -108,7 +108,8 @@ def optimizer_of(run: RunConfig, model: nn.Module, device: str | None = None) ->
     fast = {} if is_scaled else fast_settings(run.optim, kind)
     optimizer: object = run.optim(params=params, **fast)
     if not isinstance(optimizer, Optimizer):
-        raise ConfigError(f"optim: {type(optimizer).__name__} is no Optimizer · fix: call a class of optimizers")
+        found = type(optimizer).__name__
+        raise ConfigError(f"optim: expected an Optimizer, got {found} · fix: call a class of optimizers")
     return optimizer
 
 
@@ -132,7 +133,9 @@ def _trainer(run: RunConfig, **how: Any) -> Trainer:
     def make_model() -> nn.Module:
         model: object = run.model()
         if not isinstance(model, nn.Module):
-            raise ConfigError(f"model: {type(model).__name__} is no nn.Module · fix: call a class of modules")
+            raise ConfigError(
+                f"model: expected an nn.Module, got {type(model).__name__} · fix: call a class of modules"
+            )
         return model
 
     data, task = run.data(), run.task()

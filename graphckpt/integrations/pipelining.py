@@ -59,7 +59,7 @@ def pipeline_part(
     chain = unwrap(model)
     if not isinstance(chain, nn.Sequential):
         fix = "put its blocks into an nn.Sequential, each with one tensor in and one out"
-        raise ConfigError(f"pipeline: {type(chain).__name__} is no chain of blocks · fix: {fix}")
+        raise ConfigError(f"pipeline: expected an nn.Sequential, got {type(chain).__name__} · fix: {fix}")
     group = group or dist.group.WORLD
     if group is None:
         raise ConfigError(
@@ -110,7 +110,7 @@ def _faults(
 ) -> Iterator[str]:
     for name, values in fields.items():
         if values.get(_STAGE) is not None and name not in blocks:
-            what = f"{name or 'the chain'}.stage_id: is no block of the chain"
+            what = f"{name or 'the chain'}.stage_id: expected a block of the chain"
             yield f"{what} · fix: set it on one of {', '.join(blocks)}"
     for name, stage, before in zip(blocks, stages, [0, *stages], strict=False):
         if not before <= stage <= before + 1:

@@ -124,7 +124,7 @@ class GraphckptArguments:
         try:
             blocks = json.loads(self.graphckpt_blocks)
         except ValueError as error:
-            raise ConfigError(f"graphckpt_blocks: is no JSON: {error} · {fix}") from None
+            raise ConfigError(f"graphckpt_blocks: expected a JSON object: {error} · {fix}") from None
         if not isinstance(blocks, dict):
-            raise ConfigError(f"graphckpt_blocks: {blocks!r} is no object · {fix}")
+            raise ConfigError(f"graphckpt_blocks: expected a JSON object, got {blocks!r} · {fix}")
         return blocks

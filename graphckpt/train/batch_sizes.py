@@ -66,7 +66,9 @@ def batch_sizes(
 def _check_divides(global_batch: int, parts: int, described: str) -> None:
     if global_batch % parts:
         near = max(parts, round(global_batch / parts) * parts)
-        raise ConfigError(f"global_batch_size: {global_batch} is no multiple of {described} · fix: use {near}")
+        raise ConfigError(
+            f"global_batch_size: expected a multiple of {described}, got {global_batch} · fix: use {near}"
+        )
 
 
 def iterations(

@@ -101,7 +101,8 @@ class ActivationCheckpointConfig:
         for name, value in (self.head or {}).items():
             try:
                 if any(parse_rule(one) is None for one in (value if isinstance(value, list) else [value])):
-                    yield f"head.{name}: None is no rule · fix: {{'rule': 'tiles', 'num_tiles': 8, 'reduce': 'sum'}}"
+                    fix = "{'rule': 'tiles', 'num_tiles': 8, 'reduce': 'sum'}"
+                    yield f"head.{name}: expected a rule, got None · fix: {fix}"
             except ConfigError as error:
                 yield f"head.{name}: {error}"
 
@@ -239,17 +240,17 @@ class TrainConfig:
         yield from not_neutral(self, "a snapshot says it", "consumed_valid_samples", "start_iter")
         for name in ("train_epoch", "consumed_train_samples"):
             if not 0 <= getattr(self, name) < math.inf:
-                yield f"{name}: {getattr(self, name)} · fix: use 0 or more"
+                yield f"{name}: expected 0 or more, got {getattr(self, name)}"
         if self.train_samples is not None and self.train_epoch:
             yield f"train_samples: {self.train_samples}, and train_epoch is {self.train_epoch} · fix: set one of them"
         if not 0 <= self.warmup_ratio < 1:
-            yield f"warmup_ratio: {self.warmup_ratio} · fix: use a share from 0 to below 1"
+            yield f"warmup_ratio: expected a share from 0 to below 1, got {self.warmup_ratio}"
         if not 0 <= self.seed < _SEEDS:
-            yield f"seed: {self.seed} · fix: use 0 or more, and less than 2**63"
+            yield f"seed: expected 0 or more and less than 2**63, got {self.seed}"
         yield from self._spread_faults()
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(self.dist, name) > 1 and self.amp.enabled and self.amp.dtype == "float16":
-                yield f"amp.dtype: 'float16' does not go with dist.{name} above 1 · fix: use 'bfloat16'"
+                yield f"amp.dtype: 'float16' is not supported with dist.{name} above 1 · fix: use 'bfloat16'"
         if self.activation_checkpoint.memory_budget is not None and self.dist.pipeline_parallel_size > 1:
             what = "the stages of a pipeline have different blocks, and a plan is for equal processes"
             yield f"activation_checkpoint.memory_budget: {what} · fix: name the blocks"
@@ -281,14 +282,14 @@ class TrainConfig:
             what = "zero_optimization.enabled: True, and dist.data_parallel_size is 1"
             yield f"{what}: one process would hold all of it · fix: raise the size, or leave the key out"
         elif dist.pipeline_parallel_size > 1 and self.zero_optimization.enabled:
-            what = "zero_optimization.enabled: True does not go with dist.pipeline_parallel_size above 1"
+            what = "zero_optimization.enabled: True is not supported with dist.pipeline_parallel_size above 1"
             yield f"{what} · fix: leave the key out"
         kinds = ("data_parallel_size", "pipeline_parallel_size")
         above = next((name for name in kinds if getattr(dist, name) > 1), None)
         if above is None:
             return
         if self.capture == "cuda_graph":
-            yield f"capture: 'cuda_graph' does not go with dist.{above} above 1 · fix: use 'eager'"
+            yield f"capture: 'cuda_graph' is not supported with dist.{above} above 1 · fix: use 'eager'"
         is_on = checkpoint.enabled or checkpoint.memory_budget is not None
         if is_on and checkpoint.partition and dist.tensor_parallel_size == 1:
             what = "activation_checkpoint.partition: processes that do not share matrices keep different tensors"
@@ -299,4 +300,4 @@ def _below_one(config: object, *names: str) -> Iterator[str]:
     for name in names:
         value = getattr(config, name)
         if value is not None and value < 1:
-            yield f"{name}: {value} · fix: use 1 or more"
+            yield f"{name}: expected 1 or more, got {value}"

@@ -207,8 +207,8 @@ def test_a_stage_holds_its_own_weights_and_names_of_the_rest() -> None:
 @pytest.mark.parametrize(
     ("make", "how", "fault"),
     [
-        (bert, {}, "train.dist.pipeline_parallel_size: nobody knows how to cut BertForMaskedLM into stages · fix: use"),
-        (lambda: nn.Linear(2, 2), {}, "nobody knows how to cut Linear into stages"),
+        (bert, {}, "train.dist.pipeline_parallel_size: no pipeline plan is known for BertForMaskedLM · fix: use"),
+        (lambda: nn.Linear(2, 2), {}, "no pipeline plan is known for Linear"),
         (lambda: gpt2(n_layer=1), {}, "pipeline_parallel_size: 2, and the model has 1 layers · fix: use 1 or less"),
         (gpt2, {"layer_stages": [0, 1]}, "custom_pipeline_stage_id: 2 stages, and the model has 4 layers · fix: name"),
         (gpt2, {"layer_stages": [0, 1, 0, 1]}, "transformer.h.2.stage_id: 0 after 1 · fix: use 1 or 2, in the order"),

@@ -192,7 +192,7 @@ def refuse(rank: int, folder: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         shard_model(llama(vocab_size=63, num_attention_heads=3, num_key_value_heads=3, hidden_size=18), mesh)
     text = str(raised.value)
-    assert text.startswith("model: LlamaForCausalLM cannot be cut over 2 processes:\n")
+    assert text.startswith("model: LlamaForCausalLM cannot be sharded over 2 processes:\n")
     for part in (
         "num_attention_heads is 3 · fix: use 4",
         "num_key_value_heads is 3 · fix: use 4",

@@ -164,7 +164,9 @@ def test_another_number_of_processes_is_an_error(
     what = "train.dist: data_parallel_size 1 x tensor_parallel_size 2 is 2, and 4 processes were started"
     assert f"{what} · {fix}" in capsys.readouterr().err
     assert train("out", TWO, "train.amp.enabled=True", "train.amp.dtype=float16") == 2
-    assert "train.amp.dtype: 'float16' does not go with dist.tensor_parallel_size above 1" in capsys.readouterr().err
+    assert (
+        "train.amp.dtype: 'float16' is not supported with dist.tensor_parallel_size above 1" in capsys.readouterr().err
+    )
     assert not (place / "out").exists()
 
 

@@ -140,7 +140,7 @@ def test_faults(data, tmp_path, quiet):
     assert len(lines) == 2
     assert "tokens to train on, fewer than one sequence of 100000 · fix: add text, lower data.seq_length" in lines[0]
     assert "tokens held out for evaluation" in lines[1]
-    with pytest.raises(DataError, match=r"data\.vocab_size: 10 · fix: use 257 or more"):
+    with pytest.raises(DataError, match=r"data\.vocab_size: expected 257 or more, one for each byte, got 10"):
         data(vocab_size=10).prepare(quiet)
     blocked = tmp_path / "a_file"
     blocked.touch()

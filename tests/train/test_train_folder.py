@@ -129,7 +129,9 @@ def test_overwrite_does_not_go_with_resume(place, capsys):
     assert train(*BRIEF) == 0
     before = content(place / "out")
     assert train("--resume", "train.overwrite=True") == 2
-    assert "train.overwrite: True does not go with --resume · fix: leave one of them out" in capsys.readouterr().err
+    assert (
+        "train.overwrite: True is not supported with --resume · fix: leave one of them out" in capsys.readouterr().err
+    )
     assert content(place / "out") == before
 
 

@@ -161,8 +161,8 @@ def test_a_snapshot_that_is_alone_and_broken_says_so(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "holds '', no name of a folder"),
-        ("../elsewhere\n", "holds '../elsewhere', no name of a folder"),
+        ("", "expected the name of a folder, got ''"),
+        ("../elsewhere\n", "expected the name of a folder, got '../elsewhere'"),
         ("model_0000009\n", "names model_0000009, which is not there"),
     ],
 )

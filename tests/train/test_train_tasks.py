@@ -190,7 +190,7 @@ def test_faults_of_a_task_are_those_of_the_config():
     described = {"_target_": "graphckpt.train.tasks.MaskedLM", "mask_fraction": 1.5, "random_fractoin": 0.5}
     assert check_call(described, "task")[1] == [
         "task.random_fractoin: no such key of MaskedLM · did you mean 'random_fraction' or 'mask_fraction'?",
-        "task.mask_fraction: 1.5 · fix: use a share from 0 to 1",
+        "task.mask_fraction: expected a share from 0 to 1, got 1.5",
     ]
 
 

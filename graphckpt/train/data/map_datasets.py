@@ -69,7 +69,7 @@ class OwnData:
 def _samples(items: Any, key: str) -> Samples:
     if not (hasattr(items, "__len__") and hasattr(items, "__getitem__")):
         fix = "give it __len__ and __getitem__"
-        raise DataError(f"{key}: {type(items).__name__} is no map-style data set · fix: {fix}")
+        raise DataError(f"{key}: expected a map-style data set, got {type(items).__name__} · fix: {fix}")
     if not len(items):
         raise DataError(f"{key}: {type(items).__name__} holds no sample · fix: fill it")
     return _Collated(items, key)

@@ -73,13 +73,13 @@ class TextData:
     def faults(self) -> Iterator[str]:
         """Yields what is wrong with the fields."""
         if self.vocab_size < SMALLEST_VOCAB:
-            yield f"vocab_size: {self.vocab_size} · fix: use {SMALLEST_VOCAB} or more, for each byte"
+            yield f"vocab_size: expected {SMALLEST_VOCAB} or more, one for each byte, got {self.vocab_size}"
         if self.seq_length < 2:
-            yield f"seq_length: {self.seq_length} · fix: use 2 or more, for there must be a next token"
+            yield f"seq_length: expected 2 or more, got {self.seq_length}: the last token has no next one"
         if not 0 < self.eval_fraction < 1:
-            yield f"eval_fraction: {self.eval_fraction} · fix: use a share between 0 and 1"
+            yield f"eval_fraction: expected a share between 0 and 1, got {self.eval_fraction}"
         if self.max_bytes is not None and self.max_bytes < 1:
-            yield f"max_bytes: {self.max_bytes} · fix: use 1 or more, or null"
+            yield f"max_bytes: expected null or 1 or more, got {self.max_bytes}"
         if self.dataset is not None and self.paths is not None:
             yield f"dataset: {self.dataset!r}, and data.paths is set too · fix: set one of them to null"
 
@@ -106,8 +106,8 @@ class TextData:
         if faults := list(self.faults()):
             raise DataError("\n".join(f"data.{fault}" for fault in faults))
         if self.vocab_size < SMALLEST_VOCAB + len(special_tokens):
-            fix = f"use {SMALLEST_VOCAB + len(special_tokens)} or more, for {', '.join(special_tokens)} too"
-            raise DataError(f"data.vocab_size: {self.vocab_size} · fix: {fix}")
+            least = f"{SMALLEST_VOCAB + len(special_tokens)} or more, with one for {', '.join(special_tokens)} each"
+            raise DataError(f"data.vocab_size: expected {least}, got {self.vocab_size}")
         corpus = self._corpus()
         counts = f"{len(corpus.train)} documents to train on, {len(corpus.heldout)} held out"
         report.line(f"data: {counts}, {format_bytes(corpus.num_bytes)}")

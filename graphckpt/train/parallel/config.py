@@ -52,12 +52,12 @@ class DistConfig:
         yield from not_neutral(self, "a pipeline cuts all layers of the model", "pipeline_num_layers")
         for name in ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "timeout_seconds"):
             if getattr(self, name) < 1:
-                yield f"{name}: {getattr(self, name)} · fix: use 1 or more"
+                yield f"{name}: expected 1 or more, got {getattr(self, name)}"
         if self.timeout_seconds > _LONGEST_SECONDS:
-            yield f"timeout_seconds: {self.timeout_seconds} · fix: use {_LONGEST_SECONDS} or less"
+            yield f"timeout_seconds: expected {_LONGEST_SECONDS} or less, got {self.timeout_seconds}"
         if self.pipeline_parallel_size > 1 and self.tensor_parallel_size > 1:
             fix = "use 1, and data_parallel_size for the other processes"
-            yield f"tensor_parallel_size: {self.tensor_parallel_size} does not go with a pipeline · fix: {fix}"
+            yield f"tensor_parallel_size: {self.tensor_parallel_size} is not supported with a pipeline · fix: {fix}"
         if self.custom_pipeline_stage_id is not None and self.pipeline_parallel_size == 1:
             fix = "raise pipeline_parallel_size, or leave the key out"
             yield f"custom_pipeline_stage_id: there is one stage · fix: {fix}"
@@ -81,4 +81,4 @@ class ZeroConfig:
     def faults(self) -> Iterator[str]:
         """Yields what means nothing."""
         if self.stage not in _STAGES:
-            yield f"stage: {self.stage} · fix: use one of {', '.join(map(str, _STAGES))}"
+            yield f"stage: expected one of {', '.join(map(str, _STAGES))}, got {self.stage}"

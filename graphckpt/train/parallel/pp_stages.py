@@ -72,7 +72,7 @@ def _parts(model: nn.Module) -> tuple[list[str], list[str], list[str]]:
     base: Any = getattr(model, "base_model", model)
     lists = [name for name in order if isinstance(getattr(base, name, None), nn.ModuleList)]
     if not isinstance(model, PreTrainedModel) or base is model or len(lists) != 1:
-        what = f"{_WHERE}: nobody knows how to cut {type(model).__name__} into stages"
+        what = f"{_WHERE}: no pipeline plan is known for {type(model).__name__}"
         fix = "use GPT-2 or a model of Transformers whose config has a base_model_pp_plan, such as Llama"
         raise ConfigError(f"{what} · fix: {fix}, or {_WHERE}=1")
     prefix, at = model.base_model_prefix, order.index(lists[0])
@@ -158,8 +158,8 @@ def check_split(model: PreTrainedModel, stages: Stages, read: Read) -> None:
         model.train(was_training)
         config._attn_implementation = kernel
     if not torch.allclose(x, _stacked(whole), rtol=1e-3):
-        what = f"model: the stages of {type(model).__name__} in a row do not say what the whole says"
-        raise ConfigError(f"{what}; it does more than pass hidden states on · {_FIX}")
+        what = f"model: the stages of {type(model).__name__}, run in sequence, differ from the whole model"
+        raise ConfigError(f"{what}; more than hidden states passes between its layers · {_FIX}")
 
 
 @final

@@ -63,7 +63,7 @@ def shard_model(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     plan = tensor_parallel_plan(model)
     faults = list(_indivisible(model, plan, mesh.size()))
     if faults:
-        head = f"model: {type(model).__name__} cannot be cut over {mesh.size()} processes"
+        head = f"model: {type(model).__name__} cannot be sharded over {mesh.size()} processes"
         raise ConfigError(bullets(head, faults) if len(faults) > 1 else f"{head}: {faults[0]}")
     root = dist.get_global_rank(mesh.get_group(), 0)
     for tensor in (*model.parameters(), *model.buffers()):
@@ -93,7 +93,7 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, Style]:
     words = _words(model)
     if not words:
         fix = f"{_FIX}, or train.dist.tensor_parallel_size=1"
-        raise ConfigError(f"model: nobody knows how to cut {type(model).__name__} over processes · fix: {fix}")
+        raise ConfigError(f"model: no tensor-parallel plan is known for {type(model).__name__} · fix: {fix}")
     plan: dict[str, Style] = {}
     faults: dict[str, None] = {}
     whole = "fix: train.dist.tensor_parallel_size=1"
@@ -110,7 +110,7 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, Style]:
         if isinstance(_style(words[pattern])[0], ColwiseParallel | RowwiseParallel) and pattern != "lm_head":
             faults[f"{pattern}: there is no such layer · {whole}"] = None
     if faults:
-        raise ConfigError(bullets(f"model: {type(model).__name__} cannot be cut over processes", faults))
+        raise ConfigError(bullets(f"model: {type(model).__name__} cannot be sharded over processes", faults))
     return _with_whole_ties(model, plan)
 
 

@@ -173,7 +173,7 @@ class _Reader(FileSystemReader):
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name not in _CLASSES.get(module, set()):
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no part of a list of tensors")
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which a list of tensors never contains")
         return getattr(importlib.import_module(module), name)
 
 

@@ -151,7 +151,7 @@ def read_info(folder: Path) -> dict[str, Any]:
     try:
         info: Any = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise SnapshotError(f"{folder}: is no snapshot, for it has no {MANIFEST}") from error
+        raise SnapshotError(f"{folder}: expected a snapshot, found no {MANIFEST}") from error
     except (OSError, ValueError, RecursionError) as error:
         raise SnapshotError(f"{folder / MANIFEST}: is broken ({error})") from error
     known: dict[str, Any] = info if isinstance(info, dict) else {}

@@ -59,7 +59,7 @@ class Snapshots:
         except (OSError, UnicodeDecodeError) as error:
             raise SnapshotError(f"{self.folder / LAST}: cannot be read ({error})") from error
         if not name or Path(name).name != name:
-            raise SnapshotError(f"{self.folder / LAST}: holds {name!r}, no name of a folder{self._fix()}")
+            raise SnapshotError(f"{self.folder / LAST}: expected the name of a folder, got {name!r}{self._fix()}")
         return name
 
     def last(self) -> Path:

@@ -82,7 +82,7 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
 def _missing(folder: Path, shards: list[str]) -> Iterator[str]:
     for shard in shards:
         if Path(shard).name != shard:
-            yield f"{shard!r} is no name of a file in this folder"
+            yield f"expected the name of a file in this folder, got {shard!r}"
         elif not (folder / shard).is_file():
             yield f"{shard} is missing"
 

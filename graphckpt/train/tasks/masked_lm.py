@@ -112,7 +112,7 @@ class MaskedLM(TextTask):
         """Yields what is wrong with the fields."""
         for name in ("mask_fraction", "random_fraction"):
             if not 0 <= getattr(self, name) <= 1:
-                yield f"{name}: {getattr(self, name)} · fix: use a share from 0 to 1"
+                yield f"{name}: expected a share from 0 to 1, got {getattr(self, name)}"
 
     def samples(self, tokens: TokenFile, text: PreparedText, seed: int) -> Samples:
         """Returns a pair of texts for each sequence of the file, of the document in which it begins."""
@@ -150,7 +150,7 @@ class MaskedLM(TextTask):
         """Yields what about ``model`` does not fit the text."""
         yield from super().check(model, text)
         if text.seq_length < 8:
-            yield f"data.seq_length: {text.seq_length} · fix: use 8 or more, for two texts and their three marks"
+            yield f"data.seq_length: expected 8 or more (two texts and three special tokens), got {text.seq_length}"
         if text.train.num_documents < 2 and self.random_fraction:
             fix = "name several files, or set task.random_fraction=0"
             yield f"data: there is one document, and no second text from another · fix: {fix}"
