@@ -1,4 +1,4 @@
-"""Makes what a run trains: the model with the weights of its seed, cut over the processes, and what is set on it."""
+"""Builds the model of a run: initialised from the seed, sharded over the processes, with its blocks' policies."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ if TYPE_CHECKING:
 
 
 class BuiltModel(NamedTuple):
-    """What a run trains."""
+    """The model of a run."""
 
     model: nn.Module
     architecture: str
-    """The name of its class, before it was cut."""
+    """The name of its class before sharding, which changes it."""
     pipeline: Pipeline | None
-    """What runs it, if this process has one of several stages."""
+    """Runs it, if this process has one of several pipeline stages."""
 
 
 def build_model(
     make_model: Callable[[], nn.Module], task: Task, settings: TrainConfig, ranks: TrainRanks, device: torch.device
 ) -> BuiltModel:
-    """Returns the model that the settings describe; all processes call this, and draw in their own ways from then on.
+    """Returns the model that the settings describe, and seeds each rank; collective.
 
     Raises:
-        ConfigError: nobody knows how to cut the model, or a size does not divide.
+        ConfigError: no plan is known for the model, or a size is not divisible.
     """
     seed_all(settings.seed)
     with attribute_errors("model, task", "making the model"):
         model = task.prepare(make_model())
-    architecture = type(model).__name__  # what is cut gets another class
+    architecture = type(model).__name__  # sharding changes the class
     if settings.dist.num_processes > 1 and hasattr(model, LOSS_HEAD):
-        what = "task.loss_head: processes that share a model call it as a whole"
+        what = f"task.loss_head: expected one process, got {settings.dist.num_processes}"
         raise ConfigError(f"{what} · fix: leave the key out, or train on one process")
     pipeline = None if ranks.stage_mesh is None else _pipeline(model, task, settings, ranks, device)
     model = (model if pipeline is not None else model.to(device)).train()
@@ -68,11 +68,11 @@ def build_model(
 
 
 def _pipeline(model: nn.Module, task: Task, settings: TrainConfig, ranks: TrainRanks, device: torch.device) -> Pipeline:
-    """Leaves to this process its stage of a model, in place."""
+    """Reduces a model to this process's pipeline stage, in place."""
     from graphckpt.train.parallel import pp_schedule, pp_stages  # noqa: PLC0415 - load what one process does not need
 
     if not isinstance(task, CausalLM):
-        what = f"train.dist.pipeline_parallel_size: {type(task).__name__} asks for a whole model"
+        what = f"train.dist.pipeline_parallel_size: {type(task).__name__} is not supported with a pipeline"
         raise ConfigError(f"{what} · fix: task=CausalLM, or train.dist.pipeline_parallel_size=1")
     config = settings.dist
     fields = block_policies(model, settings.activation_checkpoint)
@@ -86,10 +86,10 @@ def _pipeline(model: nn.Module, task: Task, settings: TrainConfig, ranks: TrainR
 
 
 def block_fields(made: BuiltModel, settings: TrainConfig, ranks: TrainRanks) -> dict[str, dict[str, Any]]:
-    """Returns the settings of each block that runs here, with the processes that ``partition`` means.
+    """Returns the fields of each block that runs on this process, with ``partition=True`` resolved to a mesh.
 
     Raises:
-        ConfigError: a name matches no block, or a value cannot act.
+        ConfigError: a name matches no block, or a value is invalid.
     """
     blocks = block_policies(made.model, settings.activation_checkpoint)
     if made.pipeline is not None:
@@ -97,12 +97,12 @@ def block_fields(made: BuiltModel, settings: TrainConfig, ranks: TrainRanks) -> 
     mesh = ranks.tensor_mesh
     for fields in blocks.values() if mesh is not None else ():
         if fields.get("partition") is True:
-            fields["partition"] = mesh  # and not all processes, of which some see other samples
+            fields["partition"] = mesh  # not all processes: other data-parallel ranks have other samples
     return blocks
 
 
 def grad_sync_of(model: nn.Module, task: Task, settings: TrainConfig, ranks: TrainRanks) -> GradSync | None:
-    """Returns what makes gradients equal on processes that share batches; ``None`` if none do."""
+    """Returns how gradients are synchronized; ``None`` without data parallelism."""
     if ranks.data_mesh is None:
         return None
     from graphckpt.train.parallel.grad_sync import make_grad_sync  # noqa: PLC0415 - loads what one process does not need

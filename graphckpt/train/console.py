@@ -1,4 +1,4 @@
-"""Says what a run does, on the console and in log.txt."""
+"""Output of a run, on the console and in log.txt."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ class Report:
         self._has_complained = False
 
     def open_log(self) -> None:
-        """Writes what has waited, and from now on everything at once."""
+        """Writes the buffered lines, and all later ones at once."""
         if self._waiting is not None:
             text, self._waiting = "".join(self._waiting), None
             self._append(text)
 
     @classmethod
     def silent(cls) -> Report:
-        """Returns one that says nothing: for all processes of a run but one."""
+        """Returns one without output, for all ranks but 0."""
         return cls(Console(quiet=True))
 
     @property
     def stream(self) -> TextIO:
-        """Where the console writes, for what prints by itself."""
+        """The console's stream, for code that prints by itself."""
         return cast("TextIO", self._console.file)  # rich says IO[str], a wider type
 
     def log(self, text: str) -> None:

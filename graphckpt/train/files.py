@@ -68,7 +68,7 @@ def sync(path: Path) -> None:
 
 @final
 class AppendFile:
-    """Appends text to a file; what the disk does not take is written with the next text."""
+    """Appends text to a file; text that cannot be written is kept and written with the next one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -108,7 +108,7 @@ def cut_log(path: Path, last_iteration: int) -> None:
 
 
 def cut_metrics(path: Path, last_iteration: int) -> None:
-    """Drops the rows of iterations after ``last_iteration``, and what is no row, from a file of JSON lines.
+    """Drops rows of iterations after ``last_iteration``, and invalid rows, from a file of JSON lines.
 
     Raises:
         OSError: the file cannot be written.
@@ -118,7 +118,7 @@ def cut_metrics(path: Path, last_iteration: int) -> None:
         try:
             row = json.loads(line)
             return int(row["iteration"]) <= last_iteration
-        except (ValueError, TypeError, KeyError):  # half a line, of a process that was killed
+        except (ValueError, TypeError, KeyError):  # an incomplete line of a killed process
             return False
 
     _keep(path, is_kept)

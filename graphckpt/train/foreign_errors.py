@@ -13,20 +13,20 @@ from graphckpt.train.loop import TrainError
 from graphckpt.train.parallel.errors import is_connection_error
 from graphckpt.train.snapshot.folder import first_line
 
-_MOST_CHARACTERS = 400  # of the error's own words
-_CPU_WORDS = "can't allocate memory"  # of PyTorch's allocator for the CPU, which raises a plain RuntimeError
+_MOST_CHARACTERS = 400  # of the error's message
+_CPU_WORDS = "can't allocate memory"  # PyTorch's CPU allocator raises a plain RuntimeError
 
 
 @contextmanager
 def attribute_errors(keys: str, what: str) -> Iterator[None]:
-    """Turns an error of code that is not this library's into one that names keys, file and line.
+    """Turns an error of user or third-party code into one that names the config keys, the file and the line.
 
     Args:
-        keys: of the config, such as ``"model, data"``.
-        what: failed, such as ``"iteration 3"``.
+        keys: the config keys, such as ``"model, data"``.
+        what: the failed action, such as ``"iteration 3"``.
 
     Raises:
-        TrainError: that; the error itself is its cause.
+        TrainError: with the error as its cause.
     """
     try:
         yield
@@ -37,19 +37,19 @@ def attribute_errors(keys: str, what: str) -> Iterator[None]:
         place = f"{frame.filename}:{frame.lineno}"
         said = " ".join(str(error).split())  # in one line
         text = f"{keys}: {what} failed, {type(error).__name__}: {said[:_MOST_CHARACTERS]} (at {place})"
-        raise TrainError(f"{text} · fix: see what these keys of the config say") from error
+        raise TrainError(f"{text} · fix: check these keys of the config") from error
 
 
 @contextmanager
 def explain_out_of_memory(*, micro_batch: int, is_checkpointed: bool) -> Iterator[None]:
-    """Turns the errors of allocators into one that says how a step needs less.
+    """Replaces an allocator's out-of-memory error with advice.
 
     Args:
         micro_batch: samples in one forward.
-        is_checkpointed: whether blocks are recomputed already.
+        is_checkpointed: whether activation checkpointing is on.
 
     Raises:
-        TrainError: there was not enough memory; the allocator's error is the cause.
+        TrainError: out of memory, with the allocator's error as its cause.
     """
     try:
         yield
@@ -64,7 +64,7 @@ def explain_out_of_memory(*, micro_batch: int, is_checkpointed: bool) -> Iterato
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether an allocator raised ``error``."""
+    """Returns whether ``error`` is an out-of-memory error."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and _CPU_WORDS in str(error)
     )

@@ -1,4 +1,4 @@
-"""The two graphs of a run, one that trains and one that evaluates, over the same model."""
+"""The graphs of a run for training and evaluation, over the same model."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TrainGraph(Graph):
             block = self._block_of(model.get_submodule(name))
             block.config.update(fields)
         self.add_optimizer(optimizer, lr_sch=scheduler)
-        if pipeline is not None:  # which cuts a batch itself
+        if pipeline is not None:  # which splits a batch itself
             pipeline.grad_sync = grad_sync
             self._update.total_norm = pipeline.total_norm
             return
@@ -62,7 +62,7 @@ class TrainGraph(Graph):
         return next(block for block in self.model.modules() if block.origin is module)
 
     def build(self, **batch: Tensor) -> dict[str, Tensor]:
-        """Returns the losses of a batch, with ``total_loss``, their sum, of which ``backward`` was called."""
+        """Returns the losses of a batch and ``total_loss``, their sum, after its backward."""
         if self.pipeline is not None:
             return self.pipeline.losses(batch)
         grad_sync = self.turn.grad_sync
@@ -80,7 +80,7 @@ class TrainGraph(Graph):
 
 @final
 class _MicroBatchCounter:
-    """Counts the micro-batches of an update, of which the last one sends the gradients."""
+    """Counts the micro-batches of an update: gradients are synchronized in the last one."""
 
     def __init__(self, count: int, grad_sync: GradSync | None) -> None:
         self.grad_sync = grad_sync
@@ -98,7 +98,7 @@ class _MicroBatchCounter:
 
 @final
 class EvalGraph(Graph):
-    """One forward over a held-out batch; nothing is kept for a backward."""
+    """One forward over a held-out batch, without saving tensors for backward."""
 
     def __init__(
         self,
@@ -118,5 +118,5 @@ class EvalGraph(Graph):
             self.config.enable_amp(True, dtype=getattr(torch, amp.dtype))
 
     def build(self, **batch: Tensor) -> dict[str, Tensor]:
-        """Returns the sums that the task's metrics are made of, each with its count."""
+        """Returns the sums for the task's metrics, each with its count."""
         return self.task.tally(self.model, batch) if self.pipeline is None else self.pipeline.tally(batch)

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 def plan_on_first_batch(
     graph: TrainGraph, config: ActivationCheckpointConfig, report: Report, saved: SavedRun
 ) -> Callable[..., Any]:
-    """Returns what to call with each batch: the graph, which the first call plans for, if there is a budget.
+    """Returns the step to call with each batch: the graph, planned for in the first call if there is a budget.
 
-    All processes plan together; the main one writes the plan.
+    All ranks plan together; rank 0 writes the plan.
     """
     if config.memory_budget is None:
         return graph

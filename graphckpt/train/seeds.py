@@ -1,4 +1,4 @@
-"""Seeds of the random generators, alike or apart over processes."""
+"""Seeds the random generators, alike or per rank."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def seed_all(seed: int) -> None:
 
 
 def seed_per_rank(seed: int, stream: int, done: int = 0) -> None:
-    """Has processes that see different samples or layers draw different masks; the first draws what one process does.
+    """Seeds ranks with different samples or layers differently; stream 0 draws the numbers of a single process.
 
     Args:
         seed: of the run.
-        stream: which random numbers are this process's.
-        done: iterations before this one, of a run that goes on with more processes.
+        stream: the random stream of this rank.
+        done: iterations done, in a run that is resumed with more processes.
     """
     if stream:
         entropy = np.random.SeedSequence((seed, stream, done))

@@ -1,4 +1,4 @@
-"""Puts data, model, graphs and hooks together into one run."""
+"""The trainer: builds data, model, graphs and hooks, and runs them."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ class Trainer:
 
     Args:
         settings: the section ``train`` of a config.
-        make_model: returns the model; called once the seed is set.
-        make_optimizer: returns the optimizer of the model, which is on its device by then.
-        data: what to learn from.
-        task: what to learn: batches, losses, metrics.
-        report: where to say what happens; by default the console and ``log.txt`` in the output folder.
-        hooks: more hooks, which run after the trainer's own, but before a snapshot is taken.
-        resume: go on from the last snapshot in the output folder.
-        eval_only: leave what is in the output folder as it is; ``evaluate`` is called, and not ``train``.
-        scratch: write to a new temporary folder, and not to ``train.output_dir``.
-        write_config: writes the config into the folder that it is called with, once the run has begun there.
+        make_model: returns the model; called after seeding.
+        make_optimizer: returns the optimizer of the model, which is on its device already.
+        data: the data to train on.
+        task: computes losses and metrics.
+        report: output of the run; by default the console and ``log.txt`` in the output folder.
+        hooks: further hooks, which run after the trainer's own and before a snapshot is taken.
+        resume: resume from the last snapshot in the output folder.
+        eval_only: change nothing in the output folder; only ``evaluate`` will be called.
+        scratch: write to a new temporary folder instead of ``train.output_dir``.
+        write_config: writes the config into the given folder; called once the run has begun.
 
     Raises:
         ConfigError: the output folder cannot be written, another process trains there, another run is there, or the
@@ -136,7 +136,7 @@ class Trainer:
         """Prepares the data, trains, and writes the results.
 
         Raises:
-            GraphckptError: the config cannot act, there is too little text or memory, or the loss is not finite.
+            GraphckptError: the config is invalid, there is too little text or memory, or the loss is not finite.
         """
         with self.saved.locked():
             return self._train()
@@ -147,7 +147,7 @@ class Trainer:
         if settings.load_weight and not self.saved.source:
             self._load(built.model, Path(settings.load_weight).expanduser(), "train.load_weight")
         optimizer = self._make_optimizer(built.model)
-        blocks = block_fields(built, settings, self.ranks)  # a fault shows before a long wait for the data
+        blocks = block_fields(built, settings, self.ranks)  # raises before the data is prepared, which may take long
         opened = self._open(built.model)
         train_iter = iterations(
             train_iter=settings.train_iter,
@@ -209,12 +209,14 @@ class Trainer:
         )
 
     def _snapshot_writer(self, built: BuiltModel, opened: Opened, state: RunState) -> SnapshotWriter:
-        tokens = opened.tokenizer_file.parent.name if opened.tokenizer_file else None  # named by all they depend on
+        tokens = (
+            opened.tokenizer_file.parent.name if opened.tokenizer_file else None
+        )  # its name is a hash of the text and the tokenizer
         companions = partial(
             export, built.model, built.architecture, opened.tokenizer_file, seq_length=opened.tokens_each
         )
         with attribute_errors("model", "saving its config"), tempfile.TemporaryDirectory() as trial:
-            companions(Path(trial))  # what cannot be saved shows before the run, and not at its end
+            companions(Path(trial))  # fails before the run instead of at its end
         return SnapshotWriter(
             self.saved,
             state,
@@ -245,17 +247,17 @@ class Trainer:
             loop.run()
 
     def evaluate(self) -> dict[str, float]:
-        """Prints and returns what the held-out samples say of ``train.load_weight``, or else of the last snapshot.
+        """Evaluates ``train.load_weight`` or the last snapshot on held-out samples; prints and returns the metrics.
 
         Raises:
-            GraphckptError: there are no weights, or they are of another model; or nothing is held out.
+            GraphckptError: there are no weights, they belong to another model, or nothing is held out.
         """
         folder = weights_folder(self.settings.load_weight, self.folder)
         built = self._build_model()
         self._load(built.model, folder, str(folder))
         hook = self._eval_hook(built, self._open(built.model))
         if hook is None:
-            raise ConfigError("data: nothing is held out to evaluate · fix: hold some of it out")
+            raise ConfigError("data: expected held-out samples, got none · fix: hold some of the data out")
         with self.ranks.translate_errors():
             metrics = hook.measure()
         self.report.line(f"{folder}: held-out {format_metrics(metrics)}", "bold")
@@ -266,7 +268,7 @@ class Trainer:
 
     @property
     def _capture(self) -> str:
-        """Whether steps are captured; not where processes share batches: each would have to record the same calls."""
+        """Whether steps are captured; not with data or pipeline parallelism: all ranks would have to capture alike."""
         is_shared = self.ranks.data_mesh is not None or self.ranks.stage_mesh is not None
         return "eager" if is_shared else self.settings.capture
 
@@ -277,7 +279,7 @@ class Trainer:
         """Opens the data.
 
         Raises:
-            ConfigError: the model does not fit it.
+            ConfigError: the model does not fit the data.
         """
         with self.ranks.main_first(), attribute_errors("data", "opening it"):
             opened = self._data.open(self._task, seed=self.settings.seed, report=self.report)
@@ -360,7 +362,7 @@ class _Step:
 
     def __init__(self, update: Callable[..., Any], batches: Prefetcher, ranks: TrainRanks) -> None:
         self.loop: Loop | None = None
-        """Gets the seconds that the step waited for its data."""
+        """Receives the seconds that the step waited for its data."""
         self._update = update
         self._batches = batches
         self._ranks = ranks

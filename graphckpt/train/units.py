@@ -1,4 +1,4 @@
-"""Which blocks of a model ``train.activation_checkpoint`` means. Knows names and fields, no rule and no store."""
+"""Resolves ``train.activation_checkpoint`` to the blocks of a model and their fields."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _FLAG = "activation_checkpointing"
 
 
 def block_policies(model: nn.Module, config: ActivationCheckpointConfig) -> dict[str, dict[str, Any]]:
-    """Returns the settings of each block to set, by its name in ``model``.
+    """Returns the fields to set on each block, by its name in ``model``.
 
-    ``rule``, where its bytes go and ``compile`` hold for every unit; what ``blocks`` says of a pattern comes on top,
-    field by field.
+    ``rule``, the store and ``compile`` apply to every unit; the fields in ``blocks`` override them, pattern by
+    pattern.
 
     Raises:
-        ConfigError: a name matches no block, a value cannot act, or the model has no unit that can be found.
+        ConfigError: a name matches no block, a value is invalid, or no unit can be found.
     """
     if not config.enabled or config.memory_budget is not None:
         return {}
@@ -45,12 +45,12 @@ def block_policies(model: nn.Module, config: ActivationCheckpointConfig) -> dict
             faults.append(f"{_WHERE}.blocks: {error}")
     faults += _invalid_fields(settings)
     if faults:
-        raise ConfigError(bullets(f"{_WHERE} cannot act", faults) if len(faults) > 1 else faults[0])
+        raise ConfigError(bullets(f"{_WHERE} is invalid", faults) if len(faults) > 1 else faults[0])
     return settings
 
 
 def head_policies(model: nn.Module, head: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns how the block that computes the loss may run, by its name in ``model``.
+    """Returns the candidate rules of the block that computes the loss, by its name in ``model``.
 
     Raises:
         ConfigError: there is no such block.
@@ -65,7 +65,7 @@ def head_policies(model: nn.Module, head: Mapping[str, Any] | None) -> dict[str,
 
 
 def layer_names(model: nn.Module, config: ActivationCheckpointConfig) -> list[str]:
-    """Returns the names of the units of a model, also where none is checkpointed; none, if it marks none.
+    """Returns the names of the units of a model, checkpointed or not; empty if it marks none.
 
     Raises:
         ConfigError: ``unit`` names no block.
@@ -80,7 +80,7 @@ def _invalid_fields(settings: dict[str, dict[str, Any]]) -> Iterator[str]:
             BlockConfig(name).update(fields)
         except ConfigError as error:
             text = str(error).removeprefix(name)
-            if text not in seen:  # once for all blocks of one pattern
+            if text not in seen:  # once per pattern
                 seen.add(text)
                 yield f"{_WHERE}: {error}"
 

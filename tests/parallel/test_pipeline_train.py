@@ -224,7 +224,7 @@ def test_what_cannot_be_cut_says_so(make: Callable[[], nn.Module], how: dict[str
 def test_another_task_needs_one_process() -> None:
     nobody: Any = None
     with pytest.raises(
-        ConfigError, match=r"pipeline_parallel_size: MaskedLM asks for a whole model · fix: task=CausalLM"
+        ConfigError, match=r"pipeline_parallel_size: MaskedLM is not supported with a pipeline · fix: task=CausalLM"
     ):
         _pipeline(gpt2(), MaskedLM(), TrainConfig(), nobody, torch.device("cpu"))
 

@@ -147,7 +147,7 @@ def test_data_that_fails_is_named(place, capsys):
     )
     error = one_error(capsys, "data._target_=broken_data.Broken")
     assert "error: data: opening it failed, KeyError: 'nothing' (at " in error
-    assert "broken_data.py:6) · fix: see what these keys of the config say" in error
+    assert "broken_data.py:6) · fix: check these keys of the config" in error
 
 
 def test_a_yaml_file_with_a_number_in_base_60_names_key_and_line(place, capsys):

@@ -169,7 +169,7 @@ def test_it_is_cut_by_name_without_a_budget(place, capsys):
 
 def test_several_processes_are_refused():
     settings = TrainConfig(dist=DistConfig(data_parallel_size=2))
-    with pytest.raises(ConfigError, match=r"task\.loss_head: processes that share a model call it as a whole"):
+    with pytest.raises(ConfigError, match=r"task\.loss_head: expected one process"):
         build_model(gpt2, CausalLM(loss_head=True), settings, ranks=None, device=torch.device("cpu"))
 
 

@@ -1,4 +1,4 @@
-"""Over how many processes a run spreads, and what each holds: ``train.dist`` and ``train.zero_optimization``."""
+"""The sections ``train.dist`` and ``train.zero_optimization``: process groups, and what is sharded over them."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _LONGEST_SECONDS = 10**9  # a timeout of PyTorch counts microseconds, of which 6
 @final
 @dataclass(frozen=True, kw_only=True)
 class DistConfig:
-    """Over how many processes a run spreads: ``train.dist``. ``torchrun`` starts as many as the sizes multiply to."""
+    """The process groups of a run: ``train.dist``. ``torchrun`` starts the product of the sizes."""
 
     data_parallel_size: int = 1
-    """Groups of processes that each learn from a part of every batch."""
+    """Number of data-parallel groups; each trains on its part of every batch."""
     tensor_parallel_size: int = 1
-    """Processes that share each matrix; they are neighbours, so that they are on one machine."""
+    """Processes over which each matrix is sharded; their ranks are consecutive, so that they are on one machine."""
     pipeline_parallel_size: int = 1
-    """Stages that the layers are cut into; ``num_accumulation_steps`` micro-batches run through them, by 1F1B."""
+    """Pipeline stages of the layers; ``num_accumulation_steps`` micro-batches run through them, by 1F1B."""
     pipeline_num_layers: int | None = None
-    """Of libai: a pipeline cuts all layers."""
+    """For compatibility with libai; a pipeline always splits all layers."""
     custom_pipeline_stage_id: list[int] | None = None
-    """The stage of each layer; ``None`` is what ``stage_id`` of blocks says, or else equal parts."""
+    """The stage of each layer; ``None`` uses the blocks' ``stage_id``, or stages of equal size."""
     find_unused_parameters: bool = False
-    """Whether a step may leave parameters without a gradient, where data parallelism runs without ZeRO."""
+    """Whether a step may leave parameters without a gradient, under DDP."""
     timeout_seconds: int = 600
     """How long a process waits for another before the run ends with an error."""
 
@@ -49,7 +49,7 @@ class DistConfig:
 
     def faults(self) -> Iterator[str]:
         """Yields what is not supported."""
-        yield from not_neutral(self, "a pipeline cuts all layers of the model", "pipeline_num_layers")
+        yield from not_neutral(self, "a pipeline splits all layers of the model", "pipeline_num_layers")
         for name in ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "timeout_seconds"):
             if getattr(self, name) < 1:
                 yield f"{name}: expected 1 or more, got {getattr(self, name)}"
@@ -66,10 +66,10 @@ class DistConfig:
 @final
 @dataclass(frozen=True, kw_only=True)
 class ZeroConfig:
-    """What the processes of data parallelism hold once and not each for itself: ``train.zero_optimization``."""
+    """What is sharded over data-parallel processes: ``train.zero_optimization``."""
 
     enabled: bool = False
-    """Whether anything is."""
+    """Whether anything is sharded."""
     stage: int = 1
     """1: optimizer states; 2: gradients too; 3: weights too, which are gathered layer by layer."""
 
@@ -79,6 +79,6 @@ class ZeroConfig:
         return self.stage if self.enabled else 0
 
     def faults(self) -> Iterator[str]:
-        """Yields what means nothing."""
+        """Yields invalid values."""
         if self.stage not in _STAGES:
             yield f"stage: expected one of {', '.join(map(str, _STAGES))}, got {self.stage}"

@@ -1,6 +1,6 @@
-"""Cuts weights, gradients and optimizer states over the processes that share batches, by FSDP2.
+"""Shards weights, gradients and optimizer states over data-parallel processes, with FSDP2.
 
-FSDP2 keeps one share of everything between steps. The stages of ZeRO are when it gathers and when it gives back:
+FSDP2 keeps everything sharded between steps. The ZeRO stages differ in when it gathers and reshards:
 
     stage  weights are whole                        gradients are whole
     1      in all micro-batches of an update        until the last micro-batch is done
@@ -22,7 +22,7 @@ from graphckpt.train.parallel.sharding import is_sharded, local_shard, on_other_
 
 
 def broadcast_weights(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Gives every process of a mesh the weights and buffers of the first one."""
+    """Broadcasts weights and buffers from the first rank of a mesh."""
     group = mesh.get_group()
     root = dist.get_global_rank(group, 0)
     for tensor in (*model.parameters(), *model.buffers()):
@@ -32,11 +32,11 @@ def broadcast_weights(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def apply_fsdp(model: nn.Module, mesh: DeviceMesh, layers: Iterable[str], *, stage: int) -> None:
-    """Cuts a model in place; do it after tensor parallelism, and before an optimizer is made.
+    """Applies ``fully_shard`` in place; call it after tensor parallelism and before the optimizer is created.
 
     Args:
         model: with the same weights on every process.
-        mesh: one-dimensional: the processes that have the same share of each matrix.
+        mesh: one-dimensional: the data-parallel ranks.
         layers: names of the modules that are gathered one at a time; what is in none of them is gathered at the start.
         stage: of ZeRO.
     """
@@ -46,7 +46,7 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, layers: Iterable[str], *, sta
 
 
 def set_micro_batch_mode(model: nn.Module, *, stage: int, is_last: bool) -> None:
-    """Says before a micro-batch what its backward does with gradients and weights."""
+    """Sets, before a micro-batch, whether its backward synchronizes gradients and reshards weights."""
     root = cast("FSDPModule", model)
     if stage == 1:
         root.set_requires_gradient_sync(is_last)

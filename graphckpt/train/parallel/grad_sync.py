@@ -1,6 +1,6 @@
-"""How processes that share batches come to equal gradients: one object for each way, which a training graph asks.
+"""Synchronizes gradients over data-parallel processes: one class for each way.
 
-A step has several micro-batches, and gradients go over the wire once, with the last of them.
+A step may have several micro-batches; gradients are synchronized once, with the last of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Losses = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
 
 class GradSync(Protocol):
-    """What surrounds forward and backward of one micro-batch."""
+    """Surrounds forward and backward of one micro-batch."""
 
     def micro_batch(self, *, is_last: bool) -> Any:
         """Returns a context for forward and backward of a micro-batch."""
@@ -37,7 +37,7 @@ class GradSync(Protocol):
 
 
 class DdpSync:
-    """Every process has all weights, or all of its share; PyTorch averages the gradients while backward runs."""
+    """DDP: every process holds all weights, and gradients are averaged while backward runs."""
 
     def __init__(self, model: nn.Module, losses: Losses, ranks: TrainRanks) -> None:
         mesh = ranks.data_mesh
@@ -49,7 +49,7 @@ class DdpSync:
 
     @contextmanager
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:
-        """Sends gradients with the last micro-batch alone."""
+        """Synchronizes gradients in the last micro-batch only."""
         if is_last:
             yield
             return
@@ -60,14 +60,14 @@ class DdpSync:
         """Returns the losses of a micro-batch.
 
         Raises:
-            TrainError: the step before left parameters without a gradient, and nothing said that it may.
+            TrainError: the previous step left parameters without a gradient, and ``find_unused_parameters`` is off.
         """
         try:
             found: dict[str, Tensor] = self._wrapped(batch)
         except RuntimeError as error:
             if _UNFINISHED not in str(error):
                 raise
-            what = "a step left parameters without a gradient, so the averages of the others did not come"
+            what = "the previous step left parameters without a gradient, so DDP did not finish its reduction"
             fix = "train.dist.find_unused_parameters=True, or freeze them"
             raise TrainError(f"train.dist.data_parallel_size: {what} · fix: {fix}") from error
         return found
@@ -85,7 +85,7 @@ class AllReduceSync:
 
     @contextmanager
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:
-        """Sends gradients after the last micro-batch."""
+        """Synchronizes gradients after the last micro-batch."""
         yield
         if is_last:
             trained = [p for p in self._model.parameters() if p.requires_grad and not on_other_stage(p)]
@@ -94,7 +94,7 @@ class AllReduceSync:
 
 
 class FsdpSync:
-    """Every process has a share of what the stage of ZeRO says; see ``zero.py``."""
+    """FSDP2 shards what the ZeRO stage names; see ``fsdp.py``."""
 
     def __init__(self, model: nn.Module, losses: Losses, *, stage: int) -> None:
         self._model = model
@@ -103,13 +103,13 @@ class FsdpSync:
 
     @contextmanager
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:
-        """Says to FSDP2 what this backward does."""
+        """Tells FSDP2 whether to synchronize and reshard in this backward."""
         set_micro_batch_mode(self._model, stage=self._stage, is_last=is_last)
         yield
 
 
 def make_grad_sync(model: nn.Module, losses: Losses, ranks: TrainRanks, *, stage: int) -> GradSync | None:
-    """Returns what makes gradients equal; ``None`` where one process, or one group of them, learns from all."""
+    """Returns how gradients are synchronized; ``None`` without data parallelism."""
     if ranks.data_mesh is None:
         return None
     if stage:
@@ -119,7 +119,7 @@ def make_grad_sync(model: nn.Module, losses: Losses, ranks: TrainRanks, *, stage
 
 
 class _ModelWithLosses(nn.Module):
-    """A model with its losses, for DDP has to see what backward starts at."""
+    """A model together with its losses: DDP has to see the tensors that backward starts from."""
 
     def __init__(self, model: nn.Module, losses: Losses) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class _ModelWithLosses(nn.Module):
 
 
 def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yields runs of parameters of one type on one device, of some 25 MiB."""
+    """Yields consecutive parameters of one dtype on one device, in buckets of about 25 MiB."""
     bucket: list[nn.Parameter] = []
     num_bytes = 0
     for parameter in parameters:
@@ -149,7 +149,7 @@ def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 def _average(parameters: list[nn.Parameter], group: Any) -> None:
-    """Averages gradients over a group; what has one on some processes alone has zeros on the others."""
+    """Averages gradients over a group; a gradient missing on some ranks counts as zeros there."""
     grads = [None if p.grad is None else _share(p.grad) for p in parameters]
     parts = [torch.zeros_like(_share(p)) if grad is None else grad for p, grad in zip(parameters, grads, strict=True)]
     has_grad = parts[0].new_tensor([grad is not None for grad in grads])

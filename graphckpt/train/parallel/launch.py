@@ -1,4 +1,4 @@
-"""What this process was started as: one of how many, and on which device."""
+"""How this process was launched: the world size and its device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LOCAL = (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
 
 
 def resolve_device(name: str | None, config: DistConfig) -> torch.device:
-    """Returns where this process trains: what ``train.device`` names, or CUDA where there is one.
+    """Returns the device of this process: ``train.device``, or CUDA if available.
 
     Raises:
         ConfigError: it cannot be used, or there are fewer devices than processes on this machine.
@@ -41,7 +41,7 @@ def resolve_device(name: str | None, config: DistConfig) -> torch.device:
 
 
 def check_world_size(config: DistConfig) -> None:
-    """Compares the number of processes with the sizes of a config.
+    """Checks the world size against the sizes in a config.
 
     Raises:
         ConfigError: they differ, or there is no ``torch.distributed``.

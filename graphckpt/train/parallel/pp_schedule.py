@@ -24,12 +24,12 @@ _FAILED = "failed to run forward"  # how a stage begins to say so, with what it 
 
 @final
 class Pipeline:
-    """The stage of this process, and the others that it talks to. All of them call its methods at the same moments.
+    """This process's stage of a pipeline. Its methods are collective: all stages call them.
 
     Args:
-        model: of which this process has its stage; see ``keep_stage``.
-        stages: the names of what each runs.
-        task: says the losses of a batch, and its tally.
+        model: with this process's stage; see ``keep_stage``.
+        stages: the module names of each stage.
+        task: computes the losses of a batch, and its sums.
         ranks: the processes of the run.
         num_micro_batches: of one update.
         dtype: of autocast; ``None`` for none.
@@ -49,7 +49,7 @@ class Pipeline:
         assert mesh is not None
         self.stages = stages
         self.grad_sync: GradSync | None = None
-        """Averages gradients over the pipelines of other parts of a batch, if there are any."""
+        """Synchronizes gradients with the other data-parallel pipelines, if any."""
         self._model = model
         self._ranks = ranks
         self._group = mesh.get_group()
@@ -69,7 +69,7 @@ class Pipeline:
                 weight.data.copy_(other)
 
     def runs(self, name: str) -> bool:
-        """Whether a module runs here: not what another stage has alone, nor what is in it."""
+        """Whether a module runs here, and not on another stage only."""
         others = (other for n, names in enumerate(self.stages) if n != self._ranks.stage for other in names)
         return not any(name == other or name.startswith(f"{other}.") for other in others)
 
@@ -89,12 +89,12 @@ class Pipeline:
         return dict(zip(self._names, values.unbind(1), strict=True))
 
     def tally(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns what the task's metrics are made of, on the last stage, and on the others nothing."""
+        """Returns the sums for the task's metrics on the last stage, and an empty dict on the others."""
         output = self._run(self._evaluation, batch, is_training=False)
         return {} if output is None else dict(zip(self._evaluation.names, output, strict=True))
 
     def total_norm(self, parameters: list[Tensor], norm_type: float) -> Tensor:
-        """Returns the norm of the gradients of parameters over all stages; what two of them share counts once."""
+        """Returns the gradient norm over all stages; a tied weight counts once."""
         twice = {id(weight) for weight in self._shared} if self._is_last else set()
         zero = torch.zeros((), device=self._device)
         own = [
@@ -119,7 +119,7 @@ class Pipeline:
         return output
 
     def _schedule(self, run: StageRun, ids: Tensor, *, is_training: bool) -> Any:
-        """Returns a schedule for batches of this shape; what goes between stages is said, for a trial would run it."""
+        """Returns a schedule for batches of this shape; shapes between stages are given, which avoids a trial run."""
         count = self._num_micro_batches if is_training else 1
         model: Any = self._model
         ids_in = torch.empty(len(ids) // count, *ids.shape[1:], dtype=ids.dtype, device="meta")
@@ -142,7 +142,7 @@ class Pipeline:
         return Schedule1F1B(stage, count, _first) if is_training else ScheduleGPipe(stage, count)
 
     def _of_other_end(self, tensor: Tensor) -> Tensor:
-        """Returns what the last stage called this with on the first one, and what the first one did on the last."""
+        """Exchanges a tensor between the first and the last stage."""
         other = torch.empty_like(tensor)
         peer = dist.get_global_rank(self._group, self._group.size() - 1 if self._is_first else 0)
         pair = [dist.P2POp(way, x, peer, self._group) for way, x in ((dist.isend, tensor), (dist.irecv, other))]
@@ -164,14 +164,14 @@ def _losses_of(task: Task) -> Any:
 
 
 def _first(output: Tensor, target: Tensor) -> Tensor:
-    """Returns what backward starts at: the stage has compared its logits with the target."""
+    """Returns the loss that backward starts from; the stage has computed it already."""
     del target
     return output[0]
 
 
 @contextmanager
 def _raise_cause() -> Iterator[None]:
-    """Raises what a stage failed with, and not what it was called with."""
+    """Raises a stage's own error instead of the schedule's."""
     try:
         yield
     except RuntimeError as error:

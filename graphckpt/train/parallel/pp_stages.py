@@ -1,7 +1,7 @@
-"""Cuts a causal language model of Transformers into the stages of a pipeline: which modules each of them runs.
+"""Splits a causal language model of Transformers into pipeline stages.
 
-A stage keeps the whole model, so that names, masks and positions are those of one process. What another stage runs
-hands its input on here, and its weights are on the meta device: names and shapes, and no bytes.
+A stage keeps the whole module tree, so that names, masks and positions are those of one process. Modules of other
+stages pass their input through, and their weights are on the meta device.
 
     stage 0    wte  wpe  drop  h.0  h.1   .    .    .     .        ids -> hidden
     stage 1     .    .    .     .    .   h.2  h.3  ln_f  lm_head   hidden -> loss
@@ -21,9 +21,9 @@ from graphckpt.errors import ConfigError
 from graphckpt.integrations.pipelining import stages_of
 
 Stages: TypeAlias = tuple[tuple[str, ...], ...]
-"""Of each stage the names of the modules that it alone runs, in their order."""
+"""For each stage, the names of its own modules, in order."""
 Read: TypeAlias = Callable[[nn.Module, Mapping[str, Tensor]], dict[str, Tensor]]
-"""Returns what a task says of a batch, on the last stage."""
+"""Returns a task's losses or sums of a batch, on the last stage."""
 
 _GPT2 = ("wte", "wpe", "drop", "h", "ln_f")  # of other models, `base_model_pp_plan` of the config says it
 _WHERE = "train.dist.pipeline_parallel_size"
@@ -33,16 +33,16 @@ _FIX = f"fix: {_WHERE}=1"
 def split_layers(
     model: nn.Module, fields: Mapping[str, Mapping[str, Any]], *, num_stages: int, layer_stages: list[int] | None = None
 ) -> Stages:
-    """Returns which modules each stage runs: embeddings the first, the head the last, and layers as is said.
+    """Returns the modules of each stage: embeddings in the first, the head in the last, layers as requested.
 
     Args:
-        model: whole, or cut already.
-        fields: what is set on its blocks, by name, of which ``stage_id`` counts here.
+        model: full, or split already.
+        fields: the fields of its blocks, by name; only ``stage_id`` is used.
         num_stages: how many.
-        layer_stages: the stage of each layer; ``None`` is what ``fields`` say, or else equal parts.
+        layer_stages: the stage of each layer; ``None`` uses ``fields``, or stages of equal size.
 
     Raises:
-        ConfigError: nobody knows the order of the model's parts, or the stages are not one for each rank.
+        ConfigError: no pipeline plan is known for the model, or the stages do not match the ranks.
     """
     before, layers, after = _parts(model)
     said = {name: values.get("stage_id") for name, values in fields.items()}
@@ -65,7 +65,7 @@ def split_layers(
 
 
 def _parts(model: nn.Module) -> tuple[list[str], list[str], list[str]]:
-    """Returns the names of what runs before the layers, of the layers, and of what runs after them."""
+    """Returns the names of the modules before the layers, of the layers, and of those after them."""
     config: Any = getattr(model, "config", None)
     is_gpt2 = getattr(config, "model_type", None) == "gpt2" and not getattr(config, "add_cross_attention", False)
     order = _GPT2 if is_gpt2 else tuple(getattr(config, "base_model_pp_plan", None) or ())
@@ -83,10 +83,10 @@ def _parts(model: nn.Module) -> tuple[list[str], list[str], list[str]]:
 
 
 def tied_weights(model: nn.Module, stages: Stages) -> list[str]:
-    """Returns the names of the weights that the first and the last stage share, as GPT-2's of ids and of logits.
+    """Returns the names of the weights tied between the first and the last stage, such as GPT-2's embedding and head.
 
     Raises:
-        ConfigError: other stages share weights, or all stages run a module that has some.
+        ConfigError: other stages share weights, or a module with weights runs on all stages.
     """
     owners: dict[int, set[int]] = {id(weight): set() for weight in model.parameters()}
     for number, names in enumerate(stages):
@@ -102,12 +102,12 @@ def tied_weights(model: nn.Module, stages: Stages) -> list[str]:
             shared.append(name)
         elif len(used_by) != 1:
             who = "all stages" if not used_by else f"stages {', '.join(map(str, sorted(used_by)))}"
-            raise ConfigError(f"model: {name} is used by {who}, and a pipeline has one for each weight · {_FIX}")
+            raise ConfigError(f"model: {name} is used by {who}: expected one stage for each weight · {_FIX}")
     return shared
 
 
 def keep_stage(model: nn.Module, stages: Stages, stage: int, device: torch.device) -> None:
-    """Leaves to this process what its stage runs, on a device, and of all else the names; in place."""
+    """Moves this stage's modules to a device and all others to the meta device; in place."""
     away = set(_elsewhere(model, stages, stage))
     inside = {module for other in away for module in other.modules()}
     held = {id(tensor) for module in model.modules() if module not in inside for tensor in _own(module)}
@@ -131,15 +131,15 @@ def keep_stage(model: nn.Module, stages: Stages, stage: int, device: torch.devic
 
 
 def check_split(model: PreTrainedModel, stages: Stages, read: Read) -> None:
-    """Runs two tokens through the whole model and through its stages in a row.
+    """Compares the whole model with its stages, run in sequence, on two tokens.
 
     Args:
-        model: whole, and on the CPU, where the kernels of attention that are for CUDA alone do not run.
+        model: full, and on the CPU, where CUDA's attention kernels do not run.
         stages: of it.
         read: returns the losses of a batch.
 
     Raises:
-        ConfigError: the losses differ, so that the model does more between its parts than pass on hidden states.
+        ConfigError: the losses differ: the model passes more than hidden states between its layers.
     """
     ids = torch.arange(2, device=next(model.parameters()).device).view(1, 2)
     config: Any = model.config
@@ -164,13 +164,13 @@ def check_split(model: PreTrainedModel, stages: Stages, read: Read) -> None:
 
 @final
 class StageRun(nn.Module):
-    """What one stage does with a micro-batch: ids or hidden states in, hidden states or what a task says of them out.
+    """Runs one stage on a micro-batch: from ids or hidden states to hidden states or the task's losses.
 
     Args:
         model: of which this process has the stage.
-        read: what the last stage says of a batch, stacked in the order of ``names``.
-        is_first: takes ids.
-        is_last: is asked by ``read``.
+        read: the output of the last stage, stacked in the order of ``names``.
+        is_first: takes ids as input.
+        is_last: calls ``read``.
         dtype: of autocast; ``None`` for none.
     """
 
@@ -180,14 +180,14 @@ class StageRun(nn.Module):
         super().__init__()
         self.model = model
         self.names: list[str] = []
-        """Of what the last stage says."""
+        """Names of the last stage's outputs."""
         self._read = read
         self._input = "input_ids" if is_first else "inputs_embeds"
         self._is_last = is_last
         self._dtype = dtype
 
     def forward(self, x: Tensor, labels: Tensor, **batch: Tensor) -> Tensor:
-        """Runs the stage; ``batch`` is what else of a micro-batch all stages see."""
+        """Runs the stage; ``batch`` holds the other tensors of the micro-batch, which all stages get."""
         given = {**batch, self._input: x}
         with torch.autocast(x.device.type, self._dtype, enabled=self._dtype is not None):
             if not self._is_last:
@@ -200,7 +200,7 @@ class StageRun(nn.Module):
 
 
 def hidden_dtype(model: nn.Module) -> torch.dtype:
-    """Returns the type of what goes from stage to stage: that of the embeddings, which layers add to."""
+    """Returns the dtype of hidden states: that of the embeddings."""
     known: Any = model
     dtype: torch.dtype = known.get_input_embeddings().weight.dtype
     return dtype
@@ -232,7 +232,7 @@ def _same(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _nothing(ids: Tensor) -> Tensor:
-    """Returns what adds nothing: the first stage has added positions."""
+    """Returns zero: the first stage has added the positions."""
     return torch.zeros((), device=ids.device)
 
 

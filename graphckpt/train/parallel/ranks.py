@@ -26,14 +26,14 @@ _PATIENCE = timedelta(days=7)  # while one process prepares the data; if it dies
 
 @final
 class TrainRanks:
-    """The processes of a run, of which this is one; alone unless ``train.dist`` says otherwise.
+    """The processes of a run, as seen from this one; a single one unless ``train.dist`` sets more.
 
     Args:
         config: the section ``train.dist``.
-        device: where this process trains.
+        device: the device of this process.
 
     Raises:
-        ConfigError: another number of processes was started than ``config`` says.
+        ConfigError: the world size differs from that of ``config``.
     """
 
     def __init__(self, config: DistConfig, device: torch.device) -> None:
@@ -52,54 +52,54 @@ class TrainRanks:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process is the one that writes files and prints."""
+        """Whether this is rank 0, which writes files and prints."""
         return self.rank == 0
 
     @property
     def data_rank(self) -> int:
-        """Which part of each batch is this process's."""
+        """The data-parallel rank: which part of each batch this process gets."""
         return self.stream % self.config.data_parallel_size
 
     @property
     def stage(self) -> int:
-        """Which stage of the pipeline this process runs; 0 where there is none."""
+        """The pipeline stage of this process; 0 without a pipeline."""
         return self.stream // self.config.data_parallel_size
 
     @property
     def stream(self) -> int:
-        """Which random numbers are this process's: those that share matrices draw alike, and all others apart."""
+        """The random stream of this process: tensor-parallel ranks share one, all others differ."""
         return self.rank // self.config.tensor_parallel_size
 
     @property
     def stage_mesh(self) -> DeviceMesh | None:
-        """The processes that run the stages of one pipeline with this one; ``None`` if there are no others."""
+        """The mesh of this process's pipeline; ``None`` without one."""
         return self.mesh["pp"] if self.mesh is not None and self.config.pipeline_parallel_size > 1 else None
 
     @property
     def tensor_mesh(self) -> DeviceMesh | None:
-        """The processes that share each matrix with this one; ``None`` if there are no others."""
+        """The tensor-parallel mesh of this process; ``None`` without tensor parallelism."""
         return self.mesh["tp"] if self.mesh is not None and self.config.tensor_parallel_size > 1 else None
 
     @property
     def data_mesh(self) -> DeviceMesh | None:
-        """The processes that have the same share of each matrix as this one; ``None`` if there are no others."""
+        """The data-parallel mesh of this process; ``None`` without data parallelism."""
         return self.mesh["dp"] if self.mesh is not None and self.config.data_parallel_size > 1 else None
 
     @property
     def control(self) -> Any:
-        """A group of all processes that talks on the CPU."""
+        """A gloo group of all processes."""
         return self._control
 
     @property
     def background(self) -> Any:
-        """As ``control``, for what goes on beside training; all processes have to ask for it first at one moment."""
+        """As ``control``, for use during training; created on first access, which is collective."""
         if self._background is None and self.size > 1:
             timeout = timedelta(seconds=self.config.timeout_seconds)
             self._background = dist.new_group(backend="gloo", timeout=timeout)
         return self._background
 
     def describe(self, device: torch.device) -> str:
-        """Returns where the run trains, as text."""
+        """Describes the processes and the device of the run."""
         if self.size == 1:
             return str(device)
         is_mixed = 1 < self.config.data_parallel_size < self.size or self.config.pipeline_parallel_size > 1
@@ -127,10 +127,10 @@ class TrainRanks:
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """Runs what is inside on the main process, and then on the others, which find on the disk what it made.
+        """Runs the body on rank 0, then on the others, which find its files on the disk.
 
         Raises:
-            ParallelError: it failed there, which says why.
+            ParallelError: it failed on rank 0.
         """
         if self.is_main:
             fault: BaseException | None = None
@@ -149,7 +149,7 @@ class TrainRanks:
         yield
 
     def run_on_main(self, action: Callable[[], None], error: type[GraphckptError]) -> None:
-        """Calls ``action`` on the main process; an ``error`` there is raised on all: they stay alike."""
+        """Calls ``action`` on rank 0; an ``error`` there is raised on all ranks."""
         fault: str | None = None
         if self.is_main:
             try:
@@ -162,7 +162,7 @@ class TrainRanks:
             raise error(fault)
 
     def broadcast(self, value: Any) -> Any:
-        """Returns what the main process called this with, a plain value, on every process."""
+        """Broadcasts a plain value from rank 0."""
         return value if self.size == 1 else self._broadcast(value, self._control)
 
     def _broadcast(self, value: Any, group: Any) -> Any:
@@ -172,7 +172,7 @@ class TrainRanks:
         return box[0]
 
     def any(self, flag: bool) -> bool:
-        """Returns whether the flag is set on any process; all have to call this."""
+        """Returns whether the flag is set on any rank; collective."""
         if self.size == 1:
             return flag
         flags = torch.tensor([flag], dtype=torch.int32)
@@ -181,7 +181,7 @@ class TrainRanks:
         return bool(flags.item())
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Returns the plain values that the processes called this with, by rank."""
+        """All-gathers plain values, by rank."""
         if self.size == 1:
             return [value]
         box: list[Any] = [None] * self.size
@@ -190,11 +190,11 @@ class TrainRanks:
         return box
 
     def gather_tensors(self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns on the main process, on the CPU, the tensors that all have, of one name the first; else nothing.
+        """Gathers tensors on rank 0, on the CPU; of several with one name, that of the lowest rank. Others get nothing.
 
         Args:
             tensors: of this process.
-            like: a tensor of this shape and type for each name that there can be, on all processes in one order.
+            like: a tensor of the same shape and dtype for each possible name, in the same order on all ranks.
         """
         held = [set(names) for names in self.all_gather(list(tensors))]
         found: dict[str, Tensor] = {}
@@ -212,12 +212,12 @@ class TrainRanks:
         return found
 
     def local_samples(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns this process's samples of a batch: as many for each, in the order of one process."""
+        """Returns the samples of this data-parallel rank: equal parts, in the order of one process."""
         size = len(indices) // self.config.data_parallel_size
         return indices[self.data_rank * size : (self.data_rank + 1) * size]
 
     def average(self, losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns scalars as means over the processes that share batches; the same on all of them."""
+        """All-reduces scalars to their means over the data-parallel ranks."""
         mesh = self.data_mesh
         if mesh is None:
             return dict(losses)
@@ -227,9 +227,9 @@ class TrainRanks:
         return dict(zip(losses, (stacked / mesh.size()).unbind(), strict=True))
 
     def sum(self, totals: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns tensors of float64 on the CPU, summed over the processes that share batches; the same on all.
+        """Sums float64 tensors on the CPU over the data-parallel ranks; the same result on all.
 
-        Of a pipeline, the last stage has them.
+        In a pipeline, they come from the last stage.
         """
         if self.data_mesh is None and self.stage_mesh is None:
             return totals
@@ -239,11 +239,11 @@ class TrainRanks:
         return {name: torch.tensor([row[name] for row in own], dtype=torch.float64).sum(0) for name in own[0]}
 
     def translate_errors(self) -> AbstractContextManager[None]:
-        """Returns a context in which a lost connection raises a ``ParallelError`` that says what to do."""
+        """Returns a context that turns connection errors into a ``ParallelError`` with advice."""
         return nullcontext() if self.size == 1 else connection_errors(self.rank, self.config.timeout_seconds)
 
     def close(self) -> None:
-        """Leaves the other processes, once all of them are ready to; call it last, and not after an error."""
+        """Waits for all ranks and destroys the process group; call it last, and not after an error."""
         if self.size == 1 or not self._is_owner or not dist.is_initialized():
             return
         dist.barrier(group=self._control)

@@ -14,22 +14,22 @@ _TAKEN = "is among the shares"
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor, of which this process has a share."""
+    """Whether a tensor is a DTensor, of which this process holds a shard."""
     return hasattr(tensor, "device_mesh")
 
 
 def is_packed(tensor: Any) -> bool:
-    """Whether this process's share is several boxes of the whole, as ``packed_shard`` makes it."""
+    """Whether the local shard consists of several blocks of the full tensor, as ``packed_shard`` makes it."""
     return is_sharded(tensor) and hasattr(tensor.placements[-1], "split_factor")
 
 
 def on_other_stage(tensor: Tensor) -> bool:
-    """Whether another stage of a pipeline holds a tensor; ``stages.py`` leaves its name and shape here."""
+    """Whether another pipeline stage holds a tensor; ``pp_stages.py`` leaves its name and shape here."""
     return tensor.is_meta
 
 
 def local_shard(tensor: Any) -> Tensor:
-    """Returns this process's share of a tensor that is cut."""
+    """Returns the local shard of a sharded tensor."""
     share: Tensor = tensor.to_local()
     return share
 
@@ -80,10 +80,10 @@ def full_tensor_tree(state: Any, *, keep: bool = True) -> Any:
 
 
 def _joined(tensor: Any) -> Tensor:
-    """Returns all of a tensor that is cut; first over the processes that share batches, then over the others.
+    """Returns the full tensor, gathered over the data-parallel dimension first and the tensor-parallel one second.
 
-    FSDP2 cuts what tensor parallelism has left to it, along dim 0. DTensor cannot undo both in one go if the second is
-    a cut of several blocks, as ``packed_shard`` makes it.
+    FSDP2 shards what tensor parallelism has left, along dim 0. DTensor cannot undo both at once if the second is a
+    packed shard.
     """
     mesh, placements = tensor.device_mesh, tensor.placements
     if mesh.ndim == 1:
@@ -103,7 +103,7 @@ def _joined(tensor: Any) -> Tensor:
 
 
 def shard_like(like: Tensor, value: Tensor) -> Tensor:
-    """Returns this process's share of a whole tensor, cut as ``like`` is; or ``value`` itself, if that is whole."""
+    """Returns the local shard of a full tensor, sharded like ``like``; ``value`` itself if ``like`` is not sharded."""
     if not is_sharded(like) or is_sharded(value):
         return value
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor  # noqa: PLC0415 - a second, for those who need it
@@ -154,7 +154,7 @@ def extracted_shapes(state: Any) -> dict[str, list[int]]:
 
 
 def placeholder_shape(value: Any) -> list[int] | None:
-    """Returns the shape of what ``extract_sharded`` took out; ``None`` where it left no note."""
+    """Returns the shape in a placeholder of ``extract_sharded``; ``None`` if ``value`` is none."""
     if not isinstance(value, Mapping) or set(value) != {_TAKEN, "shape"} or not isinstance(value[_TAKEN], str):
         return None
     shape = value["shape"]
@@ -170,7 +170,7 @@ def restore_sharded(state: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def shard_optimizer_state(optimizer: Optimizer, graph: dict[str, Any]) -> None:
-    """Cuts the state of an optimizer, as a snapshot has it, as the optimizer's parameters are cut; in place."""
+    """Shards the optimizer state of a snapshot like the optimizer's parameters; in place."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not any(map(is_sharded, parameters)):
         return
@@ -187,7 +187,7 @@ def _cut(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merge_stage_states(graphs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the state of a graph from those that the stages have, each with the optimizer's state of its weights."""
+    """Merges the graph states of all pipeline stages, each with the optimizer state of its own weights."""
     merged = dict(graphs[0])
     for key in [key for key in merged if "Optimizer" in key]:
         states = {number: state for graph in reversed(graphs) for number, state in graph[key]["state"].items()}

@@ -1,7 +1,7 @@
-"""Random numbers between two layers that are cut over processes: there each process draws from a stream of its own.
+"""Per-rank dropout streams between a column-parallel and a row-parallel layer.
 
-Everywhere else all processes draw the same, for they hold the same activations. Where a layer's outputs are cut, one
-process has these heads and another those, and equal dropout masks on both would be one mask for two heads.
+Elsewhere activations are replicated and all processes draw the same numbers. Between the two layers each process has
+other heads, and equal masks would drop the same places in different heads.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from graphckpt.rng import RandomState, random_devices, set_random_state, take_random_state
 
 # Note [One seed from the common stream]
-# The seed of the own stream is drawn from the common one, so a second run of a block, which begins with the random
-# state of the first, draws the same masks. What drew nothing leaves the common stream as it was: without dropout
-# between its cut layers a model draws what it draws in one process. DTensor's tracker of random state does neither: it
-# knows CUDA alone, and of activations those that are DTensors.
+# The seed of the per-rank stream is drawn from the common one, so a recomputation, which starts from the random state
+# of the original forward, draws the same masks. If nothing was drawn, the common stream is restored: without dropout
+# between these layers a model draws the same numbers as in one process. DTensor's RNG tracker does neither: it supports
+# CUDA only, and only activations that are DTensors.
 
 
 @final
 class DropoutStream:
-    """The stream of one process between a layer that cuts and one that joins: ``begin`` and ``end`` are their hooks.
+    """The random stream of one process between the two layers: ``begin`` and ``end`` are their forward hooks.
 
-    Hooks stand outside of ``forward``: a policy on one of the two layers alone runs neither of them again.
+    Hooks run outside of ``forward``: a policy on one of the two layers does not run them again.
     """
 
     def __init__(self, rank: int) -> None:
@@ -32,7 +32,7 @@ class DropoutStream:
         self._held: tuple[RandomState, RandomState, RandomState] | None = None
 
     def begin(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        """Goes over to the own stream, after a layer that cuts."""
+        """Switches to the per-rank stream, after the column-parallel layer."""
         del args
         self._held = None
         if not module.training:
@@ -46,7 +46,7 @@ class DropoutStream:
         self._held = before, after, take_random_state(devices)
 
     def end(self, module: nn.Module, args: Any) -> None:
-        """Goes back to the common stream, before a layer that joins."""
+        """Switches back to the common stream, before the row-parallel layer."""
         del module, args
         if self._held is None:
             return

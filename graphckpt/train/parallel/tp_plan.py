@@ -1,4 +1,4 @@
-"""Which layers of a model are cut over processes, and how: from what the model says, or from what is known of it."""
+"""Tensor-parallel plans: which layers are sharded, and how; the model's own, or the built-in one of GPT-2."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _STYLES: Mapping[str, Style | None] = {
     "replicated_with_grad_allreduce": ReplicatedWithGradAllReduce(),
     "replicate": None,
 }
-"""What Transformers' words for a layer mean here."""
+"""The styles by the names that Transformers uses in its plans."""
 
 _GPT2: Mapping[str, str] = {
     "wte": "embedding_rowwise",
@@ -48,17 +48,17 @@ _FIX = "give the model an attribute tp_plan such as {'layers.*.up': 'colwise', '
 
 
 def shard_model(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Cuts a model over the processes of a mesh, in place; rank 0's weights are everybody's from then on.
+    """Shards a model over a mesh, in place, after broadcasting rank 0's weights.
 
-    The weights of cut layers become DTensors, and those of all others stay as they are. Do it before an optimizer is
-    made. Transformers' own ``tp_plan`` says what to cut, or an attribute of this name on any module; GPT-2's is here.
+    The weights of sharded layers become DTensors, all others stay plain. Call it before the optimizer is created. The
+    plan is Transformers' own ``tp_plan``, or an attribute of this name on any module; GPT-2's is built in.
 
     Args:
         model: on its device, with the same shapes on every process.
         mesh: one-dimensional.
 
     Raises:
-        ConfigError: nobody knows how to cut the model, or a size does not divide by the number of processes.
+        ConfigError: no plan is known for the model, or a size is not divisible by the number of processes.
     """
     plan = tensor_parallel_plan(model)
     faults = list(_indivisible(model, plan, mesh.size()))
@@ -77,18 +77,18 @@ def shard_model(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     for name, module in model.named_modules():
         if f"{name}.c_attn" in plan and hasattr(module, "split_size"):
             module.split_size //= mesh.size()  # GPT-2's attention takes what c_attn returns apart by it
-    for cutting, joining in _regions(plan):
+    for colwise, rowwise in _regions(plan):
         stream = DropoutStream(mesh.get_local_rank())
-        model.get_submodule(cutting).register_forward_hook(stream.begin)
-        model.get_submodule(joining).register_forward_pre_hook(stream.end)
+        model.get_submodule(colwise).register_forward_hook(stream.begin)
+        model.get_submodule(rowwise).register_forward_pre_hook(stream.end)
     return model
 
 
 def tensor_parallel_plan(model: nn.Module) -> dict[str, Style]:
-    """Returns how to cut each layer of a model, by the layer's name, in the model's own order.
+    """Returns the style of each sharded layer, by name, in the order of the model.
 
     Raises:
-        ConfigError: nobody knows, or a layer is of a kind that cannot be cut that way.
+        ConfigError: no plan is known, or a layer does not support its style.
     """
     words = _words(model)
     if not words:
@@ -127,14 +127,14 @@ def _words(model: nn.Module) -> dict[str, str]:
 
 
 def _style(word: str) -> tuple[Style | None, bool]:
-    """Returns what a word means, and whether it means anything."""
+    """Returns the style of this name, and whether the name is known."""
     if word == "qkv":  # ours: queries, keys and values in one layer, one after the other
         return ColwiseParallel(parts=3), True
     return _STYLES.get(word), word in _STYLES
 
 
 def _ties(model: nn.Module) -> list[list[str]]:
-    """Returns the names of each parameter that has several."""
+    """Returns the names of each tied parameter."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -142,7 +142,7 @@ def _ties(model: nn.Module) -> list[list[str]]:
 
 
 def _with_whole_ties(model: nn.Module, plan: dict[str, Style]) -> dict[str, Style]:
-    """Leaves out a layer that shares its weight with one that stays whole."""
+    """Leaves out a layer whose weight is tied to one that is not sharded."""
     for names in _ties(model):
         layers = [name.rpartition(".")[0] for name in names]
         if not all(layer in plan for layer in layers):
@@ -151,7 +151,7 @@ def _with_whole_ties(model: nn.Module, plan: dict[str, Style]) -> dict[str, Styl
 
 
 def _indivisible(model: nn.Module, plan: Mapping[str, Style], size: int) -> Iterator[str]:
-    """Yields what does not divide by the number of processes."""
+    """Yields the sizes that are not divisible by the number of processes."""
     config: Any = getattr(model, "config", None)
     if any(isinstance(style, ColwiseParallel) and not style.gather for style in plan.values()):
         for field in _HEADS:
@@ -175,7 +175,7 @@ def _next(count: int, size: int) -> int:
 
 
 def _regions(plan: Mapping[str, Style]) -> Iterator[tuple[str, str]]:
-    """Yields pairs of layers between which activations are cut: of those that cut, the last before one that joins."""
+    """Yields pairs of layers between which activations are sharded: the last colwise one before a rowwise one."""
     first: str | None = None
     for name, style in plan.items():
         if isinstance(style, ColwiseParallel) and not style.gather:

@@ -1,4 +1,4 @@
-"""How the weights of one layer are cut over the processes of a mesh: styles for ``parallelize_module``.
+"""Styles for ``parallelize_module``: how the weights of one layer are sharded over a mesh.
 
 Weights become DTensors; what flows between layers stays plain tensors, so that blocks, policies and Transformers'
 own code see what they see in one process, with fewer heads and narrower middles.
@@ -27,11 +27,11 @@ from graphckpt._compat import packed_shard
 
 @final
 class ColwiseParallel(ParallelStyle):
-    """Each process makes ``O / N`` of a layer's outputs, from all of its inputs.
+    """Each process computes ``O / N`` of a layer's outputs, from all of its inputs.
 
     Args:
-        parts: blocks that the outputs are made of, each cut by itself: 3 where queries, keys and values are one layer.
-        gather: whether every process gets all outputs.
+        parts: matrices in the layer, each sharded by itself: 3 where queries, keys and values are one layer.
+        gather: whether the outputs are all-gathered.
     """
 
     def __init__(self, *, parts: int = 1, gather: bool = False) -> None:
@@ -40,7 +40,7 @@ class ColwiseParallel(ParallelStyle):
         self.gather = gather
 
     def size(self, module: nn.Module) -> int:
-        """Returns what the number of processes has to divide."""
+        """Returns the size that has to be divisible by the number of processes."""
         outputs, _ = features(module)
         return outputs // self.parts
 
@@ -58,10 +58,10 @@ class ColwiseParallel(ParallelStyle):
 
 @final
 class RowwiseParallel(ParallelStyle):
-    """Each process makes a part of every output, from ``I / N`` of a layer's inputs; the parts are summed.
+    """Each process computes partial outputs from ``I / N`` of a layer's inputs; they are all-reduced.
 
     Args:
-        split: whether the inputs come whole, as after ``ColwiseParallel(gather=True)``.
+        split: whether the inputs are replicated, as after ``ColwiseParallel(gather=True)``.
     """
 
     def __init__(self, *, split: bool = False) -> None:
@@ -69,7 +69,7 @@ class RowwiseParallel(ParallelStyle):
         self.split = split
 
     def size(self, module: nn.Module) -> int:
-        """Returns what the number of processes has to divide."""
+        """Returns the size that has to be divisible by the number of processes."""
         _, inputs = features(module)
         return inputs
 
@@ -87,10 +87,10 @@ class RowwiseParallel(ParallelStyle):
 
 @final
 class VocabParallel(ParallelStyle):
-    """Each process knows ``1 / N`` of the entries of an embedding."""
+    """Each process holds ``1 / N`` of the rows of an embedding."""
 
     def size(self, module: nn.Module) -> int:
-        """Returns what the number of processes has to divide."""
+        """Returns the size that has to be divisible by the number of processes."""
         assert isinstance(module, nn.Embedding)
         return module.num_embeddings
 
@@ -115,10 +115,10 @@ class VocabParallel(ParallelStyle):
 
 @final
 class ReplicatedWithGradAllReduce(ParallelStyle):
-    """Every process has the whole layer and runs it on its own share; gradients of the weights are summed."""
+    """The layer is replicated and runs on local activations; gradients of its weights are all-reduced."""
 
     def size(self, module: nn.Module) -> int:
-        """Returns 0, which every number divides."""
+        """Returns 0, which is divisible by every number."""
         del module
         return 0
 
@@ -131,7 +131,7 @@ class ReplicatedWithGradAllReduce(ParallelStyle):
 
 
 def _summing(forward: Callable[..., Any], group: ProcessGroup) -> Callable[..., Any]:
-    """Returns a forward whose weights sum their gradients; a hook would stay on tensors that FSDP2 puts others for."""
+    """Returns a forward that all-reduces its weights' gradients; hooks would stay on tensors that FSDP2 replaces."""
 
     def summing(module: Any, *args: Any, **kwargs: Any) -> Any:
         own = module._parameters
@@ -148,17 +148,17 @@ def _summing(forward: Callable[..., Any], group: ProcessGroup) -> Callable[..., 
 
 
 Style = ColwiseParallel | RowwiseParallel | VocabParallel | ReplicatedWithGradAllReduce
-"""What a plan says of a layer."""
+"""The style of one layer in a plan."""
 
 
 def features(module: nn.Module) -> tuple[int, int]:
-    """Returns outputs and inputs of a layer, of the whole one also when it is cut."""
+    """Returns the number of outputs and inputs of the full layer."""
     rows, columns = module.weight.shape  # type: ignore[misc]
     return (columns, rows) if isinstance(module, Conv1D) else (rows, columns)
 
 
 def fits(style: Style, module: nn.Module) -> bool:
-    """Whether a style knows how to run such a layer."""
+    """Whether a layer supports a style."""
     own: Any = type(module).forward
     if isinstance(style, VocabParallel):
         return isinstance(module, nn.Embedding) and own is nn.Embedding.forward and _is_simple(module)
@@ -172,7 +172,7 @@ def _is_simple(module: nn.Embedding) -> bool:
 
 
 def _cut(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
-    """Puts this process's share of a parameter, which is the same on all of them, in its place."""
+    """Replaces a parameter, equal on all processes, by its local shard."""
     whole = getattr(module, name, None)
     if whole is not None:
         share = distribute_tensor(whole.detach(), mesh, [placement], src_data_rank=None)
@@ -189,7 +189,7 @@ def _with_forward(module: nn.Module, forward: Callable[..., Tensor]) -> nn.Modul
 
 
 def _affine(module: nn.Module, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Returns ``x @ weight + bias``, as the layer itself would: [B, T, I] -> [B, T, O]."""
+    """Returns ``x @ weight + bias``, computed as by the layer itself: [B, T, I] -> [B, T, O]."""
     assert weight is not None
     if not isinstance(module, Conv1D):
         return linear(x, weight, bias)
@@ -199,14 +199,14 @@ def _affine(module: nn.Module, x: Tensor, weight: Tensor | None, bias: Tensor | 
 
 
 def _sum(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """Returns the sum over all processes; a copy, for a policy may keep what was made here, or another share it."""
+    """Returns the sum over all processes, as a copy: a policy may save the input, or a tensor share its memory."""
     total = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
 
 
 def _gather(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """Returns what all processes have, side by side: [..., O / N] -> [..., O]."""
+    """All-gathers along the last dim: [..., O / N] -> [..., O]."""
     own = tensor.contiguous()
     pieces = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(pieces, own, group=group)
@@ -214,12 +214,12 @@ def _gather(tensor: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _own(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """Returns this process's share: [..., O] -> [..., O / N]."""
+    """Returns the local chunk: [..., O] -> [..., O / N]."""
     return tensor.chunk(dist.get_world_size(group), dim=-1)[dist.get_rank(group)].contiguous()
 
 
 class _GradSummed(torch.autograd.Function):
-    """Hands a tensor that all processes have to their shares of a layer."""
+    """Identity whose gradient is all-reduced."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -232,7 +232,7 @@ class _GradSummed(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
-    """Sums the parts of a tensor; from here on all processes have it."""
+    """All-reduce whose gradient is passed through."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -246,7 +246,7 @@ class _Summed(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """Puts the shares of a tensor side by side; from here on all processes have it."""
+    """All-gather whose gradient is the local chunk."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -259,7 +259,7 @@ class _Gathered(torch.autograd.Function):
 
 
 class _Split(torch.autograd.Function):
-    """Takes this process's share of a tensor that all of them have."""
+    """Takes the local chunk; its gradient is all-gathered."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:

@@ -1,6 +1,6 @@
-"""Tensors of several processes in one folder, by ``torch.distributed.checkpoint``: each writes and reads its own share.
+"""Sharded tensors in one folder, by ``torch.distributed.checkpoint``: each rank writes and reads its own shards.
 
-Any number of processes reads what any other number wrote. Knows names and tensors, no model and no optimizer.
+A folder can be read by any number of processes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CLASSES = {
     "pathlib._local": {"PosixPath", "WindowsPath"},
     "collections": {"OrderedDict"},
 }
-"""All that a list of tensors is made of."""
+"""All classes that the metadata may contain."""
 _BROKEN = (
     *(AttributeError, EOFError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError),
     pickle.UnpicklingError,
@@ -44,9 +44,9 @@ _BROKEN = (
 
 
 def full_where_packed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns tensors as they are written: a share that is not one box of the whole is put together first.
+    """Returns tensors as they are written: packed shards are gathered first, as DCP cannot describe them.
 
-    All processes have to call this.
+    Collective.
     """
     return {
         name: full_tensor_tree(tensor) if is_packed(tensor) else tensor.detach() for name, tensor in tensors.items()
@@ -54,15 +54,15 @@ def full_where_packed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], group: Any) -> None:
-    """Writes what ``full_where_packed`` returned; all processes call this, and all learn of a fault on one of them.
+    """Writes what ``full_where_packed`` returned; collective, and a failure on one rank is raised on all.
 
     Args:
-        folder: is made, where it is not there.
-        tensors: by name; what is not cut is written once.
-        group: of all processes, which talks on the CPU.
+        folder: created if missing.
+        tensors: by name; a tensor that is not sharded is written once.
+        group: a gloo group of all ranks.
 
     Raises:
-        SnapshotWriteError: the disk of a process is full, or the folder cannot be written.
+        SnapshotWriteError: a disk is full, or the folder cannot be written.
     """
     try:
         save(dict(tensors), storage_writer=_writer(folder), process_group=group)
@@ -71,7 +71,7 @@ def write(folder: Path, tensors: Mapping[str, Tensor], group: Any) -> None:
 
 
 def write_later(folder: Path, tensors: Mapping[str, Tensor], group: Any) -> Future[Any]:
-    """As ``write``, of a copy that is made now and written while training goes on."""
+    """As ``write``, but in the background, from a copy made now."""
     future = async_save(dict(tensors), storage_writer=_writer(folder), process_group=group)
     return cast("Future[Any]", future)
 
@@ -89,14 +89,14 @@ def wait(future: Future[Any], folder: Path) -> None:
 
 
 def read(folder: Path, like: Mapping[str, Tensor | None], group: Any) -> dict[str, Tensor]:
-    """Returns tensors of a folder, each cut as the one that it is like; those that are like none are whole.
+    """Reads tensors, each sharded like its template; without a template, the full tensor.
 
-    Of those that another stage of a pipeline holds, shape and type come alone.
+    For tensors of another pipeline stage, only shape and dtype are read.
 
     Args:
         folder: what ``write`` made.
-        like: by name; shape and device count, and values do not.
-        group: of all processes, which all call this; ``None`` if this one reads alone.
+        like: templates by name; only shape, device and sharding are used.
+        group: a group of all ranks, which all call this; ``None`` to read alone.
 
     Raises:
         SnapshotError: a name is missing, or a file is broken.
@@ -148,17 +148,17 @@ def _writer(folder: Path) -> FileSystemWriter:
 
 @final
 class _Reader(FileSystemReader):
-    """Reads the list of tensors, which is a pickle, without making anything that such a list does not hold."""
+    """Reads the metadata, a pickle, with an allow-list of classes."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._file = folder / ".metadata"
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Returns the list.
+        """Returns the metadata.
 
         Raises:
-            UnpicklingError: it holds something else.
+            UnpicklingError: it contains another class.
         """
         del args, kwargs
         with self._file.open("rb") as file:
@@ -178,7 +178,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _reason(error: BaseException) -> str:
-    """Returns what the first process that failed says, and not the frames that it passed."""
+    """Returns the message of the first rank that failed, without its traceback."""
     failures: Mapping[int, Any] = getattr(error, "failures", {})
     for inner, _ in failures.values():
         if isinstance(inner, OSError) and inner.strerror:

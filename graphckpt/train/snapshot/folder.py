@@ -22,7 +22,7 @@ from graphckpt.train.files import remove as remove_path
 WEIGHTS = "model.safetensors"
 """File of the weights, which Transformers finds by this name too."""
 SHARDS = "shares"
-"""Folder of the tensors that are cut over processes, each of which wrote its own; see ``dcp.py``."""
+"""Folder of sharded tensors, written by each rank; see ``dcp.py``."""
 STATE = "{}.pt"
 """File of a state, by its name."""
 MANIFEST = "snapshot.json"
@@ -48,7 +48,7 @@ class SnapshotWriteError(GraphckptError, OSError):
 
 
 def begin(folder: Path) -> Path:
-    """Returns the folder in which the shards of a snapshot are to be written, before ``write`` does the rest.
+    """Returns the folder for the shards of a snapshot, to be written before ``write`` is called.
 
     Raises:
         SnapshotWriteError: it cannot be made.
@@ -63,7 +63,7 @@ def begin(folder: Path) -> Path:
 
 
 def shards_folder(folder: Path) -> Path:
-    """Returns the folder that ``begin`` returned, on whichever process."""
+    """Returns the folder that ``begin`` creates, on any rank."""
     return hidden(folder, "tmp") / SHARDS
 
 
@@ -76,7 +76,7 @@ def write(
     companions: Callable[[Path], None] = lambda folder: None,
     has_shards: bool = False,
 ) -> None:
-    """Writes a snapshot beside ``folder``, waits until the disk has it, and only then gives it its name.
+    """Writes a snapshot under a temporary name, syncs it to disk, and renames it to ``folder``.
 
     A process that is killed at any moment leaves the old folder or the new one under this name, or, for the moment
     between two renames, the old one under a name that ``recover`` knows.
@@ -85,7 +85,7 @@ def write(
         folder: the snapshot; one that is there is replaced.
         weights: of the model, none of which shards memory with another; ``None`` if the shards alone hold them.
         states: tensors and plain values by the name of their file; what ``weights_only`` loads.
-        info: what to tell about the snapshot, as JSON.
+        info: metadata of the snapshot, as JSON.
         companions: writes more files into the folder that it is called with.
         has_shards: ``begin`` was called, and the shards are there.
 
@@ -117,7 +117,7 @@ def write(
 
 
 def recover(folder: Path) -> None:
-    """Repairs what a process that was killed left in the output folder of a run; no other hidden file is touched.
+    """Repairs what a killed process left in an output folder; other hidden files are kept.
 
     Raises:
         OSError: the folder cannot be written.
@@ -134,17 +134,17 @@ def recover(folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes a snapshot; half removed, it no longer bears its name."""
+    """Removes a snapshot, after renaming it, so that a half-removed one is never read."""
     trash = hidden(folder, "trash")
     folder.rename(trash)
     remove_path(trash)
 
 
 def read_info(folder: Path) -> dict[str, Any]:
-    """Returns what a snapshot tells about itself, without a look at its other files.
+    """Returns the metadata of a snapshot, without reading its other files.
 
     Raises:
-        SnapshotError: it is missing, no snapshot, or of another format.
+        SnapshotError: it is missing, not a snapshot, or of another format.
     """
     if not folder.is_dir():
         raise SnapshotError(f"{folder}: no such snapshot")
@@ -166,7 +166,7 @@ def check(folder: Path) -> dict[str, Any]:
     """Reads every byte of a snapshot once, and returns what ``read_info`` does.
 
     Raises:
-        SnapshotError: a file is missing, or is not what was written.
+        SnapshotError: a file is missing or corrupted.
     """
     info = read_info(folder)
     for name, written in info["files"].items():
@@ -185,7 +185,7 @@ def check(folder: Path) -> dict[str, Any]:
 
 
 def _entry_fault(name: str, written: Any) -> str | None:
-    """Returns what is wrong with the entry of a file."""
+    """Returns the fault of a file's entry, if any."""
     if Path(name).name != name.removeprefix(f"{SHARDS}/") or Path(name).name in {"", ".", ".."}:
         return f"expected the name of a file in the folder or in {SHARDS}, got another path"
     if not isinstance(written, dict):
@@ -199,7 +199,7 @@ def _entry_fault(name: str, written: Any) -> str | None:
 
 
 def read_state(folder: Path, name: str) -> Any:
-    """Returns a state that ``write`` was given, on the CPU. Only tensors and plain values are ever made.
+    """Reads a state, on the CPU. Only tensors and plain values are ever unpickled.
 
     Raises:
         SnapshotError: the file is missing or broken, or holds objects of another kind.
@@ -207,7 +207,7 @@ def read_state(folder: Path, name: str) -> Any:
     path = folder / STATE.format(name)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the pickle of a stranger, which is an error below
+            warnings.simplefilter("ignore")  # about an unknown pickle, which is an error below
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of whatever a broken pickle leads to
         raise SnapshotError(f"{path}: cannot be read ({first_line(error)})") from error
@@ -246,13 +246,13 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _file_entry(path: Path) -> dict[str, int]:
-    """Returns what is told of a file; shards have checksums within, for one process would read those of all."""
+    """Returns the manifest entry of a file; shards contain checksums of their own."""
     num_bytes = path.stat().st_size
     return {"bytes": num_bytes} if path.suffix == _OWN_CHECKSUMS else {"bytes": num_bytes, "crc32": _crc32(path)}
 
 
 def _reason(error: BaseException) -> str:
-    """Returns the system's own words, which PyTorch's writer hides behind an error of its own."""
+    """Returns the system's message, which PyTorch's writer wraps in an error of its own."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:
@@ -263,5 +263,5 @@ def _reason(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns what an error says, in one line."""
+    """Returns the first line of an error's message."""
     return str(error).split("\n", 1)[0] or type(error).__name__

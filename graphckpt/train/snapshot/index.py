@@ -1,4 +1,4 @@
-"""The snapshots in the output folder of a run: their names, the last one, and how many to keep."""
+"""The snapshots in an output folder: names, the last one, and pruning."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def periodic_name(iteration: int) -> str:
 
 @final
 class Snapshots:
-    """The snapshots in a folder; one that is no writer changes nothing there."""
+    """The snapshots in a folder; changes nothing unless ``is_writer``."""
 
     def __init__(self, folder: Path, *, is_writer: bool = True) -> None:
         self.folder = folder

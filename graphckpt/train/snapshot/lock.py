@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 from graphckpt.errors import ConfigError
 
 LOCK = "run.lock"
-"""The file that is locked. It stays in the folder: whether it is there says nothing, whether it is locked does."""
+"""The locked file. It remains in the folder: only the lock on it matters, not that it exists."""
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
@@ -31,7 +31,7 @@ class FolderLock:
         self._release: weakref.finalize[[], FolderLock] | None = None
 
     def check(self) -> None:
-        """Takes nothing and writes nothing.
+        """Checks that the lock can be taken; writes nothing.
 
         Raises:
             ConfigError: another process holds the lock.
@@ -65,7 +65,7 @@ class FolderLock:
             self._file.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
 
     def release(self, *, discard: bool = False) -> None:
-        """Gives the lock back; with ``discard``, a file that this object has made is removed too."""
+        """Releases the lock; with ``discard``, removes the file if this object created it."""
         if self._release is None or not self._release.alive:
             return
         if discard and self._is_new:

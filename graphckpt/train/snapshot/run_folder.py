@@ -1,4 +1,4 @@
-"""The output folder of a run: one run in it at a time, and nothing is written before that run can start."""
+"""The output folder of a run, used by one run at a time; nothing is written before the run can start."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _FILES = {
 
 @final
 class RunFolder:
-    """The output folder of a run, which need not be there yet.
+    """The output folder of a run, which need not exist yet.
 
     Args:
         path: of the folder.
-        resume: whether the run that is there goes on.
-        overwrite: whether the run that is there may be replaced.
+        resume: resume the run in it.
+        overwrite: replace the run in it.
     """
 
     def __init__(self, path: Path, *, resume: bool = False, overwrite: bool = False) -> None:
@@ -48,10 +48,10 @@ class RunFolder:
         self._has_begun = False
 
     def claim(self) -> None:
-        """Keeps other processes out, if nothing speaks against a start here; else nothing is written.
+        """Locks the folder if a run may start here; otherwise writes nothing.
 
         Raises:
-            ConfigError: another process trains in the folder, or there is a run that is neither resumed nor replaced.
+            ConfigError: another process trains in the folder, or it contains a run that is not resumed or replaced.
             SnapshotError: the run that is to be resumed has no snapshot.
             OSError: the folder cannot be written.
         """
@@ -74,7 +74,7 @@ class RunFolder:
             raise
 
     def begin(self) -> None:
-        """Makes room for the files of a new run; those of the run that is to be replaced are removed now.
+        """Removes the files of a run that is to be replaced.
 
         Raises:
             ConfigError: another run has begun here.
@@ -93,16 +93,16 @@ class RunFolder:
         snapshot.recover(self.path)
 
     def release(self) -> None:
-        """Lets other processes in; of a run that has not begun, nothing is left."""
+        """Unlocks the folder; removes it again if the run has not begun."""
         self._lock.release(discard=not self._has_begun)
         for folder in [] if self._has_begun else self._made:
-            with suppress(OSError):  # something else has been put there
+            with suppress(OSError):  # it is not empty
                 folder.rmdir()
         self._is_claimed = self._has_begun = False
         self._made = []
 
     def held(self) -> list[str]:
-        """Returns the names of what a run has left here."""
+        """Returns the names of an earlier run's files."""
         found = [name for name in (LAST, METRICS, LOG, CONFIG) if (self.path / name).exists()]
         return [*Snapshots(self.path).names(), *found]
 
@@ -120,16 +120,16 @@ class RunFolder:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
-    """What a run came to."""
+    """The result of a run."""
 
     iterations: int
     is_stopped: bool
-    """Whether the user stopped it."""
+    """Whether the user stopped the run."""
     files: dict[str, Path]
-    """What the run wrote, by what it is."""
+    """The files of the run, by description."""
 
     def table(self) -> Table:
-        """Returns the files, to be shown."""
+        """Returns a table of the files."""
         how = "stopped" if self.is_stopped else "done"
         title = f"{how} after {self.iterations} iterations"
         table = Table(title=title, title_justify="left", show_header=False, box=None)
@@ -139,5 +139,5 @@ class TrainResult:
 
 
 def written_files(folder: Path) -> dict[str, Path]:
-    """Returns what is in the output folder of a run, by what it is."""
+    """Returns the files in an output folder, by description."""
     return {what: folder / name for what, name in _FILES.items() if (folder / name).exists()}

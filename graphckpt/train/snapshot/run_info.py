@@ -1,4 +1,4 @@
-"""What a snapshot tells about its run, read field by field from ``snapshot.json``."""
+"""Metadata of a run, read and checked from ``snapshot.json``."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _STATES = ("graph", "trainer")
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """Where a run was when it was saved."""
+    """The progress of a run at a snapshot."""
 
     run: str
-    """A name for the run and all that goes on from it."""
+    """An id of the run and of all runs resumed from it."""
     done: int
-    """Iterations that are done."""
+    """Iterations done."""
     consumed_samples: int
-    """Samples that they have seen."""
+    """Samples consumed so far."""
     data: dict[str, Any]
-    """What differs if the data does."""
+    """Values that identify the data."""
     machine: dict[str, Any]
-    """What changes how sums are rounded."""
+    """Values that affect the rounding of sums."""
     optimizer_states: int | None
-    """Parameters with a state of the optimizer; ``None`` in a snapshot of a version that did not count them."""
+    """Number of parameters with optimizer state; ``None`` in snapshots of versions that did not record it."""
 
     @classmethod
     def read(cls, info: Mapping[str, Any], folder: Path) -> RunInfo:

@@ -1,4 +1,4 @@
-"""All that a run needs to go on as if it had not stopped: taken for a snapshot, and put back."""
+"""The state of a run, taken for a snapshot and restored from one."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class RunState:
     """The state of model, optimizer, schedule, scaler and random generators.
 
     Args:
-        model: as the graph has it.
+        model: of the graph.
         graph: trains it, under the attribute ``model``.
         optimizer: of the graph.
-        device: where it is trained.
-        ranks: the processes of the run; the main one writes, others only take part in putting together what is cut.
+        device: the device of the run.
+        ranks: the processes of the run; rank 0 writes, the others take part in gathering.
         seed: of the run.
     """
 
@@ -66,9 +66,9 @@ class RunState:
         self._device = device
 
     def weights(self) -> dict[str, Tensor]:
-        """Returns the state of the model; a tensor with several names is there once, and none share memory.
+        """Returns the state of the model, with each tied tensor once and none sharing memory.
 
-        What is cut over processes is put together; all of them have to call this.
+        Sharded tensors are gathered; collective.
         """
         kept = distinct_tensors(self._held())
         if self._ranks.stage_mesh is not None:
@@ -77,7 +77,7 @@ class RunState:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether weights are cut over processes."""
+        """Whether weights are sharded or split over stages."""
         return self._ranks.stage_mesh is not None or any(map(is_sharded, self._parameters()))
 
     def tensors(self) -> dict[str, Tensor]:
@@ -91,12 +91,12 @@ class RunState:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     def states(self, shards: dict[str, Tensor] | None = None) -> dict[str, Any]:
-        """Returns the rest, by the name of the file to put it in: tensors and plain values alone.
+        """Returns the rest of the state, by the name of its file: tensors and plain values only.
 
-        All processes have to call this.
+        Collective.
 
         Args:
-            shards: where to put the weights, and what of the rest is cut; ``None`` puts the rest together.
+            shards: receives the weights and what else is sharded; ``None`` gathers the rest instead.
         """
         graph = self._graph.state_dict()
         own = graph.pop("model")
@@ -104,7 +104,7 @@ class RunState:
         if shards is not None:
             shards |= {f"model.{name}": tensor for name, tensor in distinct_tensors(self._held()).items()}
         everywhere = self._ranks.all_gather(self._take_random())
-        each = everywhere[:: self._ranks.config.tensor_parallel_size]  # those that share matrices draw alike
+        each = everywhere[:: self._ranks.config.tensor_parallel_size]  # tensor-parallel ranks have equal states
         trainer = {"random": everywhere[0], "buffers": self._unsaved_buffers(), "extra": extra}
         if len(each) > 1:
             trainer["random_of_each"] = each
@@ -118,7 +118,7 @@ class RunState:
         return {"graph": rest, "trainer": trainer}
 
     def _graph_of_all_stages(self, graph: dict[str, Any], shards: dict[str, Tensor] | None) -> dict[str, Any]:
-        """Returns what one process would have; with ``shards``, tensors but for counts are put there."""
+        """Returns the state of one process; with ``shards``, all tensors but step counts are moved there."""
         if shards is not None:
             graph = extract_sharded(graph, "graph", shards, lambda value: isinstance(value, Tensor) and value.ndim > 0)
         return merge_stage_states(self._ranks.all_gather(on_cpu(graph)))
@@ -132,12 +132,12 @@ class RunState:
         """Sets the model's weights.
 
         Raises:
-            SnapshotError: they are those of another model; nothing has been set then.
+            SnapshotError: they belong to another model; nothing was changed.
         """
         load_weights(self._model, weights, where)
 
     def load_templates(self, graph: dict[str, Any]) -> dict[str, Tensor | None]:
-        """Returns what each tensor that is missing in ``graph`` is like, by the name that it has among the shares."""
+        """Returns a template for each tensor that was extracted from ``graph``, by its name among the shards."""
         parameters = self._parameters()
         found: dict[str, Tensor | None] = dict.fromkeys(extracted_shapes(graph))
         for key in [key for key in graph if "Optimizer" in key]:
@@ -148,7 +148,7 @@ class RunState:
         return found
 
     def local_part(self, graph: dict[str, Any]) -> dict[str, Any]:
-        """Returns what ``states`` returned without the optimizer's state of weights that other stages hold."""
+        """Returns the graph state without the optimizer states of other stages' weights."""
         away = {number for number, weight in enumerate(self._parameters()) if on_other_stage(weight)}
         own = dict(graph)
         for key in [key for key in graph if "Optimizer" in key]:
@@ -159,18 +159,18 @@ class RunState:
     def check(
         self, graph: Any, trainer: Any, folder: Path, *, done: int, num_states: int | None, is_same_torch: bool
     ) -> None:
-        """Looks at each field of what ``read_state`` returned, before any of it is set.
+        """Checks each field that ``read_state`` returned, before any of them is set.
 
         Args:
             graph: of ``graph.pt``.
             trainer: of ``trainer.pt``.
             folder: of the snapshot.
-            done: iterations that the snapshot counts.
-            num_states: parameters that the optimizer has a state of, if that is known.
-            is_same_torch: whether this is the version of PyTorch that wrote it.
+            done: iterations done at the snapshot.
+            num_states: number of parameters with optimizer state, if known.
+            is_same_torch: whether the same version of PyTorch wrote it.
 
         Raises:
-            SnapshotError: a field is missing, of another type or out of its range, or of another optimizer or schedule.
+            SnapshotError: a field is missing, of a wrong type or out of range, or of another optimizer or schedule.
         """
         like = self._graph.state_dict()
         own = like.pop("model")
@@ -196,10 +196,10 @@ class RunState:
             )
 
     def load_states(self, graph: dict[str, Any], trainer: dict[str, Any], where: str) -> None:
-        """Sets what ``states`` returned; call it last, for it sets the random generators too.
+        """Restores what ``states`` returned; call it last, since it also sets the random generators.
 
         Raises:
-            SnapshotError: it is the state of another optimizer or schedule.
+            SnapshotError: the state belongs to another optimizer or schedule.
         """
         try:
             if trainer["extra"]:
@@ -212,14 +212,14 @@ class RunState:
             shard_optimizer_state(self._optimizer, graph)
             self._graph.load_state_dict({"model": self._model.state_dict(), **graph})
             for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
-                if isinstance(rate, Tensor):  # the same tensor on its device, for a captured step reads it there
+                if isinstance(rate, Tensor):  # kept on its device: a captured step reads this tensor
                     group["lr"] = rate.copy_(torch.as_tensor(group["lr"]))
             self._restore_rng(trainer, done=int(graph["System-Train-TrainStep"]))
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise mismatch_error(where, error) from error
 
     def _restore_rng(self, trainer: dict[str, Any], done: int) -> None:
-        """Sets the random generators as they were; over another number of processes, all but the first begin anew."""
+        """Restores the random generators; with another number of processes, all but the first are seeded anew."""
         each, config = trainer.get("random_of_each", [trainer["random"]]), self._ranks.config
         sizes = config.pipeline_parallel_size, config.data_parallel_size
         if (trainer.get(_STAGES, 1), len(each)) == (sizes[0], math.prod(sizes)):
@@ -241,7 +241,7 @@ class RunState:
     def _set_random(self, state: dict[str, Any]) -> None:
         here = self._devices()
         saved = dict(state["devices"])
-        if len(here) == len(saved) == 1:  # one device then and now, maybe by another number
+        if len(here) == len(saved) == 1:  # one device then and now, maybe with another index
             saved = {str(here[0]): value for value in saved.values()}
         devices = tuple((device, saved[str(device)]) for device in here if str(device) in saved)
         set_random_state((state["cpu"], devices))
@@ -254,13 +254,13 @@ class RunState:
         return random_devices(tensors)
 
     def _unsaved_buffers(self) -> dict[str, Tensor]:
-        """Returns the buffers that a state_dict leaves out: some models change them as they run."""
+        """Returns the non-persistent buffers: some models change them in training."""
         saved = self._model.state_dict().keys()
         own = {name: buffer for name, buffer in self._model.named_buffers() if name not in saved}
         return {name: buffer for name, buffer in own.items() if not on_other_stage(buffer)}
 
 
 def mismatch_error(where: str, error: Exception) -> SnapshotError:
-    """Returns what to raise when a snapshot is whole and does not fit."""
+    """Returns the error for a snapshot that is intact but belongs to another run configuration."""
     fix = "resume with the config that it was written with, or start from its weights: train.load_weight=..."
     return SnapshotError(f"{where}: its optimizer or schedule is another ({first_line(error)}) · fix: {fix}")

@@ -1,4 +1,4 @@
-"""What of a run is on the disk: finds where to go on, puts the state back, and writes it. Knows no data and no step."""
+"""A run on disk: finds the snapshot to resume from, and restores the state."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from graphckpt.train.snapshot.weights import read_weights
 
 @final
 class SavedRun:
-    """What the output folder holds of a run, which starts anew there or goes on.
+    """A run in its output folder: a new one or a resumed one.
 
     Args:
         folder: of the run.
-        resume: whether to go on from the snapshot that ``last_checkpoint`` names, which is checked here.
-        overwrite: whether a run that is there already may be replaced.
-        eval_only: leave all as it is.
+        resume: resume from the snapshot that ``last_checkpoint`` names; it is checked here.
+        overwrite: replace an existing run.
+        eval_only: change nothing.
         batch_size: sequences in one iteration.
-        ranks: the processes of the run, of which the main one writes.
+        ranks: the processes of the run; rank 0 writes.
 
     Raises:
-        ConfigError: another process trains in the folder, or another run is there.
+        ConfigError: another process trains in the folder, or it contains another run.
         SnapshotError: ``resume``, and there is no snapshot, or it is broken.
         OSError: the folder cannot be written.
     """
@@ -51,10 +51,10 @@ class SavedRun:
         self.snapshots = Snapshots(folder, is_writer=ranks.is_main)
         self.ranks = ranks
         self.has_begun = False
-        """Whether files of this run are in the folder."""
+        """Whether this run has written files to the folder."""
         self._run_folder = RunFolder(folder, resume=resume, overwrite=overwrite)
         self._at_start: list[Callable[[], None]] = []
-        if not eval_only and ranks.is_main:  # to look at what another process writes is no harm
+        if not eval_only and ranks.is_main:  # reading while another process writes is safe
             self._run_folder.claim()
         try:
             self._read_last(resume=resume and not eval_only, batch_size=batch_size)
@@ -64,28 +64,28 @@ class SavedRun:
 
     def _read_last(self, *, resume: bool, batch_size: int) -> None:
         self.source: Path | None = None
-        """The snapshot to go on from; ``None`` for a new run."""
+        """The snapshot to resume from; ``None`` for a new run."""
         self._info: RunInfo | None = None
         if resume:
             self.source, self._info = self.snapshots.last_run()
         info = self._info
         self.run = info.run if info else secrets.token_hex(8)
-        """A name for the run and all that goes on from it."""
+        """An id of the run and of all runs resumed from it."""
         self.start_iter = info.done if info else 0
-        """Iterations that are done already."""
+        """Iterations done before this process."""
         self._batch_size = batch_size
         self._start_samples = info.consumed_samples if info else 0
 
     def consumed_samples(self, done: int) -> int:
-        """Returns the sequences that ``done`` iterations have seen, also if their size was another before."""
+        """Returns the samples consumed by ``done`` iterations, also if the batch size was another before."""
         return self._start_samples + (done - self.start_iter) * self._batch_size
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lets no other process train in the folder meanwhile; nor before, since this object was made.
+        """Keeps other processes from training in the folder, until the context ends.
 
         Raises:
-            ConfigError: another process does, another run is there, or the folder cannot be written.
+            ConfigError: another process trains there, the folder contains another run, or it cannot be written.
         """
         self.ranks.run_on_main(self._claim, ConfigError)
         try:
@@ -100,22 +100,22 @@ class SavedRun:
             raise unwritable_error(self.folder, error) from error
 
     def at_start(self, action: Callable[[], None]) -> None:
-        """Calls ``action``, which writes into the folder, on the main process, once the run begins there."""
+        """Calls ``action``, which writes into the folder, on rank 0 once the run begins."""
         if self.has_begun:
             action()
         else:
             self._at_start.append(action)
 
     def begin(self, last_iteration: int) -> None:
-        """Begins to write: all before an iteration is done may fail, and then leaves the folder as it was.
+        """Begins to write; a failure before the first iteration is done leaves the folder unchanged.
 
-        All processes call this.
+        Collective.
 
         Args:
-            last_iteration: before those of this process; what the log and the metrics hold beyond it is dropped.
+            last_iteration: the last one before this process; later lines of the log and the metrics are dropped.
 
         Raises:
-            ConfigError: the files of an earlier process cannot be cut, or the folder cannot be written.
+            ConfigError: the folder or its log files cannot be written.
         """
         self.ranks.run_on_main(lambda: self._begin(last_iteration), ConfigError)
         self.has_begun = True
@@ -131,13 +131,13 @@ class SavedRun:
             raise unwritable_error(self.folder, error) from error
 
     def restore(self, state: RunState, loop: Loop, *, data: dict[str, Any], report: Report) -> None:
-        """Puts back the state of the run, if it goes on; call it last before the loop.
+        """Restores the state of a resumed run; call it right before the loop.
 
         Args:
-            state: where the state goes.
-            loop: whose hooks have a state too.
-            data: plain values that differ if the data does.
-            report: is told what happened.
+            state: the state to restore.
+            loop: the loop whose hooks are restored too.
+            data: plain values that identify the data.
+            report: receives what happened.
 
         Raises:
             SnapshotError: the snapshot does not fit the model, the optimizer or the schedule.
@@ -158,17 +158,17 @@ class SavedRun:
             is_same_torch=info.machine["torch"] == now["torch"],
         )
         with reading(source / snapshot.STATE.format("trainer")):
-            mapping(item(trainer["hooks"], "LogHook-0"), "hooks.LogHook-0")  # every run has it
+            mapping(item(trainer["hooks"], "LogHook-0"), "hooks.LogHook-0")  # present in every run
             loop.load_hook_states(trainer["hooks"])
         state.load_states(self._graph_state(graph, source, state), trainer, str(source))
         report.line(f"resumed from {source}, after iteration: {loop.iteration}/{loop.train_iter}")
         if (then := info.data) != data:
             report.line(
-                f"the data changed since: {then} then, {data} now; the run sees other text from here on", "yellow"
+                f"the data changed since: {then} then, {data} now; the run sees other text from now on", "yellow"
             )
         if (then := info.machine) != now:
             text = f"the machine changed since: {then} then, {now} now"
-            report.line(f"{text}; sums may round otherwise, so the bits may differ", "yellow")
+            report.line(f"{text}; sums may be rounded differently, so results may not be bitwise equal", "yellow")
         if loop.is_last:
             report.line("nothing is left to do · fix: raise train.train_iter to train on", "yellow")
 
@@ -184,7 +184,7 @@ class SavedRun:
 
 
 def rounding_environment(ranks: TrainRanks) -> dict[str, Any]:
-    """Returns what changes how sums are rounded: a sum over two threads is not that over one, to the last bit."""
+    """Returns what affects the rounding of sums, such as the number of threads."""
     kinds = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
     sizes = {name: getattr(ranks.config, name) for name in kinds}
     machine = {"torch": torch.__version__, "threads": torch.get_num_threads()}
@@ -192,13 +192,13 @@ def rounding_environment(ranks: TrainRanks) -> dict[str, Any]:
 
 
 def unwritable_error(folder: Path, error: OSError) -> ConfigError:
-    """Returns what to raise when the output folder cannot be written before a run starts."""
+    """Returns the error for an output folder that cannot be written."""
     fix = "name a folder that can be written, on a disk with room"
     return ConfigError(f"train.output_dir: {folder}: {error.strerror or error} · fix: {fix}")
 
 
 def weights_folder(name: str, folder: Path) -> Path:
-    """Returns the folder whose weights to evaluate: the one that is named, or else the last snapshot.
+    """Returns the folder of the weights to evaluate: the named one, or the last snapshot.
 
     Raises:
         SnapshotError: there is neither.

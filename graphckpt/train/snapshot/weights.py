@@ -24,12 +24,12 @@ _OTHER = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5")  # weights of other format
 def read_weights(
     folder: Path, *, like: Mapping[str, Tensor | None] | None = None, group: Any = None
 ) -> dict[str, Tensor]:
-    """Returns the weights in a folder, on the CPU; of one file and shards, those of the one file.
+    """Reads the weights in a folder, on the CPU; a single file takes precedence over shards.
 
     Args:
-        folder: of a snapshot, or what Transformers saved.
-        like: what the weights are for; of what is cut over processes, a snapshot's own shards are read.
-        group: of the processes that all call this.
+        folder: a snapshot, or a folder that Transformers saved.
+        like: templates of the weights; of a sharded weight, only the local shard is read.
+        group: of the ranks that all call this.
 
     Raises:
         SnapshotError: there are none, a shard is missing, or a file is broken.
@@ -107,10 +107,10 @@ def _read_file(path: Path) -> dict[str, Tensor]:
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> None:
-    """Sets the weights of a model, also those that have several names and are in the file once.
+    """Sets the weights of a model; a tied weight needs only one of its names.
 
     Raises:
-        SnapshotError: they are those of another model; nothing has been set then.
+        SnapshotError: they belong to another model; nothing was changed.
     """
     own = tensors_of(model)
     named = dict(weights)
@@ -135,11 +135,11 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> No
         fix = "describe the model and the vocabulary as they were when it was written"
         raise SnapshotError(f"{where}: is of another model: {', '.join(faults[:3])}{more} · fix: {fix}")
     shards = {name: shard_like(own[name], value) for name, value in named.items() if not on_other_stage(own[name])}
-    model.load_state_dict(shards, strict=False)  # what is no tensor is left as it is
+    model.load_state_dict(shards, strict=False)  # extra state that is not a tensor is kept
 
 
 def distinct_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns tensors of which no two share memory: of several names for one tensor, the first.
+    """Returns tensors without shared memory: of several names for one tensor, only the first.
 
     >>> weight = torch.ones(4)
     >>> list(distinct_tensors({"a": weight, "b": weight, "c": weight[:2]}))
@@ -168,7 +168,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Returns what is equal for two names of one tensor."""
+    """Returns a key that is equal for two names of one tensor."""
     if not tensor.numel():
         return (id(tensor),)
     if is_sharded(tensor):

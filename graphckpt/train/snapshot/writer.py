@@ -1,7 +1,7 @@
-"""Writes the snapshots of a run: at once, or while training goes on; whole, or each process its own share.
+"""Writes the snapshots of a run: synchronously or in the background; as one file or in shards.
 
-What is cut over processes is written share by share. ``model_best`` and ``model_final`` hold the whole weights as
-well, in the one file that Transformers knows; to put them together for each of the others would be a gather too many.
+Sharded tensors are written by each rank. ``model_best`` and ``model_final`` also contain the full weights in the file
+that Transformers loads; for periodic snapshots that would cost an extra all-gather.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from graphckpt.train.snapshot.run_state import RunState
 from graphckpt.train.snapshot.saved_run import SavedRun, rounding_environment
 
 Done = Callable[[], None]
-"""What to do once a snapshot bears its name."""
+"""Called once a snapshot is complete."""
 
 
 @final
 class SnapshotWriter:
-    """Writes snapshots of a state. All processes call its methods at the same moments, but for ``poll``.
+    """Writes snapshots of a state. All methods but ``poll`` are collective.
 
     Args:
-        saved: the run's folder.
+        saved: the run on disk.
         state: what to write.
         data: plain values that differ if the data does.
         companions: writes more files into the folder that it is called with.
-        is_async: write a copy while training goes on.
+        is_async: write a copy in the background.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class SnapshotWriter:
         self._pending: tuple[Future[None], Done] | None = None
 
     def save(self, name: str, loop: Loop, done: Done) -> None:
-        """Writes the snapshot of this name, and then calls ``done``, on each process; later, if it is to be so.
+        """Writes the snapshot of this name and then calls ``done`` on each rank; with ``is_async``, later.
 
         Raises:
             SnapshotWriteError: it could not be written.
         """
         try:
             self.join()
-        except SnapshotWriteError as error:  # of the one before this, and no reason to leave this one out
+        except SnapshotWriteError as error:  # of the previous one: this one is written all the same
             loop.report.line(f"{error} · the snapshot before this one is missing", "red")
         folder = self._saved.folder / name
         shards: dict[str, Tensor] | None = {} if self._state.is_sharded else None
@@ -96,7 +96,7 @@ class SnapshotWriter:
         self._pending = self._thread.submit(_after, begun, snapshot.shards_folder(folder), write), done
 
     def poll(self) -> None:
-        """Calls what is to be done for a snapshot that has been written meanwhile."""
+        """Calls ``done`` for a snapshot that was completed in the background."""
         if self._pending is None or not self._pending[0].done() or self._pending[0].exception() is not None:
             return
         (future, done), nothing = self._pending, partial(_nothing)
@@ -107,7 +107,7 @@ class SnapshotWriter:
         """Waits for a snapshot that is being written.
 
         Raises:
-            SnapshotWriteError: it could not be written; on all processes.
+            SnapshotWriteError: it could not be written; raised on all ranks.
         """
         if self._pending is None:
             return
@@ -164,7 +164,7 @@ def _nothing() -> None:
 
 
 def _after(begun: Future[Any] | None, folder: Path, write: Callable[[], None]) -> None:
-    """Waits for the shards of all processes, and writes the rest."""
+    """Waits for the shards of all ranks, and writes the rest."""
     if begun is not None:
         from graphckpt.train.snapshot import dcp  # noqa: PLC0415 - takes a second, for those who need it
 
@@ -177,10 +177,10 @@ def export(model: Any, architecture: str, tokenizer_file: Path | None, folder: P
 
     Args:
         model: that was trained.
-        architecture: the name of its class, which is another where its weights are cut.
-        tokenizer_file: its tokenizer, if any.
-        folder: where to.
-        seq_length: tokens of a sample.
+        architecture: the name of its class before sharding.
+        tokenizer_file: its tokenizer file, if any.
+        folder: the target.
+        seq_length: tokens per sample.
     """
     if _is_of_transformers(model):
         model.config.architectures = [architecture]
@@ -200,7 +200,7 @@ def export(model: Any, architecture: str, tokenizer_file: Path | None, folder: P
 
 
 def _is_of_transformers(model: nn.Module) -> bool:
-    if "transformers" not in sys.modules:  # then nobody can have made one
+    if "transformers" not in sys.modules:  # then no model can be one of its classes
         return False
     from transformers import PreTrainedModel  # noqa: PLC0415 - as above
 
