@@ -141,6 +141,7 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> No
 def distinct_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns tensors without shared memory: of several names for one tensor, only the first.
 
+    >>> import torch
     >>> weight = torch.ones(4)
     >>> list(distinct_tensors({"a": weight, "b": weight, "c": weight[:2]}))
     ['a', 'c']
