@@ -246,5 +246,5 @@ def test_a_model_that_does_more_than_its_parts_is_refused() -> None:
             check_split(model, stages, CausalLM().losses)
             assert model.training
             continue
-        with pytest.raises(ConfigError, match=r"the stages of Scaled in a row do not say what the whole says"):
+        with pytest.raises(ConfigError, match=r"the stages of Scaled, run in sequence, differ from the whole model"):
             check_split(model, stages, CausalLM().losses)

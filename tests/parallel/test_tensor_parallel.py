@@ -221,7 +221,7 @@ class Unknown(nn.Module):
 
 def test_nobody_knows_how_to_cut_a_model() -> None:
     with pytest.raises(
-        ConfigError, match=r"^model: nobody knows how to cut Unknown .* · fix: give the model an attribute"
+        ConfigError, match=r"^model: no tensor-parallel plan is known for Unknown · fix: give the model an attribute"
     ):
         tensor_parallel_plan(Unknown())
     with pytest.raises(ConfigError, match="cut GPT2LMHeadModel over"):

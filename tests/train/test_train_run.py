@@ -270,7 +270,7 @@ def test_model_without_marked_layers_asks_for_names(place, capsys):
         (["data.seq_length=100000"], ["fewer than one sequence of 100000"]),
         (["model.config.vocab_size=100"], ["it knows 100 tokens, and the tokenizer has", "${data.vocab_size}"]),
         (["data.dataset=imdb", "data.paths=null"], ["data.dataset: 'imdb'"]),
-        (["train.global_batch_size=30"], ["train.global_batch_size: 30 is no multiple of micro batch 8"]),
+        (["train.global_batch_size=30"], ["train.global_batch_size: expected a multiple of micro batch 8"]),
         (["train.device=cuda:99"], ["train.device: 'cuda:99' cannot be used"]),
         (
             ["train.device=meta", "train.train_epoch=.inf", f"train.seed={2**63}"],
