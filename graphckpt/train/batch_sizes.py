@@ -1,4 +1,4 @@
-"""How many samples a forward, an update and a run take, derived from those that are named. Integers only, no torch."""
+"""Numbers of samples in a forward, an update and a run, derived from those given. Integers only, no torch."""
 
 from __future__ import annotations
 

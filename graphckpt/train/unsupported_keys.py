@@ -1,4 +1,4 @@
-"""Keys that libai has and this version does not act on: good at their neutral value, and else an error that says so."""
+"""Keys of libai that are not supported: accepted at their neutral value, otherwise an error."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ WITHOUT_MEANING: Mapping[str, str] = {
     "rdma_enabled": "PyTorch picks the transport",
     "input_placement_device": "train.device places the input too",
 }
-"""Keys of libai's ``train`` that say nothing on PyTorch, and why."""
+"""Keys of libai's ``train`` that have no meaning in PyTorch, and why."""
 
 EVALUATION_WITHOUT_MEANING: Mapping[str, str] = {
     "evaluator": "the task says what is measured",
 }
-"""Keys of libai's ``train.evaluation`` that say nothing here, and why."""
+"""Keys of libai's ``train.evaluation`` that have no meaning here, and why."""
 
 CHECKPOINT_WITHOUT_MEANING: Mapping[str, str] = {
     "number_checkpoints": "the first step shows how big the slab has to be",
     "synchronize_checkpoint_boundary": "nothing needs the device to stand still",
     "profile": "explain() shows bytes and seconds of every block",
 }
-"""Keys of DeepSpeed's ``activation_checkpointing`` that say nothing here, and why."""
+"""Keys of DeepSpeed's ``activation_checkpointing`` that have no meaning here, and why."""

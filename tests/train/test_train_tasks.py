@@ -182,7 +182,7 @@ def test_one_document_has_no_second_text_from_another(texts, data):
 
 
 def test_task_that_is_not_for_text_says_so(data):
-    with pytest.raises(ConfigError, match="task: OwnLoss makes no samples of text · fix: use graphckpt"):
+    with pytest.raises(ConfigError, match="task: OwnLoss does not support text · fix: use graphckpt"):
         _open(data, OwnLoss())
 
 

@@ -1,4 +1,4 @@
-"""What a run learns from: text and its tokens, data sets of one's own, and the order of samples."""
+"""Training data: text and its tokens, user-defined data sets, and the order of samples."""
 
 from graphckpt.train.data.map_datasets import OwnData
 from graphckpt.train.data.text_data import TextData

@@ -1,4 +1,4 @@
-"""Finds text files, and says by their content which are held out. Knows nothing of tokens."""
+"""Finds text files, and splits them by a hash of their content into training and held-out documents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Protocol, final
 from graphckpt.errors import GraphckptError
 
 _BLOCK_BYTES = 1 << 20  # a text is read in blocks of this size, so that no file has to fit into memory
-_SNIFF_BYTES = 8192  # a file with a NUL in its first bytes is no text; what git and grep look at too
+_SNIFF_BYTES = 8192  # a file with a NUL byte at its start is binary, as for git and grep
 _SKIPPED = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     | {"encodings", "pydoc_data"}  # generated tables, a tenth of the bytes
@@ -23,23 +23,23 @@ _SKIPPED = frozenset(
 
 @final
 class DataError(GraphckptError, ValueError):
-    """There is no text to train on, or not enough of it."""
+    """There is no data to train on, or not enough of it."""
 
 
 class Document(Protocol):
-    """Text that is trained on or held out as a whole."""
+    """A text that is in the training or in the held-out split as a whole."""
 
     @property
     def digest(self) -> str:
-        """A hash of the content, in hex digits: it decides what is held out."""
+        """A hash of the content, in hex digits, which decides the split."""
 
     @property
     def group(self) -> str:
-        """The class of the document, where one is learned."""
+        """The class of the document, for classification."""
 
     @property
     def span(self) -> tuple[int, int]:
-        """Which bytes of the content count."""
+        """The byte range that is used."""
 
     @property
     def num_bytes(self) -> int:
@@ -52,7 +52,7 @@ class Document(Protocol):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextPart:
-    """A file, or the byte range of a file, that is trained on or evaluated on as one document."""
+    """A file, or a byte range of a file, as one document."""
 
     path: Path
     digest: str
@@ -61,7 +61,7 @@ class TextPart:
     stop: int
     """The range, in bytes; ``stop`` is outside of it."""
     group: str = "."
-    """The folder right below the one that was named: the class of a document, where one is learned."""
+    """The folder directly below the given one: the class of a document, for classification."""
 
     @property
     def span(self) -> tuple[int, int]:
@@ -74,7 +74,7 @@ class TextPart:
         return self.stop - self.start
 
     def texts(self) -> Iterator[str]:
-        """Yields the text in order, a block at a time; a byte that is no UTF-8 becomes U+FFFD."""
+        """Yields the text in blocks; invalid UTF-8 becomes U+FFFD."""
         decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
         with self.path.open("rb") as file:
             file.seek(self.start)
@@ -88,7 +88,7 @@ class TextPart:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """The parts to train on and those held out, each in an order that depends on content alone."""
+    """The training and held-out parts, each in an order that depends on content only."""
 
     train: tuple[Document, ...]
     heldout: tuple[Document, ...]
@@ -100,7 +100,7 @@ class Corpus:
 
 
 def read_corpus(paths: Sequence[str] | None, *, eval_fraction: float, max_bytes: int | None = None) -> Corpus:
-    """Reads which text there is.
+    """Finds the text files.
 
     A file is held out or not by the hash of its content: that another is added, or this one moved, changes
     nothing. A copy of another file counts once. If the corpus is a single file, its end is held out.
@@ -120,7 +120,7 @@ def read_corpus(paths: Sequence[str] | None, *, eval_fraction: float, max_bytes:
 
 
 def split(documents: Sequence[Document], *, eval_fraction: float, max_bytes: int | None, where: str) -> Corpus:
-    """Takes documents up to ``max_bytes`` and holds a share of them out, both by their content alone.
+    """Takes documents up to ``max_bytes`` and splits them, both by their content only.
 
     Raises:
         DataError: there are none, which ``where`` then says.
@@ -132,7 +132,7 @@ def split(documents: Sequence[Document], *, eval_fraction: float, max_bytes: int
         return _cut(taken[0], eval_fraction)
     taken.sort(key=lambda document: document.digest)
     count = sum(int(document.digest[:8], 16) < eval_fraction * 16**8 for document in taken)
-    count = min(max(count, 1), len(taken) - 1)  # a small corpus, too, has both
+    count = min(max(count, 1), len(taken) - 1)  # both splits are non-empty, also of a small corpus
     return Corpus(train=tuple(taken[count:]), heldout=tuple(taken[:count]))
 
 
@@ -193,7 +193,9 @@ def _subset(documents: Sequence[Document], max_bytes: int | None) -> list[Docume
         return list(documents)
     taken: list[Document] = []
     left = max_bytes
-    for document in sorted(documents, key=lambda document: document.digest[::-1]):  # not the order that holds out
+    for document in sorted(
+        documents, key=lambda document: document.digest[::-1]
+    ):  # another order than that of the split
         if left <= 0:
             break
         taken.append(document)
@@ -202,7 +204,7 @@ def _subset(documents: Sequence[Document], max_bytes: int | None) -> list[Docume
 
 
 def _cut(part: TextPart, eval_fraction: float) -> Corpus:
-    """Cuts the only file at the line end nearest after ``1 - eval_fraction`` of it."""
+    """Splits a single file at the first line end after ``1 - eval_fraction`` of it."""
     cut = int(part.num_bytes * (1 - eval_fraction))
     with part.path.open("rb") as file:
         file.seek(cut)

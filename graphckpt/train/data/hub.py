@@ -1,4 +1,4 @@
-"""The rows of a Hugging Face data set as documents. Only here is the package ``datasets`` known."""
+"""Rows of a Hugging Face data set as documents. The only module that uses the package ``datasets``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphckpt.train.data.corpus import DataError
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetRow:
-    """A row of a data set, trained on or held out as one document. The text stays in the data set."""
+    """A row of a data set as one document. The text stays in the data set."""
 
     rows: Any
     """The data set; ``rows[number]`` is a dict."""
@@ -39,7 +39,7 @@ class DatasetRow:
 def read_rows(
     name: str, *, config: str | None, split: str, text_column: str, label_column: str | None
 ) -> list[DatasetRow]:
-    """Loads a data set and returns its rows that hold text; one that repeats another counts once.
+    """Loads a data set and returns its distinct rows with text.
 
     Args:
         name: of the data set, or a folder that the package can load.
@@ -58,7 +58,7 @@ def read_rows(
         raise DataError(f"data.dataset: {name!r} needs the package 'datasets' · fix: {fix}") from error
     try:
         rows = datasets.load_dataset(name, config, split=split)
-    except Exception as error:  # whatever network, disk and the data set's own code raise
+    except Exception as error:  # any error of the network, the disk or the data set's own code
         first_line = str(error).split("\n", 1)[0]
         fix = "check data.dataset, data.dataset_config and data.dataset_split"
         raise DataError(f"data.dataset: {name!r}: {type(error).__name__}: {first_line} · fix: {fix}") from error

@@ -1,4 +1,4 @@
-"""A user's own data sets, as PyTorch's DataLoader takes them, without its workers and its order."""
+"""User-defined map-style data sets, as for PyTorch's DataLoader."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class _Collated:
 @final
 @dataclass(frozen=True, kw_only=True)
 class OwnData:
-    """Two map-style data sets. A sample is a dict; its names are the arguments of the model.
+    """Two map-style data sets. A sample is a dict; its keys are argument names of the model.
 
-    A sample must be the same each time that it is asked for, or a run that goes on is not the same run.
+    A sample must be the same each time it is read; otherwise a resumed run differs.
     """
 
     train: Any
@@ -54,7 +54,7 @@ class OwnData:
     """The data set to evaluate on; ``None`` if nothing is evaluated."""
 
     def open(self, task: object, *, seed: int, report: Report) -> Opened:
-        """Returns the samples; ``task`` and ``seed`` change nothing about them.
+        """Returns the samples; ``task`` and ``seed`` are not used.
 
         Raises:
             DataError: a data set has no length, or no sample.

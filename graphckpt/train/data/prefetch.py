@@ -48,17 +48,19 @@ class Prefetcher:
             present = torch.cuda.current_stream(self._device)
             present.wait_stream(self._stream)
             for tensor in batch.values():
-                tensor.record_stream(present)  # its memory is the other stream's, which must not use it again too soon
+                tensor.record_stream(
+                    present
+                )  # its memory belongs to the other stream, which must not reuse it too early
         return batch
 
     def prefetch(self, iteration: int) -> None:
-        """Reads the batch of ``iteration`` and begins to copy it."""
+        """Reads the batch of ``iteration`` and starts to copy it."""
         if self._stream is None or iteration >= self._num_iterations:
             return
         try:
             with torch.cuda.stream(self._stream):
                 self._ahead = iteration, self._on_device(self._read(iteration))
-        except Exception as error:  # the iteration that has just run is logged and saved first
+        except Exception as error:  # raised later, after the previous iteration is logged and saved
             self._ahead = iteration, error
 
     def _on_device(self, batch: Batch) -> Batch:
@@ -66,13 +68,13 @@ class Prefetcher:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Copies a batch to ``device``; to a CUDA device without a wait, from pinned memory."""
+    """Copies a batch to ``device``; for CUDA asynchronously, from pinned memory."""
     if device.type != "cuda":
         return {name: tensor.to(device) for name, tensor in batch.items()}
     return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until a CUDA device has run all that was launched on it."""
+    """Synchronizes a CUDA device; does nothing for other devices."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

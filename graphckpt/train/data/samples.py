@@ -1,4 +1,4 @@
-"""Samples by number, what makes them of tokens, and what data is once it is open."""
+"""The interfaces between data and tasks: samples, what creates them from tokens, and opened data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphckpt.train.data.token_file import PreparedText, TokenFile
 
 
 class Samples(Protocol):
-    """What can be learned from, by number. The same number is the same sample, always."""
+    """Training samples by index. An index always returns the same sample."""
 
     def __len__(self) -> int: ...
 
@@ -26,32 +26,32 @@ class Samples(Protocol):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """Data that a task made its samples of."""
+    """Data opened for a task."""
 
     train: Samples
     heldout: Samples | None
-    """What is evaluated on; ``None`` if nothing is held out."""
+    """The samples to evaluate on; ``None`` if there are none."""
     text: PreparedText | None = None
-    """The text and its tokenizer; ``None`` if the data is no text."""
+    """The text and its tokenizer; ``None`` for other data."""
 
     @property
     def tokenizer_file(self) -> Path | None:
-        """A ``tokenizer.json``, where there is one."""
+        """The ``tokenizer.json``, if any."""
         return self.text.tokenizer_file if self.text else None
 
     @property
     def tokens_each(self) -> int:
-        """Tokens of one sample; 1 if the data is no text."""
+        """Tokens of one sample; 1 for other data."""
         return self.text.seq_length if self.text else 1
 
 
 @runtime_checkable
 class SampleMaker(Protocol):
-    """Makes samples of tokens, as a task on text does."""
+    """Creates samples from tokens, as a task on text does."""
 
     @property
     def special_tokens(self) -> Sequence[str]:
-        """Tokens that it puts between those of the text."""
+        """Special tokens that it inserts."""
 
     def samples(self, tokens: TokenFile, text: PreparedText, seed: int) -> Samples:
-        """Returns the samples of one token file; ``seed`` fixes whatever is drawn for them."""
+        """Returns the samples of one token file; ``seed`` makes random choices reproducible."""

@@ -1,4 +1,4 @@
-"""Which samples a run sees: shuffled ones to train on, and the held-out ones in batches."""
+"""The order of training samples, and batches of held-out ones."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from graphckpt.train.data.samples import Samples
 
 @final
 class ShuffledOrder:
-    """Every epoch is a permutation of its own, fixed by the seed and the epoch's number.
+    """A permutation for each epoch, determined by the seed and the epoch's number.
 
-    The order has no state to save: a run that goes on asks for the samples after those it consumed.
+    The order is stateless: a resumed run continues after the samples it has consumed.
 
     >>> order = ShuffledOrder(num_sequences=4, seed=0)
     >>> sorted(order.take(start=0, count=4).tolist())
@@ -54,8 +54,8 @@ def heldout_batches(
 ) -> Iterator[tuple[dict[str, Tensor], bool]]:
     """Yields every ``parts``-th batch, and whether it counts.
 
-    All parts yield equally many, for a model that is cut runs on all processes or on none: those that are left without
-    a last batch run their first one, or the very first, once more, and it does not count.
+    All parts yield equally many batches, since a sharded model runs on all processes or on none: a part without a last
+    batch repeats its first one, or the very first, which does not count.
 
     Args:
         heldout: the samples.

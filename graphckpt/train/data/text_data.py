@@ -1,4 +1,4 @@
-"""Text as tokens, prepared once and kept in a cache: the section ``data`` of a config."""
+"""Tokenized text, prepared once and cached: the section ``data`` of a config."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from graphckpt.train.data.tokenizer import (
 )
 from graphckpt.units import format_bytes
 
-_FORMAT = 2  # of the cache; a change of what is written needs a new number
+_FORMAT = 2  # of the cache; increase it when the written files change
 
 
 class Data(Protocol):
-    """What a run learns from."""
+    """The data of a run."""
 
     def open(self, task: object, *, seed: int, report: Report) -> Opened:
-        """Makes the data ready for ``task``; ``seed`` fixes whatever is drawn for a sample."""
+        """Prepares the data for ``task``; ``seed`` makes random choices reproducible."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class TextData:
-    """Text, and the tokens that it is cut into. The fields are the keys of ``data`` in a config."""
+    """Text and its tokens. The fields are the keys of ``data`` in a config."""
 
     paths: str | list[str] | None = None
     """Text files and folders of text files; ``None`` is the source text of Python's standard library."""
@@ -52,11 +52,11 @@ class TextData:
     dataset_config: str | None = None
     """Which of its configurations, such as ``"wikitext-2-raw-v1"``."""
     dataset_split: str = "train"
-    """Which of its splits; a share of it is held out, as of any text."""
+    """Its split; a part of it is held out, as of any text."""
     text_column: str = "text"
     """Its column of texts."""
     label_column: str | None = None
-    """Its column of classes, where one is learned."""
+    """Its column of classes, for classification."""
     tokenizer_file: str | None = None
     """A ``tokenizer.json`` to use; ``None`` trains a byte-level BPE on the text."""
     vocab_size: int = 8192
@@ -64,14 +64,14 @@ class TextData:
     seq_length: int = 256
     """Tokens of one sequence."""
     eval_fraction: float = 0.05
-    """Share of the files that is held out for evaluation."""
+    """Fraction of the files that is held out for evaluation."""
     max_bytes: int | None = None
     """If set, uses files up to this many bytes, chosen by their content."""
     cache_dir: str | None = None
-    """Where tokens are kept; ``None`` is ``$XDG_CACHE_HOME/graphckpt`` or ``~/.cache/graphckpt``."""
+    """Folder of the cached tokens; ``None`` is ``$XDG_CACHE_HOME/graphckpt`` or ``~/.cache/graphckpt``."""
 
     def faults(self) -> Iterator[str]:
-        """Yields what is wrong with the fields."""
+        """Yields the faults of the fields."""
         if self.vocab_size < SMALLEST_VOCAB:
             yield f"vocab_size: expected {SMALLEST_VOCAB} or more, one for each byte, got {self.vocab_size}"
         if self.seq_length < 2:
@@ -84,21 +84,21 @@ class TextData:
             yield f"dataset: {self.dataset!r}, and data.paths is set too · fix: set one of them to null"
 
     def open(self, task: object, *, seed: int, report: Report) -> Opened:
-        """Prepares the text and has ``task`` make samples of it.
+        """Prepares the text and creates the samples of ``task``.
 
         Raises:
-            ConfigError: ``task`` is not for text.
+            ConfigError: ``task`` does not support text.
             DataError: no text, too little of it, or the cache cannot be written.
         """
         if not isinstance(task, SampleMaker):
             fix = "use graphckpt.train.tasks.CausalLM or another task on text, or data of your own"
-            raise ConfigError(f"task: {type(task).__name__} makes no samples of text · fix: {fix}")
+            raise ConfigError(f"task: {type(task).__name__} does not support text · fix: {fix}")
         text = self.prepare(report, task.special_tokens)
         train, heldout = (task.samples(tokens, text, seed) for tokens in (text.train, text.heldout))
         return Opened(train=train, heldout=heldout, text=text)
 
     def prepare(self, report: Report, special_tokens: Sequence[str] = ()) -> PreparedText:
-        """Finds the text, trains a tokenizer and writes the tokens, unless the cache holds them already.
+        """Finds the text, trains a tokenizer and writes the tokens, unless they are cached.
 
         Raises:
             DataError: no text, too little of it, or the cache cannot be written.
@@ -166,7 +166,7 @@ class TextData:
                 yield f"{fault} · fix: add text, lower data.seq_length{more}"
 
     def _key(self, corpus: Corpus, special_tokens: Sequence[str], given: Tokenizer | None) -> str:
-        """Returns a name for what the tokens depend on: content, split, groups and vocabulary."""
+        """Returns a hash of what the tokens depend on: content, split, groups and vocabulary."""
         parts = {
             name: [(document.digest, document.span, document.group) for document in found]
             for name, found in (("train", corpus.train), ("heldout", corpus.heldout))

@@ -1,4 +1,4 @@
-"""A folder of prepared tokens that is whole or not there. Knows no text and no tokenizer."""
+"""The cache of prepared tokens: a folder is complete or absent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPLITS = ("train", "heldout")
 
 
 def cache_root(named: str | None) -> Path:
-    """Returns the folder that a user named, or that of the system."""
+    """Returns the given folder, or the system's cache folder."""
     if named:
         return Path(named).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "graphckpt"
@@ -33,14 +33,14 @@ def documents(folder: Path, split: str) -> NDArray[np.int64]:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """Returns what is known about the tokens in a folder."""
+    """Returns the metadata of the tokens in a folder."""
     found = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     assert isinstance(found, dict)
     return found
 
 
 def is_whole(folder: Path) -> bool:
-    """Returns whether a cached folder holds every file, in full."""
+    """Returns whether a cached folder is complete."""
     try:
         meta = read_meta(folder)
         width = np.dtype(meta["dtype"]).itemsize
@@ -56,7 +56,7 @@ def is_whole(folder: Path) -> bool:
 
 @contextmanager
 def fresh_folder(folder: Path) -> Iterator[Path]:
-    """Gives an empty folder that becomes ``folder`` at the end, in one move; an error leaves nothing."""
+    """Yields an empty folder that is renamed to ``folder`` at the end; an error leaves nothing behind."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".making-"))
@@ -68,7 +68,7 @@ def fresh_folder(folder: Path) -> Iterator[Path]:
         try:
             made.rename(folder)
         except OSError:
-            if not is_whole(folder):  # what is there is broken; if it is whole, another run was faster
+            if not is_whole(folder):  # it is incomplete; a complete one was written by another run meanwhile
                 shutil.rmtree(folder, ignore_errors=True)
                 made.rename(folder)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Tokens in memory-mapped files, with the documents that they come from. Knows no text and no cache."""
+"""Memory-mapped token files, with the documents that the tokens belong to."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TokenFile:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the file, with those of an unfinished last sequence."""
+        """Tokens in the file, including an incomplete last sequence."""
         return len(self._tokens)
 
     @property
@@ -86,7 +86,7 @@ class TokenFile:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedText:
-    """Text that is ready to be trained on."""
+    """Text that is ready for training."""
 
     train: TokenFile
     heldout: TokenFile
@@ -94,9 +94,9 @@ class PreparedText:
     """A ``tokenizer.json`` of the tokenizers library."""
     seq_length: int
     vocab_size: int
-    """Tokens that the tokenizer knows."""
+    """Size of the tokenizer's vocabulary."""
     special_ids: dict[str, int]
-    """Ids of the special tokens that were asked for."""
+    """Ids of the requested special tokens."""
     line_ends: NDArray[np.int64]
     """Ids of the tokens in which a line ends."""
     groups: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Trains a byte-level BPE and writes parts of a corpus as token files. Knows no cache."""
+"""Trains a byte-level BPE, and writes documents as token files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PARTS_AT_ONCE = 32  # encoded in one call, so that all cores have work
 
 
 def line_ends(tokenizer: Tokenizer) -> NDArray[np.int64]:
-    """Returns the ids of the tokens in which a line ends; no id where a tokenizer knows none."""
+    """Returns the ids of the tokens that contain a line end, if any."""
     newline = {"\n", "\u010a"}  # as it is, and as byte-level BPE writes byte 10
     return np.array(sorted(number for token, number in tokenizer.get_vocab().items() if newline & set(token)), np.int64)
 

@@ -43,7 +43,7 @@ class EvalHook(HookBase):
         self._over_ranks = over_ranks
 
     def after_step(self, loop: Loop) -> None:
-        """Puts the metrics, such as ``eval_loss``, among those of the iteration."""
+        """Adds the metrics, such as ``eval_loss``, to those of the iteration."""
         if loop.done % self._eval_period and loop.done != loop.train_iter:
             return
         loop.synchronize()
@@ -52,7 +52,7 @@ class EvalHook(HookBase):
         loop.report.line(f"iteration: {loop.iteration}/{loop.train_iter}  held-out {format_metrics(metrics)}", "bold")
 
     def measure(self) -> dict[str, float]:
-        """Returns the metrics over all held-out batches, each sample weighed as the task says."""
+        """Returns the metrics over all held-out batches, weighted by the task's counts."""
         with attribute_errors("model, task, data", "the evaluation"):
             return self._measure()
 
@@ -75,7 +75,7 @@ class EvalHook(HookBase):
 
 
 def format_metrics(metrics: Mapping[str, float]) -> str:
-    """Returns metrics as text.
+    """Formats metrics for the log.
 
     >>> format_metrics({"eval_loss": 1.5, "eval_acc": 0.25})
     'loss 1.5000  acc 0.2500'

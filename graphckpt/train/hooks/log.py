@@ -24,11 +24,11 @@ _IN_LINE = ("consumed_samples", "time", "data_time", "total_throughput", "lr", "
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Line:
-    """A line of the log whose losses may still be on their way from the device."""
+    """A line of the log whose losses may still be copied from the device."""
 
     iteration: int
     values: dict[str, Any]
-    """By the names of metrics: numbers, sums of losses, and the learning rate, which may be a tensor."""
+    """Numbers, sums of losses and the learning rate, by the names of their metrics; the last two may be tensors."""
     losses: list[str]
     count: int = 1
     """Iterations in the sums."""
@@ -36,7 +36,7 @@ class _Line:
     """Reached once the tensors are on the host; ``None`` if they are there."""
 
     def metrics(self) -> dict[str, float]:
-        """Returns all metrics; waits for those that are not on the host yet."""
+        """Returns all metrics; waits for the copies."""
         if self.event is not None:
             self.event.synchronize()
         found = {name: float(value) if isinstance(value, Tensor) else value for name, value in self.values.items()}
@@ -79,7 +79,7 @@ class LogHook(HookBase):
         self._consumed_samples = consumed_samples or (lambda done: done * batch_size)
         self._sums: dict[str, Tensor] = {}
         self._iterations = 0  # in the sums
-        self._timed = 0  # in the seconds: fewer, where the first ones were another process's
+        self._timed = 0  # in the seconds: fewer, if the first ones were run before a resume
         self._seconds = 0.0
         self._data_seconds = 0.0
         self._overall_seconds = 0.0
@@ -87,14 +87,14 @@ class LogHook(HookBase):
         self._late: _Line | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the sums since the line before, so that the next line is the same after a resume."""
+        """Returns the sums since the previous line, so that the next line is the same after a resume."""
         state = {"sums": {name: value.cpu() for name, value in self._sums.items()}, "iterations": self._iterations}
         if (late := self._late) is not None:
             state["late"] = {"iteration": late.iteration, "losses": late.losses, "metrics": late.metrics()}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes the sums since the line before.
+        """Restores the sums since the previous line.
 
         Raises:
             FieldError: a field is missing, of another type, or out of its range.
@@ -123,12 +123,12 @@ class LogHook(HookBase):
 
     def before_step(self, loop: Loop) -> None:
         """Starts the clock."""
-        self._seconds += loop.waited_seconds  # for steps that were counted before they were done
+        self._seconds += loop.waited_seconds  # device time of steps counted already
         loop.data_seconds = loop.waited_seconds = 0.0
         self._started = time.perf_counter()
 
     def after_step(self, loop: Loop) -> None:
-        """Puts the losses, ``lr``, the speed and the bytes of memory among the metrics.
+        """Adds the losses, ``lr``, the speed and the bytes of memory to the metrics.
 
         Raises:
             TrainError: the loss is not finite.
@@ -142,7 +142,7 @@ class LogHook(HookBase):
         if is_due:
             sums, lr, event = self._to_host()
             if self._late is not None:
-                self._late.metrics()  # waits for the steps before the previous line, and the clock has to see that
+                self._late.metrics()  # waits for the steps before the previous line; counted as step time
         self._seconds += time.perf_counter() - self._started
         self._data_seconds += loop.data_seconds
         if is_due:
@@ -160,7 +160,7 @@ class LogHook(HookBase):
                 self._late = line
 
     def after_train(self, loop: Loop) -> None:
-        """Writes the line that is left, if the user stopped the run, and the speed of all iterations."""
+        """Writes a line that is still pending, and the speed of all iterations."""
         self._write_late(loop)
         iterations = loop.done - loop.start_iter
         seconds = self._overall_seconds + self._seconds + loop.waited_seconds
@@ -169,7 +169,7 @@ class LogHook(HookBase):
             loop.report.line(f"Overall training speed: {speed}")
 
     def _to_host(self) -> tuple[dict[str, Tensor], Any, torch.Event | None]:
-        """Returns the sums and the learning rate, on their way to the host, and the event after which they are there.
+        """Starts to copy the sums and the learning rate to the host; returns them with the event that marks the end.
 
         On the CPU they are there.
         """
@@ -234,7 +234,7 @@ class LogHook(HookBase):
 
 
 def _clock(seconds: float) -> str:
-    """Prints seconds as libai does.
+    """Formats seconds as libai does.
 
     >>> _clock(75.9)
     '0:01:15'

@@ -21,7 +21,7 @@ class ProcessMemory:
 
     now_bytes: int
     peak_bytes: int
-    """The highest since the process started."""
+    """The maximum since the process started."""
 
 
 def device_memory(device: torch.device) -> dict[str, int]:
@@ -41,7 +41,7 @@ def device_memory(device: torch.device) -> dict[str, int]:
 
 
 def device_used_bytes(device: torch.device) -> int | None:
-    """Returns the bytes in use on a CUDA device, by all processes and what they load, as ``nvidia-smi`` counts them.
+    """Returns the bytes in use on a CUDA device, by all processes, as ``nvidia-smi`` reports.
 
     ``None`` for any other device, and without ``nvidia-ml-py``, which asks the driver.
     """
@@ -51,7 +51,7 @@ def device_used_bytes(device: torch.device) -> int | None:
 
 
 def process_memory() -> ProcessMemory:
-    """Returns the resident memory of this process; 0 where the system does not tell."""
+    """Returns the resident memory of this process; 0 if the system does not report it."""
     status = Path("/proc/self/status")
     if status.exists():
         fields = dict(line.split(":", 1) for line in status.read_text(encoding="utf-8").splitlines() if ":" in line)

@@ -1,4 +1,4 @@
-"""Writes what the other hooks measured as lines of JSON."""
+"""Writes the metrics of the other hooks as lines of JSON."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from graphckpt.train.loop import HookBase, Loop
 
 @final
 class MetricsHook(HookBase):
-    """Appends one object for each iteration that was measured; comes after the hooks that measure.
+    """Appends one object for each iteration with metrics; runs after the hooks that add them.
 
-    While the disk is full the rows wait, and training goes on.
+    While the disk is full, rows are buffered and training continues.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Sends what the other hooks measured to Weights & Biases, an optional package."""
+"""Sends the metrics of the other hooks to Weights & Biases, an optional package."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @final
 class WandbHook(HookBase):
-    """Logs each metric of an iteration; comes after the hooks that measure.
+    """Logs each metric of an iteration; runs after the hooks that add them.
 
-    A run that goes on with ``--resume`` goes on there too.
+    ``--resume`` resumes the run there too.
 
     Args:
         config: the section ``train.wandb``.
-        folder: where the package puts its own files.
-        run: the name of the run and of all that goes on from it.
+        folder: folder of the package's own files.
+        run: the id of the run and of all runs resumed from it.
 
     Raises:
         ConfigError: the package is not installed.
@@ -42,7 +42,7 @@ class WandbHook(HookBase):
             raise ConfigError(f"train.wandb: the package wandb is not installed · fix: {fix}") from error
 
     def before_train(self, loop: Loop) -> None:
-        """Begins the run, or goes on with it."""
+        """Starts or resumes the run."""
         is_resumed = loop.start_iter > 0
         self._run = self._module.init(
             project=self._config.project,

@@ -1,4 +1,4 @@
-"""What a run learns, one file each: its batches, its losses, its metric."""
+"""Training tasks, one file each: samples, losses and metrics."""
 
 from graphckpt.train.data.samples import Opened, Samples
 from graphckpt.train.tasks.base import Task, TextTask

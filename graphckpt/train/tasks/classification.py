@@ -1,4 +1,4 @@
-"""Learns which group a document belongs to, from a part of it. The metric is accuracy."""
+"""Sequence classification: predicts the group of a document from an excerpt. The metric is accuracy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Excerpts:
 
 @final
 class SequenceClassification(TextTask):
-    """For ``BertForSequenceClassification`` and its like.
+    """For ``BertForSequenceClassification`` and similar models.
 
     The group of a document is the folder right below the one that ``data.paths`` names, or the column
     ``data.label_column`` of a data set. A batch is ``input_ids`` and ``attention_mask`` of shape [B, T] and
@@ -64,7 +64,7 @@ class SequenceClassification(TextTask):
         return {"cls_loss": cross_entropy(_logits(model, batch).float(), batch["labels"])}
 
     def tally(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns ``loss`` and ``acc``, the share of the samples that are told right."""
+        """Returns ``loss`` and ``acc``, the accuracy."""
         logits, labels = _logits(model, batch).float(), batch["labels"]
         is_right = (logits.argmax(-1) == labels).float()
         return {
@@ -73,7 +73,7 @@ class SequenceClassification(TextTask):
         }
 
     def check(self, model: nn.Module, text: PreparedText) -> Iterator[str]:
-        """Yields what about ``model`` does not fit the text and its groups."""
+        """Yields faults if ``model`` does not fit the text and its groups."""
         yield from super().check(model, text)
         config: Any = getattr(model, "config", None)
         num_labels = getattr(config, "num_labels", None)
