@@ -31,8 +31,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import graphckpt
-from graphckpt.train.plans import shard_model
-from graphckpt.train.zero import shard_states
+from graphckpt.train.parallel.fsdp import apply_fsdp
+from graphckpt.train.parallel.tp_plan import shard_model
 
 # Legend: B samples, T tokens
 
@@ -141,7 +141,7 @@ def measure(rank: int, port: int, num_ranks: int, way: str, turns: int, folder: 
             shard_model(model, mesh)
         elif way == "fsdp2":
             layers = [f"model.layers.{n}" for n in range(SMALL["num_hidden_layers"])]
-            shard_states(model, mesh, layers, stage=3)
+            apply_fsdp(model, mesh, layers, stage=3)
         weights = sum((p.to_local() if hasattr(p, "to_local") else p).nbytes for p in model.parameters())
         kept = kept_bytes(model, policies, tokens_BT, layers_alone=True)
         all_kept = kept_bytes(model, policies, tokens_BT, layers_alone=False)

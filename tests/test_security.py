@@ -13,8 +13,8 @@ import torch.distributed.checkpoint
 
 from graphckpt import ConfigError, GraphckptError
 from graphckpt.config import LazyConfig, instantiate
-from graphckpt.train import shares
-from graphckpt.train.snapshot import read_state
+from graphckpt.train.snapshot import dcp
+from graphckpt.train.snapshot.folder import read_state
 
 SOURCES = sorted((Path(__file__).parent.parent / "graphckpt").rglob("*.py"))
 LOADERS = {("pickle", "load"), ("pickle", "loads"), ("marshal", "loads"), ("shelve", "open"), ("yaml", "load")}
@@ -88,8 +88,8 @@ def test_a_strangers_object_among_shares_of_several_processes_is_not_made(tmp_pa
     sign, folder = tmp_path / "it ran", tmp_path / "shares"
     torch.distributed.checkpoint.save({"weight": Stranger(sign)}, checkpoint_id=folder, no_dist=True)
     with pytest.raises(GraphckptError, match="has no weight"):
-        shares.read(folder, {"weight": torch.ones(2)}, None)
+        dcp.read(folder, {"weight": torch.ones(2)}, None)
     (folder / ".metadata").write_bytes(pickle.dumps(Stranger(sign)))
-    with pytest.raises(GraphckptError, match=r"which is no part of a list of tensors"):
-        shares.names(folder)
+    with pytest.raises(GraphckptError, match=r"which a list of tensors never contains"):
+        dcp.names(folder)
     assert not sign.exists()

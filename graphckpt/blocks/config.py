@@ -20,7 +20,7 @@ FIELDS = {
     "min_elements": "smaller tensors stay where they are: None or an int; 1024 if nothing says",
     "compile": "torch.compile of the block's forward, inside of its policy: None, False, True or a dict of options, "
     "among them activation_memory_budget, the share from 0 to 1 of what the compiler would save for backward",
-    "stage_id": "the pipeline stage: None or an int; read by graphckpt.train.pipeline",
+    "stage_id": "the pipeline stage: None or an int; read by graphckpt.integrations.pipelining",
 }
 """Every field of a block's config, and its help."""
 

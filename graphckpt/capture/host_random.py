@@ -5,10 +5,14 @@ from __future__ import annotations
 import random
 from typing import Any, final
 
-import numpy as np
 import torch
 
 from graphckpt.errors import GraphError
+
+try:
+    import numpy as np
+except ImportError:  # then no library draws from it
+    np = None  # type: ignore[assignment]
 
 
 @final
@@ -18,7 +22,7 @@ class HostRandom:
     def __init__(self) -> None:
         self._torch = torch.get_rng_state()
         self._python = random.getstate()
-        self._numpy: Any = np.random.get_state()  # noqa: NPY002 - the state that libraries draw from
+        self._numpy: Any = None if np is None else np.random.get_state()
 
     def check(self) -> None:
         """Checks that nothing was drawn since.
@@ -31,9 +35,10 @@ class HostRandom:
             drawn.append("torch on the CPU")
         if random.getstate() != self._python:
             drawn.append("Python's random")
-        now: Any = np.random.get_state()  # noqa: NPY002
-        if now[2:] != self._numpy[2:] or not np.array_equal(now[1], self._numpy[1]):
-            drawn.append("NumPy")
+        if np is not None:
+            now: Any = np.random.get_state()
+            if now[2:] != self._numpy[2:] or not np.array_equal(now[1], self._numpy[1]):
+                drawn.append("NumPy")
         if drawn:
             raise GraphError(
                 f"the step draws random numbers with {' and '.join(drawn)}, which every replay would repeat · "
@@ -44,4 +49,5 @@ class HostRandom:
         """Restores the state."""
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
-        np.random.set_state(self._numpy)  # noqa: NPY002
+        if np is not None:
+            np.random.set_state(self._numpy)

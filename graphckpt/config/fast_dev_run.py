@@ -12,8 +12,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from graphckpt.config import overrides as _overrides
 from graphckpt.errors import ConfigError
+from graphckpt.train.batch_sizes import batch_sizes
 from graphckpt.train.settings import TrainConfig
-from graphckpt.train.sizes import batch_sizes
 
 _ITERATIONS = 3  # of libai's 20: the second is the first that holds all of AdamW's state, the third goes on from it
 _SET = {

@@ -23,7 +23,7 @@ def is_call(node: object) -> TypeGuard[Mapping[str, Any]]:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Call:
+class DeferredCall:
     """A described call that is made later, as often as wanted, with further arguments."""
 
     target: Callable[..., Any]
@@ -51,7 +51,7 @@ class Call:
             raise ConfigError(f"{self.where or 'instantiate'}: error in call to '{name}': {what}") from error
 
     @classmethod
-    def read(cls, node: Mapping[str, Any], where: str = "") -> Call:
+    def read(cls, node: Mapping[str, Any], where: str = "") -> DeferredCall:
         """Reads a description.
 
         Raises:
@@ -75,13 +75,13 @@ def instantiate(node: Any, **further: Any) -> Any:
     if isinstance(node, DictConfig | ListConfig):
         node = OmegaConf.to_container(node, resolve=True)
     if is_call(node):
-        return Call.read(node)(**further)
+        return DeferredCall.read(node)(**further)
     return _make(node, "")
 
 
 def _make(node: Any, where: str) -> Any:
     if is_call(node):
-        return Call.read(node, where)()
+        return DeferredCall.read(node, where)()
     if isinstance(node, Mapping):
         return {key: _make(value, f"{where}.{key}") for key, value in node.items()}
     if isinstance(node, list | tuple):
@@ -101,7 +101,7 @@ def locate(target: object) -> Callable[..., Any]:
     """
     found = _imported(target) if isinstance(target, str) else target
     if not callable(found):
-        raise ConfigError(f"_target_ {target!r}: expects a callable or its dotted name, got {type(found).__name__}")
+        raise ConfigError(f"_target_ {target!r}: expected a callable or its dotted name, got {type(found).__name__}")
     return found
 
 

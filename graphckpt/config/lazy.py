@@ -37,7 +37,7 @@ class LazyCall(Generic[P]):
 
     def __init__(self, target: Callable[P, Any] | str) -> None:
         if not callable(target) and not isinstance(target, str):
-            raise ConfigError(f"LazyCall: expects a callable or its dotted name, got {target!r}")
+            raise ConfigError(f"LazyCall: expected a callable or its dotted name, got {target!r}")
         self._target = target
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> DictConfig:

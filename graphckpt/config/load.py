@@ -16,6 +16,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from graphckpt.config.instantiate import is_call
 from graphckpt.config.numbers import fault_of, odd_numbers
 from graphckpt.errors import ConfigError, GraphckptError, bullets
 
@@ -60,13 +61,13 @@ def _read_yaml(path: Path) -> DictConfig:
     if faults := [f"{key} in line {line}: {fault_of(odd)}" for key, odd, line in odd_numbers(path.read_text("utf-8"))]:
         raise ConfigError(bullets(str(path), faults) if len(faults) > 1 else f"{path}: {faults[0]}")
     if not isinstance(config, DictConfig):
-        raise ConfigError(f"{path}: expects a mapping at the top level, got a list")
+        raise ConfigError(f"{path}: expected a mapping at the top level, got a list")
     config._set_flag("allow_objects", True)
     return config
 
 
 def _run(path: Path) -> DictConfig:
-    ran = _Ran()
+    ran = _ConfigFiles()
     try:
         module = ran.execute(path)
     except GraphckptError as error:
@@ -93,10 +94,11 @@ def _line_of(error: Exception, ran: Sequence[str]) -> str:
 
 
 def _is_config(value: object) -> bool:
-    return isinstance(value, dict | DictConfig | ListConfig)
+    is_list_of_calls = isinstance(value, list) and any(is_call(item) for item in value)
+    return is_list_of_calls or isinstance(value, dict | DictConfig | ListConfig)
 
 
-class _Ran:
+class _ConfigFiles:
     """The config files that one load ran, and those that are still running."""
 
     def __init__(self) -> None:

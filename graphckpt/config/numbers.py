@@ -23,7 +23,8 @@ def odd_numbers(text: str) -> Iterator[tuple[str, str, int]]:
 
 def fault_of(value: str) -> str:
     """Returns what is wrong with such a value, and the fix."""
-    return f"{value} is no plain number · fix: write it in digits, without ':' and without a zero in front, or quote it"
+    fix = "write it in digits, without ':' and without a zero in front, or quote it"
+    return f"expected a plain number, got {value} · fix: {fix}"
 
 
 def _found(node: yaml.Node, key: str, seen: set[int]) -> Iterator[tuple[str, str, int]]:

@@ -19,7 +19,7 @@ def apply(config: DictConfig, overrides: Iterable[str]) -> list[str]:
 
     >>> config = OmegaConf.create({"train": {"log_period": 20}})
     >>> apply(config, ["train.log_period=5", "train.seed"])
-    ["override 'train.seed': expects key=value"]
+    ["override 'train.seed': expected key=value"]
     >>> config.train.log_period
     5
     """
@@ -30,12 +30,12 @@ def _apply_one(config: DictConfig, override: str) -> str:
     key, equals, text = override.partition("=")
     key = key.strip()
     if not equals or not key or not all(key.split(".")):
-        return f"override {override!r}: expects key=value"
+        return f"override {override!r}: expected key=value"
     try:
         value = OmegaConf.from_dotlist([f"value={text}"])["value"]
         odd = next(odd_numbers(text), None)
     except (YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
-        return f"{key}: {text!r} is no YAML value · fix: quote it ({_first_line(error)})"
+        return f"{key}: expected a YAML value, got {text!r} · fix: quote it ({_first_line(error)})"
     if odd is not None:
         inner = f".{odd[0]}" if odd[0] and not odd[0].startswith("[") else odd[0]
         return f"{key}{inner}: {fault_of(odd[1])}"
@@ -56,7 +56,7 @@ def _no_section(config: DictConfig, key: str) -> str:
         above = ".".join(parts[:depth])
         if isinstance(node, ListConfig):
             if not part.isdecimal() or int(part) >= len(node):
-                return f"{key}: {above} is a list of {len(node)}, and {part!r} is no place in it"
+                return f"{key}: expected an index of {above} below {len(node)}, got {part!r}"
             node = node[int(part)]
         elif isinstance(node, DictConfig):
             if part not in node or OmegaConf.is_interpolation(node, part):

@@ -29,9 +29,9 @@ from graphckpt.planning.planners import Planners
 from graphckpt.planning.pretend import FakeStep
 from graphckpt.planning.run import Blocks
 from graphckpt.stores import parse_offload
-from graphckpt.train.blocks import head_of, units
-from graphckpt.train.graphs import sum_of_losses
-from graphckpt.train.report import Report
+from graphckpt.train.console import Report
+from graphckpt.train.tasks.base import sum_of_losses
+from graphckpt.train.units import head_policies, unit_names
 from graphckpt.units import parse_bytes
 
 
@@ -70,7 +70,7 @@ def planner_from(
         run = checked(config, [*faults, *more], str(path))
         fake = FakeDevice(target)
         step, model = _step(run, fake)
-        names = units(model, run.train.activation_checkpoint)
+        names = unit_names(model, run.train.activation_checkpoint)
         blocks = Blocks([(name, model.get_submodule(name)) for name in names])
         considered = options(offload)
         rates = None
@@ -90,7 +90,7 @@ def planner_from(
             notes.append("compile: what it makes of a layer shows on the device alone; planned without")
         host_bytes = None if host_budget is None else parse_bytes(host_budget)
         planners = []
-        heads = head_of(model, head or run.train.activation_checkpoint.head)
+        heads = head_policies(model, head or run.train.activation_checkpoint.head)
         for rows in head_rows(model, heads, list(zip(blocks.names, blocks.modules, strict=True))):
             with apply(model, {row.block: row.fields for row in rows}) if rows else nullcontext():
                 measured = measure(step, blocks, considered, progress)

@@ -14,14 +14,15 @@ from torch.optim import Optimizer
 from graphckpt.config import overrides as _overrides
 from graphckpt.config import own_modules
 from graphckpt.config.fast_dev_run import is_given, shrink
-from graphckpt.config.instantiate import Call, is_call
+from graphckpt.config.instantiate import DeferredCall, is_call
 from graphckpt.config.lazy import LazyConfig
 from graphckpt.config.load import importable_from, load
 from graphckpt.config.packaged import find
 from graphckpt.config.schema import RunConfig, checked
 from graphckpt.errors import ConfigError
 from graphckpt.train.files import replacing
-from graphckpt.train.run_folder import CONFIG
+from graphckpt.train.loop import HookBase
+from graphckpt.train.snapshot.run_folder import CONFIG
 from graphckpt.train.tasks import Task
 from graphckpt.train.trainer import Trainer
 
@@ -62,7 +63,7 @@ def trainer_from(
     with importable_from(*places):
         run = checked(config, faults, str(path))
         if resume and run.train.overwrite:
-            raise ConfigError("train.overwrite: True does not go with --resume · fix: leave one of them out")
+            raise ConfigError("train.overwrite: True is not supported with --resume · fix: leave one of them out")
         trainer = _trainer(
             run,
             resume=resume,
@@ -99,25 +100,26 @@ def existing(path: Path) -> Path:
 
 def optimizer_of(run: RunConfig, model: nn.Module, device: str | None = None) -> Optimizer:
     """Returns the optimizer that a config describes, for ``model``; ``device`` is the kind that it will run on."""
-    assert isinstance(run.optim, Call)
+    assert isinstance(run.optim, DeferredCall)
     described = run.optim.arguments.get("params")
-    params = Call.read(described, "optim.params")(model=model) if is_call(described) else model.parameters()
+    params = DeferredCall.read(described, "optim.params")(model=model) if is_call(described) else model.parameters()
     kind = device or next((weight.device.type for weight in model.parameters() if not weight.is_meta), "cpu")
     is_scaled = run.train.amp.enabled and run.train.amp.dtype == "float16"
     fast = {} if is_scaled else fast_settings(run.optim, kind)
     optimizer: object = run.optim(params=params, **fast)
     if not isinstance(optimizer, Optimizer):
-        raise ConfigError(f"optim: {type(optimizer).__name__} is no Optimizer · fix: call a class of optimizers")
+        found = type(optimizer).__name__
+        raise ConfigError(f"optim: expected an Optimizer, got {found} · fix: call a class of optimizers")
     return optimizer
 
 
-def fast_settings(optim: Call, device: str) -> dict[str, bool]:
+def fast_settings(optim: DeferredCall, device: str) -> dict[str, bool]:
     """Returns what lets an optimizer of PyTorch step in one kernel, and within a CUDA graph, unless the config says.
 
     >>> from torch.optim import SGD, AdamW
-    >>> fast_settings(Call(AdamW, {}), "cuda"), fast_settings(Call(AdamW, {}), "cpu")
+    >>> fast_settings(DeferredCall(AdamW, {}), "cuda"), fast_settings(DeferredCall(AdamW, {}), "cpu")
     ({'fused': True, 'capturable': True}, {})
-    >>> fast_settings(Call(AdamW, {"foreach": True}), "cuda"), fast_settings(Call(SGD, {}), "cuda")
+    >>> fast_settings(DeferredCall(AdamW, {"foreach": True}), "cuda"), fast_settings(DeferredCall(SGD, {}), "cuda")
     ({'capturable': True}, {'fused': True})
     """
     if device != "cuda" or not isinstance(optim.target, type):
@@ -131,11 +133,14 @@ def _trainer(run: RunConfig, **how: Any) -> Trainer:
     def make_model() -> nn.Module:
         model: object = run.model()
         if not isinstance(model, nn.Module):
-            raise ConfigError(f"model: {type(model).__name__} is no nn.Module · fix: call a class of modules")
+            raise ConfigError(
+                f"model: expected an nn.Module, got {type(model).__name__} · fix: call a class of modules"
+            )
         return model
 
     data, task = run.data(), run.task()
-    if faults := list(_wrong_kinds(data, task)):
+    hooks = tuple(hook() for hook in run.hooks)
+    if faults := list(_wrong_kinds(data, task, hooks)):
         raise ConfigError("\n".join(faults))
     return Trainer(
         run.train,
@@ -143,13 +148,18 @@ def _trainer(run: RunConfig, **how: Any) -> Trainer:
         make_optimizer=lambda model: optimizer_of(run, model),
         data=data,
         task=task,
+        hooks=hooks,
         **how,
     )
 
 
-def _wrong_kinds(data: object, task: object) -> Iterator[str]:
+def _wrong_kinds(data: object, task: object, hooks: Iterable[object]) -> Iterator[str]:
     if not callable(getattr(data, "open", None)):
-        fix = "wrap data sets of your own in graphckpt.train.own_data.OwnData(train=..., heldout=...)"
-        yield f"data: {type(data).__name__} cannot be opened · fix: {fix}"
+        fix = "wrap data sets of your own in graphckpt.train.OwnData(train=..., heldout=...)"
+        yield f"data: expected an object with a method open, got {type(data).__name__} · fix: {fix}"
     if not isinstance(task, Task):
-        yield f"task: {type(task).__name__} is no task · fix: call a class of graphckpt.train.tasks"
+        yield f"task: expected a Task, got {type(task).__name__} · fix: call a class of graphckpt.train.tasks"
+    for number, hook in enumerate(hooks):
+        if not isinstance(hook, HookBase):
+            fix = "call a class derived from graphckpt.train.HookBase"
+            yield f"hooks[{number}]: expected a HookBase, got {type(hook).__name__} · fix: {fix}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 from omegaconf import DictConfig, OmegaConf
@@ -11,10 +11,11 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 from torch.optim import Optimizer
 
-from graphckpt.config.instantiate import Call, is_call
+from graphckpt.config.instantiate import DeferredCall, is_call
 from graphckpt.config.typed import read_section
 from graphckpt.errors import ConfigError, bullets
-from graphckpt.train.data import Data
+from graphckpt.train.data.text_data import Data
+from graphckpt.train.loop import HookBase
 from graphckpt.train.settings import TrainConfig
 from graphckpt.train.tasks import CausalLM, Task
 
@@ -30,12 +31,14 @@ class RunConfig:
     data: Callable[..., Data]
     task: Callable[..., Task] = CausalLM
     """What is learned; to continue text, if the config says nothing."""
+    hooks: list[Callable[..., HookBase]] = field(default_factory=list)
+    """Hooks of one's own. They run after the trainer's, in this order, and before a snapshot is taken."""
     import_from: str | None = None
     """Folder of the modules that the config names, if they are neither installed nor beside its file."""
 
     def faults(self) -> Iterator[str]:
         """Yields what would be passed over: parameters of the optimizer that no call takes from the model."""
-        params = self.optim.arguments.get("params") if isinstance(self.optim, Call) else None
+        params = self.optim.arguments.get("params") if isinstance(self.optim, DeferredCall) else None
         if params is not None and not is_call(params):
             fix = "write LazyCall(get_default_optimizer_params)(...), which takes the model, or leave the key out"
             yield f"optim.params: expected a call, got {params!r} · fix: {fix}"

@@ -11,7 +11,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from graphckpt.config.instantiate import TARGET, Call, defaults, dotted_name, is_call, parameters
+from graphckpt.config.instantiate import TARGET, DeferredCall, defaults, dotted_name, is_call, parameters
 from graphckpt.errors import ConfigError, did_you_mean
 
 _log = logging.getLogger("graphckpt")
@@ -28,8 +28,8 @@ def read(hint: Any, value: Any, where: str) -> Read:  # noqa: PLR0911 - one for 
     """Reads ``value`` as the type ``hint``, which a key ``where`` of the config asks for.
 
     A whole float is good as an int (``1e3``) and an int as a float; a bool is neither, and neither is nan. A described
-    call is good where a callable is asked for (it becomes a ``Call``) and where its result may be asked for, which is
-    not so for plain values: numbers and text stand in a config themselves.
+    call is good where a callable is expected (it becomes a ``DeferredCall``) and where its result may be expected,
+    which is not so for plain values: numbers and text are written in a config themselves.
     """
     if hint is Any or isinstance(hint, typing.TypeVar | str):
         return (value, check_call(value, where)[1]) if is_call(value) else (value, [])
@@ -58,7 +58,7 @@ def read_section(section: type, value: Any, where: str) -> Read:
     says of keys that other programs have why this one has not, and ``ALIASES`` how it calls those that it has.
     """
     if not isinstance(value, Mapping):
-        return None, [f"{where}: expects a section, got {_shown(value)}"]
+        return None, [f"{where}: expected a section, got {_shown(value)}"]
     hints = get_type_hints(section)
     known = [field.name for field in fields(section) if field.init]
     foreign: Mapping[str, str] = getattr(section, "FOREIGN", {})
@@ -88,7 +88,7 @@ def _read_field(hint: Any, value: Any, where: str) -> Read:
     """As ``read``; but of a section no call is ever made, so one is good only where a callable is asked for."""
     choices = get_args(hint) if get_origin(hint) in {Union, types.UnionType} else (hint,)
     if is_call(value) and not any(choice is Callable or get_origin(choice) is Callable for choice in choices):
-        return None, [f"{where}: expects {' or '.join(map(_name, choices))}, got a call of {value[TARGET]!r}"]
+        return None, [f"{where}: expected {' or '.join(map(_name, choices))}, got a call of {value[TARGET]!r}"]
     return read(hint, value, where)
 
 
@@ -127,9 +127,9 @@ def _is_required(field: Field[Any]) -> bool:
 def check_call(value: Any, where: str) -> Read:
     """Reads a described call and checks its keywords against the target's signature; calls nothing."""
     if not is_call(value):
-        return None, [f"{where}: expects a call · fix: write LazyCall(target)(...), or a mapping with _target_"]
+        return None, [f"{where}: expected a call · fix: write LazyCall(target)(...), or a mapping with _target_"]
     try:
-        call = Call.read(value, where)
+        call = DeferredCall.read(value, where)
     except (ConfigError, ImportError) as error:
         return None, [f"{where}: {error}"]
     known, takes_any = parameters(call.target)
@@ -140,7 +140,7 @@ def check_call(value: Any, where: str) -> Read:
         if key in known:
             item, found = read(known[key], argument, path)
             if not found and _is_negative_count(call.target, key, item):
-                found = [f"{path}: {item} · fix: use 1 or more"]
+                found = [f"{path}: expected 1 or more, got {item}"]
             faults += found
             if not found:
                 made[key] = item
@@ -176,19 +176,19 @@ def _read_union(choices: tuple[Any, ...], value: Any, where: str) -> Read:
         if not faults:
             return made, []
     if isinstance(value, Mapping | list):  # the choice that came nearest says more than a list of types
-        near = [faults for (_, faults) in tried if not all(fault.startswith(f"{where}: expects") for fault in faults)]
+        near = [faults for (_, faults) in tried if not all(fault.startswith(f"{where}: expected") for fault in faults)]
         if near:
             return None, min(near, key=len)
-    return None, [f"{where}: expects {' or '.join(dict.fromkeys(map(_name, choices)))}, got {_shown(value)}"]
+    return None, [f"{where}: expected {' or '.join(dict.fromkeys(map(_name, choices)))}, got {_shown(value)}"]
 
 
 def _read_sequence(hint: Any, value: Any, where: str) -> Read:
     if isinstance(value, str) or not isinstance(value, Sequence):
-        return None, [f"{where}: expects {_name(hint)}, got {_shown(value)}"]
+        return None, [f"{where}: expected {_name(hint)}, got {_shown(value)}"]
     arguments = get_args(hint) or (Any, ...)
     is_fixed = get_origin(hint) is tuple and arguments[-1] is not Ellipsis
     if is_fixed and len(value) != len(arguments):
-        return None, [f"{where}: expects {len(arguments)} values, got {len(value)}"]
+        return None, [f"{where}: expected {len(arguments)} values, got {len(value)}"]
     hints = arguments if is_fixed else (arguments[0],) * len(value)
     items = [
         read(item_hint, item, f"{where}[{index}]")
@@ -200,7 +200,7 @@ def _read_sequence(hint: Any, value: Any, where: str) -> Read:
 
 def _read_mapping(hint: Any, value: Any, where: str) -> Read:
     if not isinstance(value, Mapping):
-        return None, [f"{where}: expects a mapping, got {_shown(value)}"]
+        return None, [f"{where}: expected a mapping, got {_shown(value)}"]
     _, item_hint = get_args(hint) or (Any, Any)
     items = {key: read(item_hint, item, f"{where}[{key!r}]") for key, item in value.items()}
     return {key: made for key, (made, _) in items.items()}, [fault for _, faults in items.values() for fault in faults]
@@ -215,22 +215,22 @@ def _read_plain(hint: Any, value: Any, where: str) -> Read:
         return Path(value), []
     if hint is object or (isinstance(value, hint) and (not isinstance(value, bool) or hint is bool)):
         return value, []
-    return None, [f"{where}: expects {_name(hint)}, got {_shown(value)}"]
+    return None, [f"{where}: expected {_name(hint)}, got {_shown(value)}"]
 
 
 def _read_number(hint: type, value: Any, where: str) -> Read:
     if isinstance(value, bool) or not isinstance(value, int | float) or str(value) == "nan":
-        return None, [f"{where}: expects {_name(hint)}, got {_shown(value)}"]
+        return None, [f"{where}: expected {_name(hint)}, got {_shown(value)}"]
     if _LIMITS[hint] <= abs(value) != math.inf:
-        return None, [f"{where}: expects {_name(hint)}, got a number beyond {_LIMITS[hint]:.0e}"]
+        return None, [f"{where}: expected {_name(hint)}, got a number beyond {_LIMITS[hint]:.0e}"]
     if hint is int and value != value // 1:
-        return None, [f"{where}: expects int, got {_shown(value)}"]
+        return None, [f"{where}: expected int, got {_shown(value)}"]
     return hint(value), []
 
 
 def _choice(choices: tuple[Any, ...], value: Any, where: str) -> str:
     hint = did_you_mean(value, map(str, choices)) if isinstance(value, str) else ""
-    return f"{where}: expects one of {', '.join(map(repr, choices))}, got {_shown(value)}{hint}"
+    return f"{where}: expected one of {', '.join(map(repr, choices))}, got {_shown(value)}{hint}"
 
 
 def _name(hint: Any) -> str:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, final
 
-from graphckpt.integrations.callback import PolicyCallback
-from graphckpt.integrations.missing import missing
-from graphckpt.integrations.policies import saved_line, saved_metrics
+from graphckpt.extras import MissingPackageError
+from graphckpt.integrations.policy_callback import PolicyCallback, saved_line, saved_metrics
 
 try:
     from lightning.pytorch import Callback
 except ModuleNotFoundError as error:
-    raise missing(error.name, "lightning") from None
+    raise MissingPackageError(error.name or "lightning", "lightning") from None
 
 
 if TYPE_CHECKING:

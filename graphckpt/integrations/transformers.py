@@ -5,23 +5,20 @@ from __future__ import annotations
 import json
 import warnings
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, final
 
-from tqdm import tqdm
-from transformers import TrainerCallback
-
 from graphckpt.errors import ConfigError
-from graphckpt.integrations.callback import PolicyCallback
-from graphckpt.integrations.missing import missing
-from graphckpt.integrations.policies import saved_line, saved_metrics
+from graphckpt.extras import require
+from graphckpt.integrations.policy_callback import PolicyCallback, saved_line, saved_metrics
+
+require("transformers-trainer", "transformers", "tqdm", "accelerate")  # the last is imported when a Trainer is made
+
+from tqdm import tqdm  # noqa: E402
+from transformers import TrainerCallback  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import TrainerControl, TrainerState, TrainingArguments
-
-if find_spec("accelerate") is None:  # which Transformers imports when a Trainer is made, and not before
-    raise missing("accelerate", "transformers-trainer")
 
 
 @final
@@ -127,7 +124,7 @@ class GraphckptArguments:
         try:
             blocks = json.loads(self.graphckpt_blocks)
         except ValueError as error:
-            raise ConfigError(f"graphckpt_blocks: is no JSON: {error} · {fix}") from None
+            raise ConfigError(f"graphckpt_blocks: expected a JSON object: {error} · {fix}") from None
         if not isinstance(blocks, dict):
-            raise ConfigError(f"graphckpt_blocks: {blocks!r} is no object · {fix}")
+            raise ConfigError(f"graphckpt_blocks: expected a JSON object, got {blocks!r} · {fix}")
         return blocks

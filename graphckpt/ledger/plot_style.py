@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from graphckpt.errors import ConfigError
+from graphckpt.extras import require
 from graphckpt.units import format_bytes, parse_bytes
 
 INK = "#2b2f36"
@@ -30,7 +31,9 @@ def file_of(path: str | Path) -> Path:
 
     Raises:
         ConfigError: its suffix is neither ``.png`` nor ``.svg``, or its folder does not exist.
+        MissingPackageError: matplotlib is not installed.
     """
+    require("plot", "matplotlib")
     target = Path(path)
     suffix = target.suffix.lower()
     if suffix not in _SUFFIXES:

@@ -10,13 +10,16 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-import yaml
-
 from graphckpt.errors import ConfigError, bullets, did_you_mean
+from graphckpt.extras import LazyPackage
 from graphckpt.planning.costs import extra_bytes_on_cuda, flops_of, kind_of, moved_bytes, rate_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    import yaml
+else:
+    yaml = LazyPackage("yaml", "plan")
 
 _PROFILES = Path(__file__).parent / "profiles"
 _KINDS = ("cuda", "cpu")

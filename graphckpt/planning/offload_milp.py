@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any, final
 
-import numpy as np
-
+from graphckpt.extras import LazyPackage
 from graphckpt.planning.levels import Chain, Move, Plan
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from graphckpt.planning.offload_time import Timing
+else:
+    np = LazyPackage("numpy", "plan")
 
 GAP = 0.005  # of the step's seconds
 _UNITS = 1000.0  # of the budget, and of the step: HiGHS allows each row to be off by 1e-6, so a plan by 1e-9 of it
@@ -110,7 +114,7 @@ class _Model:
         """Reads the path."""
         return tuple(moves[max(moves, key=lambda column: float(solution[column]))][0] for moves in self._moves)
 
-    def _column(self, low: float = 0.0, high: float = np.inf, *, integral: bool = False) -> int:
+    def _column(self, low: float = 0.0, high: float = math.inf, *, integral: bool = False) -> int:
         self.lower.append(low)
         self.upper.append(high)
         self.integral.append(int(integral))
@@ -123,7 +127,7 @@ class _Model:
         for term in terms:
             for other, factor in term.items():
                 row[other] -= factor
-        self.rows.append((row, over, np.inf))
+        self.rows.append((row, over, math.inf))
 
     def _path(self, chain: Chain) -> list[dict[int, tuple[int, Move]]]:
         into: dict[Hashable, dict[int, float]] = {chain.start: {}}
@@ -168,7 +172,7 @@ class _Model:
         level = self._column(chain.base * per_byte, chain.base * per_byte)
         for block, moves in enumerate(self._moves):
             self._at_most_budget({level: 1.0}, self._of_move(block, "forward_peak"), _ones(held[:waiting]))
-            after = self._column(-np.inf)
+            after = self._column(-math.inf)
             kept = self._of_move(block, "kept")
             self.rows.append(({after: 1.0, level: -1.0, **{c: -f for c, f in kept.items()}}, 0.0, 0.0))
             level = after
@@ -190,7 +194,7 @@ class _Model:
         for term in terms:
             for column, factor in term.items():
                 row[column] += factor
-        self.rows.append((row, -np.inf, _UNITS))
+        self.rows.append((row, -math.inf, _UNITS))
 
     def _times(self) -> int:
         timing, late, per_second = self._timing, self._late, self._per_second
@@ -234,7 +238,7 @@ class _Model:
             here = self._column(high=1.0)  # 1 if this block or one above moves
             self._at_least(here, self._moved(block))
             self._at_least(here, {above: 1.0})
-            self.rows.append(({here: -1.0, above: 1.0, **self._moved(block)}, 0.0, np.inf))
+            self.rows.append(({here: -1.0, above: 1.0, **self._moved(block)}, 0.0, math.inf))
             now, above, came = after, here, back_end
         return now
 

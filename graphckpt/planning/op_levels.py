@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphckpt._compat_autocast import call_with_autocast
 from graphckpt._compat_compiler import never_compiled
+from graphckpt.extras import require
 from graphckpt.planning.run import Option
 from graphckpt.rules import Full, Rule, Selective
 from graphckpt.rules.engine.saved_hooks import IN_PLACE
@@ -249,6 +250,7 @@ def _cheapest(log: OpGraph, ticks: Sequence[int]) -> list[_Choice]:
 
 def _cut(log: OpGraph, ticks: Sequence[int], price: float) -> _Choice:
     """Returns the cheapest choice when a byte costs so many ticks."""
+    require("plan", "networkx")
     import networkx as nx  # noqa: PLC0415 - a third of a second that only levels take
 
     graph = nx.DiGraph()

@@ -7,18 +7,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, final
 
-import yaml
-
 from graphckpt.blocks.apply import apply
 from graphckpt.errors import ConfigError
+from graphckpt.extras import LazyPackage
 from graphckpt.planning.report import print_plan, summary
 
 if TYPE_CHECKING:
+    import yaml
     from torch import nn
 
     from graphckpt.blocks.apply import Handle
     from graphckpt.blocks.select import Selector
     from graphckpt.rules import Rule
+else:
+    yaml = LazyPackage("yaml", "plan")
 
 KEEP_ALL: Mapping[str, Any] = {"activation_checkpointing": False}
 
@@ -128,7 +130,9 @@ class Plan:
             for row in self.rows
         ]
         try:
-            text = yaml.dump({"blocks": self.blocks, "plan": {**numbers, "rows": rows}}, Dumper=_Plain, sort_keys=False)
+            text = yaml.dump(
+                {"blocks": self.blocks, "plan": {**numbers, "rows": rows}}, Dumper=_dumper(), sort_keys=False
+            )
         except yaml.representer.RepresenterError as error:
             raise ConfigError(f"Plan.save: {error} · fix: partition=True, and plain values in `rules`") from None
         Path(path).write_text(head + text, encoding="utf-8")
@@ -157,13 +161,9 @@ class Plan:
         return replace(self, rows=tuple(rows), model=None)
 
 
-class _Plain(yaml.SafeDumper):
-    """Writes equal policies out, for a reader."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        """Returns True: no anchors."""
-        del data
-        return True
+def _dumper() -> type[yaml.SafeDumper]:
+    """Returns a dumper that writes equal policies out, without anchors, for a reader."""
+    return type("_Plain", (yaml.SafeDumper,), {"ignore_aliases": lambda self, data: True})
 
 
 _NUMBERS = (

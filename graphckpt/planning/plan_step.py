@@ -13,6 +13,7 @@ from graphckpt.blocks.find_layers import layers
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.blocks.select import select
 from graphckpt.errors import ConfigError, did_you_mean
+from graphckpt.extras import require
 from graphckpt.planning import budget as budgets
 from graphckpt.planning.agree import Team, team_of
 from graphckpt.planning.checked import checked, limit_of, rates_of
@@ -135,6 +136,7 @@ def plan_step(
     progress: Progress | None = None,
 ) -> Plan:
     """Plans a step that can be run, by all of ``team``; ``undone`` puts back what runs change. See :func:`plan`."""
+    require("plan", "numpy", "networkx", "yaml")
     budgets.check(memory_budget)
     host_bytes = None if host_budget is None else parse_bytes(host_budget)
     rates = None

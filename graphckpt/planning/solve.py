@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from math import fsum
-from typing import final
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, final
 
 from graphckpt.errors import ConfigError
+from graphckpt.extras import LazyPackage
 from graphckpt.planning.levels import COVERED, Chain, Interval, Move, Plan, binding, levels, peak, seconds
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    _Labels = tuple[NDArray[np.int64], NDArray[np.int64]]
+else:
+    np = LazyPackage("numpy", "plan")
 
 __all__ = [
     "Chain",
@@ -55,10 +61,6 @@ def pareto(chain: Chain, most: int = 64) -> list[tuple[int, float, Plan]]:
         most: How many; if there are more, those at equal distances in bytes, the ends among them.
     """
     return Front(chain).pareto(most)
-
-
-_Labels = tuple[NDArray[np.int64], NDArray[np.int64]]
-_EMPTY: _Labels = (np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 @final
@@ -231,11 +233,11 @@ def _before(move: Move, ticks: int, alike: int, after: dict[Hashable, _Labels]) 
 def _merge(parts: list[_Labels]) -> _Labels:
     """Returns the labels of which none is better in both, by need; their ticks fall."""
     if not parts:
-        return _EMPTY
+        return np.empty(0, np.int64), np.empty(0, np.int64)
     needs = np.concatenate([part[0] for part in parts])
     ticks = np.concatenate([part[1] for part in parts])
     if not len(needs):
-        return _EMPTY
+        return np.empty(0, np.int64), np.empty(0, np.int64)
     order = np.argsort(needs)
     needs, ticks = needs[order], ticks[order]
     better = np.ones(len(needs), np.bool_)

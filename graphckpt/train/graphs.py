@@ -1,4 +1,4 @@
-"""The two graphs of a run, one that trains and one that evaluates, over the same model."""
+"""The graphs of a run for training and evaluation, over the same model."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from graphckpt import Graph
 from graphckpt.train.settings import AmpConfig
-from graphckpt.train.tasks.base import Task
+from graphckpt.train.tasks.base import Task, sum_of_losses
 
 if TYPE_CHECKING:
-    from graphckpt.train.replicas import Replicas
-    from graphckpt.train.schedule import Pipeline
+    from graphckpt.train.parallel.grad_sync import GradSync
+    from graphckpt.train.parallel.pp_schedule import Pipeline
 
 
 @final
@@ -34,21 +34,21 @@ class TrainGraph(Graph):
         amp: AmpConfig,
         capture: str = "auto",
         num_accumulation_steps: int = 1,
-        replicas: Replicas | None = None,
+        grad_sync: GradSync | None = None,
         pipeline: Pipeline | None = None,
     ) -> None:
         super().__init__()
         self.config.capture = capture
         self.model = model
         self.task = task
-        self.turn = _Turn(num_accumulation_steps, replicas)
+        self.turn = _MicroBatchCounter(num_accumulation_steps, grad_sync)
         self.pipeline = pipeline
         for name, fields in blocks.items():
             block = self._block_of(model.get_submodule(name))
             block.config.update(fields)
         self.add_optimizer(optimizer, lr_sch=scheduler)
-        if pipeline is not None:  # which cuts a batch itself
-            pipeline.replicas = replicas
+        if pipeline is not None:  # which splits a batch itself
+            pipeline.grad_sync = grad_sync
             self._update.total_norm = pipeline.total_norm
             return
         if num_accumulation_steps > 1:
@@ -62,28 +62,28 @@ class TrainGraph(Graph):
         return next(block for block in self.model.modules() if block.origin is module)
 
     def build(self, **batch: Tensor) -> dict[str, Tensor]:
-        """Returns the losses of a batch, with ``total_loss``, their sum, of which ``backward`` was called."""
+        """Returns the losses of a batch and ``total_loss``, their sum, after its backward."""
         if self.pipeline is not None:
             return self.pipeline.losses(batch)
-        replicas = self.turn.replicas
-        if replicas is None:
+        grad_sync = self.turn.grad_sync
+        if grad_sync is None:
             losses = self.task.losses(self.model, batch)
             total = sum_of_losses(losses)
             total.backward()
         else:
-            with self.turn as is_last, replicas.micro_batch(is_last=is_last):
-                losses = replicas.losses(batch)
+            with self.turn as is_last, grad_sync.micro_batch(is_last=is_last):
+                losses = grad_sync.losses(batch)
                 total = sum_of_losses(losses)
                 total.backward()
         return {"total_loss": total, **losses}
 
 
 @final
-class _Turn:
-    """Counts the micro-batches of an update, of which the last one sends the gradients."""
+class _MicroBatchCounter:
+    """Counts the micro-batches of an update: gradients are synchronized in the last one."""
 
-    def __init__(self, count: int, replicas: Replicas | None) -> None:
-        self.replicas = replicas
+    def __init__(self, count: int, grad_sync: GradSync | None) -> None:
+        self.grad_sync = grad_sync
         self._count = count
         self._done = 0
 
@@ -98,7 +98,7 @@ class _Turn:
 
 @final
 class EvalGraph(Graph):
-    """One forward over a held-out batch; nothing is kept for a backward."""
+    """One forward over a held-out batch, without saving tensors for backward."""
 
     def __init__(
         self,
@@ -118,14 +118,5 @@ class EvalGraph(Graph):
             self.config.enable_amp(True, dtype=getattr(torch, amp.dtype))
 
     def build(self, **batch: Tensor) -> dict[str, Tensor]:
-        """Returns the sums that the task's metrics are made of, each with its count."""
+        """Returns the sums for the task's metrics, each with its count."""
         return self.task.tally(self.model, batch) if self.pipeline is None else self.pipeline.tally(batch)
-
-
-def sum_of_losses(losses: dict[str, Tensor]) -> Tensor:
-    """Returns the sum of the values whose names say that they are losses."""
-    first, *others = (value for name, value in losses.items() if "loss" in name)
-    total: Tensor = first
-    for other in others:
-        total = total + other
-    return total

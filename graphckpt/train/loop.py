@@ -1,10 +1,11 @@
-"""The loop over iterations and the hooks around it. Knows no model, no data and no graph."""
+"""The loop over iterations, and the hooks around it."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -14,16 +15,16 @@ from typing import Any, final
 from torch import Tensor
 
 from graphckpt.errors import GraphckptError
-from graphckpt.train.report import Report
+from graphckpt.train.console import Report
 
 
 @final
 class TrainError(GraphckptError, RuntimeError):
-    """Training cannot go on."""
+    """Training cannot continue."""
 
 
 class HookBase:
-    """Does something beside the step. Overrides what it needs; hooks run in the order of their list."""
+    """Base class of hooks; override the methods you need. Hooks run in the order of their list."""
 
     def before_train(self, loop: Loop) -> None:
         """Runs once, before the first iteration."""
@@ -35,21 +36,22 @@ class HookBase:
         """Runs after each iteration; ``loop.loss`` is its loss, and ``loop.done`` counts it."""
 
     def after_train(self, loop: Loop) -> None:
-        """Runs once, after the last iteration or the user's stop; not after an error."""
+        """Runs once, after the last iteration or when the user stops the run; not after an error."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a snapshot has to hold of this hook: tensors and plain values."""
+        """Returns the hook's state for snapshots: tensors and plain values."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes what ``state_dict`` returned, before the loop goes on."""
+        """Restores what ``state_dict`` returned, before the loop is resumed."""
 
 
 @final
 class Loop:
     """Calls ``step``, which returns losses by name, until ``train_iter`` iterations are done or the user stops it.
 
-    Where several processes run the same loop, ``agree`` says before each iteration whether any was asked to stop.
+    With several processes, ``agree`` returns before each iteration whether any of them was asked to stop.
+    ``synchronize`` waits for the device to finish the steps launched so far.
     """
 
     def __init__(
@@ -61,23 +63,29 @@ class Loop:
         hooks: Sequence[HookBase] = (),
         start_iter: int = 0,
         agree: Callable[[bool], bool] = bool,
+        synchronize: Callable[[], object] = lambda: None,
     ) -> None:
         self.report = report
         self.train_iter = train_iter
         self.start_iter = start_iter
         self.done = start_iter
-        """Iterations of the run that are done, also those before this loop's start."""
+        """Iterations done, including those before this process."""
         self.losses: Mapping[str, Tensor] = {}
-        """Losses of the last iteration, ``total_loss`` first, scalars on the device; reading them waits for it."""
+        """Losses of the last iteration, ``total_loss`` first: scalars on the device; reading them synchronizes."""
         self.metrics: dict[str, float] = {}
-        """What the hooks measured in this iteration, in their order; empty again at the next."""
+        """Metrics that hooks add in this iteration; cleared before the next."""
+        self.late_metrics: list[tuple[int, dict[str, float]]] = []
+        """Metrics of earlier iterations that were read from the device in this one, with the iteration of each."""
+        self.waited_seconds = 0.0
+        """Seconds that hooks waited for the device since the last step began."""
         self.is_stopped = False
-        """Whether the user asked to stop."""
+        """Whether the user stopped the run."""
         self.data_seconds = 0.0
-        """Seconds that the last iteration waited for its data; the step sets it."""
+        """Seconds that the last iteration waited for its data; set by the step."""
         self._step = step
         self._hooks = tuple(hooks)
         self._agree = agree
+        self._synchronize = synchronize
         self._is_asked = False
 
     @property
@@ -87,15 +95,26 @@ class Loop:
 
     @property
     def iteration(self) -> int:
-        """Number of the last iteration, counted from 0, as in logs and in names of snapshots; -1 before the first."""
+        """Number of the last iteration, from 0, as in logs and names of snapshots; -1 before the first."""
         return self.done - 1
 
+    @property
+    def rows(self) -> list[tuple[int, dict[str, float]]]:
+        """The metrics to write in this iteration, with the iteration of each."""
+        return [*self.late_metrics, *([(self.iteration, self.metrics)] if self.metrics else [])]
+
+    def synchronize(self) -> None:
+        """Waits for the device. Hooks that read from it call this first, so that the wait counts as step time."""
+        started = time.perf_counter()
+        self._synchronize()
+        self.waited_seconds += time.perf_counter() - started
+
     def hook_states(self) -> dict[str, dict[str, Any]]:
-        """Returns the states of the hooks that have one, by class name and place among those of the class."""
+        """Returns the non-empty states of the hooks, by class name and index within the class."""
         return {name: state for name, hook in self._named_hooks() if (state := hook.state_dict())}
 
     def load_hook_states(self, states: Mapping[str, dict[str, Any]]) -> None:
-        """Gives each hook the state that ``hook_states`` has for it, if any."""
+        """Restores the hooks from what ``hook_states`` returned."""
         for name, hook in self._named_hooks():
             if name in states:
                 hook.load_state_dict(states[name])
@@ -113,10 +132,10 @@ class Loop:
         return self.is_stopped or self.done >= self.train_iter
 
     def run(self) -> None:
-        """Runs all iterations that are left.
+        """Runs the remaining iterations.
 
-        The first Ctrl-C or SIGTERM ends the loop after the iteration that is running, so that no weight is
-        half updated; the second raises ``KeyboardInterrupt`` at once.
+        The first Ctrl-C or SIGTERM ends the loop after the current iteration, so that no update is left
+        incomplete; the second raises ``KeyboardInterrupt`` at once.
         """
         with self._stops_on_interrupt():
             for hook in self._hooks:
@@ -125,6 +144,7 @@ class Loop:
                 while not self._is_over():
                     self._iterate()
                     advance(1)
+            self.late_metrics = []
             for hook in self._hooks:
                 hook.after_train(self)
 
@@ -133,7 +153,7 @@ class Loop:
         return self.is_last
 
     def _iterate(self) -> None:
-        self.metrics = {}
+        self.metrics, self.late_metrics = {}, []
         for hook in self._hooks:
             hook.before_step(self)
         self.losses = self._step(self.done)
@@ -143,7 +163,7 @@ class Loop:
 
     @contextmanager
     def _stops_on_interrupt(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():  # elsewhere signals cannot be handled
+        if threading.current_thread() is not threading.main_thread():  # signals can be handled in the main thread only
             yield
             return
 
@@ -151,7 +171,7 @@ class Loop:
             if self._is_asked:
                 raise KeyboardInterrupt
             self._is_asked = True
-            with suppress(OSError):  # past the console, which may be printing at this moment
+            with suppress(OSError):  # not through the console, which may be printing
                 os.write(2, b"\nstopping after this iteration; press Ctrl-C again to stop at once\n")
 
         before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -1,4 +1,4 @@
-"""The output layer of a causal language model and its loss, as one block that may run in slices. Knows no rule."""
+"""The output layer of a causal language model and its loss, as one block, which can run in slices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphckpt.errors import ConfigError
 # Legend: B samples, T tokens, D width, N tokens of all samples, V words
 
 NAME = "loss_head"
-_UNASKED = -100  # a label that cross_entropy leaves out
+_UNASKED = -100  # ignored by cross_entropy
 
 
 @final
@@ -36,7 +36,7 @@ class LossHead(nn.Module):
 
     def __init__(self, output: nn.Module) -> None:
         super().__init__()
-        self._output = (output,)  # in a tuple it is no child, which `state_dict` would name a second time
+        self._output = (output,)  # in a tuple it is not registered as a child, so `state_dict` names it once
 
     def forward(self, hidden_ND: Tensor, labels_N: Tensor) -> Tensor:  # noqa: N803
         """Returns the sum over the tokens that have a label."""

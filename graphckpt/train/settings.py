@@ -1,4 +1,4 @@
-"""The section ``train`` of a config: frozen, and each fault in it has a message."""
+"""The section ``train`` of a config, as frozen dataclasses that report their faults."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from graphckpt.blocks.config import OTHER_NAMES, BlockConfig
 from graphckpt.errors import ConfigError
 from graphckpt.planning import budget
 from graphckpt.rules import parse_rule
+from graphckpt.train.batch_sizes import BatchSizes, batch_sizes
 from graphckpt.train.optim import warmup_cosine_lr
-from graphckpt.train.reserved import (
+from graphckpt.train.parallel.config import DistConfig, ZeroConfig
+from graphckpt.train.unsupported_keys import (
     CHECKPOINT_WITHOUT_MEANING,
     EVALUATION_WITHOUT_MEANING,
     WITHOUT_MEANING,
     not_neutral,
 )
-from graphckpt.train.sizes import BatchSizes, batch_sizes
-from graphckpt.train.spread import DistConfig, ZeroConfig
 
-_SEEDS = 2**63  # what a generator of PyTorch takes, on every device
+_SEEDS = 2**63  # the limit of PyTorch's generators on all devices
 
 
 @final
@@ -32,9 +32,9 @@ class AmpConfig:
     """Automatic mixed precision: ``train.amp``."""
 
     enabled: bool = False
-    """Run forward in a shorter type where that is safe."""
+    """Whether forward runs under autocast."""
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
-    """The shorter type; with ``"float16"`` the loss is scaled, and an update that overflows is left out."""
+    """The autocast dtype; ``"float16"`` uses a gradient scaler."""
 
 
 @final
@@ -45,7 +45,7 @@ class ActivationCheckpointConfig:
     ALIASES: ClassVar[Mapping[str, str]] = OTHER_NAMES
     """Keys of OSLO and DeepSpeed that mean the same."""
     FOREIGN: ClassVar[Mapping[str, str]] = CHECKPOINT_WITHOUT_MEANING
-    """Keys of DeepSpeed that say nothing here, and why."""
+    """Keys of DeepSpeed without meaning here, and why."""
 
     enabled: bool = False
     """Whether any block does."""
@@ -101,7 +101,8 @@ class ActivationCheckpointConfig:
         for name, value in (self.head or {}).items():
             try:
                 if any(parse_rule(one) is None for one in (value if isinstance(value, list) else [value])):
-                    yield f"head.{name}: None is no rule · fix: {{'rule': 'tiles', 'num_tiles': 8, 'reduce': 'sum'}}"
+                    fix = "{'rule': 'tiles', 'num_tiles': 8, 'reduce': 'sum'}"
+                    yield f"head.{name}: expected a rule, got None · fix: {fix}"
             except ConfigError as error:
                 yield f"head.{name}: {error}"
 
@@ -109,75 +110,75 @@ class ActivationCheckpointConfig:
 @final
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """Perplexity on held-out text: ``train.evaluation``."""
+    """Evaluation on held-out samples: ``train.evaluation``."""
 
     FOREIGN: ClassVar[Mapping[str, str]] = EVALUATION_WITHOUT_MEANING
-    """Keys of libai that say nothing here, and why."""
+    """Keys of libai without meaning here, and why."""
 
     enabled: bool = True
     """Whether to evaluate at all."""
     eval_period: int = 1000
     """Iterations between two evaluations; one more comes at the end."""
     eval_after_n_epoch: int | None = None
-    """If set, the period is so many passes over the data."""
+    """If set, the period in epochs."""
     eval_iter: int | None = None
     """If set, evaluates at most this many batches."""
     eval_metric: str | None = None
-    """What ``model_best`` is best at, such as ``"eval_ppl"``; ``None`` is what the task says."""
+    """What ``model_best`` is best at, such as ``"eval_ppl"``; ``None`` is the task's own."""
     eval_mode: Literal["min", "max"] | None = None
-    """Whether less or more of it is better; ``None`` is what the task says."""
+    """Whether lower or higher is better; ``None`` is the task's own."""
 
     def faults(self) -> Iterator[str]:
-        """Yields what is wrong with the fields."""
+        """Yields the faults of the fields."""
         yield from _below_one(self, "eval_period", "eval_after_n_epoch", "eval_iter")
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class CheckpointerConfig:
-    """Snapshots to go on from: ``train.checkpointer``, by libai's name."""
+    """Snapshots to resume from: ``train.checkpointer``, as in libai."""
 
     period: int = 5000
     """Iterations between two snapshots; one more comes at the end."""
     max_to_keep: int = 100
-    """Older ones than so many are removed; ``model_best`` and ``model_final`` do not count."""
+    """How many periodic snapshots are kept."""
     save_model_after_n_epoch: int | None = None
-    """If set, the period is so many passes over the data."""
+    """If set, the period in epochs."""
     async_save: bool = False
-    """Whether a copy is written while training goes on; it takes the memory of one, on the CPU."""
+    """Whether snapshots are written in the background, from a copy in CPU memory."""
 
     def faults(self) -> Iterator[str]:
-        """Yields what is wrong with the fields."""
+        """Yields the faults of the fields."""
         yield from _below_one(self, "period", "max_to_keep", "save_model_after_n_epoch")
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class WandbConfig:
-    """Metrics for Weights & Biases, a package of its own: ``train.wandb``."""
+    """Logging to Weights & Biases, an optional package: ``train.wandb``."""
 
     enabled: bool = False
-    """Whether to send them."""
+    """Whether metrics are sent."""
     project: str = "graphckpt"
     """The project of the run."""
     name: str | None = None
     """The run's name; ``None`` is that of the output folder."""
     mode: Literal["online", "offline", "disabled"] = "online"
-    """``"offline"`` writes to the output folder alone."""
+    """``"offline"`` writes to the output folder only."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How a run goes: ``train``. The names are libai's."""
+    """The settings of a run: ``train``. The names are libai's."""
 
     FOREIGN: ClassVar[Mapping[str, str]] = WITHOUT_MEANING
-    """Keys of libai that say nothing on PyTorch, and why."""
+    """Keys of libai without meaning in PyTorch, and why."""
 
     output_dir: str = "output"
-    """Folder for all that the run writes. One that holds a run already is refused, but for ``--resume``."""
+    """Output folder of the run. A folder with a run is refused, unless it is resumed or overwritten."""
     overwrite: bool = False
-    """Whether a run that ``output_dir`` holds is replaced, once the first iteration of this one is done."""
+    """Whether a run in ``output_dir`` is replaced, after the first iteration of this one."""
     train_micro_batch_size: int | None = 32
     """Samples in one forward; ``None`` derives it from ``global_batch_size``."""
     global_batch_size: int | None = None
@@ -187,19 +188,19 @@ class TrainConfig:
     num_accumulation_steps: int | None = None
     """Forwards, each with its backward, before one update of the weights; ``None`` derives it, or is 1."""
     train_iter: int = 10000
-    """Updates of the weights, at least."""
+    """Number of updates, at least."""
     train_epoch: float = 0
-    """Times through the data, if that is more."""
+    """Number of epochs, if that is more."""
     train_samples: int | None = None
     """If set, the run ends after so many samples, whatever ``train_iter`` is."""
     consumed_train_samples: int = 0
-    """Samples of the data's order to leave out at the start."""
+    """Samples to skip at the start."""
     consumed_valid_samples: int = 0
-    """Of libai: every evaluation starts with the first held-out sample."""
+    """For compatibility with libai; an evaluation always starts with the first held-out sample."""
     start_iter: int = 0
-    """Of libai: a snapshot says where ``--resume`` starts."""
+    """For compatibility with libai; ``--resume`` continues from the snapshot's iteration."""
     warmup_ratio: float = 0.0
-    """Share of the updates in which the learning rate rises to its top."""
+    """Fraction of the updates in which the learning rate warms up."""
     scheduler: Callable[..., LRScheduler] = field(default=warmup_cosine_lr)
     """Called with ``optimizer``, ``max_iter`` and ``warmup_iter``."""
     load_weight: str = ""
@@ -208,14 +209,14 @@ class TrainConfig:
     log_period: int = 20
     """Iterations between two lines of the log."""
     tensorboard: bool = False
-    """Whether to write for TensorBoard too, a package of its own."""
+    """Whether to write TensorBoard events, with an optional package."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
     seed: int = 1234
-    """Fixes the weights at the start, the order of the data and dropout."""
+    """Seed of the initial weights, the order of the data and dropout."""
     device: str | None = None
-    """Where to train, such as ``"cuda:0"``; ``None`` is CUDA where there is one, or else the CPU."""
+    """The device, such as ``"cuda:0"``; ``None`` uses CUDA if available."""
     capture: Literal["auto", "cuda_graph", "eager"] = "auto"
-    """Whether a step runs as one CUDA graph: where it can, or else an error, or never. See ``docs/capture.md``."""
+    """Whether a step runs as one CUDA graph: if possible, always (or an error), or never. See ``docs/capture.md``."""
     amp: AmpConfig = field(default_factory=AmpConfig)
     activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -224,7 +225,7 @@ class TrainConfig:
 
     @property
     def sizes(self) -> BatchSizes:
-        """How many samples a forward and an update take."""
+        """Samples of a forward and of an update."""
         return batch_sizes(
             micro_batch=self.train_micro_batch_size,
             global_batch=self.global_batch_size,
@@ -233,23 +234,23 @@ class TrainConfig:
         )
 
     def faults(self) -> Iterator[str]:
-        """Yields what is wrong with the fields."""
+        """Yields the faults of the fields."""
         yield from _below_one(self, "test_micro_batch_size", "train_iter", "train_samples", "log_period")
         yield from self._size_faults()
         yield from not_neutral(self, "a snapshot says it", "consumed_valid_samples", "start_iter")
         for name in ("train_epoch", "consumed_train_samples"):
             if not 0 <= getattr(self, name) < math.inf:
-                yield f"{name}: {getattr(self, name)} · fix: use 0 or more"
+                yield f"{name}: expected 0 or more, got {getattr(self, name)}"
         if self.train_samples is not None and self.train_epoch:
             yield f"train_samples: {self.train_samples}, and train_epoch is {self.train_epoch} · fix: set one of them"
         if not 0 <= self.warmup_ratio < 1:
-            yield f"warmup_ratio: {self.warmup_ratio} · fix: use a share from 0 to below 1"
+            yield f"warmup_ratio: expected a share from 0 to below 1, got {self.warmup_ratio}"
         if not 0 <= self.seed < _SEEDS:
-            yield f"seed: {self.seed} · fix: use 0 or more, and less than 2**63"
+            yield f"seed: expected 0 or more and less than 2**63, got {self.seed}"
         yield from self._spread_faults()
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(self.dist, name) > 1 and self.amp.enabled and self.amp.dtype == "float16":
-                yield f"amp.dtype: 'float16' does not go with dist.{name} above 1 · fix: use 'bfloat16'"
+                yield f"amp.dtype: 'float16' is not supported with dist.{name} above 1 · fix: use 'bfloat16'"
         if self.activation_checkpoint.memory_budget is not None and self.dist.pipeline_parallel_size > 1:
             what = "the stages of a pipeline have different blocks, and a plan is for equal processes"
             yield f"activation_checkpoint.memory_budget: {what} · fix: name the blocks"
@@ -259,7 +260,7 @@ class TrainConfig:
             yield "output_dir: is empty · fix: name a folder"
 
     def _size_faults(self) -> Iterator[str]:
-        """Yields what is wrong with the samples of a forward and of an update."""
+        """Yields the faults of the batch sizes."""
         faults = list(_below_one(self, "train_micro_batch_size", "global_batch_size", "num_accumulation_steps"))
         yield from faults
         if faults or any(self.dist.faults()):
@@ -275,20 +276,20 @@ class TrainConfig:
             yield f"dist.pipeline_parallel_size: {what} · fix: num_accumulation_steps={num_stages} or more"
 
     def _spread_faults(self) -> Iterator[str]:
-        """Yields what does not go with several processes."""
+        """Yields what is not supported with several processes."""
         dist, checkpoint = self.dist, self.activation_checkpoint
         if dist.data_parallel_size < 2 and self.zero_optimization.enabled:
             what = "zero_optimization.enabled: True, and dist.data_parallel_size is 1"
             yield f"{what}: one process would hold all of it · fix: raise the size, or leave the key out"
         elif dist.pipeline_parallel_size > 1 and self.zero_optimization.enabled:
-            what = "zero_optimization.enabled: True does not go with dist.pipeline_parallel_size above 1"
+            what = "zero_optimization.enabled: True is not supported with dist.pipeline_parallel_size above 1"
             yield f"{what} · fix: leave the key out"
         kinds = ("data_parallel_size", "pipeline_parallel_size")
         above = next((name for name in kinds if getattr(dist, name) > 1), None)
         if above is None:
             return
         if self.capture == "cuda_graph":
-            yield f"capture: 'cuda_graph' does not go with dist.{above} above 1 · fix: use 'eager'"
+            yield f"capture: 'cuda_graph' is not supported with dist.{above} above 1 · fix: use 'eager'"
         is_on = checkpoint.enabled or checkpoint.memory_budget is not None
         if is_on and checkpoint.partition and dist.tensor_parallel_size == 1:
             what = "activation_checkpoint.partition: processes that do not share matrices keep different tensors"
@@ -299,4 +300,4 @@ def _below_one(config: object, *names: str) -> Iterator[str]:
     for name in names:
         value = getattr(config, name)
         if value is not None and value < 1:
-            yield f"{name}: {value} · fix: use 1 or more"
+            yield f"{name}: expected 1 or more, got {value}"

@@ -1,4 +1,4 @@
-"""Puts data, model, graphs and hooks together into one run."""
+"""The trainer: builds data, model, graphs and hooks, and runs them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from graphckpt.errors import ConfigError, GraphError, bullets
-from graphckpt.train.assemble import Assembled, assembled, blocks_of, gradients_of
-from graphckpt.train.budget import within_budget
-from graphckpt.train.data import Data
-from graphckpt.train.export import export
+from graphckpt.train.batch_sizes import epoch_period, iterations
+from graphckpt.train.build_model import BuiltModel, block_fields, build_model, grad_sync_of
+from graphckpt.train.console import Report
+from graphckpt.train.data.prefetch import Prefetcher, synchronize, to_device
+from graphckpt.train.data.samples import Opened, Samples
+from graphckpt.train.data.sampling import ShuffledOrder, heldout_batches
+from graphckpt.train.data.text_data import Data
+from graphckpt.train.foreign_errors import attribute_errors, explain_out_of_memory
 from graphckpt.train.graphs import EvalGraph, TrainGraph
-from graphckpt.train.heldout import heldout_batches
 from graphckpt.train.hooks import (
     BestHook,
     EvalHook,
@@ -31,24 +34,18 @@ from graphckpt.train.hooks import (
     TensorBoardHook,
     WandbHook,
 )
-from graphckpt.train.hooks.evaluate import described
+from graphckpt.train.hooks.evaluate import format_metrics
 from graphckpt.train.loop import HookBase, Loop
-from graphckpt.train.naming import naming
-from graphckpt.train.order import ShuffledOrder
-from graphckpt.train.outcome import Outcome, written
-from graphckpt.train.parallel import Ranks
-from graphckpt.train.prefetch import Prefetcher, to_device
-from graphckpt.train.report import Report
-from graphckpt.train.room import said_if_there_is_none
-from graphckpt.train.run_folder import LOG, METRICS, PICTURE
-from graphckpt.train.saved import SavedRun, unwritable, weights_folder
-from graphckpt.train.saver import Saver
+from graphckpt.train.parallel.launch import resolve_device
+from graphckpt.train.parallel.ranks import TrainRanks
+from graphckpt.train.plan_first_batch import plan_on_first_batch
 from graphckpt.train.settings import TrainConfig
-from graphckpt.train.sizes import epoch_period, iterations
-from graphckpt.train.started import device_of
-from graphckpt.train.state import RunState, load_weights, tensors_of
-from graphckpt.train.tasks.base import Opened, Samples, Task, TextTask
-from graphckpt.train.weights import read_weights
+from graphckpt.train.snapshot.run_folder import LOG, METRICS, PICTURE, TrainResult, written_files
+from graphckpt.train.snapshot.run_state import RunState
+from graphckpt.train.snapshot.saved_run import SavedRun, unwritable_error, weights_folder
+from graphckpt.train.snapshot.weights import load_weights, read_weights, tensors_of
+from graphckpt.train.snapshot.writer import SnapshotWriter, export
+from graphckpt.train.tasks.base import Task, TextTask
 
 
 class Trainer:
@@ -56,16 +53,16 @@ class Trainer:
 
     Args:
         settings: the section ``train`` of a config.
-        make_model: returns the model; called once the seed is set.
-        make_optimizer: returns the optimizer of the model, which is on its device by then.
-        data: what to learn from.
-        task: what to learn: batches, losses, metrics.
-        report: where to say what happens; by default the console and ``log.txt`` in the output folder.
-        hooks: more hooks, which run after the trainer's own, but before a snapshot is taken.
-        resume: go on from the last snapshot in the output folder.
-        eval_only: leave what is in the output folder as it is; ``evaluate`` is called, and not ``train``.
-        scratch: write to a new temporary folder, and not to ``train.output_dir``.
-        write_config: writes the config into the folder that it is called with, once the run has begun there.
+        make_model: returns the model; called after seeding.
+        make_optimizer: returns the optimizer of the model, which is on its device already.
+        data: the data to train on.
+        task: computes losses and metrics.
+        report: output of the run; by default the console and ``log.txt`` in the output folder.
+        hooks: further hooks, which run after the trainer's own and before a snapshot is taken.
+        resume: resume from the last snapshot in the output folder.
+        eval_only: change nothing in the output folder; only ``evaluate`` will be called.
+        scratch: write to a new temporary folder instead of ``train.output_dir``.
+        write_config: writes the config into the given folder; called once the run has begun.
 
     Raises:
         ConfigError: the output folder cannot be written, another process trains there, another run is there, or the
@@ -95,8 +92,8 @@ class Trainer:
         self._task = task
         self._more_hooks = hooks
         self.folder = Path(settings.output_dir).expanduser()
-        self.device = device_of(settings.device, settings.dist)
-        self.ranks = Ranks(settings.dist, self.device)
+        self.device = resolve_device(settings.device, settings.dist)
+        self.ranks = TrainRanks(settings.dist, self.device)
         try:
             if scratch:
                 self.folder = self._scratch_folder()
@@ -110,7 +107,7 @@ class Trainer:
                     ranks=self.ranks,
                 )
         except OSError as error:
-            raise unwritable(self.folder, error) from error
+            raise unwritable_error(self.folder, error) from error
         if write_config is not None:
             self.saved.at_start(partial(write_config, self.folder))
         self.report = report or self._own_report(eval_only=eval_only)
@@ -120,7 +117,7 @@ class Trainer:
         with self.ranks.main_first():
             if self.ranks.is_main:
                 made = tempfile.mkdtemp(prefix="graphckpt-")
-        return Path(self.ranks.told(made))
+        return Path(self.ranks.broadcast(made))
 
     def _own_report(self, *, eval_only: bool) -> Report:
         if not self.ranks.is_main:
@@ -135,24 +132,23 @@ class Trainer:
         """Samples in one iteration."""
         return self.settings.sizes.global_batch
 
-    def train(self) -> Outcome:
+    def train(self) -> TrainResult:
         """Prepares the data, trains, and writes the results.
 
         Raises:
-            GraphckptError: the config cannot act, there is too little text or memory, or the loss is not finite.
+            GraphckptError: the config is invalid, there is too little text or memory, or the loss is not finite.
         """
         with self.saved.locked():
             return self._train()
 
-    def _train(self) -> Outcome:
+    def _train(self) -> TrainResult:
         settings = self.settings
-        made = self._assembled()
-        model = made.model
+        built = self._build_model()
         if settings.load_weight and not self.saved.source:
-            self._load(model, Path(settings.load_weight).expanduser(), "train.load_weight")
-        optimizer = self._make_optimizer(model)
-        blocks = blocks_of(made, settings, self.ranks)  # a fault shows before a long wait for the data
-        opened = self._open(model)
+            self._load(built.model, Path(settings.load_weight).expanduser(), "train.load_weight")
+        optimizer = self._make_optimizer(built.model)
+        blocks = block_fields(built, settings, self.ranks)  # raises before the data is prepared, which may take long
+        opened = self._open(built.model)
         train_iter = iterations(
             train_iter=settings.train_iter,
             train_epoch=settings.train_epoch,
@@ -160,105 +156,119 @@ class Trainer:
             num_samples=len(opened.train),
             global_batch=self.batch_size,
         )
+        graph = self._train_graph(built, optimizer, blocks, train_iter)
+        self._describe(built, opened, train_iter)
+        state = RunState(built.model, graph, optimizer, self.device, ranks=self.ranks, seed=settings.seed)
+        writer = self._snapshot_writer(built, opened, state)
+        step = self._step(graph, opened, train_iter)
+        loop = step.loop = Loop(
+            step,
+            train_iter=train_iter,
+            report=self.report,
+            hooks=list(self._hooks(built, optimizer, graph, opened, writer)),
+            start_iter=self.saved.start_iter,
+            agree=self.ranks.any,
+            synchronize=partial(synchronize, self.device),
+        )
+        self._run(loop, state, data=writer.data)
+        writer.close()
+        files = written_files(self.folder) if self.saved.has_begun or self.saved.source else {}
+        result = TrainResult(iterations=loop.done, is_stopped=loop.is_stopped, files=files)
+        self.report.show(result.table())
+        return result
+
+    def _train_graph(
+        self, built: BuiltModel, optimizer: Optimizer, blocks: dict[str, dict[str, Any]], train_iter: int
+    ) -> TrainGraph:
+        settings = self.settings
         warmup_iter = math.ceil(train_iter * settings.warmup_ratio)
-        graph = self._graph(
-            model,
-            self._task,
-            optimizer,
-            settings.scheduler(optimizer=optimizer, max_iter=train_iter, warmup_iter=warmup_iter),
-            blocks=blocks,
-            amp=settings.amp,
-            capture=self._capture,
-            num_accumulation_steps=settings.sizes.accumulation,
-            replicas=gradients_of(model, self._task, settings, self.ranks),
-            pipeline=made.pipeline,
-        )
-        num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.report.line(
-            f"model: {made.architecture}, {num_parameters:,} parameters on {self.ranks.described(self.device)};"
-            f" {train_iter} iterations of {self.batch_size} samples"
-            + (f" x {opened.tokens_each} tokens" if opened.text else "")
-        )
-        order = ShuffledOrder(num_sequences=len(opened.train), seed=settings.seed)
-        update = within_budget(graph, settings.activation_checkpoint, self.report, self.saved)
-
-        def read(iteration: int) -> dict[str, Tensor]:
-            start = settings.consumed_train_samples + self.saved.consumed_samples(iteration)
-            return opened.train.batch(self.ranks.own_part(order.take(start=start, count=self.batch_size)))
-
-        batches = Prefetcher(read, self.device, train_iter)
-
-        def step(iteration: int) -> dict[str, Tensor]:
-            with naming("model, task, data, optim, train.scheduler", f"iteration {iteration}"), self.ranks.together():
-                return learn(iteration)
-
-        def learn(iteration: int) -> dict[str, Tensor]:
-            started = time.perf_counter()
-            batch = batches.get(iteration)
-            loop.data_seconds = time.perf_counter() - started
-            losses: dict[str, Tensor] = update(**batch)
-            batches.prefetch(iteration + 1)
-            return self.ranks.means({name: loss.mean() for name, loss in losses.items()})
-
-        state = RunState(model, graph, optimizer, self.device, ranks=self.ranks, seed=settings.seed)
-        tokens = opened.tokenizer_file.parent.name if opened.tokenizer_file else None  # named by all they depend on
-        data = {"num_samples": len(opened.train), "tokens_each": opened.tokens_each, "tokens": tokens}
-        companions = partial(export, model, made.architecture, opened.tokenizer_file, seq_length=opened.tokens_each)
-        with naming("model", "saving its config"), tempfile.TemporaryDirectory() as trial:
-            companions(Path(trial))  # what cannot be saved shows before the run, and not at its end
-        saver = Saver(
-            self.saved,
-            state,
-            data=data,
-            companions=companions,
-            is_async=settings.checkpointer.async_save,
-        )
-        hooks = list(self._hooks(made, optimizer, graph, opened, saver))
-        start_iter, agree = self.saved.start_iter, self.ranks.any
-        loop = Loop(step, train_iter=train_iter, report=self.report, hooks=hooks, start_iter=start_iter, agree=agree)
-        checkpointed, micro_batch = settings.activation_checkpoint.enabled, settings.sizes.micro_batch
-        with (
-            said_if_there_is_none(micro_batch=micro_batch, is_checkpointed=checkpointed),
-            self.ranks.together(),
-        ):
-            self.saved.restore(state, loop, data=data, report=self.report)
-            loop.run()
-        saver.close()
-        files = written(self.folder) if self.saved.has_begun or self.saved.source else {}
-        outcome = Outcome(iterations=loop.done, is_stopped=loop.is_stopped, files=files)
-        self.report.show(outcome.table())
-        return outcome
-
-    def evaluate(self) -> dict[str, float]:
-        """Prints and returns what the held-out samples say of ``train.load_weight``, or else of the last snapshot.
-
-        Raises:
-            GraphckptError: there are no weights, or they are of another model; or nothing is held out.
-        """
-        folder = weights_folder(self.settings.load_weight, self.folder)
-        made = self._assembled()
-        self._load(made.model, folder, str(folder))
-        hook = self._eval_hook(made, self._open(made.model))
-        if hook is None:
-            raise ConfigError("data: nothing is held out to evaluate · fix: hold some of it out")
-        with self.ranks.together():
-            metrics = hook.measure()
-        self.report.line(f"{folder}: held-out {described(metrics)}", "bold")
-        return metrics
-
-    @staticmethod
-    def _graph(*parts: Any, **settings: Any) -> TrainGraph:
+        scheduler = settings.scheduler(optimizer=optimizer, max_iter=train_iter, warmup_iter=warmup_iter)
+        grad_sync = grad_sync_of(built.model, self._task, settings, self.ranks)
         try:
-            return TrainGraph(*parts, **settings)
+            return TrainGraph(
+                built.model,
+                self._task,
+                optimizer,
+                scheduler,
+                blocks=blocks,
+                amp=settings.amp,
+                capture=self._capture,
+                num_accumulation_steps=settings.sizes.accumulation,
+                grad_sync=grad_sync,
+                pipeline=built.pipeline,
+            )
         except GraphError as error:
             raise ConfigError(f"optim, train.scheduler: {error}") from error
 
-    def _assembled(self) -> Assembled:
-        return assembled(self._make_model, self._task, self.settings, self.ranks, self.device)
+    def _describe(self, built: BuiltModel, opened: Opened, train_iter: int) -> None:
+        num_parameters = sum(parameter.numel() for parameter in built.model.parameters())
+        self.report.line(
+            f"model: {built.architecture}, {num_parameters:,} parameters on {self.ranks.describe(self.device)};"
+            f" {train_iter} iterations of {self.batch_size} samples"
+            + (f" x {opened.tokens_each} tokens" if opened.text else "")
+        )
+
+    def _snapshot_writer(self, built: BuiltModel, opened: Opened, state: RunState) -> SnapshotWriter:
+        tokens = (
+            opened.tokenizer_file.parent.name if opened.tokenizer_file else None
+        )  # its name is a hash of the text and the tokenizer
+        companions = partial(
+            export, built.model, built.architecture, opened.tokenizer_file, seq_length=opened.tokens_each
+        )
+        with attribute_errors("model", "saving its config"), tempfile.TemporaryDirectory() as trial:
+            companions(Path(trial))  # fails before the run instead of at its end
+        return SnapshotWriter(
+            self.saved,
+            state,
+            data={"num_samples": len(opened.train), "tokens_each": opened.tokens_each, "tokens": tokens},
+            companions=companions,
+            is_async=self.settings.checkpointer.async_save,
+        )
+
+    def _step(self, graph: TrainGraph, opened: Opened, train_iter: int) -> _Step:
+        settings = self.settings
+        order = ShuffledOrder(num_sequences=len(opened.train), seed=settings.seed)
+
+        def read(iteration: int) -> dict[str, Tensor]:
+            start = settings.consumed_train_samples + self.saved.consumed_samples(iteration)
+            return opened.train.batch(self.ranks.local_samples(order.take(start=start, count=self.batch_size)))
+
+        update = plan_on_first_batch(graph, settings.activation_checkpoint, self.report, self.saved)
+        return _Step(update, Prefetcher(read, self.device, train_iter), self.ranks)
+
+    def _run(self, loop: Loop, state: RunState, *, data: dict[str, Any]) -> None:
+        settings = self.settings
+        checkpointed, micro_batch = settings.activation_checkpoint.enabled, settings.sizes.micro_batch
+        with (
+            explain_out_of_memory(micro_batch=micro_batch, is_checkpointed=checkpointed),
+            self.ranks.translate_errors(),
+        ):
+            self.saved.restore(state, loop, data=data, report=self.report)
+            loop.run()
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluates ``train.load_weight`` or the last snapshot on held-out samples; prints and returns the metrics.
+
+        Raises:
+            GraphckptError: there are no weights, they belong to another model, or nothing is held out.
+        """
+        folder = weights_folder(self.settings.load_weight, self.folder)
+        built = self._build_model()
+        self._load(built.model, folder, str(folder))
+        hook = self._eval_hook(built, self._open(built.model))
+        if hook is None:
+            raise ConfigError("data: expected held-out samples, got none · fix: hold some of the data out")
+        with self.ranks.translate_errors():
+            metrics = hook.measure()
+        self.report.line(f"{folder}: held-out {format_metrics(metrics)}", "bold")
+        return metrics
+
+    def _build_model(self) -> BuiltModel:
+        return build_model(self._make_model, self._task, self.settings, self.ranks, self.device)
 
     @property
     def _capture(self) -> str:
-        """Whether steps are captured; not where processes share batches: each would have to record the same calls."""
+        """Whether steps are captured; not with data or pipeline parallelism: all ranks would have to capture alike."""
         is_shared = self.ranks.data_mesh is not None or self.ranks.stage_mesh is not None
         return "eager" if is_shared else self.settings.capture
 
@@ -269,9 +279,9 @@ class Trainer:
         """Opens the data.
 
         Raises:
-            ConfigError: the model does not fit it.
+            ConfigError: the model does not fit the data.
         """
-        with self.ranks.main_first(), naming("data", "opening it"):
+        with self.ranks.main_first(), attribute_errors("data", "opening it"):
             opened = self._data.open(self._task, seed=self.settings.seed, report=self.report)
         if opened.text and isinstance(self._task, TextTask):
             faults = list(self._task.check(model, opened.text))
@@ -280,7 +290,7 @@ class Trainer:
         return opened
 
     def _hooks(
-        self, made: Assembled, optimizer: Optimizer, graph: TrainGraph, opened: Opened, saver: Saver
+        self, built: BuiltModel, optimizer: Optimizer, graph: TrainGraph, opened: Opened, writer: SnapshotWriter
     ) -> Iterator[HookBase]:
         settings = self.settings
         yield StartHook(self.saved.begin)
@@ -292,7 +302,7 @@ class Trainer:
             seq_length=opened.tokens_each,
             consumed_samples=self.saved.consumed_samples,
         )
-        eval_hook = self._eval_hook(made, opened) if settings.evaluation.enabled else None
+        eval_hook = self._eval_hook(built, opened) if settings.evaluation.enabled else None
         if eval_hook:
             yield eval_hook
         if self.ranks.is_main:
@@ -304,10 +314,10 @@ class Trainer:
         yield from self._more_hooks
         if eval_hook:
             metric, mode = settings.evaluation.eval_metric, settings.evaluation.eval_mode
-            yield BestHook(saver.save, metric=metric or self._task.metric, mode=mode or self._task.metric_mode)
+            yield BestHook(writer.save, metric=metric or self._task.metric, mode=mode or self._task.metric_mode)
         yield SnapshotHook(
-            saver.save,
-            saver,
+            writer.save,
+            writer,
             self.saved.snapshots,
             period=self._period(opened, settings.checkpointer.save_model_after_n_epoch, settings.checkpointer.period),
             max_to_keep=settings.checkpointer.max_to_keep,
@@ -316,21 +326,21 @@ class Trainer:
         if self.ranks.is_main:
             yield ExplainHook(graph, self.folder / PICTURE)
 
-    def _eval_hook(self, made: Assembled, opened: Opened) -> EvalHook | None:
+    def _eval_hook(self, built: BuiltModel, opened: Opened) -> EvalHook | None:
         heldout = opened.heldout
         if heldout is None:
             return None
         evaluation = self.settings.evaluation
         eval_graph = EvalGraph(
-            made.model, self._task, amp=self.settings.amp, capture=self._capture, pipeline=made.pipeline
+            built.model, self._task, amp=self.settings.amp, capture=self._capture, pipeline=built.pipeline
         )
         return EvalHook(
             lambda batch: eval_graph(**batch),
             lambda: self._heldout_batches(heldout),
             self._task.metrics,
-            model=made.model,
+            model=built.model,
             eval_period=self._period(opened, evaluation.eval_after_n_epoch, evaluation.eval_period),
-            over_ranks=self.ranks.sums,
+            over_ranks=self.ranks.sum,
         )
 
     def _period(self, opened: Opened, epochs: int | None, iterations: int) -> int:
@@ -344,3 +354,26 @@ class Trainer:
         parts = settings.dist.data_parallel_size
         for batch, counts in heldout_batches(heldout, size=size, limit=limit, part=ranks.data_rank, parts=parts):
             yield to_device(batch, self.device), counts
+
+
+@final
+class _Step:
+    """Reads a batch, updates the weights, and returns the losses of the iteration, means over the processes."""
+
+    def __init__(self, update: Callable[..., Any], batches: Prefetcher, ranks: TrainRanks) -> None:
+        self.loop: Loop | None = None
+        """Receives the seconds that the step waited for its data."""
+        self._update = update
+        self._batches = batches
+        self._ranks = ranks
+
+    def __call__(self, iteration: int) -> dict[str, Tensor]:
+        keys = "model, task, data, optim, train.scheduler"
+        with attribute_errors(keys, f"iteration {iteration}"), self._ranks.translate_errors():
+            started = time.perf_counter()
+            batch = self._batches.get(iteration)
+            if self.loop is not None:
+                self.loop.data_seconds = time.perf_counter() - started
+            losses: dict[str, Tensor] = self._update(**batch)
+            self._batches.prefetch(iteration + 1)
+            return self._ranks.average({name: loss.mean() for name, loss in losses.items()})

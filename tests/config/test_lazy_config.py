@@ -42,7 +42,7 @@ def test_call_is_made_late_inside_out_and_with_changes():
     assert type(result["many"]) is list
     with pytest.raises(ConfigError, match="every argument needs its name"):
         described(layer)
-    with pytest.raises(ConfigError, match="expects a callable or its dotted name, got 3"):
+    with pytest.raises(ConfigError, match="expected a callable or its dotted name, got 3"):
         LazyCall(3)
 
 
@@ -97,7 +97,7 @@ def test_relative_imports_go_by_file_and_every_load_is_fresh(tmp_path):
         ("import no_such_package\n", r"main\.py:1: import no_such_package: ModuleNotFoundError"),
         (
             "from graphckpt.config import LazyCall as L\na = L(3)\n",
-            r"main\.py:2: a = L\(3\): LazyCall: expects",
+            r"main\.py:2: a = L\(3\): LazyCall: expected",
         ),
     ],
 )
@@ -114,7 +114,7 @@ def test_yaml_and_what_is_no_config_file(tmp_path):
     assert config.train.lr == 1e-3
     with pytest.raises(ConfigError, match=r"b\.yaml:4"):
         LazyConfig.load(_write(tmp_path / "b.yaml", "a: 1\nb:\n  c: [1,\n"))
-    with pytest.raises(ConfigError, match="expects a mapping at the top level"):
+    with pytest.raises(ConfigError, match="expected a mapping at the top level"):
         LazyConfig.load(_write(tmp_path / "c.yaml", "- 1\n"))
     with pytest.raises(ConfigError, match=r"ends in \.py, \.yaml or \.yml"):
         LazyConfig.load(tmp_path / "d.toml")

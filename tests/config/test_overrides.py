@@ -54,10 +54,10 @@ def test_every_senseless_word_is_named_at_once():
         LazyConfig.apply_overrides(_config(), ["a.b", "=3", "a..b=1", "a.b.c=1", "a.b=[1", "a.list.x=1"])
     assert str(caught.value).splitlines() == [
         "the overrides have faults:",
-        "  • override 'a.b': expects key=value",
-        "  • override '=3': expects key=value",
-        "  • override 'a..b=1': expects key=value",
+        "  • override 'a.b': expected key=value",
+        "  • override '=3': expected key=value",
+        "  • override 'a..b=1': expected key=value",
         "  • a.b.c: a.b is a value (1), not a section",
-        "  • a.b: '[1' is no YAML value · fix: quote it (while parsing a flow sequence)",
-        "  • a.list.x: a.list is a list of 2, and 'x' is no place in it",
+        "  • a.b: expected a YAML value, got '[1' · fix: quote it (while parsing a flow sequence)",
+        "  • a.list.x: expected an index of a.list below 2, got 'x'",
     ]

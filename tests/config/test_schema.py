@@ -58,23 +58,23 @@ def test_good_values_become_frozen_fields():
     ("given", "fault"),
     [
         ({}, "t.needed: is missing · fix: give it a value"),
-        ({"needed": True}, "t.needed: expects int, got True (bool)"),
-        ({"needed": 1.5}, "t.needed: expects int, got 1.5 (float)"),
-        ({"needed": None}, "t.needed: expects int, got None (null)"),
-        ({"needed": 1, "maybe": "x"}, "t.maybe: expects int or null, got 'x' (str)"),
-        ({"needed": 1, "names": 3}, "t.names: expects str or list[str] or null, got 3 (int)"),
-        ({"needed": 1, "names": ["a", 3]}, "t.names[1]: expects str, got 3 (int)"),
-        ({"needed": 1, "pair": [1]}, "t.pair: expects 2 values, got 1"),
-        ({"needed": 1, "pair": 5}, "t.pair: expects tuple[int, float], got 5 (int)"),
-        ({"needed": 1, "table": {"x": 3}}, "t.table['x']: expects a mapping, got 3 (int)"),
+        ({"needed": True}, "t.needed: expected int, got True (bool)"),
+        ({"needed": 1.5}, "t.needed: expected int, got 1.5 (float)"),
+        ({"needed": None}, "t.needed: expected int, got None (null)"),
+        ({"needed": 1, "maybe": "x"}, "t.maybe: expected int or null, got 'x' (str)"),
+        ({"needed": 1, "names": 3}, "t.names: expected str or list[str] or null, got 3 (int)"),
+        ({"needed": 1, "names": ["a", 3]}, "t.names[1]: expected str, got 3 (int)"),
+        ({"needed": 1, "pair": [1]}, "t.pair: expected 2 values, got 1"),
+        ({"needed": 1, "pair": 5}, "t.pair: expected tuple[int, float], got 5 (int)"),
+        ({"needed": 1, "table": {"x": 3}}, "t.table['x']: expected a mapping, got 3 (int)"),
         (
             {"needed": 1, "make": 3},
-            "t.make: expects a call · fix: write LazyCall(target)(...), or a mapping with _target_",
+            "t.make: expected a call · fix: write LazyCall(target)(...), or a mapping with _target_",
         ),
-        ({"needed": 1, "inner": 3}, "t.inner: expects a section, got 3 (int)"),
+        ({"needed": 1, "inner": 3}, "t.inner: expected a section, got 3 (int)"),
         (
             {"needed": 1, "inner": {"kind": "b"}},
-            "t.inner.kind: expects one of 'a', 'bb', got 'b' (str) · did you mean 'bb'?",
+            "t.inner.kind: expected one of 'a', 'bb', got 'b' (str) · did you mean 'bb'?",
         ),
         ({"needed": 1, "inner": {"ratio": 2}}, "t.inner.ratio: 2.0 is above 1"),
         ({"needed": 1, "innner": 2}, "t.innner: no such key · did you mean 'inner'?"),
@@ -102,10 +102,10 @@ def _target(*, width: int, rate: float = 0.1, **others: object) -> None: ...
 
 def test_call_is_checked_against_the_signature_of_its_target():
     described = {"_target_": _target, "width": "wide", "rate": 1, "other": 3}
-    assert check_call(described, "model")[1] == ["model.width: expects int, got 'wide' (str)"]
+    assert check_call(described, "model")[1] == ["model.width: expected int, got 'wide' (str)"]
     described = {"_target_": "torch.optim.SGD", "lr": "fast", "momentun": 0.9}
     assert check_call(described, "optim")[1] == [
-        "optim.lr: expects float or Tensor, got 'fast' (str)",
+        "optim.lr: expected float or Tensor, got 'fast' (str)",
         "optim.momentun: no such key of SGD · did you mean 'momentum'?",
     ]
     assert check_call({"_target_": "torch.optim.SDG"}, "optim")[1][0].startswith("optim: _target_ 'torch.optim.SDG'")
@@ -121,7 +121,7 @@ def test_call_within_a_call_is_checked_too():
             "model.config.n_layers: no such key of GPT2Config"
             " · did you mean 'n_layer' or 'num_labels' or 'num_hidden_layers'?"
         ),
-        "model.config.n_head: expects int, got 'x' (str)",
+        "model.config.n_head: expected int, got 'x' (str)",
     ]
 
 
@@ -144,8 +144,8 @@ def test_quickstart_is_without_fault_and_a_bad_one_lists_all():
     assert faults == [
         "trian: no such key · did you mean 'train'?",
         "train.activation_checkpoint.enable: no such key · did you mean 'enabled'?",
-        "train.seed: -1 · fix: use 0 or more, and less than 2**63",
-        "data.vocab_size: 3 · fix: use 257 or more, for each byte",
+        "train.seed: expected 0 or more and less than 2**63, got -1",
+        "data.vocab_size: expected 257 or more, one for each byte, got 3",
     ]
 
 

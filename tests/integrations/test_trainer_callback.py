@@ -246,7 +246,7 @@ def test_keys_on_the_command_line(monkeypatch: Any) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [('{"a": ', "is no JSON: "), ("[1]", r"\[1\] is no object · fix: write it as ")],
+    [('{"a": ', "expected a JSON object: "), ("[1]", r"expected a JSON object, got \[1\] · fix: write it as ")],
 )
 def test_blocks_that_are_no_mapping_are_one_error(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"^graphckpt_blocks: {message}"):
@@ -273,7 +273,7 @@ def test_a_model_without_a_stack_of_layers_says_what_to_name(tmp_path: Path) -> 
 
 def test_trainer_without_accelerate_is_one_line(monkeypatch: Any) -> None:
     monkeypatch.delitem(sys.modules, "graphckpt.integrations.transformers")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(
         ModuleNotFoundError,
         match=r"^accelerate is not installed · fix: pip install 'graphckpt\[transformers-trainer\]'$",

@@ -14,14 +14,14 @@ from small_run import place, rows_of, same_weights  # noqa: F401
 from torch import nn
 
 from graphckpt.config.run import trainer_from
-from graphckpt.train.cut import is_cut, local, whole
-from graphckpt.train.heldout import heldout_batches
+from graphckpt.train.data.sampling import heldout_batches
 from graphckpt.train.hooks import SnapshotHook
 from graphckpt.train.loop import HookBase, Loop, TrainError
-from graphckpt.train.parallel import Ranks
-from graphckpt.train.replicas import Averaged, Ddp, replicas_of
-from graphckpt.train.spread import DistConfig
-from graphckpt.train.zero import shard_states
+from graphckpt.train.parallel.config import DistConfig
+from graphckpt.train.parallel.fsdp import apply_fsdp
+from graphckpt.train.parallel.grad_sync import AllReduceSync, DdpSync, make_grad_sync
+from graphckpt.train.parallel.ranks import TrainRanks
+from graphckpt.train.parallel.sharding import full_tensor_tree, is_sharded, local_shard
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
@@ -74,7 +74,7 @@ class Held(HookBase):
         self.losses.append(float(loop.losses["total_loss"]))
         saver: Any = next(hook for hook in loop._hooks if isinstance(hook, SnapshotHook))._later
         tensors = [value for state in saver._state._optimizer.state.values() for value in state.values()]
-        self.state_bytes = sum((local(value) if is_cut(value) else value).nbytes for value in tensors)
+        self.state_bytes = sum((local_shard(value) if is_sharded(value) else value).nbytes for value in tensors)
 
 
 def run(folder: str, *words: str) -> Held:
@@ -112,13 +112,13 @@ class Forked(nn.Module):
 
 def leave_unused(rank: int) -> None:
     """A part of a batch may leave out parameters that another uses; DDP has to be told."""
-    for kind, may in ((Ddp, True), (Averaged, False), (Ddp, False)):
+    for kind, may in ((DdpSync, True), (AllReduceSync, False), (DdpSync, False)):
         model = Forked()
-        ranks = Ranks(DistConfig(data_parallel_size=4, find_unused_parameters=may), torch.device("cpu"))
+        ranks = TrainRanks(DistConfig(data_parallel_size=4, find_unused_parameters=may), torch.device("cpu"))
         replicas = kind(model, lambda batch, model=model: {"loss": model(rank)}, ranks)
         backward(replicas)
         model.zero_grad()
-        if kind is Ddp and not may:
+        if kind is DdpSync and not may:
             with pytest.raises(TrainError, match=r"· fix: train\.dist\.find_unused_parameters=True, or freeze"):
                 backward(replicas)
             continue
@@ -131,30 +131,30 @@ def leave_unused(rank: int) -> None:
 
 def hold_what_the_stage_says(rank: int) -> None:
     """Between micro-batches: which weights are whole, and which gradients were cut already; and the sum after all."""
-    ranks = Ranks(DistConfig(data_parallel_size=4), torch.device("cpu"))
+    ranks = TrainRanks(DistConfig(data_parallel_size=4), torch.device("cpu"))
     assert ranks.data_mesh is not None
     for stage, are_whole, is_reduced in ((1, True, False), (2, True, True), (3, False, True)):
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
-        shard_states(model, ranks.data_mesh, ["0"], stage=stage)
+        apply_fsdp(model, ranks.data_mesh, ["0"], stage=stage)
         held = list(model.parameters())
         x = torch.full((2, 4), rank + 1.0)
-        replicas = replicas_of(model, lambda batch, model=model, x=x: {"loss": model(x).sum()}, ranks, stage=stage)
+        replicas = make_grad_sync(model, lambda batch, model=model, x=x: {"loss": model(x).sum()}, ranks, stage=stage)
         for is_last in (False, True):
             with replicas.micro_batch(is_last=is_last):
                 replicas.losses({})["loss"].backward()
             now = [is_last or not are_whole, is_last or is_reduced]
-            assert [is_cut(model[0].weight), held[0].grad is not None] == now, stage
-        assert all(is_cut(parameter.grad) for parameter in held)
+            assert [is_sharded(model[0].weight), held[0].grad is not None] == now, stage
+        assert all(is_sharded(parameter.grad) for parameter in held)
         alone = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
-        alone.load_state_dict({name: whole(value) for name, value in model.state_dict().items()})
+        alone.load_state_dict({name: full_tensor_tree(value) for name, value in model.state_dict().items()})
         for part in range(4):
             (2 * alone(torch.full((2, 4), part + 1.0)).sum() / 4).backward()
         for parameter, expected in zip(held, alone.parameters(), strict=True):
-            torch.testing.assert_close(whole(parameter.grad), expected.grad)
+            torch.testing.assert_close(full_tensor_tree(parameter.grad), expected.grad)
 
 
-def backward(replicas: Ddp | Averaged) -> None:
+def backward(replicas: DdpSync | AllReduceSync) -> None:
     with replicas.micro_batch(is_last=True):
         replicas.losses({})["loss"].backward()
 

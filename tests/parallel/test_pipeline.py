@@ -15,7 +15,7 @@ from torch.distributed.pipelining import Schedule1F1B
 
 from graphckpt import Graph, Selective
 from graphckpt.errors import ConfigError
-from graphckpt.train.pipeline import pipeline_part, stages_of
+from graphckpt.integrations.pipelining import pipeline_part, stages_of
 
 WIDTH, SAMPLES, MICRO_BATCHES, STEPS = 16, 32, 4, 50
 
@@ -129,7 +129,10 @@ def test_each_stage_has_its_policies_and_the_bits_of_none(tmp_path: Path) -> Non
     [
         ({"1": {"stage_id": 2}}, "1.stage_id: 2 after 0 · fix: use 0 or 1, in the order of blocks"),
         ({"1": {"stage_id": 1}, "2": {"stage_id": 0}}, "2.stage_id: 0 after 1 · fix: use 1 or 2, in the order"),
-        ({"1": {"stage_id": 1}, "2.up": {"stage_id": 1}}, "2.up.stage_id: is no block of the chain · fix: set it on"),
+        (
+            {"1": {"stage_id": 1}, "2.up": {"stage_id": 1}},
+            "2.up.stage_id: expected a block of the chain · fix: set it on",
+        ),
         ({}, "stage_id: 1 stages and 2 ranks · fix: config.set_stage(i) on the first block of each stage, up to 1"),
     ],
 )
@@ -140,5 +143,7 @@ def test_stages_that_cannot_be(fields: dict[str, dict[str, Any]], fault: str) ->
 
 
 def test_what_is_no_chain_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"Block is no chain of blocks · fix: put its blocks into an nn.Sequential"):
+    with pytest.raises(
+        ConfigError, match=r"expected an nn.Sequential, got Block · fix: put its blocks into an nn.Sequential"
+    ):
         pipeline_part(Block(), device=torch.device("cpu"))

@@ -25,12 +25,12 @@ from transformers import (
 
 from graphckpt.config.run import trainer_from
 from graphckpt.errors import ConfigError
-from graphckpt.train import snapshot
-from graphckpt.train.assemble import _pipeline
+from graphckpt.train.build_model import _pipeline
 from graphckpt.train.hooks import SnapshotHook
 from graphckpt.train.loop import HookBase, Loop
+from graphckpt.train.parallel.pp_stages import check_split, keep_stage, split_layers, tied_weights
 from graphckpt.train.settings import TrainConfig
-from graphckpt.train.stages import check_cut, cut_layers, keep_stage, shared_weights
+from graphckpt.train.snapshot import folder as snapshot
 from graphckpt.train.tasks.causal_lm import CausalLM
 from graphckpt.train.tasks.masked_lm import MaskedLM
 
@@ -185,19 +185,19 @@ def bert() -> BertForMaskedLM:
 
 def test_layers_are_cut_equally_or_as_is_said() -> None:
     model = gpt2()
-    first, last = cut_layers(model, {}, num_stages=2)
+    first, last = split_layers(model, {}, num_stages=2)
     assert first == tuple(f"transformer.{name}" for name in ("wte", "wpe", "drop", "h.0", "h.1"))
     assert last == ("transformer.h.2", "transformer.h.3", "transformer.ln_f", "lm_head")
     for how in ({"layer_stages": [0, 1, 1, 1]}, {"fields": {"transformer.h.1": {"stage_id": 1}}}):
-        assert cut_layers(model, **{"fields": {}, **how}, num_stages=2)[0][-1] == "transformer.h.0"
-    assert shared_weights(model, (first, last)) == ["transformer.wte.weight"]
-    assert not shared_weights(gpt2(tie_word_embeddings=False), (first, last))
+        assert split_layers(model, **{"fields": {}, **how}, num_stages=2)[0][-1] == "transformer.h.0"
+    assert tied_weights(model, (first, last)) == ["transformer.wte.weight"]
+    assert not tied_weights(gpt2(tie_word_embeddings=False), (first, last))
 
 
 def test_a_stage_holds_its_own_weights_and_names_of_the_rest() -> None:
     model = gpt2()
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    keep_stage(model, cut_layers(model, {}, num_stages=2), 1, torch.device("cpu"))
+    keep_stage(model, split_layers(model, {}, num_stages=2), 1, torch.device("cpu"))
     assert [name for name, _ in model.named_parameters(remove_duplicate=False)] == names
     held = {name for name, weight in model.named_parameters() if not weight.is_meta}
     assert {name.rpartition(".")[0].partition(".")[2][:3] for name in held} == {"wte", "h.2", "h.3", "ln_"}
@@ -207,8 +207,8 @@ def test_a_stage_holds_its_own_weights_and_names_of_the_rest() -> None:
 @pytest.mark.parametrize(
     ("make", "how", "fault"),
     [
-        (bert, {}, "train.dist.pipeline_parallel_size: nobody knows how to cut BertForMaskedLM into stages · fix: use"),
-        (lambda: nn.Linear(2, 2), {}, "nobody knows how to cut Linear into stages"),
+        (bert, {}, "train.dist.pipeline_parallel_size: no pipeline plan is known for BertForMaskedLM · fix: use"),
+        (lambda: nn.Linear(2, 2), {}, "no pipeline plan is known for Linear"),
         (lambda: gpt2(n_layer=1), {}, "pipeline_parallel_size: 2, and the model has 1 layers · fix: use 1 or less"),
         (gpt2, {"layer_stages": [0, 1]}, "custom_pipeline_stage_id: 2 stages, and the model has 4 layers · fix: name"),
         (gpt2, {"layer_stages": [0, 1, 0, 1]}, "transformer.h.2.stage_id: 0 after 1 · fix: use 1 or 2, in the order"),
@@ -217,14 +217,14 @@ def test_a_stage_holds_its_own_weights_and_names_of_the_rest() -> None:
 )
 def test_what_cannot_be_cut_says_so(make: Callable[[], nn.Module], how: dict[str, Any], fault: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        cut_layers(make(), {}, num_stages=2, **how)
+        split_layers(make(), {}, num_stages=2, **how)
     assert fault in str(raised.value)
 
 
 def test_another_task_needs_one_process() -> None:
     nobody: Any = None
     with pytest.raises(
-        ConfigError, match=r"pipeline_parallel_size: MaskedLM asks for a whole model · fix: task=CausalLM"
+        ConfigError, match=r"pipeline_parallel_size: MaskedLM is not supported with a pipeline · fix: task=CausalLM"
     ):
         _pipeline(gpt2(), MaskedLM(), TrainConfig(), nobody, torch.device("cpu"))
 
@@ -241,10 +241,10 @@ def test_a_model_that_does_more_than_its_parts_is_refused() -> None:
     sizes = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
     config = LlamaConfig(vocab_size=20, **sizes)
     for model, is_good in ((gpt2(), True), (LlamaForCausalLM(config), True), (Scaled(config), False)):
-        stages = cut_layers(model, {}, num_stages=2)
+        stages = split_layers(model, {}, num_stages=2)
         if is_good:
-            check_cut(model, stages, CausalLM().losses)
+            check_split(model, stages, CausalLM().losses)
             assert model.training
             continue
-        with pytest.raises(ConfigError, match=r"the stages of Scaled in a row do not say what the whole says"):
-            check_cut(model, stages, CausalLM().losses)
+        with pytest.raises(ConfigError, match=r"the stages of Scaled, run in sequence, differ from the whole model"):
+            check_split(model, stages, CausalLM().losses)

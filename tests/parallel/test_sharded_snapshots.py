@@ -16,12 +16,13 @@ from small_run import place, rows_of, same_weights  # noqa: F401
 from transformers import AutoModelForCausalLM
 
 from graphckpt.config.run import trainer_from
-from graphckpt.train import shares, snapshot
 from graphckpt.train.hooks import SnapshotHook
 from graphckpt.train.loop import HookBase, Loop
-from graphckpt.train.parallel import ParallelError
-from graphckpt.train.snapshot import SnapshotError, SnapshotWriteError
-from graphckpt.train.weights import read_weights
+from graphckpt.train.parallel.errors import ParallelError
+from graphckpt.train.snapshot import dcp
+from graphckpt.train.snapshot import folder as snapshot
+from graphckpt.train.snapshot.folder import SnapshotError, SnapshotWriteError
+from graphckpt.train.snapshot.weights import read_weights
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
@@ -72,11 +73,11 @@ def refuse_a_full_disk(rank: int) -> None:
     """One rank cannot write its share, and all hear of it."""
     path = Path("blocked")
     if rank == 1:
-        save, shares.save = shares.save, full
+        save, dcp.save = dcp.save, full
     with pytest.raises(SnapshotWriteError, match=r"^blocked: No space left on device"):
-        shares.write(path, {"x": torch.ones(2)}, dist.group.WORLD)
+        dcp.write(path, {"x": torch.ones(2)}, dist.group.WORLD)
     if rank == 1:
-        shares.save = save
+        dcp.save = save
 
 
 def full(state: Any, *, storage_writer: Any, process_group: Any) -> Any:
@@ -197,6 +198,6 @@ def is_refused(good: Path, place: Path) -> None:  # noqa: F811
     with pytest.raises(SnapshotError, match=r"shares: cannot be read \("):
         read_weights(edited)
     (edited / "shares" / ".metadata").write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
-    with pytest.raises(SnapshotError, match=r"it asks for os.system, which is no part of a list of tensors"):
+    with pytest.raises(SnapshotError, match=r"it asks for os.system, which a list of tensors never contains"):
         read_weights(edited)
     assert not Path("ran").exists()

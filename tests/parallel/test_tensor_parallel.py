@@ -28,7 +28,7 @@ from transformers import (
 import graphckpt
 from graphckpt.errors import ConfigError
 from graphckpt.graph.clip import clip_grad_norm
-from graphckpt.train.plans import plan_of, shard_model
+from graphckpt.train.parallel.tp_plan import shard_model, tensor_parallel_plan
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
@@ -192,7 +192,7 @@ def refuse(rank: int, folder: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         shard_model(llama(vocab_size=63, num_attention_heads=3, num_key_value_heads=3, hidden_size=18), mesh)
     text = str(raised.value)
-    assert text.startswith("model: LlamaForCausalLM cannot be cut over 2 processes:\n")
+    assert text.startswith("model: LlamaForCausalLM cannot be sharded over 2 processes:\n")
     for part in (
         "num_attention_heads is 3 · fix: use 4",
         "num_key_value_heads is 3 · fix: use 4",
@@ -221,22 +221,22 @@ class Unknown(nn.Module):
 
 def test_nobody_knows_how_to_cut_a_model() -> None:
     with pytest.raises(
-        ConfigError, match=r"^model: nobody knows how to cut Unknown .* · fix: give the model an attribute"
+        ConfigError, match=r"^model: no tensor-parallel plan is known for Unknown · fix: give the model an attribute"
     ):
-        plan_of(Unknown())
+        tensor_parallel_plan(Unknown())
     with pytest.raises(ConfigError, match="cut GPT2LMHeadModel over"):
-        plan_of(gpt2(add_cross_attention=True))
+        tensor_parallel_plan(gpt2(add_cross_attention=True))
 
 
 def test_a_model_of_ones_own_says_how_to_cut_it() -> None:
     model: Any = Unknown()
     model.tp_plan = {"up": "colwise", "down": "rowwise"}
-    assert [(name, type(style).__name__) for name, style in plan_of(model).items()] == [
-        ("up", "Columns"),
-        ("down", "Rows"),
+    assert [(name, type(style).__name__) for name, style in tensor_parallel_plan(model).items()] == [
+        ("up", "ColwiseParallel"),
+        ("down", "RowwiseParallel"),
     ]
     model.tp_plan = {"up": "colwise", "down": "diagonal", "donw": "rowwise"}
     with pytest.raises(ConfigError) as raised:
-        plan_of(model)
+        tensor_parallel_plan(model)
     assert "down: 'diagonal' of a Linear is not supported" in str(raised.value)
     assert "donw: there is no such layer" in str(raised.value)

@@ -20,10 +20,10 @@ from small_run import StopAfter, place, rows_of, same_weights, stopped  # noqa: 
 from graphckpt.cli import main
 from graphckpt.config.run import trainer_from
 from graphckpt.errors import ConfigError
-from graphckpt.train import snapshot
 from graphckpt.train.loop import HookBase, Loop
-from graphckpt.train.parallel import ParallelError
-from graphckpt.train.snapshot import SnapshotWriteError
+from graphckpt.train.parallel.errors import ParallelError
+from graphckpt.train.snapshot import folder as snapshot
+from graphckpt.train.snapshot.folder import SnapshotWriteError
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
@@ -164,7 +164,9 @@ def test_another_number_of_processes_is_an_error(
     what = "train.dist: data_parallel_size 1 x tensor_parallel_size 2 is 2, and 4 processes were started"
     assert f"{what} · {fix}" in capsys.readouterr().err
     assert train("out", TWO, "train.amp.enabled=True", "train.amp.dtype=float16") == 2
-    assert "train.amp.dtype: 'float16' does not go with dist.tensor_parallel_size above 1" in capsys.readouterr().err
+    assert (
+        "train.amp.dtype: 'float16' is not supported with dist.tensor_parallel_size above 1" in capsys.readouterr().err
+    )
     assert not (place / "out").exists()
 
 

@@ -31,8 +31,8 @@ from graphckpt.planning.plan_step import found_blocks
 from graphckpt.planning.planner import Planner
 from graphckpt.planning.real import RealStep
 from graphckpt.planning.run import Blocks
-from graphckpt.train.blocks import checkpointed_blocks
 from graphckpt.train.settings import ActivationCheckpointConfig
+from graphckpt.train.units import block_policies
 from graphckpt.units import format_bytes
 
 D = 16  # width
@@ -503,7 +503,7 @@ def test_the_file_is_a_section_of_a_config(planned, tmp_path):
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({"train": {"activation_checkpoint": section}}), encoding="utf-8")
     config = LazyConfig.load(str(tmp_path / "run.yaml"))
     settings = ActivationCheckpointConfig(**OmegaConf.to_container(config.train.activation_checkpoint))
-    assert checkpointed_blocks(case.model, settings) == found.blocks
+    assert block_policies(case.model, settings) == found.blocks
 
 
 FIXED = Plan(
@@ -643,7 +643,7 @@ def test_presets_say_which_layers_run_again(policies, expected):
     found = policies(model)
     assert runs(model, found, X) == expected
     with_config = ActivationCheckpointConfig(enabled=True, rule=None, blocks=found)
-    assert set(checkpointed_blocks(model, with_config)) == set(found), "a config takes them too"
+    assert set(block_policies(model, with_config)) == set(found), "a config takes them too"
 
 
 def test_presets_on_layers_that_a_loop_calls():

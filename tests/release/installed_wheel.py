@@ -8,6 +8,7 @@ The environment borrows what graphckpt needs from the one that runs this; graphc
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -15,6 +16,7 @@ import tarfile
 import tempfile
 import venv
 import zipfile
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 IN_WHEEL = (
@@ -69,7 +71,42 @@ def main(folder: Path) -> None:
         assert "--config-file" in usage
         output = run([str(place / "bin" / "graphckpt"), "train", "--config-file", config, "--fast-dev-run"], place)
         assert "iteration: 2/3" in output, output
-    print(f"{wheel.name}: installed, and trained with the config that it carries")
+        bare(wheel, Path(elsewhere) / "bare")
+    print(f"{wheel.name}: installed, used without extras, and trained with the config that it carries")
+
+
+def bare(wheel: Path, place: Path) -> None:
+    """Installs the wheel without extras: beside it there are torch, rich and what they need, and nothing else."""
+    venv.create(place, with_pip=False)
+    packages = next(place.glob("lib/python*/site-packages"))
+    for name in needed("torch", "rich"):
+        found = distribution(name)
+        for top in {path.parts[0] for path in found.files or () if path.parts[0] not in {"..", "__pycache__"}}:
+            if not (packages / top).exists():
+                (packages / top).symlink_to(Path(str(found.locate_file(top))))
+    pip = [sys.executable, "-m", "pip", "--python", str(place), "--disable-pip-version-check", "install", "--quiet"]
+    run([*pip, "--no-index", str(wheel.resolve())], place)
+    python = str(place / "bin" / "python")
+    code = "import importlib.util as u; print([n for n in ('numpy', 'yaml', 'transformers') if u.find_spec(n)])"
+    assert run([python, "-c", code], place) == "[]\n"
+    output = run([python, "-W", "ignore", str(Path(__file__).with_name("core_only.py"))], place)
+    assert "layers.0" in output, output
+
+
+def needed(*names: str) -> set[str]:
+    """Returns distributions with all that they require, by the marker-free part of their metadata."""
+    found: set[str] = set()
+    waiting = list(names)
+    while waiting:
+        name = re.sub(r"[-_.]+", "-", waiting.pop()).lower()
+        try:
+            requires = distribution(name).requires or []
+        except PackageNotFoundError:  # of another system
+            continue
+        if name not in found:
+            found.add(name)
+            waiting += [re.match(r"[\w.-]+", text)[0] for text in requires if "extra ==" not in text]
+    return found
 
 
 def run(command: list[str], folder: Path) -> str:

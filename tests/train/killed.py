@@ -23,8 +23,8 @@ import transformers.models.gpt2.modeling_gpt2  # noqa: F401 - seconds, which eac
 import graphckpt.config.run  # noqa: F401 - before the children start
 from graphckpt.blocks import watch
 from graphckpt.cli import main
-from graphckpt.train import snapshot
 from graphckpt.train.hooks import ExplainHook
+from graphckpt.train.snapshot import folder as snapshot
 
 DIED = 77  # exit code of a child that ended itself
 _SYNC_SECONDS = 0.002  # a slow disk, so that there is time to be killed in the midst of a snapshot

@@ -9,9 +9,9 @@ import threading
 import torch
 from small_run import place, rows_of, same_weights, train  # noqa: F401
 
-from graphckpt.train import snapshot
-from graphckpt.train.snapshot import SnapshotWriteError
-from graphckpt.train.weights import read_weights
+from graphckpt.train.snapshot import folder as snapshot
+from graphckpt.train.snapshot.folder import SnapshotWriteError
+from graphckpt.train.snapshot.weights import read_weights
 
 ASYNC = "train.checkpointer.async_save=True"
 

@@ -17,8 +17,8 @@ from transformers import (
 )
 
 from graphckpt.errors import ConfigError
-from graphckpt.train.blocks import checkpointed_blocks
 from graphckpt.train.settings import ActivationCheckpointConfig
+from graphckpt.train.units import block_policies
 
 _SMALL = {"vocab_size": 50, "hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 8}
 
@@ -49,7 +49,7 @@ class Whole(nn.Module):
 
 
 def _blocks(model, **fields):
-    return checkpointed_blocks(model, ActivationCheckpointConfig(enabled=True, **fields))
+    return block_policies(model, ActivationCheckpointConfig(enabled=True, **fields))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_blocks_come_on_top_of_the_rule():
     }
     assert _blocks(Whole(), rule=None, blocks={"body.1": True}) == {"body.1": {"activation_checkpointing": True}}
     assert _blocks(nn.Sequential(nn.Tanh()), blocks={"0": True}) == {"0": {"activation_checkpointing": True}}
-    assert checkpointed_blocks(Whole(), ActivationCheckpointConfig(blocks={"zzz": True})) == {}
+    assert block_policies(Whole(), ActivationCheckpointConfig(blocks={"zzz": True})) == {}
 
 
 @pytest.mark.parametrize(

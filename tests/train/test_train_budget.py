@@ -55,7 +55,7 @@ def test_layers_are_compiled_where_the_config_says_so(place):
     [
         (
             [f"{BUDGET}=min", "train.activation_checkpoint.compile=fast"],
-            "compile: expects bool or mapping or null, got",
+            "compile: expected bool or mapping or null, got",
         ),
         ([f"{BUDGET}=1.5"], "memory_budget: 1.5 is no share"),
         ([f"{BUDGET}=12G"], "no unit is called 'G'"),

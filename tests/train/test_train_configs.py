@@ -56,7 +56,7 @@ def _own(kinds):
         ),
         (
             {"data": "graphckpt.train.data.TextData", "model": "builtins.list"},
-            ["model: list is no nn.Module · fix: call a class of modules"],
+            ["model: expected an nn.Module, got list · fix: call a class of modules"],
         ),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from graphckpt.train.corpus import DataError, read_corpus
+from graphckpt.train.data.corpus import DataError, read_corpus
 
 
 def _names(parts):

@@ -10,10 +10,10 @@ import pytest
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from graphckpt.train.corpus import DataError
-from graphckpt.train.data import TextData
-from graphckpt.train.order import ShuffledOrder
-from graphckpt.train.report import Report
+from graphckpt.train.console import Report
+from graphckpt.train.data.corpus import DataError
+from graphckpt.train.data.sampling import ShuffledOrder
+from graphckpt.train.data.text_data import TextData
 
 _WORDS = [
     "the",
@@ -121,7 +121,7 @@ def test_interrupted_making_leaves_nothing(data, tmp_path, quiet, monkeypatch):
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("graphckpt.train.data.write_tokens", interrupt)
+    monkeypatch.setattr("graphckpt.train.data.text_data.write_tokens", interrupt)
     with pytest.raises(KeyboardInterrupt):
         data().prepare(quiet)
     assert _folders(tmp_path) == []
@@ -140,7 +140,7 @@ def test_faults(data, tmp_path, quiet):
     assert len(lines) == 2
     assert "tokens to train on, fewer than one sequence of 100000 · fix: add text, lower data.seq_length" in lines[0]
     assert "tokens held out for evaluation" in lines[1]
-    with pytest.raises(DataError, match=r"data\.vocab_size: 10 · fix: use 257 or more"):
+    with pytest.raises(DataError, match=r"data\.vocab_size: expected 257 or more, one for each byte, got 10"):
         data(vocab_size=10).prepare(quiet)
     blocked = tmp_path / "a_file"
     blocked.touch()

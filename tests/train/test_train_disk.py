@@ -8,7 +8,8 @@ import errno
 
 from small_run import place, rows_of, same_weights, stopped, train  # noqa: F401 - a fixture
 
-from graphckpt.train import history, snapshot
+from graphckpt.train import files
+from graphckpt.train.snapshot import folder as snapshot
 
 
 def test_a_disk_that_is_full_for_a_while_costs_snapshots_and_not_the_run(place, monkeypatch, capsys):
@@ -58,7 +59,7 @@ def test_a_disk_that_is_full_before_the_run_is_one_clear_error(place, monkeypatc
     def full(path, text):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr(history, "write_text", full)
+    monkeypatch.setattr(files, "write_text", full)
     assert train("--resume") == 2
     assert capsys.readouterr().err == (
         "error: train.output_dir: out: No space left on device"

@@ -22,11 +22,11 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from graphckpt import Graph
-from graphckpt.train.fields import FieldError, Missing, integer, number, reading, shown, text
-from graphckpt.train.saved import SavedRun
-from graphckpt.train.snapshot import SnapshotError
-from graphckpt.train.snapshots import Snapshots
-from graphckpt.train.state_fields import check_graph
+from graphckpt.train.snapshot.fields import FieldError, MissingField, integer, number, reading, shown, text
+from graphckpt.train.snapshot.folder import SnapshotError
+from graphckpt.train.snapshot.index import Snapshots
+from graphckpt.train.snapshot.saved_run import SavedRun
+from graphckpt.train.snapshot.state_fields import check_graph
 
 SNAPSHOT = "model_0000003"
 WRONG: list[Any] = [None, -1, -5, 10**30, 1e9, float("nan"), "x", "", True, [], {}, [1], {"a": 1}]
@@ -290,7 +290,7 @@ def test_the_readers_say_what_they_expect(tmp_path):
     for read, value in ((integer, True), (integer, 2.0), (number, float("inf")), (number, "1"), (text, ""), (text, 3)):
         with pytest.raises(FieldError, match=r"^a\.b: expected .*, got "):
             read(value, "a.b")
-    assert shown(Missing()) == "nothing"
+    assert shown(MissingField()) == "nothing"
     assert shown([1] * 1000).endswith("... (list)")
     assert shown(10**5000) == "a value too long to print (int)"
     with pytest.raises(SnapshotError, match=r"x\.pt: a: expected an int from 0 to 3, got 4 \(int\)"), reading("x.pt"):

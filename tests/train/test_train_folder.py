@@ -16,9 +16,9 @@ from transformers import GenerationConfig
 from graphckpt.cli import main
 from graphckpt.config.run import trainer_from
 from graphckpt.errors import ConfigError
-from graphckpt.train import snapshot
 from graphckpt.train.graphs import TrainGraph
 from graphckpt.train.loop import HookBase
+from graphckpt.train.snapshot import folder as snapshot
 
 BRIEF = ["train.train_iter=3", "train.evaluation.enabled=False"]
 
@@ -129,7 +129,9 @@ def test_overwrite_does_not_go_with_resume(place, capsys):
     assert train(*BRIEF) == 0
     before = content(place / "out")
     assert train("--resume", "train.overwrite=True") == 2
-    assert "train.overwrite: True does not go with --resume · fix: leave one of them out" in capsys.readouterr().err
+    assert (
+        "train.overwrite: True is not supported with --resume · fix: leave one of them out" in capsys.readouterr().err
+    )
     assert content(place / "out") == before
 
 

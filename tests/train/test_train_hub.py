@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from graphckpt.train.corpus import DataError
-from graphckpt.train.data import TextData
-from graphckpt.train.report import Report
+from graphckpt.train.console import Report
+from graphckpt.train.data.corpus import DataError
+from graphckpt.train.data.text_data import TextData
 from graphckpt.train.tasks import CausalLM, SequenceClassification
 
 datasets = pytest.importorskip(

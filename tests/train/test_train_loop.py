@@ -8,18 +8,19 @@ import json
 import math
 import os
 import signal
+import time
+from typing import ClassVar
 
 import pytest
 import torch
 from rich.console import Console
 from torch import nn
 
-from graphckpt.train import memory
-from graphckpt.train.hooks import EvalHook, LogHook, MetricsHook
+from graphckpt.train.console import Report
+from graphckpt.train.hooks import EvalHook, LogHook, MetricsHook, memory
+from graphckpt.train.hooks.memory import device_used_bytes, process_memory
 from graphckpt.train.loop import HookBase, Loop, TrainError
-from graphckpt.train.memory import device_used_bytes, process_memory
 from graphckpt.train.optim import get_default_optimizer_params, warmup_cosine_lr
-from graphckpt.train.report import Report
 from graphckpt.train.tasks import CausalLM
 
 
@@ -206,3 +207,123 @@ def test_the_driver_is_asked_where_it_can_be(monkeypatch):
     for found, wanted in ((None, None), (object(), 1234)):
         monkeypatch.setattr(memory, "find_spec", lambda name, found=found: found if name == "pynvml" else None)
         assert device_used_bytes(cuda) == wanted
+
+
+class FakeEvent:
+    """Stands for an event of a device: notes when it is recorded and waited for."""
+
+    seen: ClassVar[list[str]] = []
+
+    def __init__(self, device: torch.device) -> None:
+        self.name = f"event {sum('recorded' in text for text in self.seen)} of {device.type}"
+
+    def record(self) -> None:
+        self.seen.append(f"{self.name} recorded")
+
+    def synchronize(self) -> None:
+        self.seen.append(f"{self.name} awaited")
+
+
+@pytest.fixture
+def device_events(monkeypatch):
+    """A device whose tensors are the CPU's: what is launched, recorded and waited for is noted."""
+    monkeypatch.setattr(FakeEvent, "seen", [])
+    monkeypatch.setattr(torch, "Event", FakeEvent)
+    return FakeEvent.seen
+
+
+def _late_loop(hooks, events, report, **more):
+    def step(iteration):
+        events.append(f"step {iteration}")
+        return {"total_loss": torch.tensor(float(iteration))}
+
+    return Loop(step, report=report, hooks=hooks, **more)
+
+
+def test_on_a_device_a_line_is_read_one_period_late_and_keeps_its_number(tmp_path, device_events):
+    metrics = tmp_path / "metrics.json"
+    hooks = [_log_hook(device=torch.device("xpu"), log_period=2), MetricsHook(metrics)]
+    report = _report(tmp_path / "log.txt")
+    _late_loop(hooks, device_events, report, train_iter=7).run()
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [(row["iteration"], row["total_loss"]) for row in rows] == [(0, 0.0), (1, 1.0), (3, 2.5), (5, 4.5), (6, 6.0)]
+    assert [row["consumed_samples"] for row in rows] == [3, 6, 12, 18, 21]
+    first_wait = {
+        number: device_events.index(f"event {number} of xpu awaited") for number in range(5)
+    }  # what was recorded after iteration 3 is waited for after 5 has been launched, and so on
+    assert device_events.index("step 3") < first_wait[1] < device_events.index("step 4")
+    assert device_events.index("step 5") < first_wait[2] < device_events.index("step 6")
+    assert device_events.index("event 3 of xpu recorded") < first_wait[2]
+    assert "  iteration: 3/7  consumed_samples: 12  total_loss: 2.5000  time: " in (tmp_path / "log.txt").read_text()
+
+
+def test_on_a_device_a_loss_that_is_not_finite_ends_the_run_with_its_own_iteration(device_events):
+    hook = _log_hook(device=torch.device("xpu"), log_period=2)
+    loop = Loop(
+        lambda done: {"total_loss": torch.tensor(math.nan if done == 1 else 1.0)},
+        train_iter=9,
+        report=_report(),
+        hooks=[hook],
+    )
+    with pytest.raises(TrainError, match="the loss is nan at iteration 1 "):
+        loop.run()
+    assert loop.done == 4
+
+
+def test_a_line_that_is_not_read_yet_survives_a_snapshot_and_a_stop(tmp_path, device_events):
+    class Stops(HookBase):
+        def after_step(self, loop):
+            loop._is_asked = loop.done == 4
+
+    def hooks(name):
+        return [_log_hook(device=torch.device("xpu")), MetricsHook(tmp_path / name), Stops()]
+
+    def rows(name):
+        return [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+
+    stopped = _late_loop(hooks("stopped"), device_events, _report(), train_iter=6)
+    stopped.run()
+    assert [(row["iteration"], row["total_loss"]) for row in rows("stopped")] == [(0, 0.0), (1, 1.0), (3, 2.5)]
+
+    first = hooks("first")
+    for done in range(4):
+        loop = _late_loop(first, device_events, _report(), train_iter=done + 1, start_iter=done)
+        loop.train_iter = 6
+        loop._iterate()
+    state = first[0].state_dict()
+    assert [row["iteration"] for row in rows("first")] == [0, 1]
+    resumed = hooks("resumed")
+    resumed[0].load_state_dict(state)
+    _late_loop(resumed, device_events, _report(), train_iter=6, start_iter=4).run()
+    assert [(row["iteration"], row["total_loss"]) for row in rows("resumed")] == [(3, 2.5), (5, 4.5)]
+
+
+def test_seconds_that_a_hook_waits_for_the_device_are_the_steps(tmp_path):
+    class Evaluates(HookBase):
+        def after_step(self, loop):
+            loop.synchronize()
+
+    metrics = tmp_path / "metrics.json"
+    Loop(
+        lambda _: {"total_loss": torch.zeros(())},
+        train_iter=4,
+        report=_report(),
+        hooks=[_log_hook(log_period=4), MetricsHook(metrics), Evaluates()],
+        synchronize=lambda: time.sleep(0.05),
+    ).run()
+    row = json.loads(metrics.read_text().splitlines()[-1])
+    assert 0.05 <= row["time"] < 0.1
+
+
+def test_memory_of_a_cuda_device_is_allocated_and_reserved(monkeypatch):
+    for number, name in enumerate(
+        ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda device, number=number: number)
+    assert memory.device_memory(torch.device("cuda", 0)) == {
+        "cuda_bytes": 0,
+        "peak_cuda_bytes": 1,
+        "cuda_reserved_bytes": 2,
+        "peak_cuda_reserved_bytes": 3,
+    }
+    assert memory.device_memory(torch.device("cpu")) == {}

@@ -14,10 +14,10 @@ import graphckpt
 from graphckpt import ConfigError, Tiles
 from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning.plan import Plan
-from graphckpt.train.assemble import assembled
+from graphckpt.train.build_model import build_model
 from graphckpt.train.loss_head import add_loss_head, differences
+from graphckpt.train.parallel.config import DistConfig
 from graphckpt.train.settings import TrainConfig
-from graphckpt.train.spread import DistConfig
 from graphckpt.train.tasks import CausalLM
 
 __all__ = ["place"]
@@ -169,8 +169,8 @@ def test_it_is_cut_by_name_without_a_budget(place, capsys):
 
 def test_several_processes_are_refused():
     settings = TrainConfig(dist=DistConfig(data_parallel_size=2))
-    with pytest.raises(ConfigError, match=r"task\.loss_head: processes that share a model call it as a whole"):
-        assembled(gpt2, CausalLM(loss_head=True), settings, ranks=None, device=torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"task\.loss_head: expected one process"):
+        build_model(gpt2, CausalLM(loss_head=True), settings, ranks=None, device=torch.device("cpu"))
 
 
 def last_loss(folder):
@@ -183,7 +183,7 @@ def last_loss(folder):
     [
         ([SLICED], "train.activation_checkpoint.head: no memory_budget is set to plan it for"),
         ([f"{BUDGET}=min", f'{HEAD}={{"loss_head": "tlies"}}'], "head.loss_head: there is no rule 'tlies'"),
-        ([f"{BUDGET}=min", f'{HEAD}={{"loss_head": null}}'], "head.loss_head: None is no rule"),
+        ([f"{BUDGET}=min", f'{HEAD}={{"loss_head": null}}'], "head.loss_head: expected a rule, got None"),
         (
             [f"{BUDGET}=min", SLICED],
             "there is no block 'loss_head' · did you mean 'lm_head'? · fix: task.loss_head=True",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphckpt.train.prefetch import Prefetcher
+from graphckpt.train.data.prefetch import Prefetcher
 
 CUDA = torch.device("cuda", 0)
 

@@ -14,9 +14,9 @@ from small_run import CONFIG, TIMES, StopAfter, place, rows_of, same_weights, st
 from transformers import AutoModelForCausalLM
 
 from graphckpt.config.run import trainer_from
-from graphckpt.train import snapshot
 from graphckpt.train.hooks import BestHook
-from graphckpt.train.state import RunState
+from graphckpt.train.snapshot import folder as snapshot
+from graphckpt.train.snapshot.run_state import RunState
 
 
 def test_folders_and_files_are_called_as_libai_calls_them(place, capsys):
@@ -128,8 +128,8 @@ def test_weights_to_start_from_may_be_those_of_transformers(place, capsys):
         (["--eval-only"], "nothing to evaluate: "),
         (["train.load_weight=nowhere"], "nowhere: no such folder"),
         (["train.load_weight=texts"], "texts: has no model.safetensors"),
-        (["train.checkpointer.period=0"], "train.checkpointer.period: 0 · fix: use 1 or more"),
-        (["train.evaluation.eval_mode=least"], "train.evaluation.eval_mode: expects"),
+        (["train.checkpointer.period=0"], "train.checkpointer.period: expected 1 or more, got 0"),
+        (["train.evaluation.eval_mode=least"], "train.evaluation.eval_mode: expected"),
         (["train.output_dir=tiny.py"], "train.output_dir: tiny.py: File exists · fix: name a folder"),
         (["train.tensorboard=True"], "the package tensorboard is not installed · fix: pip install"),
         (["train.wandb.enabled=True"], "train.wandb: the package wandb is not installed · fix: pip install"),
@@ -182,7 +182,11 @@ def test_a_metric_that_is_not_measured_is_told_once(place, capsys):
 def test_best_is_by_the_mode():
     saved = []
     loop = types.SimpleNamespace(
-        metrics={}, report=types.SimpleNamespace(line=lambda *_: None), iteration=0, train_iter=9
+        metrics={},
+        synchronize=lambda: None,
+        report=types.SimpleNamespace(line=lambda *_: None),
+        iteration=0,
+        train_iter=9,
     )
     hook = BestHook(lambda name, loop, done: saved.append(loop.metrics["acc"]), metric="acc", mode="max")
     for value in (0.5, 0.4, float("nan"), 0.6):

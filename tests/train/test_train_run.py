@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from graphckpt.cli import main
 from graphckpt.config.run import trainer_from
+from graphckpt.train.console import Report
 from graphckpt.train.graphs import TrainGraph
 from graphckpt.train.loop import HookBase
-from graphckpt.train.report import Report
 
 _CONFIG = """
 from graphckpt.config import get_config
@@ -264,19 +264,23 @@ def test_model_without_marked_layers_asks_for_names(place, capsys):
     [
         (
             ["trian.seed=1", "train.seed=x"],
-            ["2 faults", "• trian: no such key · did you mean 'train'?", "• train.seed: expects int"],
+            ["2 faults", "• trian: no such key · did you mean 'train'?", "• train.seed: expected int"],
         ),
         (["data.paths=nowhere"], ["data.paths: nowhere: no such file or folder"]),
         (["data.seq_length=100000"], ["fewer than one sequence of 100000"]),
         (["model.config.vocab_size=100"], ["it knows 100 tokens, and the tokenizer has", "${data.vocab_size}"]),
         (["data.dataset=imdb", "data.paths=null"], ["data.dataset: 'imdb'"]),
-        (["train.global_batch_size=30"], ["train.global_batch_size: 30 is no multiple of micro batch 8"]),
+        (["train.global_batch_size=30"], ["train.global_batch_size: expected a multiple of micro batch 8"]),
         (["train.device=cuda:99"], ["train.device: 'cuda:99' cannot be used"]),
         (
             ["train.device=meta", "train.train_epoch=.inf", f"train.seed={2**63}"],
-            ["train.device: 'meta' holds no", "train.train_epoch: inf · fix: use", "train.seed: 9223372036854775808 ·"],
+            [
+                "train.device: 'meta' holds no",
+                "train.train_epoch: expected 0 or more, got inf",
+                "got 9223372036854775808",
+            ],
         ),
-        (["train.capture=cudagraph"], ["train.capture: expects one of", "did you mean 'cuda_graph'"]),
+        (["train.capture=cudagraph"], ["train.capture: expected one of", "did you mean 'cuda_graph'"]),
         (["train.capture=cuda_graph"], ["'cuda_graph' needs modules on one CUDA device, and they are on cpu"]),
         (["train.output_dir=tiny.py"], ["train.output_dir: tiny.py: File exists"]),
         (["model.config.n_embd=33"], ["model: error in call to 'transformers", "divisible"]),

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from graphckpt.config.typed import read
 from graphckpt.errors import ConfigError
+from graphckpt.train.batch_sizes import batch_sizes, iterations
 from graphckpt.train.settings import TrainConfig
-from graphckpt.train.sizes import batch_sizes, iterations
 
 
 def _faults(**train):
@@ -43,8 +43,14 @@ def test_any_one_follows_from_the_others(micro, accumulation, parallel):
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ((8, 30, None), "global_batch_size: 30 is no multiple of micro batch 8 x data_parallel_size 1 · fix: use 32"),
-        ((None, 30, 4), "global_batch_size: 30 is no multiple of data_parallel_size 1 x accumulation 4 · fix: use 32"),
+        (
+            (8, 30, None),
+            "global_batch_size: expected a multiple of micro batch 8 x data_parallel_size 1, got 30 ·",
+        ),
+        (
+            (None, 30, 4),
+            "global_batch_size: expected a multiple of data_parallel_size 1 x accumulation 4, got 30 ·",
+        ),
         (
             (8, 64, 4),
             "global_batch_size: 64, but micro batch 8 x data_parallel_size 1 x accumulation 4 is 32 · fix: set",
@@ -84,15 +90,15 @@ ENABLED = {"enabled": True}
         ),
         (
             {"dist": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}},
-            "dist.tensor_parallel_size: 2 does not go with a pipeline · fix: use 1, and data_parallel_size for the",
+            "dist.tensor_parallel_size: 2 is not supported with a pipeline · fix: use 1, and data_parallel_size for",
         ),
         (
             {"dist": {"pipeline_parallel_size": 2, "data_parallel_size": 2}, **FOUR, "zero_optimization": ENABLED},
-            "zero_optimization.enabled: True does not go with dist.pipeline_parallel_size above 1 · fix: leave the key",
+            "zero_optimization.enabled: True is not supported with dist.pipeline_parallel_size above 1 · fix: leave",
         ),
         (
             {"dist": {"pipeline_parallel_size": 2}, **FOUR, "capture": "cuda_graph"},
-            "capture: 'cuda_graph' does not go with dist.pipeline_parallel_size above 1 · fix: use 'eager'",
+            "capture: 'cuda_graph' is not supported with dist.pipeline_parallel_size above 1 · fix: use 'eager'",
         ),
         (
             {"dist": {"pipeline_parallel_size": 2}, **FOUR, "activation_checkpoint": {**ENABLED, "partition": True}},
@@ -100,24 +106,24 @@ ENABLED = {"enabled": True}
         ),
         (
             {"dist": {"pipeline_parallel_size": 2}, **FOUR, "amp": {**ENABLED, "dtype": "float16"}},
-            "amp.dtype: 'float16' does not go with dist.pipeline_parallel_size above 1 · fix: use 'bfloat16'",
+            "amp.dtype: 'float16' is not supported with dist.pipeline_parallel_size above 1 · fix: use 'bfloat16'",
         ),
         (
             {"dist": {"custom_pipeline_stage_id": [0, 1]}},
             "dist.custom_pipeline_stage_id: there is one stage · fix: raise",
         ),
         ({"dist": {"pipeline_num_layers": 24}}, "dist.pipeline_num_layers: 24 is not supported"),
-        ({"dist": {"tensor_parallel_size": 0}}, "dist.tensor_parallel_size: 0 · fix: use 1 or more"),
-        ({"dist": {"timeout_seconds": 0}}, "dist.timeout_seconds: 0 · fix: use 1 or more"),
-        ({"dist": {"data_parallel_size": 0}}, "dist.data_parallel_size: 0 · fix: use 1 or more"),
-        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: 4 · fix: use one of 1, 2, 3"),
+        ({"dist": {"tensor_parallel_size": 0}}, "dist.tensor_parallel_size: expected 1 or more, got 0"),
+        ({"dist": {"timeout_seconds": 0}}, "dist.timeout_seconds: expected 1 or more, got 0"),
+        ({"dist": {"data_parallel_size": 0}}, "dist.data_parallel_size: expected 1 or more, got 0"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: expected one of 1, 2, 3, got 4"),
         (
             {"zero_optimization": {"enabled": True}},
             "zero_optimization.enabled: True, and dist.data_parallel_size is 1: one process would hold all of it · fix",
         ),
         (
             {"dist": {"data_parallel_size": 2}, "capture": "cuda_graph"},
-            "capture: 'cuda_graph' does not go with dist.data_parallel_size above 1 · fix: use 'eager'",
+            "capture: 'cuda_graph' is not supported with dist.data_parallel_size above 1 · fix: use 'eager'",
         ),
         (
             {"dist": {"data_parallel_size": 2}, "activation_checkpoint": {"enabled": True, "partition": True}},
@@ -136,11 +142,11 @@ ENABLED = {"enabled": True}
             "activation_checkpoint.cpu_checkpointing: True, and offload is 'disk' · fix: leave cpu_checkpointing out",
         ),
         ({"start_iter": 3}, "start_iter: 3 is not supported, a snapshot says it"),
-        ({"train_epoch": -1}, "train_epoch: -1.0 · fix: use 0 or more"),
+        ({"train_epoch": -1}, "train_epoch: expected 0 or more, got -1.0"),
         ({"train_samples": 8, "train_epoch": 1}, "train_samples: 8, and train_epoch is 1.0 · fix: set one of them"),
         ({"rdma_enabled": True}, "rdma_enabled: has no meaning here, PyTorch picks the transport · fix: leave the key"),
         ({"evaluation": {"evaluator": 1}}, "evaluation.evaluator: has no meaning here, the task says"),
-        ({"warmup_ratio": 1.0}, "warmup_ratio: 1.0 · fix: use a share from 0 to below 1"),
+        ({"warmup_ratio": 1.0}, "warmup_ratio: expected a share from 0 to below 1, got 1.0"),
     ],
 )
 def test_keys_without_effect_say_so(train, fault):

@@ -11,12 +11,11 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from graphckpt.train import snapshot
-from graphckpt.train.history import GrowingFile, cut_log, cut_metrics
-from graphckpt.train.snapshot import SnapshotError, SnapshotWriteError
-from graphckpt.train.snapshots import Snapshots, periodic_name
-from graphckpt.train.state import distinct, load_weights
-from graphckpt.train.weights import read_weights
+from graphckpt.train.files import AppendFile, cut_log, cut_metrics
+from graphckpt.train.snapshot import folder as snapshot
+from graphckpt.train.snapshot.folder import SnapshotError, SnapshotWriteError
+from graphckpt.train.snapshot.index import Snapshots, periodic_name
+from graphckpt.train.snapshot.weights import distinct_tensors, load_weights, read_weights
 
 
 def _write(folder, value=1.0, run="r", **more):
@@ -162,8 +161,8 @@ def test_a_snapshot_that_is_alone_and_broken_says_so(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "holds '', no name of a folder"),
-        ("../elsewhere\n", "holds '../elsewhere', no name of a folder"),
+        ("", "expected the name of a folder, got ''"),
+        ("../elsewhere\n", "expected the name of a folder, got '../elsewhere'"),
         ("model_0000009\n", "names model_0000009, which is not there"),
     ],
 )
@@ -217,7 +216,7 @@ def test_prune_keeps_the_newest_of_this_run_alone(tmp_path):
 def test_tied_weights_and_views_are_saved_once_and_loaded_whole(tmp_path):
     model = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)})
     model["b"].weight = model["a"].weight
-    weights = distinct(dict(model.state_dict()))
+    weights = distinct_tensors(dict(model.state_dict()))
     assert list(weights) == ["a.weight"]
     snapshot.write(tmp_path / "model_best", weights=weights, states={}, info={})
     other = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)})
@@ -237,7 +236,7 @@ def test_weights_of_another_model_change_nothing():
 
 
 def test_lines_that_a_full_disk_refused_come_with_the_next(tmp_path, monkeypatch):
-    file = GrowingFile(tmp_path / "log.txt")
+    file = AppendFile(tmp_path / "log.txt")
     assert file.append("a\n") is None
     opened = type(tmp_path).open
 

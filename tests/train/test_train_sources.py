@@ -12,10 +12,10 @@ import torch
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from graphckpt.train.corpus import DataError
-from graphckpt.train.data import TextData
-from graphckpt.train.own_data import OwnData
-from graphckpt.train.report import Report
+from graphckpt.train.console import Report
+from graphckpt.train.data.corpus import DataError
+from graphckpt.train.data.map_datasets import OwnData
+from graphckpt.train.data.text_data import TextData
 from graphckpt.train.tasks import MaskedLM, OwnLoss, SequenceClassification
 
 
@@ -114,7 +114,9 @@ def test_faults_of_a_tokenizer(hub, tmp_path, quiet):
     _tokenizer(tmp_path / "plain.json", "<|endoftext|>", "[PAD]")
     with pytest.raises(DataError, match=r"plain\.json has no \[CLS\], \[SEP\], \[MASK\] · fix: add them"):
         _data(tmp_path, tokenizer_file=str(tmp_path / "plain.json")).prepare(quiet, MaskedLM.special_tokens)
-    with pytest.raises(DataError, match=r"data\.vocab_size: 260 · fix: use 261 or more, for \[PAD\], \[CLS\]"):
+    with pytest.raises(
+        DataError, match=r"data\.vocab_size: expected 261 or more, with one for \[PAD\], \[CLS\].* each, got 260"
+    ):
         _data(tmp_path, vocab_size=260).prepare(quiet, MaskedLM.special_tokens)
 
 
@@ -129,7 +131,9 @@ def test_own_data_sets_are_collated(quiet):
 
 
 def test_faults_of_own_data_sets(quiet):
-    with pytest.raises(DataError, match=r"data\.train: generator is no map-style data set · fix: give it __len__"):
+    with pytest.raises(
+        DataError, match=r"data\.train: expected a map-style data set, got generator · fix: give it __len__"
+    ):
         OwnData(train=(n for n in range(3))).open(OwnLoss(), seed=0, report=quiet)
     with pytest.raises(DataError, match=r"data\.heldout: list holds no sample · fix: fill it"):
         OwnData(train=[{}], heldout=[]).open(OwnLoss(), seed=0, report=quiet)

@@ -15,8 +15,8 @@ from transformers import BertConfig, BertForPreTraining, BertForSequenceClassifi
 
 from graphckpt.config.typed import check_call
 from graphckpt.errors import ConfigError
-from graphckpt.train.data import TextData
-from graphckpt.train.report import Report
+from graphckpt.train.console import Report
+from graphckpt.train.data.text_data import TextData
 from graphckpt.train.tasks import CausalLM, MaskedLM, OwnLoss, SequenceClassification
 from graphckpt.train.tasks.base import summed
 
@@ -182,7 +182,7 @@ def test_one_document_has_no_second_text_from_another(texts, data):
 
 
 def test_task_that_is_not_for_text_says_so(data):
-    with pytest.raises(ConfigError, match="task: OwnLoss makes no samples of text · fix: use graphckpt"):
+    with pytest.raises(ConfigError, match="task: OwnLoss does not support text · fix: use graphckpt"):
         _open(data, OwnLoss())
 
 
@@ -190,7 +190,7 @@ def test_faults_of_a_task_are_those_of_the_config():
     described = {"_target_": "graphckpt.train.tasks.MaskedLM", "mask_fraction": 1.5, "random_fractoin": 0.5}
     assert check_call(described, "task")[1] == [
         "task.random_fractoin: no such key of MaskedLM · did you mean 'random_fraction' or 'mask_fraction'?",
-        "task.mask_fraction: 1.5 · fix: use a share from 0 to 1",
+        "task.mask_fraction: expected a share from 0 to 1, got 1.5",
     ]
 
 

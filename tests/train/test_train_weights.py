@@ -9,9 +9,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from graphckpt.train.snapshot import SnapshotError
-from graphckpt.train.state import load_weights
-from graphckpt.train.weights import INDEX, read_weights
+from graphckpt.train.snapshot.folder import SnapshotError
+from graphckpt.train.snapshot.weights import INDEX, load_weights, read_weights
 
 
 def _model():
@@ -73,7 +72,10 @@ def test_a_broken_shard_and_one_of_another_version_are_named(sharded):
         ("[]", r"index\.json: has no weight_map from tensors to shards · fix"),
         ('{"weight_map": {}}', r"index\.json: has no weight_map"),
         ('{"weight_map": {"w": 3}}', r"index\.json: has no weight_map"),
-        (json.dumps({"weight_map": {"w": "../model.safetensors"}}), r"'\.\./model\.safetensors' is no name of a file"),
+        (
+            json.dumps({"weight_map": {"w": "../model.safetensors"}}),
+            r"expected the name of a file in this folder, got '\.\./model\.safetensors'",
+        ),
     ],
 )
 def test_faults_of_an_index(tmp_path, text, message):

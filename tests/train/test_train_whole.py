@@ -16,10 +16,10 @@ from killed import DIED
 from omegaconf import OmegaConf
 from small_run import CONFIG
 
-from graphckpt.train import files, snapshot
-from graphckpt.train.files import replacing, write_text
-from graphckpt.train.history import cut_metrics
-from graphckpt.train.snapshots import Snapshots
+from graphckpt.train import files
+from graphckpt.train.files import cut_metrics, replacing, write_text
+from graphckpt.train.snapshot import folder as snapshot
+from graphckpt.train.snapshot.index import Snapshots
 
 _NUM_MOMENTS = 10
 

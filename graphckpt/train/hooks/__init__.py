@@ -1,4 +1,4 @@
-"""What a run does beside its steps, one file each."""
+"""The trainer's hooks, one file each."""
 
 from graphckpt.train.hooks.evaluate import EvalHook
 from graphckpt.train.hooks.explain import ExplainHook

@@ -8,8 +8,8 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from graphckpt.train.foreign_errors import attribute_errors
 from graphckpt.train.loop import HookBase, Loop
-from graphckpt.train.naming import naming
 
 
 @final
@@ -43,16 +43,17 @@ class EvalHook(HookBase):
         self._over_ranks = over_ranks
 
     def after_step(self, loop: Loop) -> None:
-        """Puts the metrics, such as ``eval_loss``, among those of the iteration."""
+        """Adds the metrics, such as ``eval_loss``, to those of the iteration."""
         if loop.done % self._eval_period and loop.done != loop.train_iter:
             return
+        loop.synchronize()
         metrics = self.measure()
         loop.metrics |= metrics
-        loop.report.line(f"iteration: {loop.iteration}/{loop.train_iter}  held-out {described(metrics)}", "bold")
+        loop.report.line(f"iteration: {loop.iteration}/{loop.train_iter}  held-out {format_metrics(metrics)}", "bold")
 
     def measure(self) -> dict[str, float]:
-        """Returns the metrics over all held-out batches, each sample weighed as the task says."""
-        with naming("model, task, data", "the evaluation"):
+        """Returns the metrics over all held-out batches, weighted by the task's counts."""
+        with attribute_errors("model, task, data", "the evaluation"):
             return self._measure()
 
     def _measure(self) -> dict[str, float]:
@@ -73,10 +74,10 @@ class EvalHook(HookBase):
         return dict(self._metrics(means))
 
 
-def described(metrics: Mapping[str, float]) -> str:
-    """Returns metrics as text.
+def format_metrics(metrics: Mapping[str, float]) -> str:
+    """Formats metrics for the log.
 
-    >>> described({"eval_loss": 1.5, "eval_acc": 0.25})
+    >>> format_metrics({"eval_loss": 1.5, "eval_acc": 0.25})
     'loss 1.5000  acc 0.2500'
     """
     return "  ".join(f"{name.removeprefix('eval_')} {value:.4f}" for name, value in metrics.items())

@@ -1,4 +1,4 @@
-"""Shows at the end what each block kept, as a table and as a picture."""
+"""Shows at the end of a run what each block saved, as a table and a picture."""
 
 from __future__ import annotations
 

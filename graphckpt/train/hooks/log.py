@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, final
 
@@ -12,22 +13,48 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from graphckpt.train.fields import MOST, integer, is_float, item, mapping, tensor, text
+from graphckpt.train.hooks.memory import device_memory, device_used_bytes, process_memory
 from graphckpt.train.loop import HookBase, Loop, TrainError
-from graphckpt.train.memory import device_memory, device_used_bytes, process_memory
+from graphckpt.train.snapshot.fields import MOST, integer, is_float, item, mapping, number, sequence, tensor, text
 from graphckpt.units import format_bytes
+
+_IN_LINE = ("consumed_samples", "time", "data_time", "total_throughput", "lr", "rss_bytes", "peak_rss_bytes")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Line:
+    """A line of the log whose losses may still be copied from the device."""
+
+    iteration: int
+    values: dict[str, Any]
+    """Numbers, sums of losses and the learning rate, by the names of their metrics; the last two may be tensors."""
+    losses: list[str]
+    count: int = 1
+    """Iterations in the sums."""
+    event: torch.Event | None = None
+    """Reached once the tensors are on the host; ``None`` if they are there."""
+
+    def metrics(self) -> dict[str, float]:
+        """Returns all metrics; waits for the copies."""
+        if self.event is not None:
+            self.event.synchronize()
+        found = {name: float(value) if isinstance(value, Tensor) else value for name, value in self.values.items()}
+        return found | {name: found[name] / self.count for name in self.losses}
 
 
 @final
 class LogHook(HookBase):
-    """Logs after the first, after every ``log_period``-th and after the last iteration, in libai's words.
+    """Logs after the first, after every ``log_period``-th and after the last iteration, in libai's format.
 
-    Losses are means since the line before, and are read from the device only then. Speed counts steps, not
-    evaluations. The learning rate is read and never set: the graph steps the schedule.
+    Losses are means since the line before. On the CPU a line is written at once. On any other device its losses are
+    copied to the host without a wait, and the line is written one log period later, with the number of its own
+    iteration, so that the host always stays ahead of the device. Speed counts steps, not evaluations. The learning rate
+    is read and never set: the graph steps the schedule.
 
     Args:
-        optimizer: whose learning rate to tell.
-        device: whose memory to tell.
+        optimizer: whose learning rate to log.
+        device: whose memory to log.
         log_period: iterations between two lines.
         batch_size: sequences in one iteration.
         seq_length: tokens in one sequence.
@@ -52,18 +79,22 @@ class LogHook(HookBase):
         self._consumed_samples = consumed_samples or (lambda done: done * batch_size)
         self._sums: dict[str, Tensor] = {}
         self._iterations = 0  # in the sums
-        self._timed = 0  # in the seconds: fewer, where the first ones were another process's
+        self._timed = 0  # in the seconds: fewer, if the first ones were run before a resume
         self._seconds = 0.0
         self._data_seconds = 0.0
         self._overall_seconds = 0.0
         self._started = 0.0
+        self._late: _Line | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the sums since the line before, so that the next line is the same after a resume."""
-        return {"sums": {name: value.cpu() for name, value in self._sums.items()}, "iterations": self._iterations}
+        """Returns the sums since the previous line, so that the next line is the same after a resume."""
+        state = {"sums": {name: value.cpu() for name, value in self._sums.items()}, "iterations": self._iterations}
+        if (late := self._late) is not None:
+            state["late"] = {"iteration": late.iteration, "losses": late.losses, "metrics": late.metrics()}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes the sums since the line before.
+        """Restores the sums since the previous line.
 
         Raises:
             FieldError: a field is missing, of another type, or out of its range.
@@ -77,17 +108,30 @@ class LogHook(HookBase):
         least, most = (1, MOST) if sums else (0, 0)
         self._iterations = integer(item(state, "iterations"), "hooks.LogHook-0.iterations", least, most)
         self._sums = {name: value.to(self._device) for name, value in sums.items()}
+        if "late" in state:
+            where = "hooks.LogHook-0.late"
+            late = mapping(state["late"], where)
+            values = {
+                name: number(value, f"{where}.metrics.{name}")
+                for name, value in mapping(item(late, "metrics"), f"{where}.metrics").items()
+            }
+            losses = sequence(item(late, "losses"), f"{where}.losses")
+            for name in (*losses, *_IN_LINE):
+                number(item(values, name), f"{where}.metrics.{name}")
+            iteration = integer(item(late, "iteration"), f"{where}.iteration")
+            self._late = _Line(iteration=iteration, values=values, losses=losses)
 
     def before_step(self, loop: Loop) -> None:
         """Starts the clock."""
-        loop.data_seconds = 0.0
+        self._seconds += loop.waited_seconds  # device time of steps counted already
+        loop.data_seconds = loop.waited_seconds = 0.0
         self._started = time.perf_counter()
 
     def after_step(self, loop: Loop) -> None:
-        """Puts the losses, ``lr``, the speed and the bytes of memory among the metrics.
+        """Adds the losses, ``lr``, the speed and the bytes of memory to the metrics.
 
         Raises:
-            TrainError: the loss is no finite number.
+            TrainError: the loss is not finite.
         """
         for name, loss in loop.losses.items():
             value = loss.detach()
@@ -95,67 +139,102 @@ class LogHook(HookBase):
         self._iterations += 1
         self._timed += 1
         is_due = loop.done % self._log_period == 0 or loop.done in {1, loop.train_iter}
-        # Waits for the device, so it comes before the clock is read.
-        means = {name: float(total) / self._iterations for name, total in self._sums.items()} if is_due else {}
+        if is_due:
+            sums, lr, event = self._to_host()
+            if self._late is not None:
+                self._late.metrics()  # waits for the steps before the previous line; counted as step time
         self._seconds += time.perf_counter() - self._started
         self._data_seconds += loop.data_seconds
-        if not is_due:
-            return
-        mean_loss = means.get("total_loss", 0.0)
-        if not math.isfinite(mean_loss):
-            fix = "lower optim.lr, lengthen train.warmup_ratio, or set train.amp.enabled=False"
-            raise TrainError(f"the loss is {mean_loss} at iteration {loop.iteration} · fix: {fix}")
-        self._log(loop, means)
-        self._overall_seconds += self._seconds
-        self._sums, self._iterations, self._timed = {}, 0, 0
-        self._seconds = self._data_seconds = 0.0
+        if is_due:
+            values = self._values(loop, sums, lr)
+            line = _Line(
+                iteration=loop.iteration, values=values, losses=list(sums), count=self._iterations, event=event
+            )
+            self._overall_seconds += self._seconds
+            self._sums, self._iterations, self._timed = {}, 0, 0
+            self._seconds = self._data_seconds = 0.0
+            self._write_late(loop)
+            if event is None or loop.done == loop.train_iter:
+                loop.metrics |= self._written(line, loop)
+            else:
+                self._late = line
 
     def after_train(self, loop: Loop) -> None:
-        """Tells the speed of all iterations of this process."""
-        iterations, seconds = loop.done - loop.start_iter, self._overall_seconds + self._seconds
+        """Writes a line that is still pending, and the speed of all iterations."""
+        self._write_late(loop)
+        iterations = loop.done - loop.start_iter
+        seconds = self._overall_seconds + self._seconds + loop.waited_seconds
         if iterations:
             speed = f"{iterations} iterations in {_clock(seconds)} ({seconds / iterations:.4f} s / it)"
             loop.report.line(f"Overall training speed: {speed}")
 
-    def _log(self, loop: Loop, means: dict[str, float]) -> None:
-        seconds, data_seconds = self._seconds / self._timed, self._data_seconds / self._timed
-        rate = float(self._optimizer.param_groups[0]["lr"])
-        memory = process_memory()
-        consumed_samples = self._consumed_samples(loop.done)
+    def _to_host(self) -> tuple[dict[str, Tensor], Any, torch.Event | None]:
+        """Starts to copy the sums and the learning rate to the host; returns them with the event that marks the end.
+
+        On the CPU they are there.
+        """
+        lr = self._optimizer.param_groups[0]["lr"]
+        if self._device.type == "cpu":
+            return self._sums, lr, None
+        sums = {name: total.to("cpu", non_blocking=True) for name, total in self._sums.items()}
+        if isinstance(lr, Tensor):
+            lr = lr.detach().to("cpu", non_blocking=True, copy=True)
+        event = torch.Event(self._device)
+        event.record()
+        return sums, lr, event
+
+    def _values(self, loop: Loop, sums: dict[str, Tensor], lr: Any) -> dict[str, Any]:
+        seconds = self._seconds / self._timed
         samples_per_second = self._batch_size / seconds
-        loop.metrics |= {
-            "consumed_samples": consumed_samples,
-            **means,
+        memory = process_memory()
+        used = device_used_bytes(self._device)
+        return {
+            "consumed_samples": self._consumed_samples(loop.done),
+            **sums,
             "time": seconds,
-            "data_time": data_seconds,
+            "data_time": self._data_seconds / self._timed,
             "total_throughput": round(samples_per_second, 2),
             "tokens_per_second": round(samples_per_second * self._seq_length, 1),
-            "lr": rate,
+            "lr": lr if isinstance(lr, Tensor) else float(lr),
             "rss_bytes": memory.now_bytes,
             "peak_rss_bytes": memory.peak_bytes,
+            **device_memory(self._device),
+            **({} if used is None else {"cuda_used_bytes": used}),
         }
-        if self._device.type == "cuda":
-            memory = device_memory(self._device)
-            loop.metrics |= {"cuda_bytes": memory.now_bytes, "peak_cuda_bytes": memory.peak_bytes}
-            used = device_used_bytes(self._device)
-            loop.metrics |= {} if used is None else {"cuda_used_bytes": used}
+
+    def _write_late(self, loop: Loop) -> None:
+        if self._late is not None:
+            line, self._late = self._late, None
+            loop.late_metrics.append((line.iteration, self._written(line, loop)))
+
+    def _written(self, line: _Line, loop: Loop) -> dict[str, float]:
+        """Writes a line of the log, and returns its metrics."""
+        metrics = line.metrics()
+        mean_loss = metrics.get("total_loss", 0.0)
+        if not math.isfinite(mean_loss):
+            fix = "lower optim.lr, lengthen train.warmup_ratio, or set train.amp.enabled=False"
+            raise TrainError(f"the loss is {mean_loss} at iteration {line.iteration} · fix: {fix}")
+        memory = "cuda_bytes" if "cuda_bytes" in metrics else "rss_bytes"
+        reserved = metrics.get("cuda_reserved_bytes")
         parts = (
-            f"eta: {_clock((loop.train_iter - loop.done) * seconds)}",
-            f"iteration: {loop.iteration}/{loop.train_iter}",
-            f"consumed_samples: {consumed_samples}",
-            *(f"{name}: {mean:.4f}" for name, mean in means.items()),
-            f"time: {seconds:.4f} s/iter",
-            f"data_time: {data_seconds:.4f} s/iter",
-            f"total_throughput: {samples_per_second:.2f} samples/s",
-            f"lr: {rate:.2e}",
-            f"memory: {format_bytes(memory.now_bytes)}",
-            f"peak_memory: {format_bytes(memory.peak_bytes)}",
+            f"eta: {_clock((loop.train_iter - line.iteration - 1) * metrics['time'])}",
+            f"iteration: {line.iteration}/{loop.train_iter}",
+            f"consumed_samples: {metrics['consumed_samples']}",
+            *(f"{name}: {metrics[name]:.4f}" for name in line.losses),
+            f"time: {metrics['time']:.4f} s/iter",
+            f"data_time: {metrics['data_time']:.4f} s/iter",
+            f"total_throughput: {metrics['total_throughput']:.2f} samples/s",
+            f"lr: {metrics['lr']:.2e}",
+            f"memory: {format_bytes(int(metrics[memory]))}",
+            *([] if reserved is None else [f"reserved_memory: {format_bytes(int(reserved))}"]),
+            f"peak_memory: {format_bytes(int(metrics[f'peak_{memory}']))}",
         )
         loop.report.line("  ".join(parts))
+        return metrics
 
 
 def _clock(seconds: float) -> str:
-    """Prints seconds as libai does.
+    """Formats seconds as libai does.
 
     >>> _clock(75.9)
     '0:01:15'

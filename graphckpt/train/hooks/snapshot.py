@@ -1,4 +1,4 @@
-"""Takes snapshots: every few iterations, at the end, at the user's stop, and of the best evaluation."""
+"""Takes snapshots: periodically, at the end, when the user stops the run, and at the best evaluation."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, Protocol, final
 
-from graphckpt.train.fields import item, number
 from graphckpt.train.loop import HookBase, Loop
-from graphckpt.train.snapshot import SnapshotWriteError
-from graphckpt.train.snapshots import BEST, FINAL, Snapshots, periodic_name
+from graphckpt.train.snapshot.fields import item, number
+from graphckpt.train.snapshot.folder import SnapshotWriteError
+from graphckpt.train.snapshot.index import BEST, FINAL, Snapshots, periodic_name
 from graphckpt.units import format_seconds
 
 
-class Save(Protocol):
-    """Writes snapshots, at once or while training goes on."""
+class SaveSnapshot(Protocol):
+    """Writes snapshots, synchronously or in the background."""
 
     def __call__(self, name: str, loop: Loop, done: Callable[[], None], /) -> None:
-        """Writes the snapshot of this name, and calls ``done`` when it is there; raises ``SnapshotWriteError``."""
+        """Writes the snapshot of this name and calls ``done`` when it is complete; raises ``SnapshotWriteError``."""
 
 
-class Later(Protocol):
-    """What is being written while training goes on."""
+class PendingWrites(Protocol):
+    """Snapshots that are written in the background."""
 
     def poll(self) -> None:
-        """Calls ``done`` of what is there by now."""
+        """Calls ``done`` for those that are complete."""
 
     def join(self) -> None:
-        """Waits for it; raises ``SnapshotWriteError``."""
+        """Waits for them; raises ``SnapshotWriteError``."""
 
 
 @final
 class SnapshotHook(HookBase):
-    """Saves every ``period`` iterations and at the end. Comes after all hooks whose state it has to save.
+    """Saves every ``period`` iterations and at the end. Runs after all hooks whose state is saved.
 
-    libai's comes before evaluation. Here it is last, so that a run that is killed after a snapshot has evaluated and
-    logged all that the snapshot counts as done.
+    In libai it runs before evaluation. Here it runs last, so that all iterations in a snapshot are evaluated and logged
+    even if the run is killed right after it.
     """
 
     def __init__(
-        self, save: Save, later: Later, snapshots: Snapshots, *, period: int, max_to_keep: int, run: str
+        self, save: SaveSnapshot, later: PendingWrites, snapshots: Snapshots, *, period: int, max_to_keep: int, run: str
     ) -> None:
         self._save = save
         self._later = later
@@ -58,10 +58,10 @@ class SnapshotHook(HookBase):
             self._take(periodic_name(loop.iteration), loop)
 
     def after_train(self, loop: Loop) -> None:
-        """Saves ``model_final``, or after the user's stop what there is.
+        """Saves ``model_final``, or the current state if the user stopped the run.
 
         Raises:
-            SnapshotWriteError: nothing could be saved, and there is no later occasion.
+            SnapshotWriteError: the last state could not be saved.
         """
         if loop.done not in {loop.start_iter, self._saved_at}:
             self._take(FINAL if loop.done >= loop.train_iter else periodic_name(loop.iteration), loop)
@@ -77,6 +77,7 @@ class SnapshotHook(HookBase):
             raise SnapshotWriteError(f"{self._snapshots.folder}: what was trained could not be saved · fix: {fix}")
 
     def _take(self, name: str, loop: Loop) -> None:
+        loop.synchronize()
         if loop.loss is not None and not bool(loop.loss.isfinite()):
             _complain(loop, f"the loss is {float(loop.loss)}")
             return
@@ -95,7 +96,7 @@ class SnapshotHook(HookBase):
 
 @final
 class BestHook(HookBase):
-    """Saves ``model_best`` whenever a metric of the evaluation is better than ever; comes right before snapshots.
+    """Saves ``model_best`` when an evaluation metric improves; runs right before ``SnapshotHook``.
 
     Args:
         save: writes a snapshot.
@@ -103,7 +104,7 @@ class BestHook(HookBase):
         mode: whether less or more is better.
     """
 
-    def __init__(self, save: Save, *, metric: str, mode: Literal["min", "max"]) -> None:
+    def __init__(self, save: SaveSnapshot, *, metric: str, mode: Literal["min", "max"]) -> None:
         self._save = save
         self._metric = metric
         self._sign = 1 if mode == "max" else -1
@@ -115,10 +116,10 @@ class BestHook(HookBase):
         return {"best": self._best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes the best value so far.
+        """Restores the best value so far.
 
         Raises:
-            FieldError: it is no number.
+            FieldError: it is not a number.
         """
         best = item(state, "best")
         self._best = None if best is None else number(best, "hooks.BestHook-0.best")
@@ -142,7 +143,8 @@ class BestHook(HookBase):
             loop.report.line(f"{where}, so there will be no {BEST} · fix: {fix}", "yellow")
 
 
-def _saves(save: Save, name: str, loop: Loop, then: Callable[[], None] = lambda: None) -> bool:
+def _saves(save: SaveSnapshot, name: str, loop: Loop, then: Callable[[], None] = lambda: None) -> bool:
+    loop.synchronize()
     started = time.perf_counter()
     where = f"iteration: {loop.iteration}/{loop.train_iter}"
 

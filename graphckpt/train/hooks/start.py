@@ -1,4 +1,4 @@
-"""Begins to write into the output folder once an iteration is done."""
+"""Starts to write to the output folder after the first iteration."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from graphckpt.train.loop import HookBase, Loop
 
 @final
 class StartHook(HookBase):
-    """Calls ``begin`` after the first iteration of this process; comes before all hooks that write.
+    """Calls ``begin`` after the first iteration of this process; runs before all hooks that write.
 
-    Whatever cannot run at all has failed by then, without a trace in the folder.
+    A run that cannot start has failed by then and leaves the folder unchanged.
 
     Args:
         begin: is called with the number of the iteration before.
@@ -22,7 +22,7 @@ class StartHook(HookBase):
         self._begin: Callable[[int], None] | None = begin
 
     def after_step(self, loop: Loop) -> None:
-        """Calls ``begin`` once, and has the log written from now on."""
+        """Calls ``begin`` once, and opens the log."""
         if self._begin is not None:
             self._begin(loop.start_iter - 1)
             self._begin = None

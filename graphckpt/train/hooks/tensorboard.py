@@ -1,4 +1,4 @@
-"""Writes what the other hooks measured for TensorBoard, an optional package."""
+"""Writes the metrics of the other hooks for TensorBoard, an optional package."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graphckpt.train.loop import HookBase, Loop
 
 @final
 class TensorBoardHook(HookBase):
-    """Adds a scalar for each metric of an iteration; comes after the hooks that measure.
+    """Adds a scalar for each metric of an iteration; runs after the hooks that add them.
 
     Raises:
         ConfigError: the package is not installed.
@@ -29,15 +29,19 @@ class TensorBoardHook(HookBase):
             raise ConfigError(f"train.tensorboard: the package tensorboard is not installed · fix: {fix}") from error
 
     def after_step(self, loop: Loop) -> None:
-        """Writes the metrics of this iteration; what an earlier process wrote of later iterations is dropped."""
+        """Writes the metrics of this iteration; later ones of an earlier process are purged."""
         if self._writer is None:
             self._writer = self._module.SummaryWriter(str(self._folder), purge_step=loop.start_iter)
-        for name, value in loop.metrics.items():
-            if math.isfinite(value):
-                self._writer.add_scalar(name, value, loop.iteration)
+        self._add(loop.rows)
 
     def after_train(self, loop: Loop) -> None:
-        """Closes the file."""
-        del loop
+        """Writes what was read from the device after the last iteration, and closes the file."""
         if self._writer is not None:
+            self._add(loop.late_metrics)
             self._writer.close()
+
+    def _add(self, rows: list[tuple[int, dict[str, float]]]) -> None:
+        for iteration, metrics in rows:
+            for name, value in metrics.items():
+                if math.isfinite(value):
+                    self._writer.add_scalar(name, value, iteration)

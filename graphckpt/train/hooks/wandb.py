@@ -1,4 +1,4 @@
-"""Sends what the other hooks measured to Weights & Biases, an optional package."""
+"""Sends the metrics of the other hooks to Weights & Biases, an optional package."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @final
 class WandbHook(HookBase):
-    """Logs each metric of an iteration; comes after the hooks that measure.
+    """Logs each metric of an iteration; runs after the hooks that add them.
 
-    A run that goes on with ``--resume`` goes on there too.
+    ``--resume`` resumes the run there too.
 
     Args:
         config: the section ``train.wandb``.
-        folder: where the package puts its own files.
-        run: the name of the run and of all that goes on from it.
+        folder: folder of the package's own files.
+        run: the id of the run and of all runs resumed from it.
 
     Raises:
         ConfigError: the package is not installed.
@@ -34,6 +34,7 @@ class WandbHook(HookBase):
         self._folder = folder
         self._id = run
         self._run: Any = None
+        self._step = 0
         try:
             self._module: Any = importlib.import_module("wandb")
         except ImportError as error:
@@ -41,7 +42,7 @@ class WandbHook(HookBase):
             raise ConfigError(f"train.wandb: the package wandb is not installed · fix: {fix}") from error
 
     def before_train(self, loop: Loop) -> None:
-        """Begins the run, or goes on with it."""
+        """Starts or resumes the run."""
         is_resumed = loop.start_iter > 0
         self._run = self._module.init(
             project=self._config.project,
@@ -54,11 +55,16 @@ class WandbHook(HookBase):
 
     def after_step(self, loop: Loop) -> None:
         """Sends the metrics of this iteration."""
-        finite = {name: value for name, value in loop.metrics.items() if math.isfinite(value)}
-        if finite:
-            self._run.log(finite, step=loop.iteration)
+        self._send(loop.rows)
 
     def after_train(self, loop: Loop) -> None:
-        """Ends the run."""
-        del loop
+        """Sends what was read from the device after the last iteration, and ends the run."""
+        self._send(loop.late_metrics)
         self._run.finish()
+
+    def _send(self, rows: list[tuple[int, dict[str, float]]]) -> None:
+        for iteration, metrics in rows:
+            finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+            self._step = max(iteration, self._step)  # W&B drops rows of earlier steps than the last one
+            if finite:
+                self._run.log(finite, step=self._step)

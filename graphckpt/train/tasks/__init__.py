@@ -1,6 +1,7 @@
-"""What a run learns, one file each: its batches, its losses, its metric."""
+"""Training tasks, one file each: samples, losses and metrics."""
 
-from graphckpt.train.tasks.base import Opened, Samples, Task, TextTask
+from graphckpt.train.data.samples import Opened, Samples
+from graphckpt.train.tasks.base import Task, TextTask
 from graphckpt.train.tasks.causal_lm import CausalLM
 from graphckpt.train.tasks.classification import SequenceClassification
 from graphckpt.train.tasks.masked_lm import MaskedLM

@@ -1,74 +1,40 @@
-"""What a task has to say, and what it is given. Knows no task, no graph and no loop."""
+"""Base classes of tasks."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, final
+from typing import Any, ClassVar, Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from graphckpt.train.tokens import Prepared, TokenFile
+from graphckpt.train.data.samples import Samples
+from graphckpt.train.data.token_file import PreparedText, TokenFile
 
 _POSITIONS = ("max_position_embeddings", "n_positions")
 
 
-class Samples(Protocol):
-    """What can be learned from, by number. The same number is the same sample, always."""
-
-    def __len__(self) -> int: ...
-
-    def batch(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
-        """Returns the samples with these indices, each tensor with them along dim 0, on the CPU."""
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
-    """Data that a task made its samples of."""
-
-    train: Samples
-    heldout: Samples | None
-    """What is evaluated on; ``None`` if nothing is held out."""
-    text: Prepared | None = None
-    """The text and its tokenizer; ``None`` if the data is no text."""
-
-    @property
-    def tokenizer_file(self) -> Path | None:
-        """A ``tokenizer.json``, where there is one."""
-        return self.text.tokenizer_file if self.text else None
-
-    @property
-    def tokens_each(self) -> int:
-        """Tokens of one sample; 1 if the data is no text."""
-        return self.text.seq_length if self.text else 1
-
-
 class Task(ABC):
-    """What a run learns."""
+    """A training task: losses of a batch, and metrics of an evaluation."""
 
     metric: ClassVar[str] = "eval_loss"
-    """The metric that says which snapshot is best."""
+    """The metric by which the best snapshot is chosen."""
     metric_mode: ClassVar[Literal["min", "max"]] = "min"
-    """Whether a low or a high value of it is good."""
+    """Whether lower or higher is better."""
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Returns the model, before anything else is done with it, with blocks that the task needs in it."""
+        """Prepares the model before anything else, for example by adding a block."""
         return model
 
     @abstractmethod
     def losses(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the mean losses of a batch; those with ``loss`` in their names are summed and learned from."""
+        """Returns the mean losses of a batch; those with ``loss`` in their names are summed for backward."""
 
     @abstractmethod
     def tally(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns sums over a held-out batch, each of shape [2]: the sum, and how many it is over."""
+        """Returns sums over a held-out batch, each of shape [2]: the sum and the count."""
 
     def metrics(self, means: Mapping[str, float]) -> dict[str, float]:
         """Turns the means of what :meth:`tally` summed into the metrics that are reported."""
@@ -76,17 +42,17 @@ class Task(ABC):
 
 
 class TextTask(Task):
-    """A task on text: it makes samples of tokens."""
+    """A task on text, which creates samples from tokens."""
 
     special_tokens: ClassVar[tuple[str, ...]] = ()
-    """Tokens that the task puts between those of the text."""
+    """Special tokens that the task inserts."""
 
     @abstractmethod
-    def samples(self, tokens: TokenFile, text: Prepared, seed: int) -> Samples:
-        """Returns the samples of one token file; ``seed`` fixes whatever is drawn for them."""
+    def samples(self, tokens: TokenFile, text: PreparedText, seed: int) -> Samples:
+        """Returns the samples of one token file; ``seed`` makes random choices reproducible."""
 
-    def check(self, model: nn.Module, text: Prepared) -> Iterator[str]:
-        """Yields what about ``model`` does not fit the text."""
+    def check(self, model: nn.Module, text: PreparedText) -> Iterator[str]:
+        """Yields faults if ``model`` does not fit the text."""
         known, longest = _vocabulary(model), _longest(model)
         if known is not None and known < text.vocab_size:
             fix = "set its vocab_size to ${data.vocab_size}"
@@ -108,13 +74,13 @@ def _longest(model: nn.Module) -> int | None:
 
 
 def summed(mean: Tensor, count: Tensor | int) -> Tensor:
-    """Returns ``[mean * count, count]``, from which means over several batches are made."""
+    """Returns ``[mean * count, count]``, to compute means over several batches."""
     count = torch.as_tensor(count, device=mean.device)
     return torch.stack([mean.float() * count, count.float()])
 
 
 def perplexity(loss: float) -> float:
-    """Returns ``exp(loss)``; infinity where a float cannot hold it.
+    """Returns ``exp(loss)``; infinity on overflow.
 
     >>> perplexity(0.0), perplexity(1e6)
     (1.0, inf)
@@ -123,3 +89,12 @@ def perplexity(loss: float) -> float:
         return math.exp(loss)
     except OverflowError:
         return math.inf
+
+
+def sum_of_losses(losses: dict[str, Tensor]) -> Tensor:
+    """Returns the sum of the values with ``loss`` in their names."""
+    first, *others = (value for name, value in losses.items() if "loss" in name)
+    total: Tensor = first
+    for other in others:
+        total = total + other
+    return total

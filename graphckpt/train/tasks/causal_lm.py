@@ -1,4 +1,4 @@
-"""Learns to say each token from those before it. The metric is perplexity."""
+"""Causal language modeling: predicts each token from the previous ones. The metric is perplexity."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from graphckpt.train.data.samples import Samples
+from graphckpt.train.data.token_file import PreparedText, TokenFile
 from graphckpt.train.loss_head import add_loss_head, differences, loss_of
-from graphckpt.train.tasks.base import Samples, TextTask, perplexity, summed
-from graphckpt.train.tokens import Prepared, TokenFile
+from graphckpt.train.tasks.base import TextTask, perplexity, summed
 
 
 @final
@@ -30,7 +31,7 @@ class _Sequences:
 
 @final
 class CausalLM(TextTask):
-    """For ``GPT2LMHeadModel``, ``LlamaForCausalLM`` and their like.
+    """For ``GPT2LMHeadModel``, ``LlamaForCausalLM`` and similar models.
 
     A batch is ``input_ids`` and equal ``labels`` (the model shifts them), int64 of shape [B, T].
 
@@ -45,25 +46,25 @@ class CausalLM(TextTask):
         self._has_head = loss_head
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Returns the model, with the loss head if it is asked for."""
+        """Returns the model, with a loss head if requested."""
         if self._has_head:
             add_loss_head(model)
         return model
 
-    def check(self, model: nn.Module, text: Prepared) -> Iterator[str]:
-        """Yields what about ``model`` does not fit the text, or the loss head."""
+    def check(self, model: nn.Module, text: PreparedText) -> Iterator[str]:
+        """Yields faults if ``model`` does not fit the text or the loss head."""
         faults = list(super().check(model, text))
         yield from faults
         if self._has_head and not faults:
             yield from differences(model)
 
-    def samples(self, tokens: TokenFile, text: Prepared, seed: int) -> Samples:
-        """Returns the sequences of the file as they stand."""
+    def samples(self, tokens: TokenFile, text: PreparedText, seed: int) -> Samples:
+        """Returns the sequences of the file unchanged."""
         del text, seed
         return _Sequences(tokens)
 
     def losses(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns ``lm_loss``, the mean over the tokens that have one before them."""
+        """Returns ``lm_loss``, the mean over all tokens but the first."""
         return {"lm_loss": self._loss(model, batch)}
 
     def tally(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -80,6 +81,6 @@ class CausalLM(TextTask):
             return loss_of(model, batch)
         known: Any = model
         if getattr(known, "loss_type", "") is None:
-            known.loss_type = "ForCausalLM"  # what Transformers takes for GPT-2 anyway, with a warning
+            known.loss_type = "ForCausalLM"  # Transformers' default for GPT-2, which otherwise warns
         loss: Tensor = known(**batch, use_cache=False).loss
         return loss

@@ -1,4 +1,4 @@
-"""Learns which group a document belongs to, from a part of it. The metric is accuracy."""
+"""Sequence classification: predicts the group of a document from an excerpt. The metric is accuracy."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from graphckpt.train.tasks.base import Samples, TextTask, summed
-from graphckpt.train.tokens import Prepared, TokenFile
+from graphckpt.train.data.samples import Samples
+from graphckpt.train.data.token_file import PreparedText, TokenFile
+from graphckpt.train.tasks.base import TextTask, summed
 
 _PAD, _CLS, _SEP = "[PAD]", "[CLS]", "[SEP]"
 
@@ -22,7 +23,7 @@ _PAD, _CLS, _SEP = "[PAD]", "[CLS]", "[SEP]"
 @dataclass(frozen=True, slots=True)
 class _Excerpts:
     tokens: TokenFile
-    text: Prepared
+    text: PreparedText
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -42,7 +43,7 @@ class _Excerpts:
 
 @final
 class SequenceClassification(TextTask):
-    """For ``BertForSequenceClassification`` and its like.
+    """For ``BertForSequenceClassification`` and similar models.
 
     The group of a document is the folder right below the one that ``data.paths`` names, or the column
     ``data.label_column`` of a data set. A batch is ``input_ids`` and ``attention_mask`` of shape [B, T] and
@@ -53,7 +54,7 @@ class SequenceClassification(TextTask):
     metric: ClassVar[str] = "eval_acc"
     metric_mode: ClassVar[Literal["min", "max"]] = "max"
 
-    def samples(self, tokens: TokenFile, text: Prepared, seed: int) -> Samples:
+    def samples(self, tokens: TokenFile, text: PreparedText, seed: int) -> Samples:
         """Returns an excerpt for each sequence of the file, of the document in which it begins."""
         del seed
         return _Excerpts(tokens, text)
@@ -63,7 +64,7 @@ class SequenceClassification(TextTask):
         return {"cls_loss": cross_entropy(_logits(model, batch).float(), batch["labels"])}
 
     def tally(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns ``loss`` and ``acc``, the share of the samples that are told right."""
+        """Returns ``loss`` and ``acc``, the accuracy."""
         logits, labels = _logits(model, batch).float(), batch["labels"]
         is_right = (logits.argmax(-1) == labels).float()
         return {
@@ -71,8 +72,8 @@ class SequenceClassification(TextTask):
             "acc": summed(is_right.mean(), len(labels)),
         }
 
-    def check(self, model: nn.Module, text: Prepared) -> Iterator[str]:
-        """Yields what about ``model`` does not fit the text and its groups."""
+    def check(self, model: nn.Module, text: PreparedText) -> Iterator[str]:
+        """Yields faults if ``model`` does not fit the text and its groups."""
         yield from super().check(model, text)
         config: Any = getattr(model, "config", None)
         num_labels = getattr(config, "num_labels", None)

@@ -1,4 +1,4 @@
-"""Learns to say masked tokens, and whether one text follows another (Devlin et al. 2019, arXiv:1810.04805)."""
+"""Masked language modeling and next-sentence prediction (Devlin et al. 2019, arXiv:1810.04805)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from graphckpt.train.tasks.base import Samples, TextTask, perplexity, summed
-from graphckpt.train.tokens import Prepared, TokenFile
+from graphckpt.train.data.samples import Samples
+from graphckpt.train.data.token_file import PreparedText, TokenFile
+from graphckpt.train.tasks.base import TextTask, perplexity, summed
 
 # Legend: B samples, T tokens of a sample
 _PAD, _CLS, _SEP, _MASK = "[PAD]", "[CLS]", "[SEP]", "[MASK]"
-_UNMASKED = -100  # a label that cross_entropy leaves out
+_UNMASKED = -100  # ignored by cross_entropy
 _NEXT, _RANDOM = 0, 1  # as BertForPreTraining has them
 
 _Ids = NDArray[np.int64]
@@ -26,10 +27,10 @@ _Ids = NDArray[np.int64]
 @final
 @dataclass(frozen=True, slots=True)
 class _Pairs:
-    """``[CLS] first [SEP] second [SEP]``, with some tokens masked; sample and seed fix every draw."""
+    """``[CLS] first [SEP] second [SEP]``, with some tokens masked; determined by sample and seed."""
 
     tokens: TokenFile
-    text: Prepared
+    text: PreparedText
     seed: int
     mask_fraction: float
     random_fraction: float
@@ -76,7 +77,7 @@ class _Pairs:
         return self.tokens.read(first, min(first + size, stop))
 
     def _masked(self, whole: _Ids, is_text: NDArray[np.bool_], draw: np.random.Generator) -> tuple[_Ids, _Ids]:
-        """Returns what is seen and what is asked for: of that, 80 % is masked, 10 % random and 10 % as it is."""
+        """Returns inputs and labels: of the predicted tokens, 80 % are masked, 10 % random and 10 % unchanged."""
         places = np.flatnonzero(is_text)
         count = max(1, round(len(places) * self.mask_fraction))
         asked = draw.choice(places, count, replace=False)
@@ -100,20 +101,20 @@ class MaskedLM(TextTask):
     """
 
     mask_fraction: float = 0.15
-    """Share of the tokens that are asked for."""
+    """Fraction of the tokens that are predicted."""
     random_fraction: float = 0.5
-    """Share of the samples whose second text is from another document."""
+    """Fraction of the samples whose second text is from another document."""
 
     special_tokens: ClassVar[tuple[str, ...]] = (_PAD, _CLS, _SEP, _MASK)
     metric: ClassVar[str] = "eval_ppl"
 
     def faults(self) -> Iterator[str]:
-        """Yields what is wrong with the fields."""
+        """Yields the faults of the fields."""
         for name in ("mask_fraction", "random_fraction"):
             if not 0 <= getattr(self, name) <= 1:
-                yield f"{name}: {getattr(self, name)} · fix: use a share from 0 to 1"
+                yield f"{name}: expected a share from 0 to 1, got {getattr(self, name)}"
 
-    def samples(self, tokens: TokenFile, text: Prepared, seed: int) -> Samples:
+    def samples(self, tokens: TokenFile, text: PreparedText, seed: int) -> Samples:
         """Returns a pair of texts for each sequence of the file, of the document in which it begins."""
         return _Pairs(tokens, text, seed, self.mask_fraction, self.random_fraction)
 
@@ -126,7 +127,7 @@ class MaskedLM(TextTask):
         }
 
     def tally(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns both losses, and ``nsp_acc``, the share of the pairs that are told right."""
+        """Returns both losses, and ``nsp_acc``, the accuracy on pairs."""
         tokens, follows = _logits(model, batch)
         labels, told = batch["labels"].flatten(), batch["next_sentence_label"]
         masked = cross_entropy(tokens.flatten(0, 1), labels, ignore_index=_UNMASKED)
@@ -145,18 +146,18 @@ class MaskedLM(TextTask):
             "eval_nsp_acc": means["nsp_acc"],
         }
 
-    def check(self, model: nn.Module, text: Prepared) -> Iterator[str]:
-        """Yields what about ``model`` does not fit the text."""
+    def check(self, model: nn.Module, text: PreparedText) -> Iterator[str]:
+        """Yields faults if ``model`` does not fit the text."""
         yield from super().check(model, text)
         if text.seq_length < 8:
-            yield f"data.seq_length: {text.seq_length} · fix: use 8 or more, for two texts and their three marks"
+            yield f"data.seq_length: expected 8 or more (two texts and three special tokens), got {text.seq_length}"
         if text.train.num_documents < 2 and self.random_fraction:
             fix = "name several files, or set task.random_fraction=0"
             yield f"data: there is one document, and no second text from another · fix: {fix}"
 
 
 def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns what the model says of each token, [B, T, vocabulary], and of each pair, [B, 2], in full precision."""
+    """Returns the logits of tokens, [B, T, vocabulary], and of pairs, [B, 2], in float32."""
     names = ("input_ids", "attention_mask", "token_type_ids")
     output = model(**{name: batch[name] for name in names})
     return output.prediction_logits.float(), output.seq_relationship_logits.float()

@@ -1,4 +1,4 @@
-"""Learns by the losses that the model itself returns. The metrics are their means."""
+"""Trains on the losses that the model itself returns. The metrics are their means."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class OwnLoss(Task):
         return {name: value.mean() for name, value in found.items() if isinstance(value, Tensor)}
 
     def tally(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns each of the model's values, weighed by samples, and ``loss``, the sum of the losses."""
+        """Returns each of the model's values, weighted by samples, and ``loss``, the sum of the losses."""
         values = self.losses(model, batch)
         count = len(next(iter(batch.values())))
         total = sum((value for name, value in values.items() if "loss" in name), start=next(iter(values.values())) * 0)

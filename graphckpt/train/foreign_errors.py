@@ -1,0 +1,70 @@
+"""Turns errors of other code into ones that say what to do: keys of the config, or how to use less memory."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from graphckpt.errors import GraphckptError
+from graphckpt.train.loop import TrainError
+from graphckpt.train.parallel.errors import is_connection_error
+from graphckpt.train.snapshot.folder import first_line
+
+_MOST_CHARACTERS = 400  # of the error's message
+_CPU_WORDS = "can't allocate memory"  # PyTorch's CPU allocator raises a plain RuntimeError
+
+
+@contextmanager
+def attribute_errors(keys: str, what: str) -> Iterator[None]:
+    """Turns an error of user or third-party code into one that names the config keys, the file and the line.
+
+    Args:
+        keys: the config keys, such as ``"model, data"``.
+        what: the failed action, such as ``"iteration 3"``.
+
+    Raises:
+        TrainError: with the error as its cause.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, GraphckptError) or is_out_of_memory(error) or is_connection_error(error):
+            raise
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{frame.filename}:{frame.lineno}"
+        said = " ".join(str(error).split())  # in one line
+        text = f"{keys}: {what} failed, {type(error).__name__}: {said[:_MOST_CHARACTERS]} (at {place})"
+        raise TrainError(f"{text} · fix: check these keys of the config") from error
+
+
+@contextmanager
+def explain_out_of_memory(*, micro_batch: int, is_checkpointed: bool) -> Iterator[None]:
+    """Replaces an allocator's out-of-memory error with advice.
+
+    Args:
+        micro_batch: samples in one forward.
+        is_checkpointed: whether activation checkpointing is on.
+
+    Raises:
+        TrainError: out of memory, with the allocator's error as its cause.
+    """
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        fixes = [] if is_checkpointed else ["train.activation_checkpoint.enabled=True"]
+        if micro_batch > 1:
+            fixes.append(f"a train.train_micro_batch_size below {micro_batch}, with more train.num_accumulation_steps")
+        fix = ", or ".join(fixes) or "use a smaller model, shorter samples, or a device with more memory"
+        raise TrainError(f"memory ran out: {first_line(error)} · fix: {fix}") from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether ``error`` is an out-of-memory error."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and _CPU_WORDS in str(error)
+    )

@@ -1,0 +1,1 @@
+"""Training over several processes: data, tensor and pipeline parallelism, and FSDP2."""

@@ -1,0 +1,48 @@
+"""Errors of processes that are gone or do not answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import final
+
+import torch.distributed as dist
+
+from graphckpt.errors import GraphckptError
+
+_LOST = ("connection closed", "connection reset", "broken pipe", "timed out", "timeout", "nccl", "gloo", "socket")
+
+
+@final
+class ParallelError(GraphckptError, RuntimeError):
+    """Another process of the run is gone, or does not answer."""
+
+
+@contextmanager
+def connection_errors(rank: int, timeout_seconds: int) -> Iterator[None]:
+    """Turns an error of a backend about a lost connection into one that says what to do.
+
+    Args:
+        rank: of this process.
+        timeout_seconds: how long it waits for another.
+
+    Raises:
+        ParallelError: another process is gone, or has not answered in time.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, GraphckptError) or not is_connection_error(error):
+            raise
+        first_line = str(error).split("\n", 1)[0]
+        what = f"another process is gone, or has not answered for {timeout_seconds} s ({first_line})"
+        fix = "see what the other processes say, and go on with --resume; if one is slow: train.dist.timeout_seconds"
+        raise ParallelError(f"rank {rank}: {what} · fix: {fix}") from error
+
+
+def is_connection_error(error: BaseException) -> bool:
+    """Returns whether ``error`` says that another process is gone or does not answer."""
+    if not (dist.is_available() and dist.is_initialized() and isinstance(error, RuntimeError)):
+        return False
+    first_line = str(error).split("\n", 1)[0].lower()
+    return isinstance(error, dist.DistError) or any(word in first_line for word in _LOST)

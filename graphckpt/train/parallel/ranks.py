@@ -1,0 +1,250 @@
+"""The processes of a run: their process groups, and the collectives between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from graphckpt.errors import GraphckptError
+from graphckpt.train.parallel.config import DistConfig
+from graphckpt.train.parallel.errors import ParallelError, connection_errors
+from graphckpt.train.parallel.launch import check_world_size
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_PATIENCE = timedelta(days=7)  # while one process prepares the data; if it dies, the others see that at once
+
+
+@final
+class TrainRanks:
+    """The processes of a run, as seen from this one; a single one unless ``train.dist`` sets more.
+
+    Args:
+        config: the section ``train.dist``.
+        device: the device of this process.
+
+    Raises:
+        ConfigError: the world size differs from that of ``config``.
+    """
+
+    def __init__(self, config: DistConfig, device: torch.device) -> None:
+        self.size = config.num_processes
+        self.rank = 0
+        self.mesh: DeviceMesh | None = None
+        """All processes, of dimensions ``"dp"`` and ``"tp"``, a pipeline's ``"pp"`` first; ``None`` if there is one."""
+        self.config = config
+        self._control: Any = None
+        self._patient: Any = None
+        self._background: Any = None
+        self._is_owner = False
+        check_world_size(config)
+        if self.size > 1:
+            self._join(device)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which writes files and prints."""
+        return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """The data-parallel rank: which part of each batch this process gets."""
+        return self.stream % self.config.data_parallel_size
+
+    @property
+    def stage(self) -> int:
+        """The pipeline stage of this process; 0 without a pipeline."""
+        return self.stream // self.config.data_parallel_size
+
+    @property
+    def stream(self) -> int:
+        """The random stream of this process: tensor-parallel ranks share one, all others differ."""
+        return self.rank // self.config.tensor_parallel_size
+
+    @property
+    def stage_mesh(self) -> DeviceMesh | None:
+        """The mesh of this process's pipeline; ``None`` without one."""
+        return self.mesh["pp"] if self.mesh is not None and self.config.pipeline_parallel_size > 1 else None
+
+    @property
+    def tensor_mesh(self) -> DeviceMesh | None:
+        """The tensor-parallel mesh of this process; ``None`` without tensor parallelism."""
+        return self.mesh["tp"] if self.mesh is not None and self.config.tensor_parallel_size > 1 else None
+
+    @property
+    def data_mesh(self) -> DeviceMesh | None:
+        """The data-parallel mesh of this process; ``None`` without data parallelism."""
+        return self.mesh["dp"] if self.mesh is not None and self.config.data_parallel_size > 1 else None
+
+    @property
+    def control(self) -> Any:
+        """A gloo group of all processes."""
+        return self._control
+
+    @property
+    def background(self) -> Any:
+        """As ``control``, for use during training; created on first access, which is collective."""
+        if self._background is None and self.size > 1:
+            timeout = timedelta(seconds=self.config.timeout_seconds)
+            self._background = dist.new_group(backend="gloo", timeout=timeout)
+        return self._background
+
+    def describe(self, device: torch.device) -> str:
+        """Describes the processes and the device of the run."""
+        if self.size == 1:
+            return str(device)
+        is_mixed = 1 < self.config.data_parallel_size < self.size or self.config.pipeline_parallel_size > 1
+        sizes = f" ({self.config.describe()})" if is_mixed else ""
+        return f"{self.size} processes on {device.type}{sizes}"
+
+    def _join(self, device: torch.device) -> None:
+        from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - takes a second
+
+        timeout = timedelta(seconds=self.config.timeout_seconds)
+        if not dist.is_initialized():
+            self._is_owner = True
+            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        self.rank = dist.get_rank()
+        sizes = {"dp": self.config.data_parallel_size, "tp": self.config.tensor_parallel_size}
+        if self.config.pipeline_parallel_size > 1:
+            sizes = {"pp": self.config.pipeline_parallel_size, **sizes}
+        ranks = torch.arange(self.size).view(*sizes.values())
+        lines = [ranks.movedim(dim, -1).flatten(0, -2).tolist() for dim in range(ranks.ndim)]
+        # A mesh that makes its own groups gives them another timeout.
+        groups = [dist.new_subgroups_by_enumeration(line, timeout=timeout)[0] for line in lines]
+        self.mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=tuple(sizes))
+        self._control = dist.new_group(backend="gloo", timeout=timeout)
+        self._patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """Runs the body on rank 0, then on the others, which find its files on the disk.
+
+        Raises:
+            ParallelError: it failed on rank 0.
+        """
+        if self.is_main:
+            fault: BaseException | None = None
+            try:
+                yield
+            except BaseException as error:
+                fault = error
+                raise
+            finally:
+                if self.size > 1:
+                    self._broadcast(None if fault is None else type(fault).__name__, self._patient)
+            return
+        fault_name = self._broadcast(None, self._patient)
+        if fault_name is not None:
+            raise ParallelError(f"rank {self.rank}: rank 0 ended with {fault_name} · fix: see its message")
+        yield
+
+    def run_on_main(self, action: Callable[[], None], error: type[GraphckptError]) -> None:
+        """Calls ``action`` on rank 0; an ``error`` there is raised on all ranks."""
+        fault: str | None = None
+        if self.is_main:
+            try:
+                action()
+            except error as raised:
+                if self.size == 1:
+                    raise
+                fault = str(raised)
+        if (fault := self.broadcast(fault)) is not None:
+            raise error(fault)
+
+    def broadcast(self, value: Any) -> Any:
+        """Broadcasts a plain value from rank 0."""
+        return value if self.size == 1 else self._broadcast(value, self._control)
+
+    def _broadcast(self, value: Any, group: Any) -> Any:
+        box = [value]
+        with self.translate_errors():
+            dist.broadcast_object_list(box, src=0, group=group)
+        return box[0]
+
+    def any(self, flag: bool) -> bool:
+        """Returns whether the flag is set on any rank; collective."""
+        if self.size == 1:
+            return flag
+        flags = torch.tensor([flag], dtype=torch.int32)
+        with self.translate_errors():
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._control)
+        return bool(flags.item())
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """All-gathers plain values, by rank."""
+        if self.size == 1:
+            return [value]
+        box: list[Any] = [None] * self.size
+        with self.translate_errors():
+            dist.all_gather_object(box, value, group=self._control)
+        return box
+
+    def gather_tensors(self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Gathers tensors on rank 0, on the CPU; of several with one name, that of the lowest rank. Others get nothing.
+
+        Args:
+            tensors: of this process.
+            like: a tensor of the same shape and dtype for each possible name, in the same order on all ranks.
+        """
+        held = [set(names) for names in self.all_gather(list(tensors))]
+        found: dict[str, Tensor] = {}
+        for name, shape in like.items():
+            owner = next((rank for rank, names in enumerate(held) if name in names), None)
+            if self.rank == owner:
+                found[name] = tensors[name].detach().cpu().contiguous()
+            elif self.is_main and owner is not None:
+                found[name] = torch.empty(shape.shape, dtype=shape.dtype)
+            with self.translate_errors():
+                if owner and self.rank == owner:
+                    dist.send(found.pop(name), 0, group=self._control)
+                elif owner and self.is_main:
+                    dist.recv(found[name], owner, group=self._control)
+        return found
+
+    def local_samples(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the samples of this data-parallel rank: equal parts, in the order of one process."""
+        size = len(indices) // self.config.data_parallel_size
+        return indices[self.data_rank * size : (self.data_rank + 1) * size]
+
+    def average(self, losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """All-reduces scalars to their means over the data-parallel ranks."""
+        mesh = self.data_mesh
+        if mesh is None:
+            return dict(losses)
+        stacked = torch.stack([loss.detach().float() for loss in losses.values()])
+        with self.translate_errors():
+            dist.all_reduce(stacked, group=mesh.get_group())
+        return dict(zip(losses, (stacked / mesh.size()).unbind(), strict=True))
+
+    def sum(self, totals: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Sums float64 tensors on the CPU over the data-parallel ranks; the same result on all.
+
+        In a pipeline, they come from the last stage.
+        """
+        if self.data_mesh is None and self.stage_mesh is None:
+            return totals
+        rows = self.all_gather({name: total.tolist() for name, total in totals.items()})
+        parts = self.config.data_parallel_size * self.config.tensor_parallel_size
+        own = rows[-parts :: self.config.tensor_parallel_size]
+        return {name: torch.tensor([row[name] for row in own], dtype=torch.float64).sum(0) for name in own[0]}
+
+    def translate_errors(self) -> AbstractContextManager[None]:
+        """Returns a context that turns connection errors into a ``ParallelError`` with advice."""
+        return nullcontext() if self.size == 1 else connection_errors(self.rank, self.config.timeout_seconds)
+
+    def close(self) -> None:
+        """Waits for all ranks and destroys the process group; call it last, and not after an error."""
+        if self.size == 1 or not self._is_owner or not dist.is_initialized():
+            return
+        dist.barrier(group=self._control)
+        dist.destroy_process_group()

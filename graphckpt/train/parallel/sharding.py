@@ -1,0 +1,200 @@
+"""Sharded tensors: gathered for a snapshot, sharded again from one. Knows no model and no file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+_DATA, _TENSOR = "dp", "tp"
+_TAKEN = "is among the shares"
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor, of which this process holds a shard."""
+    return hasattr(tensor, "device_mesh")
+
+
+def is_packed(tensor: Any) -> bool:
+    """Whether the local shard consists of several blocks of the full tensor, as ``packed_shard`` makes it."""
+    return is_sharded(tensor) and hasattr(tensor.placements[-1], "split_factor")
+
+
+def on_other_stage(tensor: Tensor) -> bool:
+    """Whether another pipeline stage holds a tensor; ``pp_stages.py`` leaves its name and shape here."""
+    return tensor.is_meta
+
+
+def local_shard(tensor: Any) -> Tensor:
+    """Returns the local shard of a sharded tensor."""
+    share: Tensor = tensor.to_local()
+    return share
+
+
+def map_leaves(
+    state: Any,
+    change: Callable[[Any, str], Any],
+    name: str = "",
+    *,
+    is_leaf: Callable[[Any], bool] = lambda value: False,
+) -> Any:
+    """Returns nested plain containers with every leaf changed.
+
+    Args:
+        state: dicts, lists and tuples of anything; it stays as it is.
+        change: returns what takes the place of a leaf, from the leaf and its name.
+        name: of ``state``, and the beginning of the names in it.
+        is_leaf: says which containers are leaves themselves.
+
+    >>> map_leaves({"a": [1, 2]}, lambda leaf, name: f"{name}={leaf}", "x")
+    {'a': ['x.a.0=1', 'x.a.1=2']}
+    """
+    if isinstance(state, Mapping) and not is_leaf(state):
+        return {key: map_leaves(value, change, f"{name}.{key}", is_leaf=is_leaf) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        changed = [map_leaves(value, change, f"{name}.{n}", is_leaf=is_leaf) for n, value in enumerate(state)]
+        return type(state)(changed)
+    return change(state, name)
+
+
+def full_tensor_tree(state: Any, *, keep: bool = True) -> Any:
+    """Returns nested plain containers with every sharded tensor gathered, on the CPU, one by one.
+
+    All processes have to call this, with the same names in the same order.
+
+    Args:
+        state: what to gather; a tensor that is not sharded is returned as it is.
+        keep: ``False`` takes part, and returns an empty tensor in place of each.
+    """
+
+    def gather(leaf: Any, _: str) -> Any:
+        if not is_sharded(leaf):
+            return leaf
+        full = _joined(leaf.detach())
+        return full.cpu() if keep else full.new_empty(0)
+
+    return map_leaves(state, gather)
+
+
+def _joined(tensor: Any) -> Tensor:
+    """Returns the full tensor, gathered over the data-parallel dimension first and the tensor-parallel one second.
+
+    FSDP2 shards what tensor parallelism has left, along dim 0. DTensor cannot undo both at once if the second is a
+    packed shard.
+    """
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if mesh.ndim == 1:
+        full: Tensor = tensor.full_tensor()
+        return full
+    from torch.distributed.tensor import DTensor, Shard  # noqa: PLC0415 - a second, for those who need it
+
+    shape = list(tensor.shape)
+    if not placements[1].is_replicate():
+        shape[placements[1].dim] //= mesh.size(1)
+    stride = torch.empty(shape, device="meta").stride()
+    mine = DTensor.from_local(
+        tensor.to_local(), mesh[_DATA], [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride
+    ).full_tensor()
+    joined: Tensor = DTensor.from_local(mine, mesh[_TENSOR], placements[1:], run_check=False).full_tensor()
+    return joined
+
+
+def shard_like(like: Tensor, value: Tensor) -> Tensor:
+    """Returns the local shard of a full tensor, sharded like ``like``; ``value`` itself if ``like`` is not sharded."""
+    if not is_sharded(like) or is_sharded(value):
+        return value
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor  # noqa: PLC0415 - a second, for those who need it
+
+    cut: Any = like
+    mesh, placements = cut.device_mesh, cut.placements
+    value = value.to(cut.device)
+    if mesh.ndim == 1:
+        return distribute_tensor(value, mesh, placements, src_data_rank=None)
+    mine = distribute_tensor(value, mesh[_TENSOR], placements[1:], src_data_rank=None).to_local()
+    share = distribute_tensor(mine, mesh[_DATA], [Shard(0)], src_data_rank=None).to_local()
+    return DTensor.from_local(share, mesh, placements, run_check=False, shape=cut.shape, stride=cut.stride())
+
+
+def extract_sharded(state: Any, name: str, into: dict[str, Tensor], takes: Callable[[Any], bool] = is_sharded) -> Any:
+    """Returns nested plain containers without the tensors that are sharded, which are put by name into ``into``.
+
+    Args:
+        state: what to take apart; it stays as it is.
+        name: of it, and the beginning of the names in it.
+        into: where to put tensors.
+        takes: says which.
+    """
+
+    def extract(leaf: Any, name: str) -> Any:
+        if not takes(leaf):
+            return leaf
+        into[name] = leaf
+        return {_TAKEN: name, "shape": list(leaf.shape)}
+
+    return map_leaves(state, extract, name)
+
+
+def _is_placeholder(value: Any) -> bool:
+    return isinstance(value, Mapping) and _TAKEN in value
+
+
+def extracted_shapes(state: Any) -> dict[str, list[int]]:
+    """Returns the shapes of what ``extract_sharded`` took out, by name."""
+    found: dict[str, list[int]] = {}
+
+    def note(leaf: Any, _: str) -> None:
+        if _is_placeholder(leaf):
+            found[leaf[_TAKEN]] = leaf["shape"]
+
+    map_leaves(state, note, is_leaf=_is_placeholder)
+    return found
+
+
+def placeholder_shape(value: Any) -> list[int] | None:
+    """Returns the shape in a placeholder of ``extract_sharded``; ``None`` if ``value`` is none."""
+    if not isinstance(value, Mapping) or set(value) != {_TAKEN, "shape"} or not isinstance(value[_TAKEN], str):
+        return None
+    shape = value["shape"]
+    is_shape = isinstance(shape, list) and all(isinstance(size, int) and size >= 0 for size in shape)
+    return shape if is_shape else None
+
+
+def restore_sharded(state: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Undoes ``extract_sharded``, with tensors by the names that it gave them."""
+    return map_leaves(
+        state, lambda leaf, _: tensors[leaf[_TAKEN]] if _is_placeholder(leaf) else leaf, is_leaf=_is_placeholder
+    )
+
+
+def shard_optimizer_state(optimizer: Optimizer, graph: dict[str, Any]) -> None:
+    """Shards the optimizer state of a snapshot like the optimizer's parameters; in place."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(map(is_sharded, parameters)):
+        return
+    for key in [key for key in graph if "Optimizer" in key]:
+        states = graph[key]["state"]
+        graph[key] = {**graph[key], "state": {n: _cut(parameters[int(n)], state) for n, state in states.items()}}
+
+
+def _cut(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: shard_like(parameter, value) if isinstance(value, Tensor) and value.shape == parameter.shape else value
+        for name, value in state.items()
+    }
+
+
+def merge_stage_states(graphs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Merges the graph states of all pipeline stages, each with the optimizer state of its own weights."""
+    merged = dict(graphs[0])
+    for key in [key for key in merged if "Optimizer" in key]:
+        states = {number: state for graph in reversed(graphs) for number, state in graph[key]["state"].items()}
+        merged[key] = {**merged[key], "state": dict(sorted(states.items()))}
+    return merged
+
+
+def on_cpu(state: Any, *, copy: bool = False) -> Any:
+    """Returns nested plain containers with their tensors on the CPU, with ``copy`` in memory of their own."""
+    return map_leaves(state, lambda leaf, _: leaf.detach().to("cpu", copy=copy) if isinstance(leaf, Tensor) else leaf)

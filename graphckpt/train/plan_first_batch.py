@@ -1,0 +1,61 @@
+"""Plans a run for ``train.activation_checkpoint.memory_budget``, on its first batch."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from graphckpt.planning.report import summary
+from graphckpt.train.files import replacing
+from graphckpt.train.snapshot.run_folder import PLAN
+from graphckpt.train.units import head_policies, unit_names
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from graphckpt.planning import Plan
+    from graphckpt.train.console import Report
+    from graphckpt.train.graphs import TrainGraph
+    from graphckpt.train.settings import ActivationCheckpointConfig
+    from graphckpt.train.snapshot.saved_run import SavedRun
+
+
+def plan_on_first_batch(
+    graph: TrainGraph, config: ActivationCheckpointConfig, report: Report, saved: SavedRun
+) -> Callable[..., Any]:
+    """Returns the step to call with each batch: the graph, planned for in the first call if there is a budget.
+
+    All ranks plan together; rank 0 writes the plan.
+    """
+    if config.memory_budget is None:
+        return graph
+    todo = [config.memory_budget]
+    model = graph.model.origin
+    assert isinstance(model, nn.Module)
+
+    def call(**batch: Any) -> Any:
+        if todo:
+            found = graph.plan(
+                **batch,
+                memory_budget=todo.pop(),
+                offload=config.offload or False,
+                partition=config.partition,
+                contiguous=bool(config.contiguous),
+                compile=config.compile,
+                blocks=[f"model.{name}" for name in unit_names(model, config)],
+                head={f"model.{name}": rules for name, rules in head_policies(model, config.head).items()},
+            )
+            for line in summary(found):
+                report.line(f"plan: {line}")
+            saved.at_start(partial(_save, found.below("model"), saved.folder / PLAN))
+        return graph(**batch)
+
+    return call
+
+
+def _save(plan: Plan, path: Path) -> None:
+    with replacing(path) as fresh:
+        plan.save(fresh)

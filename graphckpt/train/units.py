@@ -1,0 +1,117 @@
+"""Resolves ``train.activation_checkpoint`` to the blocks of a model and their fields."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from graphckpt.blocks.config import BlockConfig
+from graphckpt.blocks.find_layers import marked_layers
+from graphckpt.blocks.select import select
+from graphckpt.errors import ConfigError, bullets, did_you_mean
+from graphckpt.train.settings import ActivationCheckpointConfig
+
+_WHERE = "train.activation_checkpoint"
+_FLAG = "activation_checkpointing"
+
+
+def block_policies(model: nn.Module, config: ActivationCheckpointConfig) -> dict[str, dict[str, Any]]:
+    """Returns the fields to set on each block, by its name in ``model``.
+
+    ``rule``, the store and ``compile`` apply to every unit; the fields in ``blocks`` override them, pattern by
+    pattern.
+
+    Raises:
+        ConfigError: a name matches no block, a value is invalid, or no unit can be found.
+    """
+    if not config.enabled or config.memory_budget is not None:
+        return {}
+    settings: dict[str, dict[str, Any]] = {}
+    faults: list[str] = []
+    try:
+        fields: dict[str, Any] = {_FLAG: config.rule} if config.rule is not None else {}
+        fields |= config.beside_rule
+        settings = {name: dict(fields) for name in unit_names(model, config)} if fields else {}
+    except ConfigError as error:
+        faults.append(str(error))
+    for pattern, value in (config.blocks or {}).items():
+        fields = value if isinstance(value, dict) and "rule" not in value else {_FLAG: value}
+        try:
+            for name, _ in select(model, pattern):
+                settings[name] = {**settings.get(name, {}), **fields}
+        except ConfigError as error:
+            faults.append(f"{_WHERE}.blocks: {error}")
+    faults += _invalid_fields(settings)
+    if faults:
+        raise ConfigError(bullets(f"{_WHERE} is invalid", faults) if len(faults) > 1 else faults[0])
+    return settings
+
+
+def head_policies(model: nn.Module, head: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns the candidate rules of the block that computes the loss, by its name in ``model``.
+
+    Raises:
+        ConfigError: there is no such block.
+    """
+    known = [name for name, _ in model.named_modules()]
+    for name in head or ():
+        if name not in known:
+            hint = did_you_mean(name, [name for name, _ in model.named_children()])
+            fix = "task.loss_head=True gives a causal language model the block 'loss_head'"
+            raise ConfigError(f"{_WHERE}.head: there is no block {name!r}{hint} · fix: {fix}")
+    return dict(head or {})
+
+
+def layer_names(model: nn.Module, config: ActivationCheckpointConfig) -> list[str]:
+    """Returns the names of the units of a model, checkpointed or not; empty if it marks none.
+
+    Raises:
+        ConfigError: ``unit`` names no block.
+    """
+    return marked_layers(model) if config.unit is None else unit_names(model, config)
+
+
+def _invalid_fields(settings: dict[str, dict[str, Any]]) -> Iterator[str]:
+    seen: set[str] = set()
+    for name, fields in settings.items():
+        try:
+            BlockConfig(name).update(fields)
+        except ConfigError as error:
+            text = str(error).removeprefix(name)
+            if text not in seen:  # once per pattern
+                seen.add(text)
+                yield f"{_WHERE}: {error}"
+
+
+def unit_names(model: nn.Module, config: ActivationCheckpointConfig) -> list[str]:
+    """Returns the names of the units that ``unit`` means, or of those that the model itself marks."""
+    if config.unit is None:
+        found = marked_layers(model)
+        if found or config.blocks is not None:
+            return found
+        fix = f"name its class or its blocks: {_WHERE}.unit=Block, or {_WHERE}.unit='layers.*'"
+        raise ConfigError(f"{_WHERE}: {type(model).__name__} marks no layer as a unit · fix: {fix}")
+    named = [config.unit] if isinstance(config.unit, str) else config.unit
+    return list(dict.fromkeys(name for unit in named for name in _named(model, unit)))
+
+
+def _named(model: nn.Module, unit: str) -> list[str]:
+    """Returns the modules of a class of this name, or else those that the pattern ``unit`` matches."""
+    short = unit.rpartition(".")[2]
+    of_class = [
+        name
+        for name, module in model.named_modules()
+        if name
+        and any(
+            kind.__name__ == short and unit in {short, f"{kind.__module__}.{short}"} for kind in type(module).__mro__
+        )
+    ]
+    if of_class:
+        return of_class
+    try:
+        return [name for name, _ in select(model, unit)]
+    except ConfigError as error:
+        hint = did_you_mean(unit, {type(module).__name__ for module in model.modules()})
+        raise ConfigError(f"{_WHERE}.unit: no class is called {unit!r}{hint}, and as a pattern {error}") from None

@@ -1,0 +1,97 @@
+"""The core runs with torch and rich alone; what an extra installs is one line of error that names the command."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import textwrap
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BLOCKED = {
+    "accelerate", "datasets", "lightning", "matplotlib", "networkx", "numpy", "omegaconf", "peft", "pynvml",
+    "safetensors", "scipy", "tensorboard", "tokenizers", "tqdm", "transformers", "wandb", "yaml",
+}  # fmt: skip
+BLOCK = f"""
+import sys, warnings
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {sorted(BLOCKED)!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Blocked())
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's own
+"""
+USE = (ROOT / "tests" / "release" / "core_only.py").read_text(encoding="utf-8")
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", BLOCK + textwrap.dedent(code)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+
+
+def test_apply_and_explain_need_torch_and_rich_alone() -> None:
+    done = run(USE)
+    assert done.returncode == 0, done.stderr
+    assert "layers.0" in done.stdout
+
+
+MISSING = [
+    ("handle.explain('step.png', show=False)", "matplotlib", "plot"),
+    ("handle.remove(); graphckpt.plan(model, lambda: model(x).sum().backward(), memory_budget=10**9)", "numpy", "plan"),
+    ("graphckpt.Plan.load('plan.yaml')", "yaml", "plan"),
+    ("import graphckpt.train", "numpy", "train"),
+    ("import graphckpt.config", "omegaconf", "train"),
+    ("import graphckpt.integrations.transformers", "transformers", "transformers-trainer"),
+    ("import graphckpt.integrations.lightning", "lightning", "lightning"),
+]
+
+
+def test_a_missing_extra_is_one_line_with_the_command() -> None:
+    each = f"""
+for code in {[code for code, *_ in MISSING]!r}:
+    try:
+        exec(code)
+    except graphckpt.GraphckptError as error:
+        print("error:", error)
+"""
+    done = run(USE + each)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if line.startswith("error")] == [
+        f"error: {package} is not installed · fix: pip install 'graphckpt[{extra}]'" for _, package, extra in MISSING
+    ]
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_the_command_line_says_which_extra_is_missing(command: str) -> None:
+    words = [command, "--config-file", "quickstart.py", *(["--device", "h100"] if command == "plan" else [])]
+    done = run(f"from graphckpt.cli import main\nsys.exit(main({words!r}))")
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr == "error: omegaconf is not installed · fix: pip install 'graphckpt[train]'\n"
+
+
+def test_every_import_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = {
+        line.partition(">")[0].partition("[")[0]
+        for lines in (project["dependencies"], *project["optional-dependencies"].values())
+        for line in lines
+    }
+    named_otherwise = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py"}
+    imported = {
+        name.partition(".")[0]
+        for path in (ROOT / "graphckpt").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for name in names_in(node)
+    } - {*sys.stdlib_module_names, "graphckpt"}
+    assert {named_otherwise.get(name, name) for name in imported} - declared == set()
+    assert imported - {"torch", "rich", "filelock"} <= BLOCKED  # torch itself needs filelock
+
+
+def names_in(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
