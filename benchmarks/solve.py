@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 from report import header, write
 
+from graphckpt.planning.levels import Move, peak, seconds
 from graphckpt.planning.offload_time import Timing, improve, schedule
 from graphckpt.planning.offload_window import Windowed
-from graphckpt.planning.solve import Front, Move, peak, seconds
+from graphckpt.planning.solve import Front
 
 MIB = 2**20
 FORWARD, BACKWARD = 10, 20  # milliseconds
@@ -70,7 +71,6 @@ def timing_of(scale: list[float], gib_per_second: float) -> Timing:
         moved_bytes=[[int(mib * MIB * s) for mib in MOVED] for s in scale],
         out_rate=gib_per_second * 2**30,
         back_rate=gib_per_second * 2**30,
-        head_seconds=0.02,
     )
 
 
@@ -145,9 +145,8 @@ def offloads(num_blocks_of: list[int]) -> list[dict[str, Any]]:
                 "budget, % of what the plain step keeps": round(100 * share),
                 "nothing moves, % slower": more(moves_not),
                 "copies thought free, % slower": more(blind),
-                "improve, % slower": more(found.plan),
+                "improve, % slower": more(None if found is None else found.plan),
                 "improve, s": round(spent, 2),
-                "notes": "; ".join(found.notes) or "-",
             }
         )
         print(rows[-1], flush=True)

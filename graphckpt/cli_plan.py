@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 if TYPE_CHECKING:
-    from graphckpt.planning.planners import Planners
+    from graphckpt.planning.planner import Planners
 
 _PLAN_EXAMPLES = """\
 examples:

@@ -24,8 +24,7 @@ from graphckpt.planning.machine import Machine, machine
 from graphckpt.planning.measure import measure
 from graphckpt.planning.options import options
 from graphckpt.planning.plan_step import Progress, head_rows
-from graphckpt.planning.planner import Planner
-from graphckpt.planning.planners import Planners
+from graphckpt.planning.planner import Planner, Planners
 from graphckpt.planning.pretend import FakeStep
 from graphckpt.planning.run import Blocks
 from graphckpt.train.blocks import head_of, units

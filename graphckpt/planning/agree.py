@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, final
 import torch.distributed as dist
 
 from graphckpt.errors import ConfigError, GraphckptError
-from graphckpt.planning.measured import Measured, PlanError
+from graphckpt.planning.measured import GroupError, Measured, PlanError
 from graphckpt.planning.plan import Plan, PlanRow, Stage
 from graphckpt.stores.meeting import Absent, meet
 
@@ -53,11 +53,6 @@ class Team:
         self.decider = 0
         """Whose plan it is."""
 
-    @property
-    def is_over(self) -> bool:
-        """Whether a process has failed: nothing can be agreed upon any more."""
-        return self._is_over
-
     def __enter__(self) -> Self:
         return self
 
@@ -76,7 +71,7 @@ class Team:
         """Returns the plain values that the processes call this with, by rank.
 
         Raises:
-            PlanError: another process has failed, is gone or does not come.
+            GroupError: another process has failed, is gone or does not come.
         """
         if self.size == 1:
             return [value]
@@ -85,16 +80,16 @@ class Team:
             answers = self._meet({"value": value}, self._seconds)
         except Absent as absent:
             self._is_over = True
-            raise PlanError(f"{absent} to plan with this process for {self._seconds:g} s · {fix}") from None
+            raise GroupError(f"{absent} to plan with this process for {self._seconds:g} s · {fix}") from None
         except RuntimeError as error:
             self._is_over = True
             first_line = str(error).split("\n", 1)[0]
-            raise PlanError(f"another process is gone while they plan together ({first_line}) · {fix}") from error
+            raise GroupError(f"another process is gone while they plan together ({first_line}) · {fix}") from error
         for member, answer in zip(self._members, answers, strict=True):
             if "fault" in answer:
                 self._is_over = True
                 more = "" if " · fix: " in answer["fault"] else " · fix: see what that process says"
-                raise PlanError(f"rank {member}: {answer['fault']}{more}")
+                raise GroupError(f"rank {member}: {answer['fault']}{more}")
         return [answer["value"] for answer in answers]
 
     def decided(self, action: Callable[[], Any]) -> Any:

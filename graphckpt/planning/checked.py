@@ -7,10 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from graphckpt.planning import budget as budgets
-from graphckpt.planning.below_floor import plan_below_floor
 from graphckpt.planning.choose import Rates
 from graphckpt.planning.joined import JOINED
-from graphckpt.planning.measure import PlanError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -54,13 +52,7 @@ def checked(
         plan = planner.plan(bound, correction=correction)
         return _with_slabs(plan, planner.also) if has_slabs else plan
 
-    try:
-        found = team.plan(chosen, known, planner.model)
-    except PlanError:
-        below = None if team.is_over or limit is None else plan_below_floor(step, planner, limit, team)
-        if below is None:
-            raise
-        return below
+    found = team.plan(chosen, known, planner.model)
     for _ in range(_MOST_CHECKS if check else 0):
         with found.apply():
             off = team.most(_peak(step, team, found)) - (found.predicted_peak_bytes - found.correction_bytes)

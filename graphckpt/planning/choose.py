@@ -45,7 +45,6 @@ class Choice:
     interval: Interval
     seconds: float
     """Of all blocks, with what the step waits for copies."""
-    notes: tuple[str, ...] = ()
     runs: Runs = ()
     """Blocks that run again as one; in the plan each is recomputed."""
 
@@ -198,12 +197,12 @@ class Chooser:
                 timing = self._timing(chain)
                 start = None if best is None or best.runs else [best.plan[block] for block in chain.blocks]
                 improved = improve(chain, timing, budget, start)
-                if improved.plan is not None and (found is None or improved.seconds < found.seconds):
+                if improved is not None and (found is None or improved.seconds < found.seconds):
                     plan = chain.plan(improved.plan)
                     highest = max(self.levels(plan, ()), key=lambda level: level.peak)
                     peak = max(improved.peak, highest.peak)
                     if peak <= budget:
-                        found = Choice(plan, peak, highest.interval, improved.seconds, improved.notes)
+                        found = Choice(plan, peak, highest.interval, improved.seconds)
             if found is None or self._host_budget is None:
                 return found
             moved = [self.measured.far_bytes[block][option] for block, option in enumerate(found.plan)]

@@ -96,14 +96,6 @@ class Machine:
         """Returns the bytes that an op takes and gives back while it runs, unseen by dispatch modes; 0 if not known."""
         return extra_bytes_on_cuda(func, args) if self.kind == "cuda" else 0
 
-    def copy_out_seconds(self, num_bytes: int) -> float:
-        """Returns how long ``num_bytes`` take to the host; infinite if the device has no rate for it."""
-        return _seconds(num_bytes, self.copy_out * self.efficiency.get("copy", 1.0))
-
-    def copy_in_seconds(self, num_bytes: int) -> float:
-        """Returns how long ``num_bytes`` take from the host; infinite if the device has no rate for it."""
-        return _seconds(num_bytes, self.copy_in * self.efficiency.get("copy", 1.0))
-
     def save(self, path: str | Path, *, comment: str = "") -> None:
         """Writes a file that :func:`machine` reads."""
         values = asdict(self)
@@ -184,9 +176,3 @@ def _faults(device: Machine) -> list[str]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _seconds(num_bytes: int, rate: float) -> float:
-    if num_bytes == 0:
-        return 0.0
-    return num_bytes / rate if rate else float("inf")

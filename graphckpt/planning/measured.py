@@ -15,9 +15,13 @@ if TYPE_CHECKING:
     from graphckpt.planning.trace import Interval, Trace
 
 
-@final
 class PlanError(GraphckptError, RuntimeError):
     """A step cannot be planned, or no plan fits."""
+
+
+@final
+class GroupError(PlanError):
+    """Another process has failed, is gone or did not join: the processes cannot plan together any more."""
 
 
 @final

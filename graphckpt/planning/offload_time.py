@@ -8,14 +8,10 @@ from typing import final
 
 from graphckpt.errors import ConfigError
 from graphckpt.planning.levels import Chain, Plan, peak
-from graphckpt.planning.offload_milp import solve_milp
 from graphckpt.planning.offload_window import Known, Windowed
 from graphckpt.planning.solve import Front
 
 _BLOCKS_PER_SECOND = 20_000  # that are judged, of all plans together, for each second that `improve` is given
-_LEVELS_OF_BYTES = (
-    6  # sizes of pieces that the dynamic programme tells apart; rounded up, so that it stays within bounds
-)
 _LABELS = 512  # fewer than usual, as there are many states
 
 
@@ -24,12 +20,12 @@ _LABELS = 512  # fewer than usual, as there are many states
 class Timing:
     """What the options of each block compute and move; the first index is the block, the second the option.
 
-    Note [The window counts blocks that move]: a host store lets go of a block's tensors when later blocks that move
-    something end their forward, and sends for the next block *that moves* in backward. Blocks between, which move
-    nothing, give no signal, and the bytes stay in flight as long as they run.
+    Note [The window counts blocks that move]: a host store frees a block's tensors when the next block that moves
+    something ends its forward, and prefetches the block *that moves* before it in backward. Blocks between, which move
+    nothing, give no signal, and the bytes stay in flight while they run.
 
     Raises:
-        ConfigError: A rate or a window is out of range.
+        ConfigError: A rate is not above 0.
     """
 
     forward_seconds: Sequence[Sequence[float]]
@@ -42,19 +38,10 @@ class Timing:
     """Bytes per second to the host, measured beside a computation."""
     back_rate: float
     """Bytes per second from the host."""
-    slots: int = 2
-    """Blocks whose bytes may wait on the device at a time, from the beginning of their forward on. 2: a block's copies
-    run while the next one computes. 1: each block waits for its own."""
-    ahead: int = 1
-    """How many blocks are sent for before backward comes to them."""
-    head_seconds: float = 0.0
-    """Between the last block's forward and its backward."""
 
     def __post_init__(self) -> None:
         if not (self.out_rate > 0 and self.back_rate > 0):
             raise ConfigError(f"rates {self.out_rate}, {self.back_rate}: not above 0 · fix: give bytes per second")
-        if self.slots < 1 or self.ahead < 0:
-            raise ConfigError(f"slots {self.slots}, ahead {self.ahead}: out of range · fix: slots >= 1, ahead >= 0")
 
 
 @final
@@ -71,8 +58,6 @@ class Schedule:
     in_flight: tuple[int, ...]
     """Bytes that other blocks have on the device, in the order of :func:`~graphckpt.planning.levels.levels`."""
     seconds: float
-    stall_seconds: float
-    """How much of ``seconds`` the computation waits for copies."""
 
 
 def schedule(timing: Timing, plan: Sequence[int]) -> Schedule:
@@ -80,39 +65,36 @@ def schedule(timing: Timing, plan: Sequence[int]) -> Schedule:
 
     ::
 
-        compute  F0 |F1 |F2 .. wait |F3 |head |B3 |B2 .. wait |B1 |B0      slots=2: F3 waits until block 1 is out
-        out         |o0 |o1      |o2 |                                     ahead=1: r1 begins when B2 would begin
+        compute  F0 |F1 |F2 .. wait |F3 |head |B3 |B2 .. wait |B1 |B0      F3 waits until block 1 has been copied
+        out         |o0 |o1      |o2 |                                     r1 begins when B2 would begin
         back                                  |r2     |r1     |r0
 
-    A copy out begins when the block's forward has ended and the copy before it has. After its forward, a block that
-    moves waits for the copy of the block ``slots - 1`` before it, see Note [The window counts blocks that move].
-    When backward comes to a block that moves, it sends for it, if nobody has, and for the ``ahead`` blocks before it.
+    A copy to the host begins when the block's forward and the copy before it have ended. After its forward, a block
+    that moves waits for the copy of the block that moved before it, see Note [The window counts blocks that move].
+    When backward reaches a block that moves, it loads that block, unless it was prefetched, and prefetches the one
+    before it.
     """
     num_blocks = len(plan)
     sizes = [timing.moved_bytes[block][option] for block, option in enumerate(plan)]
     moving = [block for block in range(num_blocks) if sizes[block] > 0]
-    stay = moving[max(0, len(moving) - timing.slots + 1) :]
-    now = engine = computed = 0.0
+    now = engine = 0.0
     forward_ends, out_ends, in_flight, done = [], {}, [], 0
     for block, option in enumerate(plan):
-        in_flight.append(sum(sizes[other] for other in moving[max(0, done - timing.slots + 1) : done]))
+        in_flight.append(sizes[moving[done - 1]] if done else 0)
         now += timing.forward_seconds[block][option]
-        computed += timing.forward_seconds[block][option]
         forward_ends.append(now)
         if sizes[block] > 0:
             out_ends[block] = engine = max(engine, now) + sizes[block] / timing.out_rate
             done += 1
-            if done >= timing.slots:
-                now = max(now, out_ends[moving[done - timing.slots]])
-    on_device = set(stay)  # of blocks whose backward is to come
+            if done > 1:
+                now = max(now, out_ends[moving[done - 2]])
+    on_device = set(moving[-1:])  # of blocks whose backward is to come
     in_flight.append(sum(sizes[other] for other in on_device))
-    now += timing.head_seconds
-    computed += timing.head_seconds
     backward_ends, back_ends, engine = [0.0] * num_blocks, {}, 0.0
     for block in reversed(range(num_blocks)):
         if sizes[block] > 0:
             done -= 1
-            for other in reversed(moving[max(0, done - timing.ahead) : done + 1]):
+            for other in reversed(moving[max(0, done - 1) : done + 1]):
                 if other not in on_device:
                     on_device.add(other)
                     back_ends[other] = engine = max(engine, now) + sizes[other] / timing.back_rate
@@ -120,10 +102,8 @@ def schedule(timing: Timing, plan: Sequence[int]) -> Schedule:
             now = max(now, back_ends.get(block, now))
         in_flight.append(sum(sizes[other] for other in on_device))
         now += timing.backward_seconds[block][plan[block]]
-        computed += timing.backward_seconds[block][plan[block]]
         backward_ends[block] = now
-    ends = tuple(forward_ends), tuple(backward_ends), out_ends, back_ends
-    return Schedule(*ends, tuple(in_flight), now, max(0.0, now - computed))
+    return Schedule(tuple(forward_ends), tuple(backward_ends), out_ends, back_ends, tuple(in_flight), now)
 
 
 @final
@@ -131,35 +111,30 @@ def schedule(timing: Timing, plan: Sequence[int]) -> Schedule:
 class Improved:
     """What :func:`improve` has found."""
 
-    plan: Plan | None
-    """``None``: no plan was found that fits."""
+    plan: Plan
     seconds: float
-    """With everything that waits; infinite without a plan."""
+    """With everything that waits."""
     peak: int
     """In bytes, with what is in flight."""
-    notes: tuple[str, ...]
-    """What was left out, and why."""
 
 
 def improve(
     chain: Chain, timing: Timing, budget: int, plan: Sequence[int] | None = None, limit_seconds: float = 1.0
-) -> Improved:
+) -> Improved | None:
     """Looks for a plan that ends early, with its copies, and whose peak, with what is in flight, fits in ``budget``.
 
     The result is never slower than ``plan``, if that fits, and never over the budget: :func:`schedule` and
     :func:`~graphckpt.planning.levels.peak` judge every candidate. Candidates come from the dynamic programme over
-    :class:`~graphckpt.planning.offload_window.Windowed`, from a mixed-integer programme, if that is small and scipy is
-    installed, and from changes of one block and swaps of near ones.
+    :class:`~graphckpt.planning.offload_window.Windowed`, and from changes of one block and swaps of near ones.
 
-    The same input gives the same plan: all effort is counted, in nodes and trials that ``limit_seconds`` stands for.
-    Only a programme that takes four times as long as it says is stopped by the clock, and a note tells so.
+    The same input gives the same plan: the effort is counted in trials.
 
     Args:
         chain: The step; what moves is not ``kept``, and ``backward_peak`` has it back.
         timing: What the options take and move.
         budget: The bound on the peak, in bytes.
         plan: Where to begin.
-        limit_seconds: About how long to look, beside the dynamic programme.
+        limit_seconds: About how long the search around the best candidate takes.
     """
     known = Known(chain)
     judge = _Judge(known, timing, budget)
@@ -168,19 +143,12 @@ def improve(
     for moves in (False, True):
         found = Front(Windowed(known, timing, moves=moves, quantum=quantum), _LABELS).cheapest(budget)
         starts += [] if found is None else [found]
-    notes: list[str] = []
     if starts:
-        start = min(starts, key=judge)
-        bound = judge(start)[1] if judge(start)[0] == 0 else None
-        found, notes = solve_milp(known, timing, budget, bound, limit_seconds)
-        starts += [] if found is None else [found]
-        start = _search(
-            min(starts, key=judge), chain, judge, int(limit_seconds * _BLOCKS_PER_SECOND / max(1, chain.num_blocks))
-        )
-        over, total, highest, _ = judge(start)
+        trials = int(limit_seconds * _BLOCKS_PER_SECOND / max(1, chain.num_blocks))
+        over, total, highest, best = judge(_search(min(starts, key=judge), chain, judge, trials))
         if over == 0:
-            return Improved(start, total, highest, tuple(notes))
-    return Improved(None, float("inf"), 0, (*notes, "no plan was found that fits with its bytes in flight"))
+            return Improved(best, total, highest)
+    return None
 
 
 _Verdict = tuple[int, float, int, Plan]
@@ -195,10 +163,6 @@ class _Judge:
         self._timing = timing
         self._budget = budget
         self._seen: dict[Plan, _Verdict] = {}
-
-    @property
-    def num_trials(self) -> int:
-        return len(self._seen)
 
     def __call__(self, plan: Plan) -> _Verdict:
         verdict = self._seen.get(plan)

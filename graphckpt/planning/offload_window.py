@@ -39,7 +39,7 @@ class Known:
 class Windowed:
     """A chain whose states say what is in flight and how long it still takes, for the dynamic programme.
 
-    For a store as it is built, ``slots=2, ahead=1``, what a block waits follows from the last one that moved::
+    What a block waits follows from the last one that moved::
 
         forward    | i ...... | j |wait|        j ends after the copy of i, which began when i had ended (and waited)
         out               | i          |
@@ -47,8 +47,7 @@ class Windowed:
         back       | i             |
 
     So block ``j`` waits ``out seconds of i - forward seconds of i+1..j``, and block ``i`` waits ``back seconds of i -
-    backward seconds of j..i+1``; both are known when ``j`` is chosen, and add up. Other windows are priced like this
-    one, or fully where there is no window.
+    backward seconds of j..i+1``; both are known when ``j`` is chosen, and add up.
 
     Bytes are rounded up to one of a few sizes, so that a plan may need less than this says, never more.
 
@@ -64,14 +63,13 @@ class Windowed:
         self._timing = timing
         self._moves = moves
         self._quantum = quantum
-        self._window = max(timing.slots - 1, timing.ahead)
         most = max((size for row in timing.moved_bytes for size in row), default=0)
         sizes = {size for row in timing.moved_bytes for size in row if size > 0}
         grid = [-(-most * (step + 1) // _NUM_SIZES) for step in range(_NUM_SIZES)]
         self._grid = sorted(sizes) if len(sizes) <= _NUM_SIZES else grid
         self.num_blocks = inner.num_blocks
         self.base, self.fixed_peak = inner.base, inner.fixed_peak
-        self.start: Hashable = (inner.start, (), 0.0, 0.0)
+        self.start: Hashable = (inner.start, 0, 0.0, 0.0)
 
     def options(self, block: int) -> list[float]:
         """Forward and backward, without what waits."""
@@ -81,7 +79,7 @@ class Windowed:
     def move(self, block: int, option: int, held: Hashable) -> Move | None:
         """With what is in flight on top, and what waits."""
         assert isinstance(held, tuple)
-        inner_held, window, out_left, back_left = held
+        inner_held, in_flight, out_left, back_left = held
         timing = self._timing
         size = timing.moved_bytes[block][option]
         move = None if size and not self._moves else self._inner.move(block, option, inner_held)
@@ -89,26 +87,18 @@ class Windowed:
             return None
         out_left = max(0.0, out_left - timing.forward_seconds[block][option])
         back_left = max(0.0, back_left - timing.backward_seconds[block][option])
-        waits, after = move.waits, window
+        waits, after = move.waits, in_flight
         if size:
             waits += out_left + back_left
             out_left, back_left = size / timing.out_rate, size / timing.back_rate
-            if timing.slots == 1:
-                waits, out_left = waits + out_left, 0.0
-            if timing.ahead == 0:
-                waits, back_left = waits + back_left, 0.0
-            if self._window:
-                after = (*window, next(level for level in self._grid if level >= size))[-self._window :]
-        peaks = move.forward_peak + self._waiting(window), move.kept, move.backward_peak + sum(window)
+            after = next(level for level in self._grid if level >= size)
+        peaks = move.forward_peak + in_flight, move.kept, move.backward_peak + in_flight
         return Move(*peaks, (move.held, after, self._rounded(out_left), self._rounded(back_left)), waits)
 
     def head_peak(self, held: Hashable) -> int:
         """With what is in flight on top."""
         assert isinstance(held, tuple)
-        return self._inner.head_peak(held[0]) + self._waiting(held[1])
-
-    def _waiting(self, window: tuple[int, ...]) -> int:
-        return sum(window[max(0, len(window) - self._timing.slots + 1) :])
+        return self._inner.head_peak(held[0]) + int(held[1])
 
     def _rounded(self, left: float) -> float:
         return round(left / self._quantum) * self._quantum if self._quantum else left

@@ -33,6 +33,7 @@ from graphckpt.rules.stored import IN_PLACE
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from graphckpt.planning.run import Blocks
     from graphckpt.planning.trace import Seconds
     from graphckpt.rules import Site
 
@@ -137,6 +138,16 @@ class _Watch(TorchDispatchMode):
         self._ops.log.add(func, number, args, kwargs, output)
         self._ops.seconds.append(took)
         return output
+
+
+def ops_of(
+    blocks: Blocks, run: Callable[[], object], clock: Callable[[], float], op_seconds: Seconds | None = None
+) -> list[list[Ops]]:
+    """Returns, by block, the ops of each forward during ``run``; see :class:`Look` for the arguments."""
+    seen: list[list[Ops]] = [[] for _ in blocks.names]
+    with blocks.under([Option("look", {}, Look(each, clock, op_seconds)) for each in seen], lambda _: None):
+        run()
+    return seen
 
 
 class _Choice(NamedTuple):

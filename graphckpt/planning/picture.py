@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphckpt.errors import ConfigError
-from graphckpt.ledger.paper import INK, figure_of, file_of, legend, unit_of
+from graphckpt.ledger.paper import INK, figure_of, file_of, frame, legend, mark, unit_of
 from graphckpt.planning.trace import Phase
 from graphckpt.units import format_bytes, format_seconds
 
@@ -71,7 +71,7 @@ def draw_plan(plan: Plan, path: str | Path) -> Path:
         if is_near:
             axes.axhline(plan.budget_bytes / scale, color=INK, linewidth=1, linestyle=_DASHES)
         _mark_binding(axes, plan, scale)
-        _finish(axes, f"live bytes of all tensors ({unit})")
+        frame(axes, f"live bytes of all tensors ({unit})")
         axes.set_xlabel("the step, block by block: forward, then backward", color=INK)
         axes.set_title(f"memory budget {format_bytes(plan.budget_bytes)}", loc="left", fontsize=11.5, fontweight="bold")
         kept, took = format_bytes(plan.plain_peak_bytes), format_bytes(plan.predicted_peak_bytes)
@@ -126,7 +126,7 @@ def draw_sweep(front: Sequence[tuple[int, float]], uniform: Sequence[tuple[str, 
                 label=name,
             )
         axes.grid(color=_OUTSIDE, linewidth=0.6, alpha=0.6)
-        _finish(axes, f"seconds of a step ({second_name})")
+        frame(axes, f"seconds of a step ({second_name})")
         axes.set_xlabel(f"peak of the step ({unit})", color=INK)
         axes.set_title("peak and time of a step", loc="left", fontsize=11.5, fontweight="bold")
         legend(axes, handles, "policy of all blocks", anchor=1.0, is_in_layout=True)
@@ -178,22 +178,7 @@ def _mark_binding(axes: Any, plan: Plan, scale: int) -> None:
     edges = _edges(plan.stages)
     highest = max(range(len(plan.stages)), key=lambda number: plan.stages[number].peak_bytes)
     at, level = (edges[highest] + edges[highest + 1]) / 2, plan.stages[highest].peak_bytes / scale
-    is_right = at > 0.5 * edges[-1]
-    axes.plot([at], [level], marker="o", markersize=4, color=INK, clip_on=False)
-    axes.annotate(
-        f"peak {format_bytes(plan.predicted_peak_bytes)}  ({plan.binding})",
-        xy=(at, level),
-        xytext=(-10 if is_right else 10, 10),
-        textcoords="offset points",
-        ha="right" if is_right else "left",
-        fontweight="bold",
-    )
-
-
-def _finish(axes: Any, label: str) -> None:
-    axes.set_ylabel(label, color=INK)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=INK)
+    mark(axes, at, level, f"peak {format_bytes(plan.predicted_peak_bytes)}  ({plan.binding})")
 
 
 def _second_of(seconds: float) -> tuple[float, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from graphckpt._compat_compiler import has_compiled_call
@@ -17,11 +18,11 @@ from graphckpt.planning import budget as budgets
 from graphckpt.planning.agree import Team, team_of
 from graphckpt.planning.checked import checked, limit_of, rates_of
 from graphckpt.planning.compiled import compiled, compiling
-from graphckpt.planning.measure import PlanError, measure
+from graphckpt.planning.measure import measure
 from graphckpt.planning.options import joins, options
 from graphckpt.planning.parts import asked, parted
 from graphckpt.planning.plan import Plan, PlanRow
-from graphckpt.planning.planner import Planner
+from graphckpt.planning.planner import Planner, best_of
 from graphckpt.planning.real import RealStep
 from graphckpt.planning.run import Blocks
 from graphckpt.rules import parse_rule
@@ -182,18 +183,12 @@ def plan_step(
                 )
             )
         limit = limit_of(memory_budget, planners[0], step, team)
-        found: list[Plan] = []
-        faults: list[tuple[int, PlanError]] = []
-        for planner in planners:
-            try:
-                found.append(checked(planner, step, limit, team=team, known=known, check=check, has_slabs=contiguous))
-            except PlanError as fault:
-                if team.is_over:
-                    raise
-                faults.append((team.decided(planner.least), fault))
-    if not found:
-        raise min(faults, key=lambda row: row[0])[1]
-    return min(found, key=lambda p: p.predicted_peak_bytes if limit is None else p.predicted_step_seconds)
+        return best_of(
+            planners,
+            partial(checked, step=step, limit=limit, team=team, known=known, check=check, has_slabs=contiguous),
+            floor_of=lambda planner: team.decided(planner.least),
+            is_least=limit is None,
+        )
 
 
 def head_rows(

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
+
+from torch import nn
 
 from graphckpt.planning import budget as budgets
 from graphckpt.planning.choose import Choice, Chooser, Rates, described
 from graphckpt.planning.joined import JOINED
-from graphckpt.planning.measure import Measured, PlanError
+from graphckpt.planning.measured import GroupError, Measured, PlanError
 from graphckpt.planning.plan import Plan, PlanRow, Stage
 from graphckpt.units import format_bytes
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 @final
@@ -125,7 +124,7 @@ class Planner:
                 )
                 for level in self.chooser.levels(choice.plan, choice.runs)
             ),
-            notes=(*known.notes, *choice.notes, *self._notes),
+            notes=(*known.notes, *self._notes),
             model=self.model,
         )
 
@@ -136,6 +135,9 @@ class Planner:
         where = self._name(self.floor)
         static = self.measured.model.static_bytes
         fix = "a smaller batch, or a larger budget"
+        container = self._sequential()
+        if container is not None:
+            fix = f"segments='log' on {container!r} (less memory, more time), {fix}"
         if "head" in where:
             fix = f"compute the loss in slices (`head` names its block, to be run under `Tiles`), {fix}"
         return (
@@ -143,3 +145,77 @@ class Planner:
             f"{format_bytes(self.floor.peak + correction)}{self._without}, set by {where}; "
             f"{format_bytes(static)} of it are weights, optimizer state and inputs · fix: {fix}"
         )
+
+    def _sequential(self) -> str | None:
+        """Returns the name of the ``nn.Sequential`` whose children are planned, if there is one."""
+        parent, *others = {name.rpartition(".")[0] for name in self.measured.names}
+        if self.model is None or others:
+            return None
+        return parent if isinstance(self.model.get_submodule(parent), nn.Sequential) else None
+
+
+@final
+class Planners:
+    """Plans of one step that was measured in several ways: with its loss computed at once, and in slices.
+
+    Args:
+        planners: the first one is of the step as it is.
+    """
+
+    def __init__(self, planners: Sequence[Planner]) -> None:
+        self._planners = planners
+
+    def bytes_of(self, budget: budgets.Budget, available: int) -> int:
+        """Returns a budget in bytes; ``available`` are those of the device."""
+        if budget == "min":
+            return min(planner.least() for planner in self._planners)
+        return self._planners[0].bytes_of(budget, available)
+
+    def plan(self, budget: int) -> Plan:
+        """Returns the fastest plan whose peak is at most ``budget`` bytes.
+
+        Raises:
+            PlanError: There is none.
+        """
+        return best_of(self._planners, lambda planner: planner.plan(budget))
+
+    def front(self) -> list[tuple[int, float, Plan]]:
+        """Returns peaks in bytes, seconds of a step and plans, of which none is better in both, lowest peak first."""
+        rows = sorted((row for planner in self._planners for row in planner.front()), key=lambda row: row[:2])
+        return [row for number, row in enumerate(rows) if all(row[1] < other[1] for other in rows[:number])]
+
+    def uniform(self) -> list[tuple[str, int, float]]:
+        """Returns name, peak and seconds of a step in which all blocks have the same policy, and the loss is whole."""
+        return self._planners[0].uniform()
+
+
+def best_of(
+    planners: Iterable[Planner],
+    plan_with: Callable[[Planner], Plan],
+    *,
+    floor_of: Callable[[Planner], int] = Planner.least,
+    is_least: bool = False,
+) -> Plan:
+    """Returns the fastest plan of several planners.
+
+    Args:
+        planners: of one step, measured in several ways.
+        plan_with: returns the plan of a planner.
+        floor_of: returns the lowest peak of any plan of a planner; called for those without a plan.
+        is_least: return the plan with the lowest peak instead.
+
+    Raises:
+        PlanError: no planner has a plan; the error is that of the planner with the lowest peak.
+    """
+    found: list[Plan] = []
+    faults: list[tuple[int, PlanError]] = []
+    for planner in planners:
+        try:
+            found.append(plan_with(planner))
+        except GroupError:
+            raise
+        except PlanError as fault:
+            faults.append((floor_of(planner), fault))
+    if not found:
+        raise min(faults, key=lambda row: row[0])[1]
+    return min(found, key=lambda plan: plan.predicted_peak_bytes if is_least else plan.predicted_step_seconds)

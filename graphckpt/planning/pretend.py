@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from graphckpt.planning.measure import Sample
-from graphckpt.planning.op_levels import Look, Ops
-from graphckpt.planning.run import Option
+from graphckpt.planning.op_levels import Ops, ops_of
 from graphckpt.planning.trace import Trace
-from graphckpt.planning.traced_store import TracedStore
+from graphckpt.planning.traced_store import TracedStore, traced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from graphckpt.planning.fake import FakeDevice
-    from graphckpt.planning.run import Blocks
+    from graphckpt.planning.run import Blocks, Option
 
 
 @final
@@ -53,23 +52,14 @@ class FakeStep:
             if learns:  # a first run alone shows what moves, such as the statistics of BatchNorm
                 self._step_fn()
             trace = self._trace()
-            for store in stores.values():
-                store.trace = trace
-                store.far_bytes.clear()
-            with blocks.marked(trace), trace:
+            with traced(stores.values(), trace), blocks.marked(trace), trace:
                 self._step_fn()
-            for store in stores.values():
-                store.trace = None
         return Sample(trace, dict(stores[True].far_bytes), trace.seconds, sum(trace.seconds.values()))
 
     def ops(self, blocks: Blocks) -> list[list[Ops]]:
         """Runs the step once, and reckons what each op of the blocks takes."""
-        seen: list[list[Ops]] = [[] for _ in blocks.names]
-        seconds = self._device.machine.op_seconds
-        looks = [Option("look", {}, Look(each, lambda: 0.0, seconds)) for each in seen]
-        with self._device, blocks.under(looks, lambda _: None):
-            self._step_fn()
-        return seen
+        with self._device:
+            return ops_of(blocks, self._step_fn, lambda: 0.0, self._device.machine.op_seconds)
 
     @contextmanager
     def only(self, blocks: Blocks, numbers: Sequence[int]) -> Iterator[bool]:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphckpt.planning.clock import Clock, fastest, now
 from graphckpt.planning.measured import Sample
-from graphckpt.planning.op_levels import Look, Ops
+from graphckpt.planning.op_levels import Ops, ops_of
 from graphckpt.planning.parts import PartStore, learn
 from graphckpt.planning.run import Blocks, Option
 from graphckpt.planning.trace import Trace
-from graphckpt.planning.traced_store import TracedStore
-from graphckpt.rng import random_devices, set_random_state, take_random_state
+from graphckpt.planning.traced_store import TracedStore, traced
+from graphckpt.training_state import TrainingState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -65,16 +65,11 @@ class RealStep:
             self._step_fn()
             learn(parts.values(), self._step_fn)
             trace = self._trace()
-            for store in stores.values():
-                store.trace = trace
-                store.far_bytes.clear()
             for part in parts.values():
                 part.listen(trace)
-            with blocks.marked(trace), trace:
+            with traced(stores.values(), trace), blocks.marked(trace), trace:
                 self._step_fn()
             far_bytes = dict(stores[True].far_bytes)
-            for store in stores.values():
-                store.trace = None
             ahead_bytes = {call: size for part in parts.values() for call, size in part.listen(None).items()}
             clocks, plain = [], []
             are_compiled = any("compile" in option.fields for option in options)
@@ -95,12 +90,12 @@ class RealStep:
 
     def ops(self, blocks: Blocks) -> list[list[Ops]]:
         """Runs the step some times with the clock on each op of the blocks."""
-        seen: list[list[Ops]] = [[] for _ in blocks.names]
-        looks = [Option("look", {}, Look(each, partial(now, self.device))) for each in seen]
-        with blocks.under(looks, lambda _: None):
+
+        def run() -> None:
             for _ in range(_TIMED_RUNS):
                 self._step_fn()
-        return seen
+
+        return ops_of(blocks, run, partial(now, self.device))
 
     def only(self, blocks: Blocks, numbers: Sequence[int]) -> AbstractContextManager[bool]:
         """A real step is run whole: its times are measured on many blocks."""
@@ -124,36 +119,21 @@ class RealStep:
                 self._step_fn()
         return trace.peak_bytes
 
-    def seconds(self) -> float:
-        """Returns how long a step as it is takes: the fastest of a few."""
-        return min(self._timed(Blocks([])).total for _ in range(_TIMED_RUNS))
-
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Puts back, in the end, parameters, buffers, gradients, optimizers and random state."""
-        tensors = [(t, t.detach().clone()) for t in self._model_tensors()]
+        """Restores parameters, buffers, gradients, optimizers and random state at the end."""
+        state = TrainingState(self._model_tensors())
         gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in self._model.parameters()]
-        random = take_random_state(random_devices(t for t, _ in tensors))
-        before: dict[Optimizer, Any] = {}
-
-        def remember(optimizer: Optimizer) -> None:
-            if optimizer not in before:
-                before[optimizer] = _state(optimizer)
-
         try:
-            with register_hook(remember):
+            with register_hook(state.add):
                 yield
         finally:
             with torch.no_grad():
-                for tensor, value in tensors:
-                    tensor.copy_(value)
                 for parameter, grad, old in gradients:
                     parameter.grad = grad
                     if grad is not None and old is not None:
                         grad.copy_(old)
-            for optimizer, state in before.items():
-                _put_back(optimizer, state)
-            set_random_state(random)
+            state.restore()
 
     def _meet(self, optimizer: Optimizer) -> None:
         self._optimizers[id(optimizer)] = optimizer
@@ -195,30 +175,3 @@ def register_hook(see: Callable[[Optimizer], None]) -> Iterator[None]:
 
 def _rounded_on_cuda(num_bytes: int) -> int:
     return -(-num_bytes // 512) * 512  # what CUDA's caching allocator hands out
-
-
-def _state(optimizer: Optimizer) -> Any:
-    states = {p: {k: _copy(v) for k, v in state.items()} for p, state in optimizer.state.items()}
-    groups = [{k: _copy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    return states, groups
-
-
-def _put_back(optimizer: Optimizer, saved: Any) -> None:
-    states, groups = saved
-    optimizer.state.clear()
-    for parameter, state in states.items():
-        optimizer.state[parameter] = {key: _original(value) for key, value in state.items()}
-    for group, settings in zip(optimizer.param_groups, groups, strict=True):
-        group.update({key: _original(value) for key, value in settings.items()})
-
-
-def _copy(value: Any) -> Any:
-    return (value, value.detach().clone()) if isinstance(value, torch.Tensor) else value
-
-
-def _original(value: Any) -> Any:
-    if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], torch.Tensor)):
-        return value
-    with torch.no_grad():
-        value[0].copy_(value[1])
-    return value[0]

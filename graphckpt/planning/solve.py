@@ -10,51 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphckpt.errors import ConfigError
-from graphckpt.planning.levels import COVERED, Chain, Interval, Move, Plan, binding, levels, peak, seconds
-
-__all__ = [
-    "Chain",
-    "Front",
-    "Interval",
-    "Move",
-    "Plan",
-    "binding",
-    "cheapest",
-    "least_peak",
-    "levels",
-    "pareto",
-    "peak",
-    "seconds",
-]
+from graphckpt.planning.levels import COVERED, Chain, Interval, Move, Plan, binding
 
 MOST_LABELS = 4096
 """Labels per block and state. Fewer are kept whole, and the result is exact."""
 
 _TICK = 1e-12  # seconds; whole ticks add up alike in every order, so that equal plans are equal
 _MOST_TICKS = 2**62  # fits an int64
-
-
-def cheapest(chain: Chain, budget: int) -> Plan | None:
-    """Returns the plan of least seconds whose peak is at most ``budget`` bytes; ``None``: there is no plan that fits.
-
-    Of plans that take equally long it is the one with the lower peak, then the one that comes first in order.
-    """
-    return Front(chain).cheapest(budget)
-
-
-def least_peak(chain: Chain) -> tuple[Plan, int, Interval]:
-    """Returns the plan with the lowest peak, the peak in bytes, and the interval that sets it."""
-    return Front(chain).least_peak()
-
-
-def pareto(chain: Chain, most: int = 64) -> list[tuple[int, float, Plan]]:
-    """Returns peaks in bytes, seconds and plans, of which none is better in both, from the lowest peak up.
-
-    Args:
-        chain: The step.
-        most: How many; if there are more, those at equal distances in bytes, the ends among them.
-    """
-    return Front(chain).pareto(most)
 
 
 _Labels = tuple[NDArray[np.int64], NDArray[np.int64]]
@@ -109,7 +71,10 @@ class Front:
                 labels[held] = merged
 
     def cheapest(self, budget: int) -> Plan | None:
-        """See :func:`cheapest`."""
+        """Returns the plan of least seconds whose peak is at most ``budget`` bytes; ``None``: no plan fits.
+
+        Of plans that take equally long it is the one with the lower peak, then the one that comes first in order.
+        """
         needs, _ = self._labels[0][self._chain.start]
         label = int(np.searchsorted(needs, budget - self._chain.base, "right")) - 1
         if label < 0:  # the fixed peak is in every need
@@ -117,17 +82,17 @@ class Front:
         return self._plan(label)
 
     def least_peak(self) -> tuple[Plan, int, Interval]:
-        """See :func:`least_peak`."""
+        """Returns the plan with the lowest peak, the peak in bytes, and the interval that sets it."""
         plan = self._plan(0)
         interval, highest = binding(self._chain, plan)
         return plan, highest, interval
 
-    def pareto(self, most: int = 64) -> list[tuple[int, float, Plan]]:
-        """See :func:`pareto`."""
-        return [(peak(self._chain, plan), seconds(self._chain, plan), plan) for plan in self.plans(most)]
-
     def plans(self, most: int = 64) -> list[Plan]:
-        """Returns the plans of :meth:`pareto` alone."""
+        """Returns plans of which none is better in both peak and seconds, from the lowest peak up.
+
+        Args:
+            most: How many; if there are more, those at equal distances in bytes, the ends among them.
+        """
         needs, _ = self._labels[0][self._chain.start]
         chosen = list(range(len(needs)))
         if len(needs) > most:

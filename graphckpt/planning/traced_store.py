@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -11,6 +12,8 @@ from graphckpt._compat import unseen_by_modes
 from graphckpt.stores import Group, Store
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
     from graphckpt.planning.trace import Trace
 
 
@@ -132,3 +135,16 @@ class _View:
         shape, stride = self._stride
         typed = self._flat.view(self._empty.dtype)
         return typed.as_strided(shape, stride, self._offset)
+
+
+@contextmanager
+def traced(stores: Collection[TracedStore], trace: Trace) -> Iterator[None]:
+    """Records in ``trace`` what is put into ``stores`` within the ``with`` block."""
+    for store in stores:
+        store.trace = trace
+        store.far_bytes.clear()
+    try:
+        yield
+    finally:
+        for store in stores:
+            store.trace = None

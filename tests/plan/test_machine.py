@@ -77,13 +77,6 @@ class TestProfiles:
         assert [h200.rounded(n) for n in (0, 1, 512, 513)] == [0, 512, 512, 1024]
         assert machine("cpu").rounded(7) == 7
 
-    def test_copies_take_their_bytes_over_the_rate_that_is_reached(self) -> None:
-        h200 = machine("h200")
-        assert h200.copy_out_seconds(63 * 10**9) == pytest.approx(1 / 0.8)
-        unknown = Machine(name="x", kind="cuda", memory_bytes=1, flops={"float32": 1.0}, memory_bandwidth=1.0)
-        assert unknown.copy_in_seconds(0) == 0
-        assert unknown.copy_in_seconds(1) == float("inf")
-
 
 class TestOpSeconds:
     device = machine("a100-80g")

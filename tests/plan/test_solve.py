@@ -6,10 +6,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from tables import Table, all_outcomes, random_table
+from tables import Table, all_outcomes, cheapest, least_peak, pareto, random_table
 
 from graphckpt.errors import ConfigError
-from graphckpt.planning.solve import Front, Interval, Move, binding, cheapest, least_peak, levels, pareto, peak, seconds
+from graphckpt.planning.levels import Interval, Move, binding, levels, peak, seconds
+from graphckpt.planning.solve import Front
 
 
 def keep_or_recompute(num_blocks: int) -> Table:
