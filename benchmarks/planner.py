@@ -46,14 +46,14 @@ from transformers.utils import logging
 import graphckpt
 from graphckpt.ledger.live import LiveBytes
 from graphckpt.planning import PlanError
+from graphckpt.planning.api import found_blocks
+from graphckpt.planning.candidates import options as rules
 from graphckpt.planning.compiled import compiled as compiled_layers
 from graphckpt.planning.compiled import compiling
-from graphckpt.planning.measure import measure
-from graphckpt.planning.options import options as rules
-from graphckpt.planning.plan_step import found_blocks
+from graphckpt.planning.measure.instrument import Blocks
+from graphckpt.planning.measure.real_step import RealStep
+from graphckpt.planning.measure.sweep import measure
 from graphckpt.planning.planner import Planner
-from graphckpt.planning.real import RealStep
-from graphckpt.planning.run import Blocks
 
 # Legend: B batch, T tokens
 

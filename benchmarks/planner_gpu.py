@@ -31,14 +31,14 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 from transformers.utils import logging
 
 from graphckpt import Graph, PlanError, plan
-from graphckpt.planning.fake import FakeDevice
-from graphckpt.planning.machine import machine, names
-from graphckpt.planning.measure import measure
-from graphckpt.planning.options import options as rules
-from graphckpt.planning.plan_step import found_blocks
+from graphckpt.planning.api import found_blocks
+from graphckpt.planning.candidates import options as rules
+from graphckpt.planning.device.fake_device import FakeDevice
+from graphckpt.planning.device.profile import machine, names
+from graphckpt.planning.measure.fake_step import FakeStep
+from graphckpt.planning.measure.instrument import Blocks
+from graphckpt.planning.measure.sweep import measure
 from graphckpt.planning.planner import Planner
-from graphckpt.planning.pretend import FakeStep
-from graphckpt.planning.run import Blocks
 from graphckpt.units import format_bytes, format_seconds
 
 # Legend: B batch, T tokens

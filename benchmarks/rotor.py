@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from graphckpt.planning.trace import Interval, Phase
+from graphckpt.planning.model.events import Interval, Phase
 
 if TYPE_CHECKING:
-    from graphckpt.planning.measured import Measured
+    from graphckpt.planning.model.measured_step import Measured
 
 SLOTS = 2000  # to which memory is rounded, always to the worse
 

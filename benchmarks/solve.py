@@ -19,10 +19,11 @@ from typing import Any
 import numpy as np
 from report import header, write
 
-from graphckpt.planning.levels import Move, peak, seconds
-from graphckpt.planning.offload_time import Timing, improve, schedule
-from graphckpt.planning.offload_window import Windowed
-from graphckpt.planning.solve import Front
+from graphckpt.planning.solve.chain import Move, peak, seconds
+from graphckpt.planning.solve.copy_schedule import Timing, schedule
+from graphckpt.planning.solve.frontier import Front
+from graphckpt.planning.solve.offload_chain import Windowed
+from graphckpt.planning.solve.offload_search import improve
 
 MIB = 2**20
 FORWARD, BACKWARD = 10, 20  # milliseconds

@@ -115,18 +115,18 @@ def _plan(parsed: argparse.Namespace) -> int:
 
 
 def _sweep(planner: Planners, path: str) -> None:
-    from graphckpt.planning.picture import draw_sweep  # noqa: PLC0415 - loads matplotlib
-    from graphckpt.planning.report import print_sweep  # noqa: PLC0415
+    from graphckpt.planning.show.plot import draw_sweep  # noqa: PLC0415 - loads matplotlib
+    from graphckpt.planning.show.table import print_sweep  # noqa: PLC0415
 
     front = planner.front()
     uniform = planner.uniform()
-    print_sweep(front, uniform)
+    print_sweep([(peak, seconds, plan.rows) for peak, seconds, plan in front], uniform)
     draw_sweep([(peak, seconds) for peak, seconds, _ in front], uniform, path)
     print(f"drawn: {path}")
 
 
 def _profile(parsed: argparse.Namespace) -> int:
-    from graphckpt.planning.profile_device import write_profile  # noqa: PLC0415 - loads torch
+    from graphckpt.planning.device.write_profile import write_profile  # noqa: PLC0415 - loads torch
 
     write_profile(
         parsed.file,

@@ -17,16 +17,16 @@ from graphckpt.config import own_modules
 from graphckpt.config.load import importable_from, load
 from graphckpt.config.run import existing, optimizer_of
 from graphckpt.config.schema import RunConfig, checked
-from graphckpt.planning.choose import Rates
+from graphckpt.planning.api import Progress, head_rows
+from graphckpt.planning.candidates import options
 from graphckpt.planning.compiled import compile_options
-from graphckpt.planning.fake import FakeDevice
-from graphckpt.planning.machine import Machine, machine
-from graphckpt.planning.measure import measure
-from graphckpt.planning.options import options
-from graphckpt.planning.plan_step import Progress, head_rows
+from graphckpt.planning.device.fake_device import FakeDevice
+from graphckpt.planning.device.profile import Machine, machine
+from graphckpt.planning.measure.fake_step import FakeStep
+from graphckpt.planning.measure.instrument import Blocks
+from graphckpt.planning.measure.sweep import measure
 from graphckpt.planning.planner import Planner, Planners
-from graphckpt.planning.pretend import FakeStep
-from graphckpt.planning.run import Blocks
+from graphckpt.planning.solve.search import Rates
 from graphckpt.train.blocks import head_of, units
 from graphckpt.train.graphs import sum_of_losses
 from graphckpt.train.report import Report

@@ -11,10 +11,10 @@ from torch import nn
 from graphckpt.blocks.layers import layers
 from graphckpt.errors import ConfigError, GraphError
 from graphckpt.graph.verify import unchanged
-from graphckpt.planning.agree import team_of
+from graphckpt.planning.api import found_blocks, plan_step
 from graphckpt.planning.compiled import without_share
-from graphckpt.planning.plan_step import found_blocks, plan_step
-from graphckpt.planning.real import RealStep
+from graphckpt.planning.measure.real_step import RealStep
+from graphckpt.planning.plan_group import team_of
 from graphckpt.tree import flatten_call
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from graphckpt.blocks.proxy import BlockTree
     from graphckpt.graph.step import Step
     from graphckpt.planning import Plan
-    from graphckpt.planning.agree import Team
+    from graphckpt.planning.plan_group import Team
 
 _NOTHING = dict.fromkeys(
     ("activation_checkpointing", "segments", "tiles", "offload", "partition", "contiguous", "compile")

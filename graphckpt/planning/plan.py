@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, final
 
@@ -11,7 +11,8 @@ import yaml
 
 from graphckpt.blocks.apply import apply
 from graphckpt.errors import ConfigError
-from graphckpt.planning.report import print_plan, summary
+from graphckpt.planning.rows import PlanRow, PlanSummary, Stage
+from graphckpt.planning.show.table import print_plan, summary_lines
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,52 +25,11 @@ KEEP_ALL: Mapping[str, Any] = {"activation_checkpointing": False}
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRow:
-    """What a plan does with one block."""
-
-    block: str
-    """Path of the block in the model."""
-    option: str
-    """The policy, as tables show it."""
-    fields: Mapping[str, Any]
-    """The policy, as :func:`graphckpt.apply` takes it."""
-    extra_seconds: float = 0.0
-    """Seconds of a step that the policy costs, against keeping everything."""
-    moved_bytes: int = 0
-    """Bytes that leave the device."""
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """One interval of the step: the level of live bytes when it begins, and the highest in it."""
-
-    name: str
-    start_bytes: int
-    peak_bytes: int
-
-
-@final
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(PlanSummary):
     """Policies for the blocks of a model, chosen for a memory budget."""
 
     rows: tuple[PlanRow, ...]
-    predicted_peak_bytes: int
-    """The most bytes that are alive at once in a step: weights, gradients, optimizer state, inputs and all else."""
-    predicted_step_seconds: float
-    binding: str
-    """The interval of the step that sets the peak, such as ``"backward of transformer.h.3"``."""
-    floor_bytes: int
-    """The least peak that these options can reach."""
-    budget_bytes: int
-    plain_peak_bytes: int
-    """The peak when everything is kept."""
-    plain_step_seconds: float
-    correction_bytes: int = 0
-    """By how much a real step was above the prediction, when that was checked; it is part of the prediction."""
-    device: str = "cpu"
     stages: tuple[Stage, ...] = field(default=(), repr=False)
     notes: tuple[str, ...] = ()
     model: nn.Module | None = field(default=None, repr=False, compare=False)
@@ -100,7 +60,7 @@ class Plan:
     def explain(self, *, show: bool = True) -> tuple[PlanRow, ...]:
         """Prints the policies and what they cost; returns the rows."""
         if show:
-            print_plan(self)
+            print_plan(self.rows, self, self.notes)
         return self.rows
 
     def plot(self, path: str) -> None:
@@ -109,11 +69,11 @@ class Plan:
         Raises:
             ConfigError: the plan comes from a file, which does not say it.
         """
-        from graphckpt.planning.picture import draw_plan  # noqa: PLC0415 - loads matplotlib
+        from graphckpt.planning.show.plot import draw_plan  # noqa: PLC0415 - loads matplotlib
 
         if not self.stages:
             raise ConfigError("Plan.plot: a plan from a file has no levels to draw · fix: plan again")
-        draw_plan(self, path)
+        draw_plan(self.stages, self.rows, self, path)
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as YAML: its section ``blocks`` is one of ``train.activation_checkpoint``.
@@ -121,7 +81,7 @@ class Plan:
         Raises:
             ConfigError: it cuts tensors over a process group, which no file can hold.
         """
-        head = "".join(f"# {line}\n" for line in summary(self))
+        head = "".join(f"# {line}\n" for line in summary_lines(self))
         numbers = {name: getattr(self, name) for name in _NUMBERS}
         rows = [
             {"block": row.block, "option": row.option, "fields": dict(row.fields), "extra_seconds": row.extra_seconds}
@@ -166,7 +126,4 @@ class _Plain(yaml.SafeDumper):
         return True
 
 
-_NUMBERS = (
-    "predicted_peak_bytes", "predicted_step_seconds", "binding", "floor_bytes", "budget_bytes", "plain_peak_bytes",
-    "plain_step_seconds", "correction_bytes", "device",
-)  # fmt: skip
+_NUMBERS = tuple(number.name for number in fields(PlanSummary))

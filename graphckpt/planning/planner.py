@@ -9,10 +9,12 @@ from typing import Any, final
 from torch import nn
 
 from graphckpt.planning import budget as budgets
-from graphckpt.planning.choose import Choice, Chooser, Rates, described
-from graphckpt.planning.joined import JOINED
-from graphckpt.planning.measured import GroupError, Measured, PlanError
-from graphckpt.planning.plan import Plan, PlanRow, Stage
+from graphckpt.planning.errors import GroupError, PlanError
+from graphckpt.planning.model.measured_step import Measured
+from graphckpt.planning.option import JOINED
+from graphckpt.planning.plan import Plan
+from graphckpt.planning.rows import PlanRow, Stage
+from graphckpt.planning.solve.search import Choice, Chooser, Rates, described
 from graphckpt.units import format_bytes
 
 

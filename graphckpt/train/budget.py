@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from graphckpt.planning.report import summary
+from graphckpt.planning.show.table import summary_lines
 from graphckpt.train.blocks import head_of, units
 from graphckpt.train.files import replacing
 from graphckpt.train.run_folder import PLAN
@@ -48,7 +48,7 @@ def within_budget(
                 blocks=[f"model.{name}" for name in units(model, config)],
                 head={f"model.{name}": rules for name, rules in head_of(model, config.head).items()},
             )
-            for line in summary(found):
+            for line in summary_lines(found):
                 report.line(f"plan: {line}")
             saved.at_start(partial(_save, found.below("model"), saved.folder / PLAN))
         return graph(**batch)

@@ -16,14 +16,15 @@ from torch import Tensor, nn
 import graphckpt
 from graphckpt import ConfigError, Graph
 from graphckpt.ledger.live import LiveBytes
-from graphckpt.planning import Plan, PlanError, budget, real
-from graphckpt.planning.measure import measure
-from graphckpt.planning.options import options as options_of
-from graphckpt.planning.parts import parted
-from graphckpt.planning.plan_step import found_blocks
+from graphckpt.planning import Plan, PlanError, budget
+from graphckpt.planning.api import found_blocks
+from graphckpt.planning.candidates import options as options_of
+from graphckpt.planning.candidates import parted
+from graphckpt.planning.measure import real_step
+from graphckpt.planning.measure.instrument import Blocks
+from graphckpt.planning.measure.real_step import RealStep
+from graphckpt.planning.measure.sweep import measure
 from graphckpt.planning.planner import Planner
-from graphckpt.planning.real import RealStep
-from graphckpt.planning.run import Blocks
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
@@ -121,7 +122,7 @@ class Thin(nn.Module):
 
 def part(rank: int, folder: Path) -> None:
     del folder
-    real._TIMED_RUNS = 1
+    real_step._TIMED_RUNS = 1
     predictions_hold()
     parts_take_less(rank)
     slabs_keep_the_budget(rank)
@@ -184,7 +185,7 @@ def slabs_keep_the_budget(rank: int) -> None:
 
 def agree(rank: int, folder: Path) -> None:
     del folder
-    real._TIMED_RUNS = 1
+    real_step._TIMED_RUNS = 1
     one_is_slow(rank)
     one_has_less_memory(rank)
     one_takes_more(rank)
@@ -272,7 +273,7 @@ def compiled_layers_are_planned_together() -> None:
 
 def fail(rank: int, folder: Path) -> None:
     del folder
-    real._TIMED_RUNS = 1
+    real_step._TIMED_RUNS = 1
     case = Case(Layer, Layer)
     plain = shared(case.plan("1GiB", **FULL).plain_peak_bytes)[0]
     one = {"head": {"heads": "full"}}

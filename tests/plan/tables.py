@@ -8,8 +8,8 @@ from itertools import product
 
 import numpy as np
 
-from graphckpt.planning.levels import COVERED, Interval, Move, peak, seconds
-from graphckpt.planning.solve import Front
+from graphckpt.planning.solve.chain import COVERED, Interval, Move, peak, seconds
+from graphckpt.planning.solve.frontier import Front
 
 
 @dataclass

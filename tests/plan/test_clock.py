@@ -7,12 +7,13 @@ import torch
 from busy import be_busy
 from torch import nn
 
-from graphckpt.planning import traced_store
-from graphckpt.planning.clock import Clock
-from graphckpt.planning.plan_step import found_blocks
-from graphckpt.planning.real import RealStep
-from graphckpt.planning.run import Blocks, Option
-from graphckpt.planning.trace import Interval, Phase
+from graphckpt.planning.api import found_blocks
+from graphckpt.planning.measure import traced_store
+from graphckpt.planning.measure.clock import Clock
+from graphckpt.planning.measure.instrument import Blocks
+from graphckpt.planning.measure.real_step import RealStep
+from graphckpt.planning.model.events import Interval, Phase
+from graphckpt.planning.option import Option
 from graphckpt.rules import Keep
 
 BUSY = 0.05  # seconds

@@ -24,8 +24,8 @@ import graphckpt
 from graphckpt._compat import is_fake
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.live import LiveBytes
-from graphckpt.planning.fake import FakeDevice
-from graphckpt.planning.machine import machine
+from graphckpt.planning.device.fake_device import FakeDevice
+from graphckpt.planning.device.profile import machine
 
 aten = torch.ops.aten
 

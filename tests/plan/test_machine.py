@@ -9,10 +9,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphckpt.errors import ConfigError
-from graphckpt.planning import bench
-from graphckpt.planning.fake import FakeDevice
-from graphckpt.planning.machine import Machine, machine, names
-from graphckpt.planning.profile_device import copy_rates, profile, write_profile
+from graphckpt.planning.device import benchmarks
+from graphckpt.planning.device.fake_device import FakeDevice
+from graphckpt.planning.device.profile import Machine, machine, names
+from graphckpt.planning.device.write_profile import copy_rates, profile, write_profile
 
 aten = torch.ops.aten
 
@@ -190,9 +190,9 @@ class TestExtraBytes:
 class TestProfileDevice:
     @pytest.fixture(autouse=True)
     def _small(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(bench.Bench, "sizes", (32, 64))
-        monkeypatch.setattr(bench.Bench, "block_bytes", 2**20)
-        monkeypatch.setattr(bench.Bench, "disk_bytes", 2**20)
+        monkeypatch.setattr(benchmarks.Bench, "sizes", (32, 64))
+        monkeypatch.setattr(benchmarks.Bench, "block_bytes", 2**20)
+        monkeypatch.setattr(benchmarks.Bench, "disk_bytes", 2**20)
 
     def test_the_cpu_is_measured_and_its_file_can_be_read(self, tmp_path: Path) -> None:
         lines: list[str] = []

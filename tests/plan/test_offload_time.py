@@ -9,9 +9,10 @@ import pytest
 from tables import Table, cheapest
 
 from graphckpt.errors import ConfigError
-from graphckpt.planning.levels import Move, levels, peak, seconds
-from graphckpt.planning.offload_time import Timing, improve, schedule
-from graphckpt.planning.offload_window import Windowed
+from graphckpt.planning.solve.chain import Move, levels, peak, seconds
+from graphckpt.planning.solve.copy_schedule import Timing, schedule
+from graphckpt.planning.solve.offload_chain import Windowed
+from graphckpt.planning.solve.offload_search import improve
 
 
 def a_timing(moved: list[list[int]], **settings: float) -> Timing:

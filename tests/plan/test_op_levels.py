@@ -10,13 +10,15 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import graphckpt
 from graphckpt.ledger.live import LiveBytes
-from graphckpt.planning import op_levels, real
-from graphckpt.planning.measure import measure
-from graphckpt.planning.op_levels import Ops, levels
-from graphckpt.planning.options import NEAR, options
-from graphckpt.planning.plan_step import found_blocks
-from graphckpt.planning.real import RealStep
-from graphckpt.planning.run import Blocks
+from graphckpt.planning.api import found_blocks
+from graphckpt.planning.candidates import NEAR, options, with_levels
+from graphckpt.planning.measure import real_step
+from graphckpt.planning.measure.instrument import Blocks
+from graphckpt.planning.measure.real_step import RealStep
+from graphckpt.planning.measure.sweep import measure
+from graphckpt.planning.model.op_times import Ops
+from graphckpt.planning.solve import op_levels
+from graphckpt.planning.solve.op_levels import levels
 from graphckpt.rules import Selective
 from graphckpt.rules.op_log import OpCall, OpLog
 
@@ -81,7 +83,7 @@ def gpt2():
 def known():
     model, step = gpt2()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(real, "_TIMED_RUNS", 1)
+        patch.setattr(real_step, "_TIMED_RUNS", 1)
         return measure(RealStep(model, step), Blocks(found_blocks(model, None)), NEAR)
 
 
@@ -123,7 +125,7 @@ def test_a_block_whose_ops_cannot_be_seen_has_the_presets():
     blind = Ops()
     blind.log.is_whole = False
     assert levels([blind]) == []
-    some, own = op_levels.with_levels(NEAR, [0], lambda: [[blind]])
+    some, own = with_levels(NEAR, [0], lambda: [[blind]])
     assert len(some) == 2 + 3
     assert [option.rule.save for option in own[0][2:]] == ["matmul+attention", "matmul", "attention"]
 
@@ -137,14 +139,14 @@ def test_an_op_that_two_processes_time_unlike_is_decided_by_one():
         told.append(value)
         return [[[["aten.addmm.default[0]"], 0.1], [[], 0.5]]]
 
-    _, own = op_levels.with_levels(NEAR, [0], lambda: seen, tell)
+    _, own = with_levels(NEAR, [0], lambda: seen, tell)
     assert len(told) == 1
     assert own[0][2].fields["activation_checkpointing"] == {"rule": "selective", "save": ["aten.addmm.default[0]"]}
 
 
 def test_a_class_without_levels_has_full_in_their_place_near_and_far():
     found = [[[["aten.addmm.default[0]"], 0.1], [[], 0.5]], [[[], 0.5]]]
-    some, own = op_levels.with_levels(options("disk"), [0, 1], lambda: [[], []], lambda _: found)
+    some, own = with_levels(options("disk"), [0, 1], lambda: [[], []], lambda _: found)
     near = len(some) // 2
     assert [option.name for option in own[1]] == [
         "keep",

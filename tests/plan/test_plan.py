@@ -17,20 +17,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import graphckpt
-from graphckpt import plan, planning
+from graphckpt import plan
+from graphckpt.blocks import presets
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.config import LazyConfig
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.live import LiveBytes
-from graphckpt.planning import Plan, PlanError, presets, real
-from graphckpt.planning.measure import measure
-from graphckpt.planning.options import NEAR
-from graphckpt.planning.picture import draw_sweep
-from graphckpt.planning.plan import PlanRow, Stage
-from graphckpt.planning.plan_step import found_blocks
+from graphckpt.planning import Plan, PlanError
+from graphckpt.planning.api import found_blocks
+from graphckpt.planning.candidates import NEAR
+from graphckpt.planning.measure import real_step
+from graphckpt.planning.measure.instrument import Blocks
+from graphckpt.planning.measure.real_step import RealStep
+from graphckpt.planning.measure.sweep import measure
 from graphckpt.planning.planner import Planner
-from graphckpt.planning.real import RealStep
-from graphckpt.planning.run import Blocks
+from graphckpt.planning.rows import PlanRow, Stage
+from graphckpt.planning.show.plot import draw_sweep
 from graphckpt.train.blocks import checkpointed_blocks
 from graphckpt.train.settings import ActivationCheckpointConfig
 from graphckpt.units import format_bytes
@@ -41,7 +43,7 @@ D = 16  # width
 @pytest.fixture(autouse=True, scope="module")
 def _timed_once():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(real, "_TIMED_RUNS", 1)
+        patch.setattr(real_step, "_TIMED_RUNS", 1)
         yield
 
 
@@ -687,11 +689,6 @@ def test_presets_on_layers_that_a_loop_calls():
                 ran.clear()
                 model(X).square().mean().backward()
         assert ran == [0, 1, 2, 3, 4, *again]
-
-
-def test_presets_are_where_plans_are():
-    for name in ("every_k", "first_k", "memory", "speed", "sqrt", "uniform"):
-        assert getattr(planning, name) is getattr(presets, name)
 
 
 def test_presets_that_cannot_act_say_so():

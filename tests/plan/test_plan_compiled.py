@@ -15,8 +15,9 @@ import graphckpt
 from graphckpt import ConfigError, Graph
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.ledger.live import LiveBytes
-from graphckpt.planning import Plan, plan_step, real
-from graphckpt.planning.measure import measure
+from graphckpt.planning import Plan, api
+from graphckpt.planning.measure import real_step
+from graphckpt.planning.measure.sweep import measure
 
 pytestmark = [  # the compiler reads `.grad` of what it is given, and says so
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
@@ -29,7 +30,7 @@ AOT = {"backend": "aot_eager"}
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
-    monkeypatch.setattr(real, "_TIMED_RUNS", 1)
+    monkeypatch.setattr(real_step, "_TIMED_RUNS", 1)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -137,7 +138,7 @@ def test_layers_save_as_much_as_fits(monkeypatch):
         seconds = {"forward_seconds": ((1.0,) * 6,) * 5, "backward_seconds": ((1.0, 2.0, 1.1, 1.3, 1.5, 1.7),) * 5}
         return replace(found, step_seconds=11.0, **seconds)  # so that no noise decides
 
-    monkeypatch.setattr(plan_step, "measure", measured)
+    monkeypatch.setattr(api, "measure", measured)
     found = graphckpt.plan(model, step, memory_budget=0.6, compile=AOT, check=False)
     shares = [fields["compile"]["activation_memory_budget"] for fields in found.blocks.values()]
     assert 1.0 in shares

@@ -9,17 +9,17 @@ from torch import nn
 import graphckpt
 from graphckpt import ConfigError
 from graphckpt.ledger.live import LiveBytes
-from graphckpt.planning import Plan, real
-from graphckpt.planning.agree import _packed, _unpacked, team_of
-from graphckpt.planning.options import options
-from graphckpt.planning.parts import parted
+from graphckpt.planning import Plan
+from graphckpt.planning.candidates import options, parted
+from graphckpt.planning.measure import real_step
+from graphckpt.planning.plan_group import _packed, _unpacked, team_of
 
 D = 16  # width
 
 
 @pytest.fixture(autouse=True)
 def _timed_once(monkeypatch):
-    monkeypatch.setattr(real, "_TIMED_RUNS", 1)
+    monkeypatch.setattr(real_step, "_TIMED_RUNS", 1)
 
 
 def made(num_layers=6, rows=256, width=4 * D):
@@ -94,7 +94,7 @@ def test_what_is_no_group_is_an_error(group):
 
 
 def test_a_plan_that_no_file_can_hold_is_an_error(tmp_path):
-    row = graphckpt.planning.plan.PlanRow(block="0", option="full", fields={"partition": object()})
+    row = graphckpt.planning.rows.PlanRow(block="0", option="full", fields={"partition": object()})
     numbers = {"predicted_peak_bytes": 0, "floor_bytes": 0, "budget_bytes": 0, "plain_peak_bytes": 0}
     plan = Plan(rows=(row,), predicted_step_seconds=0.0, plain_step_seconds=0.0, binding="", **numbers)
     with pytest.raises(ConfigError, match=r"Plan\.save: .* · fix: partition=True"):

@@ -15,14 +15,14 @@ from torch import nn
 
 import graphckpt
 from graphckpt.ledger.live import LiveBytes
-from graphckpt.planning import real
-from graphckpt.planning.chain import StepChain
-from graphckpt.planning.levels import COVERED, peak
-from graphckpt.planning.measure import measure
-from graphckpt.planning.options import NEAR, options
+from graphckpt.planning.candidates import NEAR, options
+from graphckpt.planning.measure import real_step
+from graphckpt.planning.measure.instrument import Blocks
+from graphckpt.planning.measure.real_step import RealStep
+from graphckpt.planning.measure.sweep import measure
 from graphckpt.planning.planner import Planner
-from graphckpt.planning.real import RealStep
-from graphckpt.planning.run import Blocks
+from graphckpt.planning.solve.chain import COVERED, peak
+from graphckpt.planning.solve.step_chain import StepChain
 
 FEW = {
     "albert",  # one layer that runs several times
@@ -73,7 +73,7 @@ def plans(num_blocks, num_options, count, seed=0):
 
 @pytest.mark.parametrize("architecture", CASES, ids=lambda a: a.name)
 def test_predicted_is_tracked(architecture, monkeypatch):
-    monkeypatch.setattr(real, "_TIMED_RUNS", 1)
+    monkeypatch.setattr(real_step, "_TIMED_RUNS", 1)
     model = architecture.build()
     for module in model.modules():  # T5's decoder has a config of its own
         if hasattr(getattr(module, "config", None), "use_cache"):
@@ -148,7 +148,7 @@ class Odd(nn.Module):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_odd_chains_are_predicted_near_and_far(seed, monkeypatch):
-    monkeypatch.setattr(real, "_TIMED_RUNS", 1)
+    monkeypatch.setattr(real_step, "_TIMED_RUNS", 1)
     torch.manual_seed(seed)
     model = Odd(seed)
     x = torch.randn(160, 8)

@@ -7,17 +7,17 @@ import torch
 import transformers
 
 from graphckpt.cli import main
-from graphckpt.planning.choose import Rates
-from graphckpt.planning.fake import FakeDevice
-from graphckpt.planning.machine import machine
-from graphckpt.planning.measure import measure
-from graphckpt.planning.options import NEAR, options
+from graphckpt.planning.api import found_blocks
+from graphckpt.planning.candidates import NEAR, options
+from graphckpt.planning.device.fake_device import FakeDevice
+from graphckpt.planning.device.profile import machine
+from graphckpt.planning.measure.fake_step import FakeStep
+from graphckpt.planning.measure.instrument import Blocks
+from graphckpt.planning.measure.real_step import RealStep
+from graphckpt.planning.measure.sweep import measure
 from graphckpt.planning.plan import Plan
-from graphckpt.planning.plan_step import found_blocks
 from graphckpt.planning.planner import Planner
-from graphckpt.planning.pretend import FakeStep
-from graphckpt.planning.real import RealStep
-from graphckpt.planning.run import Blocks
+from graphckpt.planning.solve.search import Rates
 
 
 def made(num_layers=7):

@@ -9,8 +9,8 @@ import pytest
 from tables import Table, all_outcomes, cheapest, least_peak, pareto, random_table
 
 from graphckpt.errors import ConfigError
-from graphckpt.planning.levels import Interval, Move, binding, levels, peak, seconds
-from graphckpt.planning.solve import Front
+from graphckpt.planning.solve.chain import Interval, Move, binding, levels, peak, seconds
+from graphckpt.planning.solve.frontier import Front
 
 
 def keep_or_recompute(num_blocks: int) -> Table:

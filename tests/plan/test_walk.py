@@ -7,9 +7,9 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphckpt.planning.program import Run
-from graphckpt.planning.trace import Kind
-from graphckpt.planning.walk import Change, State, Steps
+from graphckpt.planning.model.events import Kind
+from graphckpt.planning.model.program import Run
+from graphckpt.planning.model.simulate import Change, State, Steps
 
 SIZES = (10, 7, 3)
 

@@ -1,0 +1,170 @@
+"""The policies that a planner considers for each block."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from graphckpt.blocks.compiled import share_of
+from graphckpt.errors import ConfigError
+from graphckpt.planning.compiled import NOT_COMPILED, Compiling
+from graphckpt.planning.option import KEEP, MOST, Level, Option
+from graphckpt.planning.solve.op_levels import levels
+from graphckpt.rules import Full, Joined, Keep, Rule, Selective, parse_rule
+from graphckpt.rules.selective import PRESETS
+from graphckpt.stores import parse_offload, parse_partition
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch import nn
+
+    from graphckpt.planning.model.op_times import Ops
+    from graphckpt.planning.plan_group import Team
+
+_FLAG = "activation_checkpointing"
+
+_BY_HAND: tuple[tuple[list[str], float | None], ...] = (
+    *(([name], None) for name in ("matmul+attention", "matmul", "attention")),
+    ([], None),
+)
+"""The levels of a block whose ops cannot be seen."""
+
+NEAR: tuple[Option, ...] = (
+    KEEP,
+    Option("full", {_FLAG: True}, Full()),
+    *(Option(Level(number).describe(), {}, Level(number)) for number in range(MOST)),
+)
+"""What a block keeps on its device: everything, its inputs alone, or the results of some of its ops beside them."""
+
+
+def options(
+    offload: bool | str = False,
+    only: Iterable[Any] | None = None,
+    *,
+    code: Compiling = NOT_COMPILED,
+) -> tuple[Option, ...]:
+    """Returns the options, ``keep`` first.
+
+    Args:
+        offload: where kept tensors may go: ``True`` or ``"cpu"``, ``"disk"``, ``"disk:/a/folder"``.
+        only: rules to consider beside ``keep``, as ``activation_checkpointing`` takes them; ``None`` is all. That
+            blocks may be ``joined`` is no option of one of them: see :func:`joins`.
+        code: how blocks are compiled. Nobody sees ops then, and the levels between keeping all and nothing are the
+            compiler's.
+
+    Raises:
+        ConfigError: there is no such place or rule.
+    """
+    known = NEAR if code.field is None else (*NEAR[:-MOST], *map(_compiled, code.shares))
+    near = (
+        known if only is None else (KEEP, *(_option(value) for value in only if not isinstance(_rule(value), Joined)))
+    )
+    if parse_offload(offload) is None:
+        return near
+    place = "cpu" if offload is True else offload
+    name = "disk" if str(place).startswith("disk") else "host"
+    return near + tuple(
+        Option(f"{option.name} + {name}", {**option.fields, "offload": place}, option.rule, is_far=True)
+        for option in near
+    )
+
+
+def parted(options: Sequence[Option], partition: Any) -> tuple[Option, ...]:
+    """Returns options, and behind them those that stay on their device with what they keep cut over ranks."""
+    parts = [
+        replace(o, name=f"{o.name} + part", fields={**o.fields, "partition": partition}, is_part=True)
+        for o in options
+        if not o.is_far
+    ]
+    return (*options, *parts)
+
+
+def asked(partition: Any, team: Team) -> tuple[Any, list[str]]:
+    """Returns the ranks that kept tensors may be cut over, ``None`` if there are none, and what there is to note.
+
+    Raises:
+        ConfigError: the flag names no ranks, or they would not plan together.
+    """
+    if parse_partition(partition) is None:
+        return None, []
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return None, ["partition does nothing here: there is one process"]
+    if team.size == 1:
+        raise ConfigError("partition: the ranks that share tensors have to plan together · fix: leave `group` out")
+    return partition, []
+
+
+def with_levels(
+    options: Sequence[Option],
+    kinds: Sequence[int],
+    look: Callable[[], Sequence[Sequence[Ops]]],
+    told: Callable[[Any], Any] = lambda value: value,
+) -> tuple[list[Option], dict[int, list[Option]]]:
+    """Returns options without more levels than there are, and by class what each option is for its blocks.
+
+    Args:
+        options: of which some may be a :class:`Level`.
+        kinds: the class of each block.
+        look: returns what the ops of each block take; called if there are levels to be found.
+        told: given a plain value, returns that of the process by whose times several of them go.
+    """
+    if not any(isinstance(option.rule, Level) for option in options):
+        return list(options), {kind: list(options) for kind in kinds}
+    seen: dict[int, list[Ops]] = {kind: [] for kind in kinds}
+    for kind, calls in zip(kinds, look(), strict=True):
+        seen[kind] += calls
+    found = dict(zip(seen, told([levels(calls) or _BY_HAND for calls in seen.values()]), strict=True))
+    most = max(map(len, found.values())) - 1
+    some = [o for o in options if not isinstance(o.rule, Level) or o.rule.number < most]
+    return some, {kind: [_own(option, own) for option in some] for kind, own in found.items()}
+
+
+def _own(option: Option, found: Sequence[tuple[Sequence[str], float | None]]) -> Option:
+    """Returns what an option is for a block with these levels; the last one stands for those that it does not have."""
+    value: Any
+    rule: Rule
+    *between, (_, all_again) = found
+    is_near = not (option.is_far or option.is_part)
+    if option.rule == Full() and is_near:
+        return replace(option, again_seconds=all_again)
+    if not isinstance(option.rule, Level):
+        return option
+    label, value, rule, again = "full", True, Full(), all_again  # a block with nothing between all and nothing
+    if between:
+        number = min(option.rule.number, len(between) - 1)
+        names, again = between[number]
+        save = names[0] if names[0] in PRESETS else list(names)
+        label = f"selective({save})" if isinstance(save, str) else f"selective(level {number + 1} of {len(between)})"
+        value, rule = {"rule": "selective", "save": save}, Selective(save)
+    return replace(
+        option,
+        name=option.name.replace(option.rule.describe(), label),
+        fields={"activation_checkpointing": value, **option.fields},
+        rule=rule,
+        again_seconds=again if is_near else None,
+    )
+
+
+def _compiled(options: dict[str, Any]) -> Option:
+    return Option(f"{KEEP.name}{share_of(options)}", {**KEEP.fields, "compile": options}, Keep())
+
+
+def joins(blocks: Iterable[nn.Module], only: Iterable[Any] | None = None) -> bool:
+    """Returns whether blocks may run again as one: ``only`` lists no rules or that one too, and the blocks can."""
+    is_asked = only is None or any(isinstance(_rule(value), Joined) for value in only)
+    return is_asked and all(Joined().check(block) is None for block in blocks)
+
+
+def _rule(value: Any) -> Rule:
+    rule = parse_rule(value)
+    if rule is None or isinstance(rule, Keep):
+        raise ConfigError(f"rules: {value!r} is no rule · fix: leave it out; keep is always considered")
+    return rule
+
+
+def _option(value: Any) -> Option:
+    rule = _rule(value)
+    return Option(rule.describe(), {_FLAG: value}, rule)

@@ -1,0 +1,99 @@
+"""Records the ops of blocks, and how long each takes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, final
+
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphckpt._compat_autocast import call_with_autocast
+from graphckpt._compat_compiler import never_compiled
+from graphckpt.planning.model.op_times import Ops
+from graphckpt.planning.option import Option
+from graphckpt.rules import Rule
+from graphckpt.rules.op_modes import is_counted
+from graphckpt.rules.stored import IN_PLACE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from graphckpt.planning.measure.instrument import Blocks
+    from graphckpt.planning.model.events import Seconds
+    from graphckpt.rules import Site
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Look(Rule):
+    """Runs a block as it is and notes its ops.
+
+    Args:
+        seen: gets the ops of each call.
+        clock: says what time it is, in seconds.
+        op_seconds: says what an op takes, where the clock cannot.
+    """
+
+    name: ClassVar[str] = "look"
+    seen: list[Ops]
+    clock: Callable[[], float]
+    op_seconds: Seconds | None = None
+
+    def run(self, site: Site, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs the block; all is kept."""
+        del site
+        ops = Ops()
+        self.seen.append(ops)
+
+        @never_compiled
+        def pack(tensor: Any) -> Any:
+            ops.log.saves(tensor)
+            return IN_PLACE[0](tensor)
+
+        with saved_tensors_hooks(pack, IN_PLACE[1]), _Watch(ops, self.clock, self.op_seconds):
+            output = function(*args, **kwargs)
+        ops.log.close()
+        return output
+
+
+@final
+class _Watch(TorchDispatchMode):
+    def __init__(self, ops: Ops, clock: Callable[[], float], op_seconds: Seconds | None) -> None:
+        super().__init__()
+        self._ops = ops
+        self._clock = clock
+        self._op_seconds = op_seconds
+        self._calls: dict[Any, int] = defaultdict(int)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Sees nothing of what compiled code does, which else would not run as such."""
+        return True
+
+    @never_compiled
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        begin = self._clock()
+        output = call_with_autocast(func, args, kwargs)
+        took = self._clock() - begin
+        if not is_counted(func, args):
+            return output
+        if self._op_seconds is not None:
+            took = self._op_seconds(func, args, kwargs, output)
+        number = self._calls[func]
+        self._calls[func] = number + 1
+        self._ops.log.add(func, number, args, kwargs, output)
+        self._ops.seconds.append(took)
+        return output
+
+
+def ops_of(
+    blocks: Blocks, run: Callable[[], object], clock: Callable[[], float], op_seconds: Seconds | None = None
+) -> list[list[Ops]]:
+    """Returns, by block, the ops of each forward during ``run``; see :class:`Look` for the arguments."""
+    seen: list[list[Ops]] = [[] for _ in blocks.names]
+    with blocks.under([Option("look", {}, Look(each, clock, op_seconds)) for each in seen], lambda _: None):
+        run()
+    return seen

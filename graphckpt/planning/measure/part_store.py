@@ -1,0 +1,135 @@
+"""Partitions saved tensors over ranks while a step is measured, with a store of its own for each block.
+
+A step under a plan has one store for all such blocks, which prefetches the parts of the next block while a block's
+backward runs. Here each block has its own, so that a trace shows what the block alone does;
+:func:`~graphckpt.planning.model.gathers.with_gathers` then adds what is prefetched.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from graphckpt.stores import Group, Placement, Store, parse_partition
+from graphckpt.stores.pieces import Key, WrappedKey
+from graphckpt.stores.shard import Shard, left_whole
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator
+
+    from graphckpt.planning.measure.trace import Trace
+    from graphckpt.stores.pieces import Piece
+
+_MOST_RUNS = 3  # of a step that keeps something new each time
+
+
+@final
+class PartStore(Store):
+    """Keeps parts, in a store of its own for each block, and tells a trace what blocks hold whole.
+
+    Args:
+        partition: the ranks, as the flag ``partition`` takes them.
+        min_elements: smaller tensors stay.
+    """
+
+    place = "part"
+
+    def __init__(self, partition: Any, min_elements: int = 1024) -> None:
+        self._partition = parse_partition(partition)
+        self._min_elements = min_elements
+        self._stores: dict[str, Store] = {}
+        self._trace: Trace | None = None
+        self._ahead_bytes: dict[int, int] = {}
+        self.has_asked = False
+        """Whether something was kept whole until the ranks had been asked; they are not when the same is kept again."""
+
+    def listen(self, trace: Trace | None) -> dict[int, int]:
+        """Has a trace told from now on, or nobody.
+
+        Returns what was found until now: by the number of a call, the bytes that a gather of its parts takes until they
+        are used.
+        """
+        self._trace = trace
+        found, self._ahead_bytes = self._ahead_bytes, {}
+        return found
+
+    def open(self, group: Group) -> Group | None:
+        """Begins what one call keeps."""
+        if group.block not in self._stores:
+            self._stores[group.block] = Placement(None, self._partition, min_elements=self._min_elements).store
+        return self._stores[group.block].open(group)
+
+    def put(self, tensor: torch.Tensor, group: Group | None) -> object:
+        """Keeps ``tensor`` and returns the key to it."""
+        assert group is not None
+        store = self._stores[group.block]
+        return _Kept(store, store.put(tensor, group), self._trace)
+
+    def get(self, key: object) -> torch.Tensor | None:
+        """Returns the kept tensor."""
+        assert isinstance(key, _Kept)
+        return key.store.get(key.key)
+
+    def seal(self, group: Group | None) -> None:
+        """Nothing more comes into the group."""
+        assert group is not None
+        num_whole = len(_pieces(group, is_cut=False))
+        with warnings.catch_warnings():  # that an option cuts little shows in its bytes
+            warnings.filterwarnings("ignore", message=".*already sharded, left whole")
+            self._stores[group.block].seal(group)
+        self.has_asked |= len(_pieces(group, is_cut=False)) < num_whole
+        cut = _pieces(group, is_cut=True)
+        sizes = [piece.place.gathered_bytes(piece.ticket.num_bytes) for piece in cut if isinstance(piece.place, Shard)]
+        if len(sizes) > 1:
+            sizes.append(sum(piece.place.stored_bytes(piece.ticket.num_bytes) for piece in cut))  # as one, to be sent
+        if sizes and self._trace is not None:
+            call = len(self._trace.calls) - 1
+            self._ahead_bytes[call] = self._ahead_bytes.get(call, 0) + sum(sizes)
+
+
+def learn(stores: Collection[PartStore], step: Callable[[], object]) -> None:
+    """Runs a step until nothing waits whole in it any more for the ranks to be asked; all of them see the same."""
+    for _ in range(_MOST_RUNS):
+        if not any(store.has_asked for store in stores):
+            break
+        for store in stores:
+            store.has_asked = False
+        step()
+
+
+def _pieces(group: Group, *, is_cut: bool) -> list[Piece]:
+    pieces = (piece for ref in group.pieces.values() if (piece := ref()) is not None)
+    return [piece for piece in pieces if (left_whole(piece.ticket) is None) == is_cut]
+
+
+@final
+class _Kept:
+    """A key, and what its block holds whole by it."""
+
+    __slots__ = ("__weakref__", "_held", "_trace", "key", "store")
+
+    def __init__(self, store: Store, key: object, trace: Trace | None) -> None:
+        self.store = store
+        self.key = key
+        self._trace = trace
+        self._held = [] if trace is None else [trace.hold(tensor) for tensor in _whole(key)]
+
+    def __del__(self) -> None:
+        for held in self._held:
+            assert self._trace is not None
+            self._trace.release(held)
+
+
+def _whole(key: object) -> Iterator[torch.Tensor]:
+    """Yields what stays as it is, of all that a key means."""
+    if isinstance(key, torch.Tensor):
+        yield key
+    elif isinstance(key, WrappedKey):
+        for inner in key.keys:
+            yield from _whole(inner)
+    elif isinstance(key, Key):
+        whole = left_whole(key.piece.ticket)
+        if whole is not None:
+            yield whole

@@ -1,0 +1,179 @@
+"""Runs a user's step on the real device to measure it, and puts back what the step has changed."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, final
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from graphckpt.planning.measure.clock import Clock, fastest, now
+from graphckpt.planning.measure.instrument import Blocks
+from graphckpt.planning.measure.op_trace import ops_of
+from graphckpt.planning.measure.part_store import PartStore, learn
+from graphckpt.planning.measure.trace import Trace
+from graphckpt.planning.measure.traced_store import TracedStore, traced
+from graphckpt.planning.model.measured_step import Sample
+from graphckpt.planning.model.op_times import Ops
+from graphckpt.planning.option import Option
+from graphckpt.training_state import TrainingState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from graphckpt.stores import Store
+
+_TIMED_RUNS = 2  # of which the fastest counts: what else the machine does only ever adds
+_TIMED_COMPILED = 3  # times as many, of compiled layers: no clock on their ops makes up for the noise
+
+
+@final
+class RealStep:
+    """A step function of the user over a model, on the device that the model is on.
+
+    Args:
+        model: its parameters, buffers and gradients are put back afterwards.
+        step_fn: runs forward and backward once, and the optimizer if it is to count.
+        min_elements: what is offloaded is not smaller.
+    """
+
+    def __init__(self, model: nn.Module, step_fn: Callable[[], object], *, min_elements: int = 1024) -> None:
+        self._model = model
+        self._step_fn = step_fn
+        self._min_elements = min_elements
+        tensors = list(self._model_tensors())
+        self.device = next((t.device for t in tensors), torch.device("cpu"))
+        self._optimizers: dict[int, Optimizer] = {}
+        self._parts: dict[str, PartStore] = {}
+        """By option: what the ranks have been asked holds for blocks that keep the same."""
+
+    def sample(self, blocks: Blocks, options: Sequence[Option]) -> Sample:
+        """Runs the step with one option on each block: once to warm up, once logged, and some times by the clock.
+
+        Each timed run comes beside one without policies, so that what else the machine does lengthens both alike.
+        """
+        stores = {far: TracedStore(is_far=far, min_elements=self._min_elements) for far in (False, True)}
+        parts = self._parts_of(options)
+
+        def store_of(option: Option) -> Store | None:
+            return parts[option.name] if option.is_part else stores[option.is_far]
+
+        with register_hook(self._meet), blocks.under(options, store_of) as without:
+            self._step_fn()
+            learn(parts.values(), self._step_fn)
+            trace = self._trace()
+            for part in parts.values():
+                part.listen(trace)
+            with traced(stores.values(), trace), blocks.marked(trace), trace:
+                self._step_fn()
+            far_bytes = dict(stores[True].far_bytes)
+            ahead_bytes = {call: size for part in parts.values() for call, size in part.listen(None).items()}
+            clocks, plain = [], []
+            are_compiled = any("compile" in option.fields for option in options)
+            for _ in range(_TIMED_RUNS * (_TIMED_COMPILED if are_compiled else 1)):
+                clocks.append(self._timed(blocks))
+                with without():
+                    plain.append(self._timed(blocks))
+        total = min(clock.total for clock in plain)
+        return Sample(trace, far_bytes, fastest(clocks), total, fastest(plain), ahead_bytes)
+
+    def _parts_of(self, options: Sequence[Option]) -> dict[str, PartStore]:
+        """Returns the stores of what is cut, by option."""
+        names = dict.fromkeys(option.name for option in options if option.is_part)
+        for option in options:
+            if option.is_part and option.name not in self._parts:
+                self._parts[option.name] = PartStore(option.fields["partition"], self._min_elements)
+        return {name: self._parts[name] for name in names}
+
+    def ops(self, blocks: Blocks) -> list[list[Ops]]:
+        """Runs the step some times with the clock on each op of the blocks."""
+
+        def run() -> None:
+            for _ in range(_TIMED_RUNS):
+                self._step_fn()
+
+        return ops_of(blocks, run, partial(now, self.device))
+
+    def only(self, blocks: Blocks, numbers: Sequence[int]) -> AbstractContextManager[bool]:
+        """A real step is run whole: its times are measured on many blocks."""
+        del blocks, numbers
+        return nullcontext(False)
+
+    def peak(self) -> int:
+        """Returns the most bytes that are alive at once during a step as it is.
+
+        On CUDA these are those of the allocator, with what it took before and what ops take within; elsewhere the
+        count is that of the logged runs.
+        """
+        with register_hook(self._meet):
+            self._step_fn()
+            if self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self.device)
+                self._step_fn()
+                return int(torch.cuda.max_memory_allocated(self.device))
+            trace = self._trace()
+            with trace:
+                self._step_fn()
+        return trace.peak_bytes
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Restores parameters, buffers, gradients, optimizers and random state at the end."""
+        state = TrainingState(self._model_tensors())
+        gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in self._model.parameters()]
+        try:
+            with register_hook(state.add):
+                yield
+        finally:
+            with torch.no_grad():
+                for parameter, grad, old in gradients:
+                    parameter.grad = grad
+                    if grad is not None and old is not None:
+                        grad.copy_(old)
+            state.restore()
+
+    def _meet(self, optimizer: Optimizer) -> None:
+        self._optimizers[id(optimizer)] = optimizer
+
+    def _trace(self) -> Trace:
+        trace = Trace(self.device.type, rounded=_rounded_on_cuda if self.device.type == "cuda" else None)
+        state = [
+            v
+            for o in self._optimizers.values()
+            for s in o.state.values()
+            for v in s.values()
+            if isinstance(v, torch.Tensor)
+        ]
+        gradients = [p.grad for p in self._model.parameters()]
+        trace.track([*self._model_tensors(), *gradients, *state])
+        return trace
+
+    def _timed(self, blocks: Blocks) -> Clock:
+        clock = Clock(self.device)
+        with blocks.marked(clock):
+            self._step_fn()
+        clock.stop()
+        return clock
+
+    def _model_tensors(self) -> Iterable[torch.Tensor]:
+        yield from self._model.parameters()
+        yield from self._model.buffers()
+
+
+@contextmanager
+def register_hook(see: Callable[[Optimizer], None]) -> Iterator[None]:
+    """Calls ``see`` with each optimizer that begins to step."""
+    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: see(optimizer))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _rounded_on_cuda(num_bytes: int) -> int:
+    return -(-num_bytes // 512) * 512  # what CUDA's caching allocator hands out

@@ -1,0 +1,132 @@
+"""The peak of any plan, from what each block was seen to do under each option: to the byte, without running it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+from graphckpt.planning.model.events import Interval, Kind, Phase
+from graphckpt.planning.model.program import Role, Run
+from graphckpt.planning.model.simulate import Change, State, Steps, Walked
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from graphckpt.planning.model.program import BlockProgram, Log
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Live bytes in one interval of the step under a plan."""
+
+    interval: Interval
+    start: int
+    peak: int
+
+
+@final
+class Model:
+    """What is known of a step: what happens between the blocks, and in each block under each option.
+
+    Args:
+        base: the log of the step with everything kept.
+        program_of: returns what a call does under an option, by the numbers of both.
+        ends: where whoever is no block lets a shared storage go, by its number in ``base``.
+    """
+
+    def __init__(
+        self, base: Log, program_of: Callable[[int, int], BlockProgram], ends: Mapping[int, tuple[Interval, int]]
+    ) -> None:
+        self.base = base
+        self.block_of_call = [call.block for call in base.calls]
+        self.intervals = base.intervals
+        self._program_of = program_of
+        self._storages = [{role: storage for storage, role in base.roles(c).items()} for c in range(len(base.calls))]
+        self._late: dict[Interval, list[int]] = {}
+        self._walked: Walked = {}
+        self._outside = {i: self.steps_of(self._outside_steps(i, ends)) for i in self.intervals if not i.is_of_block}
+        for storage, (where, _) in ends.items():
+            if where.is_of_block:  # for options that do not show it: at the end of that interval
+                self._late.setdefault(where, []).append(storage)
+        self._holds: dict[tuple[int, int], frozenset[int]] = {}
+        self._steps: dict[tuple[Interval, int], Steps] = {}
+
+    def steps(self, interval: Interval, option: int) -> Steps:
+        """Returns what happens in an interval; ``option`` is that of its block."""
+        if not interval.is_of_block:
+            return self._outside[interval]
+        key = interval, option
+        if key not in self._steps:
+            program = self._program_of(interval.call, option)
+            steps = program.forward if interval.phase is Phase.FORWARD else program.backward
+            found = [
+                s if isinstance(s, Run) else Change(s.kind, self.storage(interval.call, s.role, option), s.num_bytes)
+                for s in steps
+            ]
+            gone = {step.storage for step in found if isinstance(step, Change) and step.kind is Kind.GONE}
+            late = [storage for storage in self._late.get(interval, ()) if storage not in gone]
+            found += [Change(Kind.GONE, storage, self.base.sizes[storage]) for storage in late]
+            self._steps[key] = self.steps_of(found)
+        return self._steps[key]
+
+    def steps_of(self, steps: Iterable[Run | Change]) -> Steps:
+        """Returns what happens in an interval, in order, in a form that is quickly walked."""
+        return Steps(steps, self._walked)
+
+    def storage(self, call: int, role: Role, option: int) -> int:
+        """Returns the number of a storage in ``base``; one that only this option leaves gets a number of its own."""
+        known = self._storages[call].get(role)
+        return known if known is not None else -2 - (hash((call, role, option)) & 0xFFFFFFFFFFFF)
+
+    def holds(self, call: int, option: int) -> frozenset[int]:
+        """Returns the shared storages that a call holds until its backward."""
+        key = call, option
+        if key not in self._holds:
+            program = self._program_of(call, option)
+            self._holds[key] = frozenset(self.storage(call, role, option) for role in program.holds)
+        return self._holds[key]
+
+    @property
+    def static_bytes(self) -> int:
+        """Bytes that are alive when the first block begins: weights, optimizer state, inputs, kept gradients."""
+        state = State()
+        for interval in self.intervals:
+            if interval.is_of_block:
+                break
+            state.walk(self.steps(interval, 0))
+        return state.level
+
+    def levels(self, plan: Sequence[int], joined: Mapping[Interval, Sequence[Steps]] | None = None) -> Iterator[Level]:
+        """Yields the levels of a step, interval by interval.
+
+        Args:
+            plan: the option of each block.
+            joined: what happens instead in some intervals.
+        """
+        state = State()
+        joined = joined or {}
+        for interval in self.intervals:
+            option = plan[self.block_of_call[interval.call]] if interval.is_of_block else 0
+            start = state.peak = state.level
+            for steps in joined.get(interval) or [self.steps(interval, option)]:
+                state.walk(steps)
+            yield Level(interval, start, state.peak)
+
+    def highest(self, plan: Sequence[int], joined: Mapping[Interval, Sequence[Steps]] | None = None) -> Level:
+        """Returns the interval with the highest level; of equal ones the first."""
+        return max(self.levels(plan, joined), key=lambda level: level.peak)
+
+    def _outside_steps(self, interval: Interval, ends: Mapping[int, tuple[Interval, int]]) -> Iterator[Run | Change]:
+        base = self.base
+        due = sorted((number, storage) for storage, (where, number) in ends.items() if where == interval)
+        for number, entry in base.outside(interval):
+            while due and due[0][0] <= number:
+                yield Change(Kind.GONE, due[0][1], base.sizes[due.pop(0)[1]])
+            if entry.storage in base.shared:
+                if entry.kind is Kind.BORN:
+                    yield Change(Kind.BORN, entry.storage, entry.num_bytes)
+            else:  # what a block has made privately cannot end here
+                is_born = entry.kind is Kind.BORN
+                yield Run(entry.num_bytes if is_born else 0, entry.num_bytes if is_born else -entry.num_bytes)
+        yield from (Change(Kind.GONE, storage, base.sizes[storage]) for _, storage in due)

@@ -1,0 +1,263 @@
+"""From the log of a step to programs: what a block does to the level of live bytes, in names that any step knows.
+
+A storage that only one block ever sees is *private* to it: of these only sums remain. All others are *shared*: what
+enters and leaves a block, and what several blocks hold. Each is named by its role at the border of a block's call, so
+that the program of one block fits every equal one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
+
+from graphckpt.planning.model.events import Entry, Interval, Kind, Phase, TraceLog
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+
+class Role(NamedTuple):
+    """What a shared storage is to a call of a block: its second argument, the third that its backward leaves behind."""
+
+    kind: str
+    """``"argument"``, ``"output"``, ``"gradient"``, ``"made"`` in forward, ``"left"`` by backward, ``"passing"``."""
+    number: int
+
+
+class Run(NamedTuple):
+    """A stretch in which only private storages come and go: the highest level in it, and the last, above the first."""
+
+    peak: int
+    change: int
+
+
+class Shared(NamedTuple):
+    """A shared storage comes, goes, is held or let go."""
+
+    kind: Kind
+    role: Role
+    num_bytes: int
+
+
+class End(NamedTuple):
+    """Where in a step a storage goes: after so many private entries of an interval."""
+
+    interval: Interval
+    number: int
+
+
+Program: TypeAlias = tuple[Run | Shared, ...]
+"""What happens in one interval, in order."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class BlockProgram:
+    """What one call of a block does under one option."""
+
+    forward: Program
+    backward: Program
+    left: tuple[int, ...]
+    """Bytes of what its backward leaves behind, in order; equal for every option, or the prediction is an estimate."""
+
+    @property
+    def holds(self) -> frozenset[Role]:
+        """The shared storages that it holds from its forward to its backward."""
+        counts: Counter[Role] = Counter()
+        for step in self.forward:
+            if isinstance(step, Shared):
+                counts[step.role] += _BALANCE.get(step.kind, 0)
+        return frozenset(role for role, count in counts.items() if count > 0)
+
+
+@final
+class Log:
+    """A logged step, with the life of each storage in it."""
+
+    def __init__(self, trace: TraceLog) -> None:
+        self.calls = trace.calls
+        self.intervals = list(dict.fromkeys(stretch.interval for stretch in trace.stretches))
+        self.sizes: dict[int, int] = {}
+        self._stretches = trace.stretches
+        self._entries: dict[Interval, list[Entry]] = {}
+        self._where_born: dict[int, Interval] = {}
+        self._where_gone: dict[int, Interval] = {}
+        for stretch in trace.stretches:
+            self._entries.setdefault(stretch.interval, []).extend(stretch.entries)
+            for entry in stretch.entries:
+                if entry.kind is Kind.BORN:
+                    self._where_born[entry.storage] = stretch.interval
+                    self.sizes[entry.storage] = entry.num_bytes
+                elif entry.kind is Kind.GONE:
+                    self._where_gone[entry.storage] = stretch.interval
+        self._masked = frozenset(self._seem_to_end())
+        self._roles: list[dict[int, Role]] = []
+        self.shared: frozenset[int] = frozenset()
+        """The storages that have a role at any border."""
+        self.ends: dict[int, End] = {}
+        """Where whoever is no block lets a shared storage go, where that shows: a block may hold it longer."""
+
+    def made(self, call: int) -> list[int]:
+        """Returns the storages that come in the forward of a call, in order."""
+        return [e.storage for e in self.entries(Interval(Phase.FORWARD, call)) if e.kind is Kind.BORN]
+
+    def leaving(self, call: int) -> set[int]:
+        """Returns which of the storages that the forward of a call makes, by their numbers there, others see too."""
+        own = {Interval(Phase.FORWARD, call), Interval(Phase.BACKWARD, call)}
+        return {n for n, storage in enumerate(self.made(call)) if self._where_gone.get(storage) not in own}
+
+    def name_roles(self, leaving: Sequence[Collection[int]]) -> None:
+        """Names the shared storages; ``leaving`` says for each call which of those that it makes others may see."""
+        self._roles = [self._roles_of(call, leaving[call]) for call in range(len(self.calls))]
+        self.shared = frozenset(storage for roles in self._roles for storage in roles)
+        for call, roles in enumerate(self._roles):  # what comes from one block and ends in another
+            ending = [e.storage for e in self._of(call) if e.kind is Kind.GONE and e.storage in self.shared]
+            passing = [storage for storage in ending if storage not in roles]
+            roles.update({storage: Role("passing", number) for number, storage in enumerate(passing)})
+        self.ends = dict(self._ends())
+
+    def entries(self, interval: Interval) -> Sequence[Entry]:
+        """Returns what happened in an interval."""
+        return self._entries.get(interval, ())
+
+    def roles(self, call: int) -> Mapping[int, Role]:
+        """Returns the role of each storage that is shared at the border of a call."""
+        return self._roles[call]
+
+    def of_backward(self) -> frozenset[int]:
+        """Returns the storages that came in backward, or later."""
+        forward = (Phase.BEFORE, Phase.FORWARD)
+        return frozenset(
+            storage
+            for roles in self._roles
+            for storage, role in roles.items()
+            if role.kind in ("gradient", "left") and self._where_born[storage].phase not in forward
+        )
+
+    def is_gone(self, storage: int) -> bool:
+        """Whether a storage is gone when the step is over."""
+        return storage in self._where_gone
+
+    def outside(self, interval: Interval) -> Iterator[tuple[int, Entry]]:
+        """Yields what comes and goes in an interval of no block, each with the number of private entries before it."""
+        number = 0
+        for entry in self.entries(interval):
+            if entry.storage >= 0 and entry.kind not in _BALANCE:
+                yield number, entry
+                number += entry.storage not in self.shared
+
+    def program(self, call: int) -> BlockProgram:
+        """Returns what a call does. What only seems to end, as a block lets go of it, is left out."""
+        roles = self._roles[call]
+        forward, backward = (
+            tuple(_fold(_steps((e for e in self.entries(Interval(phase, call)) if not self._is_masked(e)), roles)))
+            for phase in (Phase.FORWARD, Phase.BACKWARD)
+        )
+        left = sorted((role, self.sizes[storage]) for storage, role in roles.items() if role.kind == "left")
+        return BlockProgram(forward, backward, tuple(num_bytes for _, num_bytes in left))
+
+    def _of(self, call: int) -> Iterator[Entry]:
+        yield from self.entries(Interval(Phase.FORWARD, call))
+        yield from self.entries(Interval(Phase.BACKWARD, call))
+
+    def _is_masked(self, entry: Entry) -> bool:
+        return entry.kind is Kind.GONE and entry.storage in self._masked and entry.storage in self.shared
+
+    def _seem_to_end(self) -> Iterator[int]:
+        """Yields the storages that go in the very moment in which a block lets go of them."""
+        released: dict[int, int] = {}
+        for stretch in self._stretches:
+            for entry in stretch.entries:
+                if entry.kind is Kind.RELEASED:
+                    released[entry.storage] = entry.op
+                elif entry.kind is Kind.GONE and released.get(entry.storage) == entry.op:
+                    yield entry.storage
+
+    def _ends(self) -> Iterator[tuple[int, End]]:
+        for interval in self.intervals:
+            number = 0
+            for entry in self.entries(interval):
+                if entry.storage in self.shared:
+                    if entry.kind is Kind.GONE and entry.storage not in self._masked:
+                        yield entry.storage, End(interval, number)
+                elif entry.kind not in _BALANCE:
+                    number += 1
+
+    def _roles_of(self, call: int, leaving: Collection[int]) -> dict[int, Role]:
+        border = self.calls[call]
+        roles: dict[int, Role] = {}
+        for number, storage in enumerate(border.arguments):
+            roles.setdefault(storage, Role("argument", number))
+        for number, storage in enumerate(border.outputs):
+            roles.setdefault(storage, Role("output", number))
+        for number, storage in border.gradients.items():
+            roles.setdefault(storage, Role("gradient", number))
+        made = self.made(call)
+        for number in sorted(leaving):
+            if number < len(made):
+                roles.setdefault(made[number], Role("made", number))
+        own, number = Interval(Phase.BACKWARD, call), 0
+        for entry in self.entries(own):
+            storage = entry.storage
+            if entry.kind is Kind.BORN and storage not in roles and self._where_gone.get(storage) != own:
+                roles[storage] = Role("left", number)
+                number += 1
+        roles.pop(-1, None)
+        return roles
+
+
+def with_holds(program: BlockProgram, roles: Collection[Role]) -> BlockProgram:
+    """Returns a program that holds ``roles``, which others let go before its backward ends.
+
+    No store tells of these: the block itself has kept them alive.
+    """
+    held = program.holds
+    late = {
+        step.role: step.num_bytes
+        for step in program.backward
+        if isinstance(step, Shared) and step.kind is Kind.GONE and step.role in roles and step.role not in held
+    }
+    if not late:
+        return program
+    forward: list[Run | Shared] = [Shared(Kind.HELD, r, n) for r, n in late.items() if r.kind == "argument"]
+    for step in program.forward:
+        forward.append(step)
+        if isinstance(step, Shared) and step.kind is Kind.BORN and step.role in late:
+            forward.append(Shared(Kind.HELD, step.role, step.num_bytes))
+    backward = tuple(
+        step._replace(kind=Kind.RELEASED)
+        if isinstance(step, Shared) and step.kind is Kind.GONE and step.role in late
+        else step
+        for step in program.backward
+    )
+    return BlockProgram(tuple(forward), backward, program.left)
+
+
+_BALANCE = {Kind.HELD: 1, Kind.RELEASED: -1}
+
+
+def _steps(entries: Iterable[Entry], roles: Mapping[int, Role]) -> Iterator[Run | Shared]:
+    for entry in entries:
+        role = roles.get(entry.storage)
+        if role is not None:
+            yield Shared(entry.kind, role, entry.num_bytes)
+        elif entry.kind is Kind.BORN:
+            yield Run(entry.num_bytes, entry.num_bytes)
+        elif entry.kind is Kind.GONE:
+            yield Run(0, -entry.num_bytes)
+
+
+def _fold(steps: Iterable[Run | Shared]) -> Iterator[Run | Shared]:
+    """Joins what lies between shared storages."""
+    peak = change = 0
+    for step in steps:
+        if isinstance(step, Run):
+            peak, change = max(peak, change + step.peak), change + step.change
+            continue
+        if peak or change:
+            yield Run(peak, change)
+            peak = change = 0
+        yield step
+    if peak or change:
+        yield Run(peak, change)

@@ -1,0 +1,251 @@
+"""Makes the processes that run one step together come to one plan. Knows plans and words, no solver.
+
+Each process measures, since all of them have to run a step that holds collectives. Then one of them decides, the one
+that takes the most bytes, by the times of the one that is slowest within the blocks, since the others wait for it; and
+the others are told.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, Self, final
+
+import torch.distributed as dist
+
+from graphckpt.errors import ConfigError, GraphckptError
+from graphckpt.planning.errors import GroupError, PlanError
+from graphckpt.planning.model.measured_step import Measured
+from graphckpt.planning.plan import Plan
+from graphckpt.planning.rows import PlanRow, Stage
+from graphckpt.stores.meeting import Absent, meet
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import nn
+
+_TOPIC = "graphckpt plan"
+_SECONDS_TO_TELL = 10.0  # that a process which has failed waits for the others to hear of it
+_SECONDS_TO_READ = 0.1  # for the others, before this process ends, which may hold the store
+
+# Note [One plan for all processes]
+# A block that runs again issues its collectives again, so processes with different plans would wait for each other
+# for good. What decides about how often a step runs is therefore agreed upon first: the classes of equal blocks, the
+# bytes of a real step, the plan itself. Words go through the key-value store of the group and not by its collectives:
+# a process whose step has failed is at another one than the others, and still has to be heard.
+
+
+@final
+class Team:
+    """The processes that plan together; a context, within which an error of one becomes an error of all.
+
+    Args:
+        process_group: of which this process is a member; ``None`` is this process alone.
+    """
+
+    def __init__(self, process_group: Any = None) -> None:
+        self._group = process_group
+        self._members = [0] if process_group is None else dist.get_process_group_ranks(process_group)
+        self._is_over = False
+        self.size = len(self._members)
+        self.rank = 0 if process_group is None else process_group.rank()
+        self.decider = 0
+        """Whose plan it is."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if self._is_over or self.size == 1:
+            return
+        if error is None:
+            self.gathered(None)  # none has failed to the last
+            return
+        text = str(error) if isinstance(error, GraphckptError) else f"{type(error).__name__}: {error}"
+        with suppress(Absent, RuntimeError):
+            self._meet({"fault": text}, min(self._seconds, _SECONDS_TO_TELL) if isinstance(error, Exception) else 0.0)
+            time.sleep(_SECONDS_TO_READ)
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Returns the plain values that the processes call this with, by rank.
+
+        Raises:
+            GroupError: another process has failed, is gone or does not come.
+        """
+        if self.size == 1:
+            return [value]
+        fix = "fix: plan on all processes of the group at once, or name another one by `group`"
+        try:
+            answers = self._meet({"value": value}, self._seconds)
+        except Absent as absent:
+            self._is_over = True
+            raise GroupError(f"{absent} to plan with this process for {self._seconds:g} s · {fix}") from None
+        except RuntimeError as error:
+            self._is_over = True
+            first_line = str(error).split("\n", 1)[0]
+            raise GroupError(f"another process is gone while they plan together ({first_line}) · {fix}") from error
+        for member, answer in zip(self._members, answers, strict=True):
+            if "fault" in answer:
+                self._is_over = True
+                more = "" if " · fix: " in answer["fault"] else " · fix: see what that process says"
+                raise GroupError(f"rank {member}: {answer['fault']}{more}")
+        return [answer["value"] for answer in answers]
+
+    def decided(self, action: Callable[[], Any]) -> Any:
+        """Returns what ``action`` returns, a plain value, on the process that decides; the others do not call it.
+
+        Raises:
+            PlanError: it has raised that there; then all do.
+        """
+        if self.size == 1:
+            return action()
+        said: dict[str, Any] = {}
+        if self.rank == self.decider:
+            try:
+                said = {"value": action()}
+            except PlanError as error:
+                said = {"fault": str(error)}
+        answer = self.gathered(said)[self.decider]
+        if "fault" in answer:
+            raise PlanError(answer["fault"])
+        return answer["value"]
+
+    def plan(self, action: Callable[[], Plan], known: Sequence[Mapping[str, Any]], model: nn.Module | None) -> Plan:
+        """Returns the plan that ``action`` makes where it is decided; ``known`` are fields that all processes have."""
+        if self.size == 1:
+            return action()
+        return _unpacked(self.decided(lambda: _packed(action(), known)), known, model)
+
+    def told(self, value: Any) -> Any:
+        """Returns the plain value that the process which decides calls this with."""
+        return self.gathered(value)[self.decider]
+
+    def most(self, value: float) -> Any:
+        """Returns the most that any process says."""
+        return max(self.gathered(value))
+
+    def classes(self, own: Sequence[int]) -> list[int]:
+        """Returns the classes of blocks: those of one class are of one class on all processes."""
+        seen: dict[Any, int] = {}
+        return [seen.setdefault(each, len(seen)) for each in zip(*self.gathered(list(own)), strict=True)]
+
+    def times(self, measured: Measured) -> Measured:
+        """Returns what is known, with the times of the process whose forwards take the longest.
+
+        Their steps tell less: processes that meet in backward, as they do to average gradients, take equally long.
+        """
+        names = ("forward_seconds", "backward_seconds")
+        rows = self.gathered([measured.step_seconds, *(getattr(measured, name) for name in names)])
+        _, *slowest = max(rows, key=lambda row: sum(map(sum, row[1])))
+        forward, backward = (tuple(map(tuple, table)) for table in slowest)
+        step = max(row[0] for row in rows)
+        return replace(measured, step_seconds=step, forward_seconds=forward, backward_seconds=backward)
+
+    def settle(self, peak: int) -> list[str]:
+        """The process whose plain step takes the most decides from now on; returns what there is to note."""
+        peaks = self.gathered(peak)
+        self.decider = peaks.index(max(peaks))
+        if min(peaks) == max(peaks):
+            return []
+        return [f"the processes differ in bytes; planned for rank {self._members[self.decider]}, which takes the most"]
+
+    def check_alike(self, **settings: Any) -> None:
+        """Sees that all processes are about to plan the same.
+
+        Raises:
+            PlanError: they are not.
+        """
+        rows = self.gathered(settings)
+        for member, row in zip(self._members, rows, strict=True):
+            for name, value in row.items():
+                if value != rows[0][name]:
+                    raise PlanError(
+                        f"{name}: rank {self._members[0]} has {_short(rows[0][name])}, rank {member} {_short(value)} · "
+                        "fix: plan the same on all processes, or name by `group` those that run the same blocks"
+                    )
+
+    @property
+    def _seconds(self) -> float:
+        """What the group was made with, or the job, says how long to wait for each other."""
+        limit: float = self._group.get_group_store().timeout.total_seconds()
+        return limit
+
+    def _meet(self, answer: Mapping[str, Any], seconds: float) -> list[Any]:
+        text = json.dumps(answer).encode()
+        return [json.loads(each) for each in meet(self._group, self._members, text, topic=_TOPIC, seconds=seconds)]
+
+
+def team_of(group: Any = None) -> Team:
+    """Returns the processes of ``group``.
+
+    Args:
+        group: a ``ProcessGroup``; ``None`` is all processes, where ``torch.distributed`` is initialised; ``False`` is
+            this process alone.
+
+    Raises:
+        ConfigError: it is no group, or this process is not in it.
+
+    >>> team_of().size
+    1
+    """
+    if group is False:
+        return Team()
+    is_there = dist.is_available() and dist.is_initialized()
+    if group is None:
+        return Team(dist.group.WORLD if is_there and dist.get_backend() != "fake" else None)
+    if not is_there or not isinstance(group, dist.ProcessGroup):
+        what = "this process is not in it" if is_there and group == dist.GroupMember.NON_GROUP_MEMBER else "is no group"
+        raise ConfigError(f"group: {group!r}: {what} · fix: use a ProcessGroup, None for all processes, or False")
+    return Team(group)
+
+
+_PLAIN = [field.name for field in fields(Plan) if field.name not in ("rows", "stages", "model", "notes")]
+
+
+def _packed(plan: Plan, known: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns a plan in plain words; values that all processes have are sent as their numbers."""
+    numbers = {id(value): number for number, value in enumerate(_values(known))}
+    rows = [
+        [
+            row.block,
+            row.option,
+            {n: _said(v, numbers) for n, v in row.fields.items()},
+            row.extra_seconds,
+            row.moved_bytes,
+        ]
+        for row in plan.rows
+    ]
+    stages = [[stage.name, stage.start_bytes, stage.peak_bytes] for stage in plan.stages]
+    return {**{name: getattr(plan, name) for name in _PLAIN}, "notes": plan.notes, "rows": rows, "stages": stages}
+
+
+def _unpacked(words: Mapping[str, Any], known: Sequence[Mapping[str, Any]], model: nn.Module | None) -> Plan:
+    values = _values(known)
+
+    def row(block: str, option: str, said: Mapping[str, Any], seconds: float, num_bytes: int) -> PlanRow:
+        fields = {name: values[value] if kind == "known" else value for name, (kind, value) in said.items()}
+        return PlanRow(block=block, option=option, fields=fields, extra_seconds=seconds, moved_bytes=num_bytes)
+
+    return Plan(
+        **{name: words[name] for name in _PLAIN},
+        rows=tuple(row(*each) for each in words["rows"]),
+        stages=tuple(Stage(name=name, start_bytes=s, peak_bytes=p) for name, s, p in words["stages"]),
+        notes=tuple(words["notes"]),
+        model=model,
+    )
+
+
+def _values(known: Sequence[Mapping[str, Any]]) -> list[Any]:
+    return [value for fields in known for value in fields.values()]
+
+
+def _said(value: Any, numbers: Mapping[int, int]) -> tuple[str, Any]:
+    return ("known", numbers[id(value)]) if id(value) in numbers else ("plain", value)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

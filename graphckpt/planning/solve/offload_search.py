@@ -1,0 +1,114 @@
+"""Searches for a fast plan whose blocks copy bytes to host memory and back while others compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from graphckpt.errors import ConfigError
+from graphckpt.planning.solve.chain import Chain, Plan, peak
+from graphckpt.planning.solve.copy_schedule import Timing, schedule
+from graphckpt.planning.solve.frontier import Front
+from graphckpt.planning.solve.offload_chain import Known, Windowed
+
+_BLOCKS_PER_SECOND = 20_000  # that are judged, of all plans together, for each second that `improve` is given
+_LABELS = 512  # fewer than usual, as there are many states
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Improved:
+    """What :func:`improve` has found."""
+
+    plan: Plan
+    seconds: float
+    """With everything that waits."""
+    peak: int
+    """In bytes, with what is in flight."""
+
+
+def improve(
+    chain: Chain, timing: Timing, budget: int, plan: Sequence[int] | None = None, limit_seconds: float = 1.0
+) -> Improved | None:
+    """Looks for a plan that ends early, with its copies, and whose peak, with what is in flight, fits in ``budget``.
+
+    The result is never slower than ``plan``, if that fits, and never over the budget: :func:`schedule` and
+    :func:`~graphckpt.planning.solve.chain.peak` judge every candidate. Candidates come from the dynamic programme over
+    :class:`~graphckpt.planning.solve.offload_chain.Windowed`, and from changes of one block and swaps of near ones.
+
+    The same input gives the same plan: the effort is counted in trials.
+
+    Args:
+        chain: The step; what moves is not ``kept``, and ``backward_peak`` has it back.
+        timing: What the options take and move.
+        budget: The bound on the peak, in bytes.
+        plan: Where to begin.
+        limit_seconds: About how long the search around the best candidate takes.
+    """
+    known = Known(chain)
+    judge = _Judge(known, timing, budget)
+    starts: list[Plan] = [] if plan is None else [tuple(plan)]
+    quantum = min((second for row in timing.forward_seconds for second in row), default=0.0) / 2
+    for moves in (False, True):
+        found = Front(Windowed(known, timing, moves=moves, quantum=quantum), _LABELS).cheapest(budget)
+        starts += [] if found is None else [found]
+    if starts:
+        trials = int(limit_seconds * _BLOCKS_PER_SECOND / max(1, chain.num_blocks))
+        over, total, highest, best = judge(_search(min(starts, key=judge), chain, judge, trials))
+        if over == 0:
+            return Improved(best, total, highest)
+    return None
+
+
+_Verdict = tuple[int, float, int, Plan]
+
+
+@final
+class _Judge:
+    """Bytes over the budget, seconds, peak, and the plan, so that the least of all is the best."""
+
+    def __init__(self, chain: Chain, timing: Timing, budget: int) -> None:
+        self._chain = chain
+        self._timing = timing
+        self._budget = budget
+        self._seen: dict[Plan, _Verdict] = {}
+
+    def __call__(self, plan: Plan) -> _Verdict:
+        verdict = self._seen.get(plan)
+        if verdict is None:
+            times = schedule(self._timing, plan)
+            try:
+                highest = peak(self._chain, plan, times.in_flight)
+            except ConfigError:  # an option that is not allowed after those before it
+                highest = 2 * self._budget + 2**62
+            verdict = self._seen[plan] = (max(0, highest - self._budget), times.seconds, highest, plan)
+        return verdict
+
+
+def _search(start: Plan, chain: Chain, judge: Callable[[Plan], _Verdict], trials: int) -> Plan:
+    """Takes the first neighbour that is better, until none is, or the trials are spent."""
+    best = judge(start)
+    while True:
+        for candidate in _neighbours(best[3], chain):
+            trials -= 1
+            if trials < 0:
+                return best[3]
+            verdict = judge(candidate)
+            if verdict < best:
+                best = verdict
+                break
+        else:
+            return best[3]
+
+
+def _neighbours(plan: Plan, chain: Chain) -> Iterator[Plan]:
+    for distance in (1, 2, 3):
+        for block in range(len(plan) - distance):
+            one, other = plan[block], plan[block + distance]
+            if one != other and max(one, other) < min(len(chain.options(b)) for b in (block, block + distance)):
+                yield (*plan[:block], other, *plan[block + 1 : block + distance], one, *plan[block + distance + 1 :])
+    for block in range(len(plan)):
+        for option in range(len(chain.options(block))):
+            if option != plan[block]:
+                yield (*plan[:block], option, *plan[block + 1 :])

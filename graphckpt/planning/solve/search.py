@@ -1,0 +1,260 @@
+"""Chooses the options of a measured step for a budget in bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import permutations
+from typing import TYPE_CHECKING, final
+
+from graphckpt.planning.model.events import Interval, Phase
+from graphckpt.planning.model.gathers import with_gathers
+from graphckpt.planning.model.joined_runs import Joints
+from graphckpt.planning.solve.copy_schedule import Timing, schedule
+from graphckpt.planning.solve.frontier import Front
+from graphckpt.planning.solve.offload_search import improve
+from graphckpt.planning.solve.step_chain import StepChain
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from graphckpt.planning.model.joined_runs import Runs
+    from graphckpt.planning.model.measured_step import Measured
+    from graphckpt.planning.model.memory_model import Level
+
+_CUTS = 16  # places where one option may end and another begin
+_BUDGETS_WITH_COPIES = 12  # each is searched for about a second
+_ATTEMPTS = 6  # a step whose backward takes another order than its forward needs more than one
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """How fast bytes leave a device and come back, in bytes per second."""
+
+    out: float
+    back: float
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One option for each block, and what it comes to."""
+
+    plan: tuple[int, ...]
+    peak: int
+    interval: Interval
+    seconds: float
+    """Of all blocks, with what the step waits for copies."""
+    runs: Runs = ()
+    """Blocks that run again as one; in the plan each is recomputed."""
+
+
+@final
+class Chooser:
+    """Answers for any budget what a measured step should do.
+
+    Args:
+        measured: the step.
+        rates: of the copies, where options move bytes.
+        host_budget: the most bytes that may be away from the device at once.
+        joins: whether blocks may run again as one with the block before them.
+    """
+
+    def __init__(
+        self,
+        measured: Measured,
+        rates: Rates | None = None,
+        host_budget: int | None = None,
+        *,
+        joins: bool = True,
+    ) -> None:
+        self.measured = measured
+        self.joints = Joints(measured) if joins else None
+        """What blocks do that run again as one."""
+        self._rates = rates
+        self._host_budget = host_budget
+        self._near = frozenset(
+            (block, number)
+            for number, option in enumerate(measured.options)
+            for block in range(len(measured.names))
+            if option.is_far
+        )
+        """What moves bytes: banned where only what stays is asked for."""
+        self._fronts: list[tuple[StepChain, Front]] | None = None
+        self._simple: list[Choice] | None = None
+        self._again = [block for block, count in Counter(StepChain(measured).blocks).items() if count > 1]
+
+    @property
+    def fronts(self) -> list[tuple[StepChain, Front]]:
+        """For each option of the blocks that run several times, which must agree: all plans worth having."""
+        if self._fronts is None:
+            banned = self._near if self._rates is not None else frozenset()
+            self._fronts = [(chain, Front(chain)) for chain in self._chains(banned, self.joints)]
+        return self._fronts
+
+    @property
+    def simple(self) -> list[Choice]:
+        """Choices without copies that a search in a chain may miss: one option for all blocks, or for the first ones.
+
+        Two options are tried where blocks run several times, since each of those is the same in all chains.
+        """
+        if self._simple is None:
+            options = [o for o in range(len(self.measured.options)) if not self.measured.options[o].is_far]
+            num_blocks = len(self.measured.names)
+            plans = [(option,) * num_blocks for option in options]
+            if len(self._again) > 1:
+                cuts = sorted({n * num_blocks // _CUTS for n in range(1, _CUTS)} - {0})
+                plans += [(a,) * cut + (b,) * (num_blocks - cut) for a, b in permutations(options, 2) for cut in cuts]
+            self._simple = [self.judged(plan) for plan in plans]
+        return self._simple
+
+    def floor(self) -> Choice:
+        """Returns the choice with the lowest peak, without copies."""
+        found = [self._judged(chain, front.least_peak()[0]) for chain, front in self.fronts]
+        return min(found + self.simple, key=lambda choice: (choice.peak, choice.seconds, choice.plan))
+
+    def cheapest(self, budget: int) -> Choice | None:
+        """Returns the fastest choice whose peak is at most ``budget``, or ``None`` if there is none."""
+        found = [choice for chain, front in self.fronts if (choice := self._fitting(chain, front, budget)) is not None]
+        found += [choice for choice in (self.floor(), *self.simple) if choice.peak <= budget]
+        best = min(found, key=_better, default=None)
+        if self._rates is None:
+            return best
+        moved = self._moving(budget, best)
+        return min((c for c in (best, moved) if c is not None), key=_better, default=None)
+
+    def pareto(self, most: int = 24) -> list[Choice]:
+        """Returns the choices of which none is better in peak and time, from the lowest peak up."""
+        candidates = [self._judged(chain, plan) for chain, f in self.fronts for plan in f.plans(most)]
+        candidates += self.simple
+        if self._rates is not None and candidates:
+            low, high = min(c.peak for c in candidates), max(c.peak for c in candidates)
+            most = min(most, _BUDGETS_WITH_COPIES)
+            steps = [low - (high - low) // 4 + (high - low) * 5 * n // (4 * most) for n in range(most + 1)]
+            candidates += [choice for budget in steps if (choice := self.cheapest(budget)) is not None]
+        front: list[Choice] = []
+        for choice in sorted(candidates, key=lambda c: (c.peak, c.seconds, c.plan)):
+            if not front or choice.seconds < front[-1].seconds:
+                front.append(choice)
+        return front
+
+    def uniform(self) -> Iterator[tuple[int, Choice]]:
+        """Yields what it comes to when all blocks have the same option."""
+        for option in range(len(self.measured.options)):
+            yield option, self.judged((option,) * len(self.measured.names))
+
+    def judged(self, plan: Sequence[int], runs: Runs = ()) -> Choice:
+        """Returns what options come to, which need not be worth having."""
+        plan = tuple(plan)
+        seconds, flight = self._seconds(plan)
+        highest = max(self.levels(plan, runs), key=lambda level: level.peak)
+        if self.joints is not None:
+            seconds += self.joints.seconds(runs)
+        return Choice(plan, highest.peak + flight, highest.interval, seconds, runs=runs)
+
+    def extra_seconds(self, choice: Choice) -> list[float]:
+        """Returns by block what its option costs against keeping everything."""
+        known = self.measured
+        extra = [
+            forward[option] + backward[option] - forward[0] - backward[0]
+            for option, forward, backward in zip(
+                choice.plan, known.forward_seconds, known.backward_seconds, strict=True
+            )
+        ]
+        for first, end in choice.runs:
+            assert self.joints is not None
+            for block in range(first, end - 1):
+                extra[block] += self.joints.extra_seconds[block]
+        return extra
+
+    def levels(self, plan: Sequence[int], runs: Runs) -> Iterator[Level]:
+        """Yields the levels of a step, interval by interval."""
+        joined = {} if self.joints is None else self.joints.steps_of(runs)
+        return self.measured.model.levels(plan, with_gathers(self.measured, plan, joined))
+
+    def _judged(self, chain: StepChain, choices: Sequence[int]) -> Choice:
+        return self.judged(chain.plan(choices), chain.runs(choices))
+
+    def _fitting(self, chain: StepChain, front: Front, budget: int) -> Choice | None:
+        """The chain assumes that backward takes the blocks in reverse order; the judge knows the real one."""
+        limit = budget
+        for _ in range(_ATTEMPTS):
+            plan = front.cheapest(limit)
+            if plan is None:
+                return None
+            choice = self._judged(chain, plan)
+            if choice.peak <= budget:
+                return choice
+            limit -= max(1, choice.peak - budget)
+        return None
+
+    def _moving(self, budget: int, best: Choice | None) -> Choice | None:
+        """Returns the fastest choice with copies that fits on both sides."""
+        banned: set[tuple[int, int]] = set()
+        for _ in range(len(self.measured.names) + 1):
+            found = None
+            for chain in self._chains(frozenset(banned)):
+                timing = self._timing(chain)
+                start = None if best is None or best.runs else [best.plan[block] for block in chain.blocks]
+                improved = improve(chain, timing, budget, start)
+                if improved is not None and (found is None or improved.seconds < found.seconds):
+                    plan = chain.plan(improved.plan)
+                    highest = max(self.levels(plan, ()), key=lambda level: level.peak)
+                    peak = max(improved.peak, highest.peak)
+                    if peak <= budget:
+                        found = Choice(plan, peak, highest.interval, improved.seconds)
+            if found is None or self._host_budget is None:
+                return found
+            moved = [self.measured.far_bytes[block][option] for block, option in enumerate(found.plan)]
+            if sum(moved) <= self._host_budget:
+                return found
+            largest = max(range(len(moved)), key=lambda block: (moved[block], block))
+            banned |= {(b, o) for b, o in self._near if b == largest}
+        return None
+
+    def _chains(self, banned: frozenset[tuple[int, int]], joints: Joints | None = None) -> list[StepChain]:
+        if not self._again:
+            return [StepChain(self.measured, banned=banned, joints=joints)]
+        allowed = [o for o in range(len(self.measured.options)) if (self._again[0], o) not in banned]
+        return [StepChain(self.measured, dict.fromkeys(self._again, option), banned) for option in allowed]
+
+    def _timing(self, chain: StepChain) -> Timing:
+        assert self._rates is not None
+        known = self.measured
+        return Timing(
+            forward_seconds=[known.forward_seconds[block] for block in chain.blocks],
+            backward_seconds=[known.backward_seconds[block] for block in chain.blocks],
+            moved_bytes=[known.far_bytes[block] for block in chain.blocks],
+            out_rate=self._rates.out,
+            back_rate=self._rates.back,
+        )
+
+    def _seconds(self, plan: Sequence[int]) -> tuple[float, int]:
+        """Returns the seconds of all blocks, and the most bytes that copies have in flight."""
+        known = self.measured
+        if self._rates is not None and any(known.far_bytes[b][o] for b, o in enumerate(plan)):
+            chain = StepChain(known)
+            times = schedule(self._timing(chain), [plan[block] for block in chain.blocks])
+            return times.seconds, max(times.in_flight, default=0)
+        return sum(known.forward_seconds[b][o] + known.backward_seconds[b][o] for b, o in enumerate(plan)), 0
+
+
+def described(interval: Interval, names: Sequence[str], block_of_call: Sequence[int]) -> str:
+    """Returns an interval in words.
+
+    >>> described(Interval(Phase.BACKWARD, 1), ["h.0", "h.1", "h.2"], [0, 1, 2])
+    'backward of h.1'
+    >>> described(Interval(Phase.AFTER_FORWARD, 2), ["h.0", "h.1", "h.2"], [0, 1, 2])
+    'the head and the loss, after h.2'
+    """
+    if interval.call < 0:
+        return interval.phase.value
+    name = names[block_of_call[interval.call]]
+    if interval.phase is Phase.AFTER_FORWARD and interval.call == len(block_of_call) - 1:
+        return f"the head and the loss, after {name}"
+    return f"{interval.phase.value} {name}"
+
+
+def _better(choice: Choice) -> tuple[float, int, tuple[int, ...]]:
+    return choice.seconds, choice.peak, choice.plan
