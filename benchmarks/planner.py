@@ -46,10 +46,10 @@ from transformers.utils import logging
 import graphckpt
 from graphckpt.ledger.live import LiveBytes
 from graphckpt.planning import PlanError
-from graphckpt.planning.api import found_blocks
+from graphckpt.planning.api import find_blocks
 from graphckpt.planning.candidates import options as rules
-from graphckpt.planning.compiled import compiled as compiled_layers
-from graphckpt.planning.compiled import compiling
+from graphckpt.planning.compiled import compiled_forwards as compiled_layers
+from graphckpt.planning.compiled import parse_compile
 from graphckpt.planning.measure.instrument import Blocks
 from graphckpt.planning.measure.real_step import RealStep
 from graphckpt.planning.measure.sweep import measure
@@ -322,9 +322,9 @@ def plans(
         budgets: bytes by share; those that are 0 are filled in.
         backend: of ``torch.compile``, which compiles each layer; ``None`` runs them as they are.
     """
-    blocks = Blocks(found_blocks(case.model, case.layers))
+    blocks = Blocks(find_blocks(case.model, case.layers))
     step = RealStep(case.model, lambda: measurer.step(plain))
-    code = compiling(None if backend is None else {"backend": backend})
+    code = parse_compile(None if backend is None else {"backend": backend})
     family, ending = (OURS, "plan") if backend is None else (f"{OURS}, layers by {backend}", f"plan, {backend}")
     with step.undone():
         begin = process_time()
@@ -387,7 +387,7 @@ def run(model_name: str, arguments: argparse.Namespace) -> tuple[list[dict[str, 
     torch.manual_seed(0)
     case = build(*(arguments.batch or shape))
     case.model.train()
-    blocks = [name for name, _ in found_blocks(case.model, case.layers)]
+    blocks = [name for name, _ in find_blocks(case.model, case.layers)]
     measurer = Measurer(case)
     methods = list(peers(case, blocks, arguments, model_name))
     plain = methods[0]

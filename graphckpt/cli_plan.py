@@ -88,9 +88,9 @@ def add_profile_device(commands: argparse._SubParsersAction[argparse.ArgumentPar
 
 def _plan(parsed: argparse.Namespace) -> int:
     from graphckpt.config.planning import planner_from  # noqa: PLC0415 - seconds of imports that --help can do without
-    from graphckpt.planning.budget import check  # noqa: PLC0415
+    from graphckpt.planning.budget import check_budget  # noqa: PLC0415
 
-    budget = check(_budget(parsed.memory_budget))
+    budget = check_budget(_budget(parsed.memory_budget))
     with _bar("runs without memory") as progress:
         planner, target = planner_from(
             parsed.config_file,

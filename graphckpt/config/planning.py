@@ -21,12 +21,12 @@ from graphckpt.planning.api import Progress, head_rows
 from graphckpt.planning.candidates import options
 from graphckpt.planning.compiled import compile_options
 from graphckpt.planning.device.fake_device import FakeDevice
-from graphckpt.planning.device.profile import Machine, machine
+from graphckpt.planning.device.profile import DeviceProfile, load_profile
 from graphckpt.planning.measure.fake_step import FakeStep
 from graphckpt.planning.measure.instrument import Blocks
 from graphckpt.planning.measure.sweep import measure
 from graphckpt.planning.planner import Planner, Planners
-from graphckpt.planning.solve.search import Rates
+from graphckpt.planning.solve.search import CopyRates
 from graphckpt.train.blocks import head_of, units
 from graphckpt.train.graphs import sum_of_losses
 from graphckpt.train.report import Report
@@ -42,7 +42,7 @@ def planner_from(
     host_budget: str | None = None,
     head: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
-) -> tuple[Planners, Machine]:
+) -> tuple[Planners, DeviceProfile]:
     """Returns the planner of the step that a config describes, and the device that it is for.
 
     Nothing runs on a real device: model, gradients and optimizer take no memory, whatever their size.
@@ -63,7 +63,7 @@ def planner_from(
     config = load(path)
     faults = _overrides.apply(config, list(overrides))
     places, more = own_modules.folders(config, path)
-    target = machine(device)
+    target = load_profile(device)
     with importable_from(*places):
         run = checked(config, [*faults, *more], str(path))
         fake = FakeDevice(target)
@@ -75,7 +75,7 @@ def planner_from(
         if any(option.is_far for option in considered):
             disk = str(offload).startswith("disk")
             out, back = (target.disk_write, target.disk_read) if disk else (target.copy_out, target.copy_in)
-            rates = Rates(out, back) if out > 0 and back > 0 else None
+            rates = CopyRates(out, back) if out > 0 and back > 0 else None
             if rates is None:
                 considered = options()
         notes = (
@@ -92,7 +92,7 @@ def planner_from(
             with apply(model, {row.block: row.fields for row in rows}) if rows else nullcontext():
                 measured = measure(step, blocks, considered, progress)
             planners.append(
-                Planner(measured, device=target.name, rates=rates, host_budget=host_bytes, notes=notes, also=rows)
+                Planner(measured, device=target.name, rates=rates, host_budget=host_bytes, notes=notes, extra_rows=rows)
             )
     return Planners(planners), target
 
@@ -120,6 +120,6 @@ def _step(run: RunConfig, fake: FakeDevice) -> tuple[FakeStep, nn.Module]:
     return FakeStep(fake, model, step, optimizer), model
 
 
-def _autocast(run: RunConfig, target: Machine) -> Any:
+def _autocast(run: RunConfig, target: DeviceProfile) -> Any:
     amp = run.train.amp
     return torch.autocast(target.kind, dtype=getattr(torch, amp.dtype)) if amp.enabled else nullcontext()

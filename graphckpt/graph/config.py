@@ -8,7 +8,7 @@ import torch
 
 from graphckpt.capture.runner import CHOICES, Runner
 from graphckpt.errors import ConfigError, did_you_mean
-from graphckpt.planning.budget import check
+from graphckpt.planning.budget import check_budget
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,7 +82,7 @@ class GraphConfig:
         if name == "max_captures" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ConfigError(f"Graph.config.max_captures: {value!r} is no number of recordings · fix: a positive int")
         if name == "memory_budget" and value is not None:
-            check(value)
+            check_budget(value)
         if name == "plan_options" and (unknown := [key for key in value if key not in _PLAN_OPTIONS]):
             raise ConfigError(
                 f"Graph.config.plan_options: there is no {unknown[0]!r}{did_you_mean(unknown[0], _PLAN_OPTIONS)} · "

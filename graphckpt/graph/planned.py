@@ -11,10 +11,10 @@ from torch import nn
 from graphckpt.blocks.layers import layers
 from graphckpt.errors import ConfigError, GraphError
 from graphckpt.graph.verify import unchanged
-from graphckpt.planning.api import found_blocks, plan_step
+from graphckpt.planning.api import find_blocks, plan_step
 from graphckpt.planning.compiled import without_share
 from graphckpt.planning.measure.real_step import RealStep
-from graphckpt.planning.plan_group import team_of
+from graphckpt.planning.plan_group import planning_group
 from graphckpt.tree import flatten_call
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from graphckpt.blocks.proxy import BlockTree
     from graphckpt.graph.step import Step
     from graphckpt.planning import Plan
-    from graphckpt.planning.plan_group import Team
+    from graphckpt.planning.plan_group import PlanGroup
 
 _NOTHING = dict.fromkeys(
     ("activation_checkpointing", "segments", "tiles", "offload", "partition", "contiguous", "compile")
@@ -57,7 +57,7 @@ class Planned:
     ) -> Plan:
         """Plans for inputs like these, and sets the policies."""
         options = dict(wanted)
-        with team_of(options.pop("group", None)) as team:
+        with planning_group(options.pop("group", None)) as team:
             return self._planned(fields, build, args, kwargs, options, team)
 
     def _planned(
@@ -67,7 +67,7 @@ class Planned:
         args: Any,
         kwargs: dict[str, Any],
         options: dict[str, Any],
-        team: Team,
+        team: PlanGroup,
     ) -> Plan:
         step = self._step
         if not step.update.optimizers:
@@ -79,7 +79,7 @@ class Planned:
             selectors = [".".join(filter(None, (root, n))) for root, m in step.roots.items() for n in layers(m)]
         if not selectors:
             raise ConfigError(f"{step.name}.plan: no module has a list of layers · fix: blocks='model.layers.*'")
-        blocks = found_blocks(model, selectors)
+        blocks = find_blocks(model, selectors)
         if options.get("compile") is None:
             options["compile"] = self._compile_of(blocks)
         if step.recorded is not None:  # the plan's policies would drop them; until then their pool would count as taken
@@ -117,7 +117,7 @@ class Planned:
             (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else None
             for leaf in flatten_call(args, kwargs)[0]
         )
-        if team_of(config.plan_options.get("group")).size > 1:
+        if planning_group(config.plan_options.get("group")).size > 1:
             shapes = ()
         key = shapes, str(config.memory_budget), tuple(sorted((k, str(v)) for k, v in config.plan_options.items()))
         if key == self._in_force:

@@ -15,18 +15,18 @@ from graphckpt.blocks.layers import layers
 from graphckpt.blocks.select import select
 from graphckpt.errors import ConfigError, did_you_mean
 from graphckpt.planning import budget as budgets
-from graphckpt.planning.candidates import asked, joins, options, parted
-from graphckpt.planning.check_plan import checked
-from graphckpt.planning.compiled import compiled, compiling
+from graphckpt.planning.candidates import can_join, options, parse_partition_request, with_partition
+from graphckpt.planning.check_plan import plan_and_check
+from graphckpt.planning.compiled import compiled_forwards, parse_compile
 from graphckpt.planning.device.write_profile import copy_rates
 from graphckpt.planning.measure.instrument import Blocks
 from graphckpt.planning.measure.real_step import RealStep
 from graphckpt.planning.measure.sweep import measure
 from graphckpt.planning.plan import Plan
-from graphckpt.planning.plan_group import Team, team_of
+from graphckpt.planning.plan_group import PlanGroup, planning_group
 from graphckpt.planning.planner import Planner, best_of
 from graphckpt.planning.rows import PlanRow
-from graphckpt.planning.solve.search import Rates
+from graphckpt.planning.solve.search import CopyRates
 from graphckpt.rules import parse_rule
 from graphckpt.units import parse_bytes
 
@@ -98,13 +98,13 @@ def plan(
     >>> found.predicted_peak_bytes <= found.budget_bytes < found.plain_peak_bytes
     True
     """
-    with team_of(group) as team:
+    with planning_group(group) as team:
         step = RealStep(model, step_fn)
         return plan_step(
             step,
             model,
-            found_blocks(model, blocks),
-            step.undone(),
+            find_blocks(model, blocks),
+            step.restoring(),
             team,
             memory_budget=memory_budget,
             offload=offload,
@@ -123,8 +123,8 @@ def plan_step(
     step: RealStep,
     model: nn.Module,
     blocks: Sequence[tuple[str, nn.Module]],
-    undone: AbstractContextManager[None],
-    team: Team,
+    restoring: AbstractContextManager[None],
+    team: PlanGroup,
     *,
     memory_budget: budgets.Budget,
     offload: bool | str = False,
@@ -138,20 +138,20 @@ def plan_step(
     progress: Progress | None = None,
 ) -> Plan:
     """Plans a step that can be run, by all of ``team``; ``undone`` puts back what runs change. See :func:`plan`."""
-    budgets.check(memory_budget)
+    budgets.check_budget(memory_budget)
     host_bytes = None if host_budget is None else parse_bytes(host_budget)
     rates = None
     rules = None if rules is None else list(rules)
-    ranks, notes = asked(partition, team)
-    code = compiling(compile, rules)
+    ranks, notes = parse_partition_request(partition, team)
+    code = parse_compile(compile, rules)
     considered = options(offload, rules, code=code)
     if ranks is not None:
-        considered = parted(considered, ranks)
+        considered = with_partition(considered, ranks)
     heads = head_rows(model, head, blocks)
     known = [option.fields for option in considered] + [row.fields for rows in heads for row in rows]
     known.append({"compile": code.field})
-    team.check_alike(
-        memory_budget=budgets.kind_of(memory_budget),
+    team.check_equal(
+        memory_budget=budgets.budget_kind(memory_budget),
         check=check,
         compile=repr(compile),
         blocks=[name for name, _ in blocks],
@@ -164,13 +164,13 @@ def plan_step(
             considered = tuple(option for option in considered if not option.is_far)
             notes.append("offload='cpu' does nothing here: the tensors are in host memory already")
     planners: list[Planner] = []
-    with undone:
+    with restoring:
         for rows in heads:
             on_head = apply(model, {row.block: row.fields for row in rows}) if rows else nullcontext()
-            with on_head, compiled((module for _, module in blocks), code.options):
-                measured = team.times(measure(step, Blocks(blocks), considered, progress, team.classes, team.told))
+            with on_head, compiled_forwards((module for _, module in blocks), code.options):
+                measured = team.times(measure(step, Blocks(blocks), considered, progress, team.classes, team.broadcast))
             if not planners:
-                notes += team.settle(measured.model.highest([0] * len(blocks)).peak)
+                notes += team.elect_leader(measured.model.highest([0] * len(blocks)).peak)
             planners.append(
                 Planner(
                     measured,
@@ -178,17 +178,17 @@ def plan_step(
                     device=str(step.device),
                     rates=rates,
                     host_budget=host_bytes,
-                    joins=joins((module for _, module in blocks), rules),
+                    joins=can_join((module for _, module in blocks), rules),
                     notes=notes,
-                    also=rows,
+                    extra_rows=rows,
                     compiles=code.field,
                 )
             )
         limit = limit_of(memory_budget, planners[0], step, team)
         return best_of(
             planners,
-            partial(checked, step=step, limit=limit, team=team, known=known, check=check, has_slabs=contiguous),
-            floor_of=lambda planner: team.decided(planner.least),
+            partial(plan_and_check, step=step, limit=limit, team=team, known=known, check=check, has_slabs=contiguous),
+            floor_of=lambda planner: team.from_leader(planner.least),
             is_least=limit is None,
         )
 
@@ -221,7 +221,7 @@ def head_rows(
     return found
 
 
-def found_blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | None) -> list[tuple[str, nn.Module]]:
+def find_blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | None) -> list[tuple[str, nn.Module]]:
     """Returns the blocks to decide about, none inside of another.
 
     Raises:
@@ -256,7 +256,7 @@ def found_blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | No
     return found
 
 
-def limit_of(budget: budgets.Budget, planner: Planner, step: RealStep, team: Team) -> int | None:
+def limit_of(budget: budgets.Budget, planner: Planner, step: RealStep, team: PlanGroup) -> int | None:
     """Returns the bytes that a step of any process may take; ``None`` is the least possible.
 
     Of sizes it is the smallest that any process says or has, of a share that of the process that decides.
@@ -264,16 +264,16 @@ def limit_of(budget: budgets.Budget, planner: Planner, step: RealStep, team: Tea
     if budget == "min":
         return None
     static = planner.measured.model.static_bytes
-    place = budgets.place_of(step.device)
-    sharers = team.gathered(place).count(place)
-    limits = team.gathered(planner.bytes_of(budget, budgets.available_bytes(step.device, static, sharers)))
-    return int(limits[team.decider] if isinstance(budget, float) else min(limits))
+    place = budgets.memory_id(step.device)
+    sharers = team.all_gather(place).count(place)
+    limits = team.all_gather(planner.bytes_of(budget, budgets.available_bytes(step.device, static, sharers)))
+    return int(limits[team.leader] if isinstance(budget, float) else min(limits))
 
 
-def rates_of(step: RealStep, offload: bool | str, team: Team) -> Rates | None:
+def rates_of(step: RealStep, offload: bool | str, team: PlanGroup) -> CopyRates | None:
     """Returns how fast the machine copies, all processes at once; ``None`` if offloading has no meaning on it."""
     place = "disk" if str(offload).startswith("disk") else "host"
     if step.device.type == "cpu" and place == "host":
         return None
-    out, back = zip(*team.gathered(copy_rates(step.device, place)), strict=True)
-    return Rates(min(out), min(back))
+    out, back = zip(*team.all_gather(copy_rates(step.device, place)), strict=True)
+    return CopyRates(min(out), min(back))

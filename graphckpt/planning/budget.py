@@ -17,15 +17,15 @@ Budget: TypeAlias = int | float | str
 """Bytes, ``"12GiB"``, ``"max"``, ``"min"``, or a share of the plain step's activations from above 0 to 1."""
 
 
-def check(budget: Budget) -> Budget:
+def check_budget(budget: Budget) -> Budget:
     """Returns ``budget`` if it can be read.
 
     Raises:
         ConfigError: it is no size, no share and no word that means something.
 
-    >>> check("12GiB"), check(0.5)
+    >>> check_budget("12GiB"), check_budget(0.5)
     ('12GiB', 0.5)
-    >>> check(1.5)
+    >>> check_budget(1.5)
     Traceback (most recent call last):
     graphckpt.errors.ConfigError: memory_budget: 1.5 is no share · fix: use one above 0 and up to 1, or bytes as '12GiB'
     """
@@ -45,7 +45,7 @@ def check(budget: Budget) -> Budget:
     return budget
 
 
-def in_bytes(budget: Budget, *, floor: int, static: int, plain_peak: int, available: int) -> int:
+def budget_bytes(budget: Budget, *, floor: int, static: int, plain_peak: int, available: int) -> int:
     """Returns the bytes that the step may have at its peak.
 
     Args:
@@ -55,7 +55,7 @@ def in_bytes(budget: Budget, *, floor: int, static: int, plain_peak: int, availa
         plain_peak: the peak when everything is kept.
         available: what the device has for this step.
     """
-    check(budget)
+    check_budget(budget)
     if budget == "min":
         return floor
     if budget == "max":
@@ -91,16 +91,16 @@ def _unused_in_pools(device: torch.device) -> int:
     )
 
 
-def place_of(device: torch.device) -> str:
+def memory_id(device: torch.device) -> str:
     """Returns what tells the memory of ``device`` from that of all others, on any machine."""
     own = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
     return f"{socket.gethostname()} {own}"
 
 
-def kind_of(budget: Budget) -> str:
+def budget_kind(budget: Budget) -> str:
     """Returns how a budget is said.
 
-    >>> kind_of("12GiB"), kind_of("max"), kind_of(0.5), kind_of("min")
+    >>> budget_kind("12GiB"), budget_kind("max"), budget_kind(0.5), budget_kind("min")
     ('a size', 'a size', 'a share', 'min')
     """
     if isinstance(budget, float):

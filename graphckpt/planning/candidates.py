@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from graphckpt.blocks.compiled import share_of
 from graphckpt.errors import ConfigError
-from graphckpt.planning.compiled import NOT_COMPILED, Compiling
-from graphckpt.planning.option import KEEP, MOST, Level, Option
-from graphckpt.planning.solve.op_levels import levels
+from graphckpt.planning.compiled import NOT_COMPILED, LayerCompilation
+from graphckpt.planning.option import KEEP, MOST, Option, SelectiveLevel
+from graphckpt.planning.solve.op_levels import selective_levels
 from graphckpt.rules import Full, Joined, Keep, Rule, Selective, parse_rule
 from graphckpt.rules.selective import PRESETS
 from graphckpt.stores import parse_offload, parse_partition
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from graphckpt.planning.model.op_times import Ops
-    from graphckpt.planning.plan_group import Team
+    from graphckpt.planning.model.op_times import OpTimes
+    from graphckpt.planning.plan_group import PlanGroup
 
 _FLAG = "activation_checkpointing"
 
@@ -35,7 +35,7 @@ _BY_HAND: tuple[tuple[list[str], float | None], ...] = (
 NEAR: tuple[Option, ...] = (
     KEEP,
     Option("full", {_FLAG: True}, Full()),
-    *(Option(Level(number).describe(), {}, Level(number)) for number in range(MOST)),
+    *(Option(SelectiveLevel(number).describe(), {}, SelectiveLevel(number)) for number in range(MOST)),
 )
 """What a block keeps on its device: everything, its inputs alone, or the results of some of its ops beside them."""
 
@@ -44,14 +44,14 @@ def options(
     offload: bool | str = False,
     only: Iterable[Any] | None = None,
     *,
-    code: Compiling = NOT_COMPILED,
+    code: LayerCompilation = NOT_COMPILED,
 ) -> tuple[Option, ...]:
     """Returns the options, ``keep`` first.
 
     Args:
         offload: where kept tensors may go: ``True`` or ``"cpu"``, ``"disk"``, ``"disk:/a/folder"``.
         only: rules to consider beside ``keep``, as ``activation_checkpointing`` takes them; ``None`` is all. That
-            blocks may be ``joined`` is no option of one of them: see :func:`joins`.
+            blocks may be ``joined`` is no option of one of them: see :func:`can_join`.
         code: how blocks are compiled. Nobody sees ops then, and the levels between keeping all and nothing are the
             compiler's.
 
@@ -72,7 +72,7 @@ def options(
     )
 
 
-def parted(options: Sequence[Option], partition: Any) -> tuple[Option, ...]:
+def with_partition(options: Sequence[Option], partition: Any) -> tuple[Option, ...]:
     """Returns options, and behind them those that stay on their device with what they keep cut over ranks."""
     parts = [
         replace(o, name=f"{o.name} + part", fields={**o.fields, "partition": partition}, is_part=True)
@@ -82,7 +82,7 @@ def parted(options: Sequence[Option], partition: Any) -> tuple[Option, ...]:
     return (*options, *parts)
 
 
-def asked(partition: Any, team: Team) -> tuple[Any, list[str]]:
+def parse_partition_request(partition: Any, team: PlanGroup) -> tuple[Any, list[str]]:
     """Returns the ranks that kept tensors may be cut over, ``None`` if there are none, and what there is to note.
 
     Raises:
@@ -100,25 +100,25 @@ def asked(partition: Any, team: Team) -> tuple[Any, list[str]]:
 def with_levels(
     options: Sequence[Option],
     kinds: Sequence[int],
-    look: Callable[[], Sequence[Sequence[Ops]]],
+    look: Callable[[], Sequence[Sequence[OpTimes]]],
     told: Callable[[Any], Any] = lambda value: value,
 ) -> tuple[list[Option], dict[int, list[Option]]]:
     """Returns options without more levels than there are, and by class what each option is for its blocks.
 
     Args:
-        options: of which some may be a :class:`Level`.
+        options: of which some may be a :class:`SelectiveLevel`.
         kinds: the class of each block.
         look: returns what the ops of each block take; called if there are levels to be found.
         told: given a plain value, returns that of the process by whose times several of them go.
     """
-    if not any(isinstance(option.rule, Level) for option in options):
+    if not any(isinstance(option.rule, SelectiveLevel) for option in options):
         return list(options), {kind: list(options) for kind in kinds}
-    seen: dict[int, list[Ops]] = {kind: [] for kind in kinds}
+    seen: dict[int, list[OpTimes]] = {kind: [] for kind in kinds}
     for kind, calls in zip(kinds, look(), strict=True):
         seen[kind] += calls
-    found = dict(zip(seen, told([levels(calls) or _BY_HAND for calls in seen.values()]), strict=True))
+    found = dict(zip(seen, told([selective_levels(calls) or _BY_HAND for calls in seen.values()]), strict=True))
     most = max(map(len, found.values())) - 1
-    some = [o for o in options if not isinstance(o.rule, Level) or o.rule.number < most]
+    some = [o for o in options if not isinstance(o.rule, SelectiveLevel) or o.rule.number < most]
     return some, {kind: [_own(option, own) for option in some] for kind, own in found.items()}
 
 
@@ -129,8 +129,8 @@ def _own(option: Option, found: Sequence[tuple[Sequence[str], float | None]]) ->
     *between, (_, all_again) = found
     is_near = not (option.is_far or option.is_part)
     if option.rule == Full() and is_near:
-        return replace(option, again_seconds=all_again)
-    if not isinstance(option.rule, Level):
+        return replace(option, recompute_seconds=all_again)
+    if not isinstance(option.rule, SelectiveLevel):
         return option
     label, value, rule, again = "full", True, Full(), all_again  # a block with nothing between all and nothing
     if between:
@@ -144,7 +144,7 @@ def _own(option: Option, found: Sequence[tuple[Sequence[str], float | None]]) ->
         name=option.name.replace(option.rule.describe(), label),
         fields={"activation_checkpointing": value, **option.fields},
         rule=rule,
-        again_seconds=again if is_near else None,
+        recompute_seconds=again if is_near else None,
     )
 
 
@@ -152,7 +152,7 @@ def _compiled(options: dict[str, Any]) -> Option:
     return Option(f"{KEEP.name}{share_of(options)}", {**KEEP.fields, "compile": options}, Keep())
 
 
-def joins(blocks: Iterable[nn.Module], only: Iterable[Any] | None = None) -> bool:
+def can_join(blocks: Iterable[nn.Module], only: Iterable[Any] | None = None) -> bool:
     """Returns whether blocks may run again as one: ``only`` lists no rules or that one too, and the blocks can."""
     is_asked = only is None or any(isinstance(_rule(value), Joined) for value in only)
     return is_asked and all(Joined().check(block) is None for block in blocks)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from graphckpt.planning.measure.real_step import RealStep
     from graphckpt.planning.plan import Plan
-    from graphckpt.planning.plan_group import Team
+    from graphckpt.planning.plan_group import PlanGroup
     from graphckpt.planning.planner import Planner
     from graphckpt.planning.rows import PlanRow
 
@@ -21,12 +21,12 @@ _TOLERANCE = 0.01  # a check that is further off than this is taken into account
 _MOST_CHECKS = 3  # another plan may run other ops at its peak
 
 
-def checked(
+def plan_and_check(
     planner: Planner,
     step: RealStep,
     limit: int | None,
     *,
-    team: Team,
+    team: PlanGroup,
     known: Sequence[Mapping[str, Any]],
     check: bool,
     has_slabs: bool = False,
@@ -49,12 +49,12 @@ def checked(
     def chosen(correction: int = 0) -> Plan:
         bound = planner.floor.peak + max(0, correction) if limit is None else limit
         plan = planner.plan(bound, correction=correction)
-        return _with_slabs(plan, planner.also) if has_slabs else plan
+        return _with_slabs(plan, planner.extra_rows) if has_slabs else plan
 
     found = team.plan(chosen, known, planner.model)
     for _ in range(_MOST_CHECKS if check else 0):
         with found.apply():
-            off = team.most(_peak(step, team, found)) - (found.predicted_peak_bytes - found.correction_bytes)
+            off = team.max(_peak(step, team, found)) - (found.predicted_peak_bytes - found.correction_bytes)
         surprise = off - found.correction_bytes
         is_over = found.predicted_peak_bytes + surprise > found.budget_bytes
         if not is_over and abs(surprise) <= _TOLERANCE * found.predicted_peak_bytes:
@@ -63,7 +63,7 @@ def checked(
     return found
 
 
-def _peak(step: RealStep, team: Team, plan: Plan) -> int:
+def _peak(step: RealStep, team: PlanGroup, plan: Plan) -> int:
     """Returns what a step takes under a plan.
 
     The thread by which gloo talks lets go of the tensors of a collective late, sometimes: so the least of two counts,

@@ -20,7 +20,7 @@ SHARES = (0.8, 0.5, 0.3, 0.1)
 
 @final
 @dataclass(frozen=True, slots=True)
-class Compiling:
+class LayerCompilation:
     """How the layers of a plan are compiled."""
 
     field: bool | dict[str, Any] | None = None
@@ -34,10 +34,10 @@ class Compiling:
         return compile_options(self.field)
 
 
-NOT_COMPILED = Compiling()
+NOT_COMPILED = LayerCompilation()
 
 
-def compiling(value: Any, rules: object = None) -> Compiling:
+def parse_compile(value: Any, rules: object = None) -> LayerCompilation:
     """Returns how layers are to be compiled that ``value`` says that of.
 
     Args:
@@ -51,8 +51,8 @@ def compiling(value: Any, rules: object = None) -> Compiling:
     if options is None:
         return NOT_COMPILED
     if rules is not None or SHARE in options or not takes_share(options):
-        return Compiling(value)
-    return Compiling({**options, SHARE: 1.0}, tuple({**options, SHARE: share} for share in SHARES))
+        return LayerCompilation(value)
+    return LayerCompilation({**options, SHARE: 1.0}, tuple({**options, SHARE: share} for share in SHARES))
 
 
 def compile_options(value: Any) -> dict[str, Any] | None:
@@ -73,7 +73,7 @@ def without_share(value: bool | dict[str, Any] | None) -> bool | dict[str, Any] 
 
 
 @contextmanager
-def compiled(modules: Iterable[nn.Module], options: dict[str, Any] | None) -> Iterator[None]:
+def compiled_forwards(modules: Iterable[nn.Module], options: dict[str, Any] | None) -> Iterator[None]:
     """Has the forward of each module run compiled, beneath the policies that are put on meanwhile."""
     before: list[tuple[dict[str, Any], Any]] = []
     try:

@@ -28,7 +28,7 @@ class Option:
     rule: Rule
     is_far: bool = False
     """What is kept leaves the device."""
-    again_seconds: float | None = field(default=None, compare=False)
+    recompute_seconds: float | None = field(default=None, compare=False)
     """What its second run takes, by a clock on each op; ``None`` if nobody has looked."""
     is_part: bool = False
     """What is kept is cut over ranks."""
@@ -42,7 +42,7 @@ JOINED = Option("joined", {"activation_checkpointing": "joined"}, Joined())
 
 @final
 @dataclass(frozen=True)
-class Level(Rule):
+class SelectiveLevel(Rule):
     """Stands for the level of a block with this number, before one is looked at: the first keeps most."""
 
     name: ClassVar[str] = "level"

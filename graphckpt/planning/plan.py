@@ -88,7 +88,9 @@ class Plan(PlanSummary):
             for row in self.rows
         ]
         try:
-            text = yaml.dump({"blocks": self.blocks, "plan": {**numbers, "rows": rows}}, Dumper=_Plain, sort_keys=False)
+            text = yaml.dump(
+                {"blocks": self.blocks, "plan": {**numbers, "rows": rows}}, Dumper=_PlainDumper, sort_keys=False
+            )
         except yaml.representer.RepresenterError as error:
             raise ConfigError(f"Plan.save: {error} · fix: partition=True, and plain values in `rules`") from None
         Path(path).write_text(head + text, encoding="utf-8")
@@ -117,7 +119,7 @@ class Plan(PlanSummary):
         return replace(self, rows=tuple(rows), model=None)
 
 
-class _Plain(yaml.SafeDumper):
+class _PlainDumper(yaml.SafeDumper):
     """Writes equal policies out, for a reader."""
 
     def ignore_aliases(self, data: Any) -> bool:

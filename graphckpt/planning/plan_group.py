@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from graphckpt.errors import ConfigError, GraphckptError
 from graphckpt.planning.errors import GroupError, PlanError
-from graphckpt.planning.model.measured_step import Measured
+from graphckpt.planning.model.measured_step import MeasuredStep
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.rows import PlanRow, Stage
 from graphckpt.stores.meeting import Absent, meet
@@ -39,7 +39,7 @@ _SECONDS_TO_READ = 0.1  # for the others, before this process ends, which may ho
 
 
 @final
-class Team:
+class PlanGroup:
     """The processes that plan together; a context, within which an error of one becomes an error of all.
 
     Args:
@@ -52,7 +52,7 @@ class Team:
         self._is_over = False
         self.size = len(self._members)
         self.rank = 0 if process_group is None else process_group.rank()
-        self.decider = 0
+        self.leader = 0
         """Whose plan it is."""
 
     def __enter__(self) -> Self:
@@ -62,14 +62,16 @@ class Team:
         if self._is_over or self.size == 1:
             return
         if error is None:
-            self.gathered(None)  # none has failed to the last
+            self.all_gather(None)  # none has failed to the last
             return
         text = str(error) if isinstance(error, GraphckptError) else f"{type(error).__name__}: {error}"
         with suppress(Absent, RuntimeError):
-            self._meet({"fault": text}, min(self._seconds, _SECONDS_TO_TELL) if isinstance(error, Exception) else 0.0)
+            self._exchange(
+                {"fault": text}, min(self._seconds, _SECONDS_TO_TELL) if isinstance(error, Exception) else 0.0
+            )
             time.sleep(_SECONDS_TO_READ)
 
-    def gathered(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Returns the plain values that the processes call this with, by rank.
 
         Raises:
@@ -79,7 +81,7 @@ class Team:
             return [value]
         fix = "fix: plan on all processes of the group at once, or name another one by `group`"
         try:
-            answers = self._meet({"value": value}, self._seconds)
+            answers = self._exchange({"value": value}, self._seconds)
         except Absent as absent:
             self._is_over = True
             raise GroupError(f"{absent} to plan with this process for {self._seconds:g} s · {fix}") from None
@@ -94,7 +96,7 @@ class Team:
                 raise GroupError(f"rank {member}: {answer['fault']}{more}")
         return [answer["value"] for answer in answers]
 
-    def decided(self, action: Callable[[], Any]) -> Any:
+    def from_leader(self, action: Callable[[], Any]) -> Any:
         """Returns what ``action`` returns, a plain value, on the process that decides; the others do not call it.
 
         Raises:
@@ -103,12 +105,12 @@ class Team:
         if self.size == 1:
             return action()
         said: dict[str, Any] = {}
-        if self.rank == self.decider:
+        if self.rank == self.leader:
             try:
                 said = {"value": action()}
             except PlanError as error:
                 said = {"fault": str(error)}
-        answer = self.gathered(said)[self.decider]
+        answer = self.all_gather(said)[self.leader]
         if "fault" in answer:
             raise PlanError(answer["fault"])
         return answer["value"]
@@ -117,48 +119,48 @@ class Team:
         """Returns the plan that ``action`` makes where it is decided; ``known`` are fields that all processes have."""
         if self.size == 1:
             return action()
-        return _unpacked(self.decided(lambda: _packed(action(), known)), known, model)
+        return _unpacked(self.from_leader(lambda: _packed(action(), known)), known, model)
 
-    def told(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Returns the plain value that the process which decides calls this with."""
-        return self.gathered(value)[self.decider]
+        return self.all_gather(value)[self.leader]
 
-    def most(self, value: float) -> Any:
+    def max(self, value: float) -> Any:
         """Returns the most that any process says."""
-        return max(self.gathered(value))
+        return max(self.all_gather(value))
 
     def classes(self, own: Sequence[int]) -> list[int]:
         """Returns the classes of blocks: those of one class are of one class on all processes."""
         seen: dict[Any, int] = {}
-        return [seen.setdefault(each, len(seen)) for each in zip(*self.gathered(list(own)), strict=True)]
+        return [seen.setdefault(each, len(seen)) for each in zip(*self.all_gather(list(own)), strict=True)]
 
-    def times(self, measured: Measured) -> Measured:
+    def times(self, measured: MeasuredStep) -> MeasuredStep:
         """Returns what is known, with the times of the process whose forwards take the longest.
 
         Their steps tell less: processes that meet in backward, as they do to average gradients, take equally long.
         """
         names = ("forward_seconds", "backward_seconds")
-        rows = self.gathered([measured.step_seconds, *(getattr(measured, name) for name in names)])
+        rows = self.all_gather([measured.step_seconds, *(getattr(measured, name) for name in names)])
         _, *slowest = max(rows, key=lambda row: sum(map(sum, row[1])))
         forward, backward = (tuple(map(tuple, table)) for table in slowest)
         step = max(row[0] for row in rows)
         return replace(measured, step_seconds=step, forward_seconds=forward, backward_seconds=backward)
 
-    def settle(self, peak: int) -> list[str]:
+    def elect_leader(self, peak: int) -> list[str]:
         """The process whose plain step takes the most decides from now on; returns what there is to note."""
-        peaks = self.gathered(peak)
-        self.decider = peaks.index(max(peaks))
+        peaks = self.all_gather(peak)
+        self.leader = peaks.index(max(peaks))
         if min(peaks) == max(peaks):
             return []
-        return [f"the processes differ in bytes; planned for rank {self._members[self.decider]}, which takes the most"]
+        return [f"the processes differ in bytes; planned for rank {self._members[self.leader]}, which takes the most"]
 
-    def check_alike(self, **settings: Any) -> None:
+    def check_equal(self, **settings: Any) -> None:
         """Sees that all processes are about to plan the same.
 
         Raises:
             PlanError: they are not.
         """
-        rows = self.gathered(settings)
+        rows = self.all_gather(settings)
         for member, row in zip(self._members, rows, strict=True):
             for name, value in row.items():
                 if value != rows[0][name]:
@@ -173,12 +175,12 @@ class Team:
         limit: float = self._group.get_group_store().timeout.total_seconds()
         return limit
 
-    def _meet(self, answer: Mapping[str, Any], seconds: float) -> list[Any]:
+    def _exchange(self, answer: Mapping[str, Any], seconds: float) -> list[Any]:
         text = json.dumps(answer).encode()
         return [json.loads(each) for each in meet(self._group, self._members, text, topic=_TOPIC, seconds=seconds)]
 
 
-def team_of(group: Any = None) -> Team:
+def planning_group(group: Any = None) -> PlanGroup:
     """Returns the processes of ``group``.
 
     Args:
@@ -188,18 +190,18 @@ def team_of(group: Any = None) -> Team:
     Raises:
         ConfigError: it is no group, or this process is not in it.
 
-    >>> team_of().size
+    >>> planning_group().size
     1
     """
     if group is False:
-        return Team()
+        return PlanGroup()
     is_there = dist.is_available() and dist.is_initialized()
     if group is None:
-        return Team(dist.group.WORLD if is_there and dist.get_backend() != "fake" else None)
+        return PlanGroup(dist.group.WORLD if is_there and dist.get_backend() != "fake" else None)
     if not is_there or not isinstance(group, dist.ProcessGroup):
         what = "this process is not in it" if is_there and group == dist.GroupMember.NON_GROUP_MEMBER else "is no group"
         raise ConfigError(f"group: {group!r}: {what} · fix: use a ProcessGroup, None for all processes, or False")
-    return Team(group)
+    return PlanGroup(group)
 
 
 _PLAIN = [field.name for field in fields(Plan) if field.name not in ("rows", "stages", "model", "notes")]

@@ -10,11 +10,11 @@ from torch import nn
 
 from graphckpt.planning import budget as budgets
 from graphckpt.planning.errors import GroupError, PlanError
-from graphckpt.planning.model.measured_step import Measured
+from graphckpt.planning.model.measured_step import MeasuredStep
 from graphckpt.planning.option import JOINED
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.rows import PlanRow, Stage
-from graphckpt.planning.solve.search import Choice, Chooser, Rates, described
+from graphckpt.planning.solve.search import CopyRates, PolicyChoice, PolicySearch, interval_name
 from graphckpt.units import format_bytes
 
 
@@ -24,22 +24,22 @@ class Planner:
 
     def __init__(
         self,
-        measured: Measured,
+        measured: MeasuredStep,
         *,
         model: nn.Module | None = None,
         device: str = "cpu",
-        rates: Rates | None = None,
+        rates: CopyRates | None = None,
         host_budget: int | None = None,
         joins: bool = True,
         notes: Iterable[str] = (),
-        also: tuple[PlanRow, ...] = (),
+        extra_rows: tuple[PlanRow, ...] = (),
         compiles: bool | dict[str, Any] | None = None,
     ) -> None:
         self.measured = measured
-        self.chooser = Chooser(measured, rates, host_budget, joins=joins)
-        self.plain = self.chooser.judged((0,) * len(measured.names))
+        self.search = PolicySearch(measured, rates, host_budget, joins=joins)
+        self.plain = self.search.evaluate((0,) * len(measured.names))
         self.model = model
-        self.also = also
+        self.extra_rows = extra_rows
         """What plans say about other blocks, as it was when the step was measured."""
         self.compiled: dict[str, Any] = {} if compiles is None else {"compile": compiles}
         """What plans say about all layers beside their policies."""
@@ -48,9 +48,9 @@ class Planner:
         self._without = " without moving any" if rates is not None else ""
 
     @cached_property
-    def floor(self) -> Choice:
+    def floor(self) -> PolicyChoice:
         """The choice with the lowest peak."""
-        return self.chooser.floor()
+        return self.search.floor()
 
     def least(self) -> int:
         """Returns the lowest peak of any plan."""
@@ -58,7 +58,7 @@ class Planner:
 
     def bytes_of(self, budget: budgets.Budget, available: int) -> int:
         """Returns a budget in bytes; ``available`` are those of the device."""
-        return budgets.in_bytes(
+        return budgets.budget_bytes(
             budget,
             floor=self.floor.peak if budget == "min" else 0,
             static=self.measured.model.static_bytes,
@@ -76,27 +76,29 @@ class Planner:
         Raises:
             PlanError: There is none.
         """
-        choice = self.chooser.cheapest(budget - correction)
+        choice = self.search.fastest(budget - correction)
         if choice is None:
             raise PlanError(self._infeasible(budget, correction))
-        return self.described(choice, budget, correction)
+        return self.to_plan(choice, budget, correction)
 
     def front(self) -> list[tuple[int, float, Plan]]:
         """Returns peaks in bytes, seconds of a step and plans, of which none is better in both, lowest peak first."""
-        plans = [self.described(choice, choice.peak) for choice in self.chooser.pareto()]
+        plans = [self.to_plan(choice, choice.peak) for choice in self.search.pareto()]
         return [(p.predicted_peak_bytes, p.predicted_step_seconds, p) for p in plans]
 
     def uniform(self) -> list[tuple[str, int, float]]:
         """Returns name, peak in bytes and seconds of a step in which all blocks have the same policy."""
-        found = ((o, self.described(choice, choice.peak)) for o, choice in self.chooser.uniform())
+        found = ((o, self.to_plan(choice, choice.peak)) for o, choice in self.search.uniform())
         return [(self.measured.options[o].name, p.predicted_peak_bytes, p.predicted_step_seconds) for o, p in found]
 
-    def described(self, choice: Choice, budget: int, correction: int = 0) -> Plan:
+    def to_plan(self, choice: PolicyChoice, budget: int, correction: int = 0) -> Plan:
         """Returns a choice as a plan."""
         known, names = self.measured, self.measured.names
         joined = {block for first, end in choice.runs for block in range(first + 1, end)}
-        extra = self.chooser.extra_seconds(choice)
-        chosen = [JOINED if block in joined else known.own[block][option] for block, option in enumerate(choice.plan)]
+        extra = self.search.extra_seconds(choice)
+        chosen = [
+            JOINED if block in joined else known.options_of[block][option] for block, option in enumerate(choice.plan)
+        ]
         rows = tuple(
             PlanRow(
                 block=names[block],
@@ -108,7 +110,7 @@ class Planner:
             for block, option in enumerate(choice.plan)
         )
         return Plan(
-            rows=rows + self.also,
+            rows=rows + self.extra_rows,
             predicted_peak_bytes=choice.peak + correction,
             predicted_step_seconds=known.step_seconds + choice.seconds - self.plain.seconds,
             binding=self._name(choice),
@@ -120,18 +122,18 @@ class Planner:
             device=self._device,
             stages=tuple(
                 Stage(
-                    name=described(level.interval, names, known.model.block_of_call),
+                    name=interval_name(level.interval, names, known.model.block_of_call),
                     start_bytes=level.start,
                     peak_bytes=level.peak,
                 )
-                for level in self.chooser.levels(choice.plan, choice.runs)
+                for level in self.search.levels(choice.plan, choice.runs)
             ),
             notes=(*known.notes, *self._notes),
             model=self.model,
         )
 
-    def _name(self, choice: Choice) -> str:
-        return described(choice.interval, self.measured.names, self.measured.model.block_of_call)
+    def _name(self, choice: PolicyChoice) -> str:
+        return interval_name(choice.interval, self.measured.names, self.measured.model.block_of_call)
 
     def _infeasible(self, budget: int, correction: int) -> str:
         where = self._name(self.floor)

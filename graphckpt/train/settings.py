@@ -83,7 +83,7 @@ class ActivationCheckpointConfig:
         """Yields what means nothing."""
         if self.memory_budget is not None:
             try:
-                budget.check(self.memory_budget)
+                budget.check_budget(self.memory_budget)
             except ConfigError as error:
                 yield str(error)
             if self.blocks is not None:

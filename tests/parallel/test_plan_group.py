@@ -17,9 +17,9 @@ import graphckpt
 from graphckpt import ConfigError, Graph
 from graphckpt.ledger.live import LiveBytes
 from graphckpt.planning import Plan, PlanError, budget
-from graphckpt.planning.api import found_blocks
+from graphckpt.planning.api import find_blocks
 from graphckpt.planning.candidates import options as options_of
-from graphckpt.planning.candidates import parted
+from graphckpt.planning.candidates import with_partition
 from graphckpt.planning.measure import real_step
 from graphckpt.planning.measure.instrument import Blocks
 from graphckpt.planning.measure.real_step import RealStep
@@ -132,13 +132,13 @@ def predictions_hold() -> None:
     """Whatever is mixed, the peak is to the byte as foretold."""
     case = Case(*[Layer] * 3)
     case.x = shared(case.x)[0]
-    options = parted(options_of(only=["full", {"rule": "selective", "save": "matmul"}]), True)
+    options = with_partition(options_of(only=["full", {"rule": "selective", "save": "matmul"}]), True)
     assert [o.name for o in options[3:]] == ["keep + part", "full + part", "selective(matmul) + part"]
-    blocks = Blocks(found_blocks(case.model, None))
+    blocks = Blocks(find_blocks(case.model, None))
     planner = Planner(measure(RealStep(case.model, case.step), blocks, options), model=case.model)
     assert planner.measured.notes == ()
     for plan in ((3, 3, 3), (4, 4, 4), (5, 5, 5), (3, 4, 5), (5, 1, 3), (4, 0, 2), (1, 5, 4)):
-        choice = planner.chooser.judged(plan)
+        choice = planner.search.evaluate(plan)
         with planner.described(choice, choice.peak).apply():
             assert case.peak() == choice.peak, plan
 

@@ -10,20 +10,20 @@ from tables import Table, cheapest
 
 from graphckpt.errors import ConfigError
 from graphckpt.planning.solve.chain import Move, levels, peak, seconds
-from graphckpt.planning.solve.copy_schedule import Timing, schedule
-from graphckpt.planning.solve.offload_chain import Windowed
-from graphckpt.planning.solve.offload_search import improve
+from graphckpt.planning.solve.copy_schedule import CopyTiming, schedule_copies
+from graphckpt.planning.solve.offload_chain import OffloadChain
+from graphckpt.planning.solve.offload_search import search_offload
 
 
-def a_timing(moved: list[list[int]], **settings: float) -> Timing:
+def a_timing(moved: list[list[int]], **settings: float) -> CopyTiming:
     """Blocks of 2 seconds forward and 3 backward, and of 5 backward with option 1; a byte is copied in a second."""
     forward, backward = [[2.0] * 3 for _ in moved], [[3.0, 5.0, 3.0] for _ in moved]
     settings = {"out_rate": 1.0, "back_rate": 1.0} | settings
-    return Timing(forward_seconds=forward, backward_seconds=backward, moved_bytes=moved, **settings)
+    return CopyTiming(forward_seconds=forward, backward_seconds=backward, moved_bytes=moved, **settings)
 
 
 def test_an_example_to_read_first() -> None:
-    times = schedule(a_timing([[0, 0, 3]] * 4), (2, 2, 2, 0))
+    times = schedule_copies(a_timing([[0, 0, 3]] * 4), (2, 2, 2, 0))
     # block   0    1     2     3
     # runs   0-2  2-4   5-7  8-10    1 waits at its end for 0 to be out (5), 2 for 1 (8)
     # out    2-5  5-8   8-11         the last that moves is on the device still when backward wants it
@@ -39,7 +39,7 @@ def test_an_example_to_read_first() -> None:
 class Clock:
     """Computes and copies in ticks of a second, as a host store would order it, with a queue for each engine."""
 
-    def __init__(self, timing: Timing, plan: tuple[int, ...]) -> None:
+    def __init__(self, timing: CopyTiming, plan: tuple[int, ...]) -> None:
         self.sizes = [timing.moved_bytes[block][option] for block, option in enumerate(plan)]
         self.on_device: set[int] = set()
         self.out: list[list[int]] = []
@@ -91,13 +91,13 @@ class Clock:
                     ended[queue.pop(0)[0]] = self.now
 
 
-def random_timing(rng: np.random.Generator, num_blocks: int, num_options: int, **settings: float) -> Timing:
+def random_timing(rng: np.random.Generator, num_blocks: int, num_options: int, **settings: float) -> CopyTiming:
     def table(least: int, most: int) -> list[list[int]]:
         return [[int(x) for x in rng.integers(least, most, num_options)] for _ in range(num_blocks)]
 
     moved = [[size if number >= 2 else 0 for number, size in enumerate(row)] for row in table(1, 9)]
     settings = {"out_rate": 1.0, "back_rate": 1.0} | settings
-    return Timing(forward_seconds=table(1, 6), backward_seconds=table(1, 9), moved_bytes=moved, **settings)
+    return CopyTiming(forward_seconds=table(1, 6), backward_seconds=table(1, 9), moved_bytes=moved, **settings)
 
 
 @pytest.mark.parametrize("seed", range(80))
@@ -106,7 +106,7 @@ def test_times_are_those_of_a_clock_that_ticks(seed: int) -> None:
     num_blocks = int(rng.integers(1, 9))
     timing = random_timing(rng, num_blocks, 4)
     plan = tuple(int(option) for option in rng.integers(0, 4, num_blocks))
-    times, clock = schedule(timing, plan), Clock(timing, plan)
+    times, clock = schedule_copies(timing, plan), Clock(timing, plan)
     assert times.forward_ends == tuple(clock.ends["forward", block] for block in range(num_blocks))
     assert times.backward_ends == tuple(clock.ends["backward", block] for block in range(num_blocks))
     assert times.in_flight == tuple(clock.in_flight)
@@ -117,7 +117,7 @@ def test_times_are_those_of_a_clock_that_ticks(seed: int) -> None:
 
 def test_where_all_blocks_move_the_times_are_the_formulas() -> None:
     timing = random_timing(np.random.default_rng(2), 8, 3, out_rate=2.0, back_rate=0.5)
-    times, last = schedule(timing, (2,) * 8), 7
+    times, last = schedule_copies(timing, (2,) * 8), 7
     forward, out, back, backward = {-1: 0.0}, {-1: 0.0}, {8: 0.0}, {}
     for i in range(8):
         forward[i] = max(forward[i - 1], out.get(i - 2, 0.0)) + timing.forward_seconds[i][2]
@@ -132,19 +132,19 @@ def test_where_all_blocks_move_the_times_are_the_formulas() -> None:
 
 
 def test_nothing_that_moves_is_the_sum() -> None:
-    times = schedule(a_timing([[0, 0, 3]] * 3), (0, 1, 0))
+    times = schedule_copies(a_timing([[0, 0, 3]] * 3), (0, 1, 0))
     assert times.seconds == 3 * 2 + 3 + 5 + 3
     assert times.in_flight == (0,) * 7
 
 
 def test_blocks_between_that_move_nothing_leave_bytes_in_flight() -> None:
     """See Note [The window counts blocks that move]."""
-    times = schedule(a_timing([[0, 0, 3]] * 4), (2, 0, 0, 0))
+    times = schedule_copies(a_timing([[0, 0, 3]] * 4), (2, 0, 0, 0))
     assert times.in_flight == (0, 3, 3, 3, 3, 3, 3, 3, 0)
     assert not times.back_ends
 
 
-def a_chain(rng: np.random.Generator, num_blocks: int) -> tuple[Table, Timing]:
+def a_chain(rng: np.random.Generator, num_blocks: int) -> tuple[Table, CopyTiming]:
     """Keeps, recomputes, or moves; times and sizes near each other, so that copies are sometimes waited for."""
     moves, times, forward, backward, moved = {}, [], [], [], []
     for block in range(num_blocks):
@@ -160,7 +160,7 @@ def a_chain(rng: np.random.Generator, num_blocks: int) -> tuple[Table, Timing]:
             moves[block, 1, held] = Move(size + 3, small + shared, size + 4, 1)
             moves[block, 2, held] = Move(size + 3, 0, size + 4, 0)
     rate = float(rng.choice([0.8, 1.5, 3.0]))
-    timing = Timing(
+    timing = CopyTiming(
         forward_seconds=forward,
         backward_seconds=backward,
         moved_bytes=moved,
@@ -170,10 +170,10 @@ def a_chain(rng: np.random.Generator, num_blocks: int) -> tuple[Table, Timing]:
     return Table(times, moves, {0: 5, 1: 5}, base=10, fixed_peak=12), timing
 
 
-def best_of_all(chain: Table, timing: Timing, budget: int) -> float:
+def best_of_all(chain: Table, timing: CopyTiming, budget: int) -> float:
     found = float("inf")
     for plan in product(range(3), repeat=chain.num_blocks):
-        times = schedule(timing, plan)
+        times = schedule_copies(timing, plan)
         if times.seconds < found and peak(chain, plan, times.in_flight) <= budget:
             found = times.seconds
     return found
@@ -191,16 +191,16 @@ def test_what_is_improved_fits_and_is_near_the_best(seed: int) -> None:
     budget = a_budget(chain, rng)
     least = best_of_all(chain, timing, budget)
     given = cheapest(chain, budget)
-    found = improve(chain, timing, budget, given)
-    assert found == improve(chain, timing, budget, given)
+    found = search_offload(chain, timing, budget, given)
+    assert found == search_offload(chain, timing, budget, given)
     if found is None:
         assert least == float("inf")
         return
-    times = schedule(timing, found.plan)
+    times = schedule_copies(timing, found.plan)
     assert found.seconds == times.seconds
     assert found.peak == peak(chain, found.plan, times.in_flight) <= budget
     assert least <= found.seconds <= least * 1.005 + 1e-9
-    times = schedule(timing, given)
+    times = schedule_copies(timing, given)
     if peak(chain, given, times.in_flight) <= budget:
         assert found.seconds <= times.seconds
 
@@ -210,8 +210,8 @@ def test_the_dynamic_programme_alone_is_the_best_of_all_plans(seed: int) -> None
     rng = np.random.default_rng(400 + seed)
     chain, timing = a_chain(rng, int(rng.integers(2, 7)))
     budget = a_budget(chain, rng)
-    plan = cheapest(Windowed(chain, timing), budget)
-    found = float("inf") if plan is None else schedule(timing, plan).seconds
+    plan = cheapest(OffloadChain(chain, timing), budget)
+    found = float("inf") if plan is None else schedule_copies(timing, plan).seconds
     assert found == pytest.approx(best_of_all(chain, timing, budget))
 
 
@@ -223,17 +223,17 @@ def test_what_waits_adds_up_along_the_windowed_chain(seed: int) -> None:
     chain = Table([[0.0] * 4] * 9, moves, {0: 0})
     for _ in range(10):
         plan = tuple(int(option) for option in rng.integers(0, 4, 9))
-        assert seconds(Windowed(chain, timing), plan) == pytest.approx(schedule(timing, plan).seconds)
+        assert seconds(OffloadChain(chain, timing), plan) == pytest.approx(schedule_copies(timing, plan).seconds)
 
 
 def test_a_plan_of_many_blocks_is_near_what_waits_allow() -> None:
     rng = np.random.default_rng(0)
     chain, timing = a_chain(rng, 40)
-    none_moves = cheapest(Windowed(chain, timing, moves=False), 150)
-    found = improve(chain, timing, 150, none_moves)
+    none_moves = cheapest(OffloadChain(chain, timing, moves=False), 150)
+    found = search_offload(chain, timing, 150, none_moves)
     assert none_moves is not None
     assert found is not None
-    assert found.seconds < schedule(timing, none_moves).seconds
+    assert found.seconds < schedule_copies(timing, none_moves).seconds
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -241,10 +241,10 @@ def test_no_plan_that_was_given_is_faster(seed: int) -> None:
     rng = np.random.default_rng(200 + seed)
     chain, timing = a_chain(rng, 12)
     plan = tuple(int(option) for option in rng.integers(0, 3, 12))
-    times = schedule(timing, plan)
+    times = schedule_copies(timing, plan)
     budget = peak(chain, plan, times.in_flight)
     for limit_seconds in (0.0, 0.05):
-        found = improve(chain, timing, budget, plan, limit_seconds)
+        found = search_offload(chain, timing, budget, plan, limit_seconds)
         assert found is not None
         assert found.peak <= budget
         assert found.seconds <= times.seconds
@@ -254,10 +254,10 @@ def test_no_plan_that_was_given_is_faster(seed: int) -> None:
 def test_the_windowed_chain_never_says_too_little(seed: int) -> None:
     rng = np.random.default_rng(300 + seed)
     chain, timing = a_chain(rng, 9)
-    windowed = Windowed(chain, timing)
+    windowed = OffloadChain(chain, timing)
     for _ in range(20):
         plan = tuple(int(option) for option in rng.integers(0, 3, 9))
-        assert peak(windowed, plan) >= peak(chain, plan, schedule(timing, plan).in_flight)
+        assert peak(windowed, plan) >= peak(chain, plan, schedule_copies(timing, plan).in_flight)
 
 
 def test_the_windowed_chain_is_exact_for_equal_blocks() -> None:
@@ -266,15 +266,17 @@ def test_the_windowed_chain_is_exact_for_equal_blocks() -> None:
     equal = Table(chain.seconds * 5, moves, chain.heads)
     tables = (timing.forward_seconds, timing.backward_seconds, timing.moved_bytes)
     forward, backward, moved = (list(table) * 5 for table in tables)
-    times = Timing(forward_seconds=forward, backward_seconds=backward, moved_bytes=moved, out_rate=1.0, back_rate=1.0)
-    windowed = Windowed(equal, times)
+    times = CopyTiming(
+        forward_seconds=forward, backward_seconds=backward, moved_bytes=moved, out_rate=1.0, back_rate=1.0
+    )
+    windowed = OffloadChain(equal, times)
     for plan in product(range(3), repeat=5):
-        assert levels(windowed, plan) == levels(equal, plan, schedule(times, plan).in_flight)
+        assert levels(windowed, plan) == levels(equal, plan, schedule_copies(times, plan).in_flight)
 
 
 def test_a_budget_below_all_plans_gives_none() -> None:
     chain, timing = a_chain(np.random.default_rng(1), 4)
-    assert improve(chain, timing, 11, (0,) * 4) is None
+    assert search_offload(chain, timing, 11, (0,) * 4) is None
 
 
 def test_a_rate_of_nothing_is_an_error() -> None:

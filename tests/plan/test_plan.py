@@ -24,7 +24,7 @@ from graphckpt.config import LazyConfig
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.live import LiveBytes
 from graphckpt.planning import Plan, PlanError
-from graphckpt.planning.api import found_blocks
+from graphckpt.planning.api import find_blocks
 from graphckpt.planning.candidates import NEAR
 from graphckpt.planning.measure import real_step
 from graphckpt.planning.measure.instrument import Blocks
@@ -109,7 +109,7 @@ class Case:
         return live.peak_bytes
 
     def planner(self):
-        return Planner(measure(self.real(), Blocks(found_blocks(self.model, None)), NEAR), model=self.model)
+        return Planner(measure(self.real(), Blocks(find_blocks(self.model, None)), NEAR), model=self.model)
 
     def real(self):
         return RealStep(self.model, self.step)
@@ -170,21 +170,21 @@ def test_a_larger_budget_is_never_slower(known):
 
 def test_no_uniform_policy_that_fits_is_faster(known):
     _, planner = known
-    uniform = [choice for _, choice in planner.chooser.uniform()]
+    uniform = [choice for _, choice in planner.search.uniform()]
     assert len(uniform) == len(planner.measured.options)
     for budget in budgets(planner, 20):
-        chosen = planner.chooser.cheapest(budget)
+        chosen = planner.search.fastest(budget)
         for choice in uniform:
             assert choice.peak > budget or chosen.seconds <= choice.seconds + 1e-12
 
 
 def test_the_front_holds_plans_of_which_none_is_better_in_both(known):
     _, planner = known
-    front = planner.chooser.pareto()
+    front = planner.search.pareto()
     assert front[0].peak == planner.floor.peak
     assert all(a.peak < b.peak and a.seconds > b.seconds for a, b in itertools.pairwise(front))
     for choice in front:
-        assert planner.chooser.cheapest(choice.peak).seconds <= choice.seconds + 1e-12
+        assert planner.search.fastest(choice.peak).seconds <= choice.seconds + 1e-12
 
 
 def test_below_the_floor_the_message_says_how_low_it_can_be_and_why(known):
@@ -341,7 +341,7 @@ def test_a_layer_that_runs_several_times_is_one_block():
         return model["last"](y).square().mean()
 
     case = Case(model, loss)
-    planner = Planner(measure(case.real(), Blocks(found_blocks(model, ["layers.*"])), NEAR), model=model)
+    planner = Planner(measure(case.real(), Blocks(find_blocks(model, ["layers.*"])), NEAR), model=model)
     assert [row.block for row in planner.plan(planner.plain.peak).rows] == ["layers.0", "layers.2"]
     for budget in budgets(planner, 4):
         found = planner.plan(budget)
@@ -361,7 +361,7 @@ def test_a_model_that_runs_twice_before_backward():
         with found.apply():
             assert case.peak() == found.predicted_peak_bytes <= budget
     assert all(after <= before + 1e-12 for before, after in itertools.pairwise(seconds))
-    assert any(len(set(choice.plan)) > 1 for choice in planner.chooser.simple), "not only uniform"
+    assert any(len(set(choice.plan)) > 1 for choice in planner.search.baselines), "not only uniform"
 
 
 def test_micro_batches_in_one_step():
@@ -634,7 +634,7 @@ def test_the_picture_of_a_sweep(tmp_path):
 
 def runs(model, policies, x):
     """Returns how often each layer begins to run in a step: once, or again for backward."""
-    layers = dict(found_blocks(model, None))
+    layers = dict(find_blocks(model, None))
     counts = dict.fromkeys(layers, 0)
 
     def counting(name):

@@ -10,9 +10,9 @@ import graphckpt
 from graphckpt import ConfigError
 from graphckpt.ledger.live import LiveBytes
 from graphckpt.planning import Plan
-from graphckpt.planning.candidates import options, parted
+from graphckpt.planning.candidates import options, with_partition
 from graphckpt.planning.measure import real_step
-from graphckpt.planning.plan_group import _packed, _unpacked, team_of
+from graphckpt.planning.plan_group import _packed, _unpacked, planning_group
 
 D = 16  # width
 
@@ -73,7 +73,7 @@ def test_parts_of_one_process_are_left_out_with_a_note():
 
 
 def test_parts_are_options_of_their_own():
-    assert [option.name for option in parted(options("disk", ["full"]), True)] == [
+    assert [option.name for option in with_partition(options("disk", ["full"]), True)] == [
         "keep", "full", "keep + disk", "full + disk", "keep + part", "full + part",
     ]  # fmt: skip
 
@@ -90,7 +90,7 @@ def test_a_plan_in_words_is_the_same_plan():
 @pytest.mark.parametrize("group", [True, "all", 3])
 def test_what_is_no_group_is_an_error(group):
     with pytest.raises(ConfigError, match=r"group: .* is no group · fix: use a ProcessGroup, None .* or False"):
-        team_of(group)
+        planning_group(group)
 
 
 def test_a_plan_that_no_file_can_hold_is_an_error(tmp_path):

@@ -62,7 +62,7 @@ def trained(model, inputs, loss_of):
 
 def fields_of(known, plan):
     """Returns what `apply` takes for a plan."""
-    return {name: own[o].fields for name, own, o in zip(known.names, known.own, plan, strict=True)}
+    return {name: own[o].fields for name, own, o in zip(known.names, known.options_of, plan, strict=True)}
 
 
 def plans(num_blocks, num_options, count, seed=0):
@@ -98,7 +98,7 @@ def test_predicted_is_tracked(architecture, monkeypatch):
 
 def joined(planner, count, seed=0):
     """Yields choices in which runs of blocks are recomputed as one, drawn at random."""
-    joints = planner.chooser.joints
+    joints = planner.search.joints
     chain = StepChain(planner.measured, joints=joints)
     num_blocks, num_options = len(planner.measured.names), len(planner.measured.options)
     if chain.blocks != list(range(num_blocks)) or not any(joints.lengths(block) for block in range(num_blocks)):
@@ -113,7 +113,7 @@ def joined(planner, count, seed=0):
                 choices += [num_options + number] + [COVERED] * (lengths[number] - 1)
             else:
                 choices.append(rng.randrange(num_options))
-        choice = planner.chooser._judged(chain, choices)
+        choice = planner.search._evaluate(chain, choices)
         assert bool(choice.runs) == (COVERED in choices)
         assert abs(peak(chain, choices) - choice.peak) <= 0.001 * choice.peak, "the solver sees another level"
         yield choice
@@ -161,7 +161,7 @@ def test_odd_chains_are_predicted_near_and_far(seed, monkeypatch):
     chain = StepChain(known)
     for plan in plans(len(blocks.names), len(known.options), 12, seed):
         predicted = known.model.highest(plan).peak
-        chosen = [own[option] for own, option in zip(known.own, plan, strict=True)]
+        chosen = [own[option] for own, option in zip(known.options_of, plan, strict=True)]
         assert predicted == whole.sample(blocks, chosen).trace.peak_bytes, plan
         assert predicted == peak(chain, plan), "the solver sees the same level"
         if not any(option.is_far for option in chosen):

@@ -23,7 +23,7 @@ _FEWEST_RUNS = 3
 _KERNELS = ("flash", "cudnn", "efficient")
 
 
-class Bench:
+class DeviceBenchmark:
     """What every device can be asked. The CPU's answers; a subclass has another device's."""
 
     name = "cpu"
@@ -111,13 +111,13 @@ class Bench:
         """Returns once the device has done what it was given."""
 
     def _rate(self, run: Callable[[], Any]) -> float:
-        with _Ops() as seen:
+        with _FlopCounter() as seen:
             run()
         return float(seen.flops / self.time(run))
 
 
 @final
-class CudaBench(Bench):
+class CudaBenchmark(DeviceBenchmark):
     """Asks a CUDA device."""
 
     dtypes = ("float32", "tf32", "float64", "bfloat16", "float16")
@@ -188,7 +188,7 @@ class CudaBench(Bench):
         wide = query.detach().float().requires_grad_()
         order: dict[str, None] = {}
         for given, bias in ((query, None), (query, mask), (wide, None)):
-            with _Ops() as seen:
+            with _FlopCounter() as seen:
                 F.scaled_dot_product_attention(given, given, given, attn_mask=bias)
             order.update(dict.fromkeys(k for k in _KERNELS if any(f"_{k}_attention" in op for op in seen.names)))
         rest = (kernel for kernel in ("flash", "efficient") if kernel not in order)
@@ -196,7 +196,7 @@ class CudaBench(Bench):
 
 
 @final
-class _Ops(TorchDispatchMode):
+class _FlopCounter(TorchDispatchMode):
     """Sees which ops run, and their arithmetic."""
 
     def __init__(self) -> None:

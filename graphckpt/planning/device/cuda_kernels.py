@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from graphckpt.planning.device.profile import Machine
+    from graphckpt.planning.device.profile import DeviceProfile
 
 _HALF = (torch.float16, torch.bfloat16)
 _aten = torch.ops.aten
@@ -40,17 +40,17 @@ class CudaKernels:
         machine: says which attention kernels the device prefers.
     """
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: DeviceProfile) -> None:
         self._order = machine.attention
         self._capability = machine.capability or (8, 0)
         self.instead: dict[Any, Callable[..., Any]] = {
-            F.scaled_dot_product_attention: self.attend,
-            F.dropout: drop,
-            torch.dropout: drop,
+            F.scaled_dot_product_attention: self.attention,
+            F.dropout: dropout,
+            torch.dropout: dropout,
         }
         """By PyTorch's function: what is called for it."""
 
-    def attend(
+    def attention(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -67,7 +67,7 @@ class CudaKernels:
             query, key, value = query.to(low), key.to(low), value.to(low)
             if attn_mask is not None and attn_mask.is_floating_point():
                 attn_mask = attn_mask.to(low)
-        call = _Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        call = _AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         for kernel in self._order:
             if kernel == "math":
                 break
@@ -76,7 +76,7 @@ class CudaKernels:
                 return run()
         return call.math()
 
-    def _flash_can(self, call: _Call) -> bool:
+    def _flash_can(self, call: _AttentionCall) -> bool:
         width = call.query.shape[-1]
         is_small = width <= 256 and not (width > 192 and self._capability in ((8, 6), (8, 9)) and call.needs_grad)
         return (
@@ -88,7 +88,7 @@ class CudaKernels:
             and call.mask is None
         )
 
-    def _cudnn_can(self, call: _Call) -> bool:
+    def _cudnn_can(self, call: _AttentionCall) -> bool:
         return (
             torch.backends.cuda.cudnn_sdp_enabled()
             and self._capability >= (8, 0)
@@ -98,7 +98,7 @@ class CudaKernels:
             and call.query.shape[-1] % 8 == 0
         )
 
-    def _efficient_can(self, call: _Call) -> bool:
+    def _efficient_can(self, call: _AttentionCall) -> bool:
         return (
             torch.backends.cuda.mem_efficient_sdp_enabled()
             and call.is_plain
@@ -109,7 +109,7 @@ class CudaKernels:
 
 
 @final
-class _Call:
+class _AttentionCall:
     """One call of attention."""
 
     def __init__(
@@ -190,7 +190,7 @@ class _Call:
         return torch.zeros_like(mask, dtype=self.query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
 
 
-def drop(
+def dropout(
     input: torch.Tensor,  # noqa: A002 - PyTorch's name
     p: float = 0.5,
     training: bool = True,

@@ -17,13 +17,13 @@ from torch.utils import swap_tensors
 
 from graphckpt._compat import FakeTensors, NoValueError, backward_within, forget_fake, is_fake
 from graphckpt.errors import ConfigError
-from graphckpt.planning.device.cuda_kernels import FULL_PRECISION, CudaKernels, drop, in_full_precision
+from graphckpt.planning.device.cuda_kernels import FULL_PRECISION, CudaKernels, dropout, in_full_precision
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import ModuleType
 
-    from graphckpt.planning.device.profile import Machine
+    from graphckpt.planning.device.profile import DeviceProfile
 
 _READS = frozenset({torch.Tensor.item, torch.Tensor.__float__})
 _HERE = ("cpu", "meta")
@@ -40,19 +40,19 @@ class FakeDevice:
         is_padded: whether attention masks may hold padding. Without, Transformers leaves a mask of ones out, as it
             does on a device where it can look at it.
 
-    >>> from graphckpt.planning.device.profile import machine
-    >>> device = FakeDevice(machine("h200"))
+    >>> from graphckpt.planning.device.profile import load_profile
+    >>> device = FakeDevice(load_profile("h200"))
     >>> with device:
     ...     layer = torch.nn.Linear(2**20, 2**20, dtype=torch.bfloat16)  # 2 TiB
     ...     layer(torch.zeros(8, 2**20, dtype=torch.bfloat16)).shape
     torch.Size([8, 1048576])
     """
 
-    def __init__(self, machine: Machine, *, is_padded: bool = True) -> None:
+    def __init__(self, machine: DeviceProfile, *, is_padded: bool = True) -> None:
         self.machine = machine
         self._is_padded = is_padded
         self._tensors = FakeTensors(allow_non_fake_inputs=True)
-        self._functions = _Functions(CudaKernels(machine) if machine.kind == "cuda" else None)
+        self._functions = _FunctionOverrides(CudaKernels(machine) if machine.kind == "cuda" else None)
         self._entered: list[ExitStack] = []
 
     def __enter__(self) -> Self:
@@ -78,13 +78,15 @@ class FakeDevice:
 
 
 @final
-class _Functions(TorchFunctionMode):
+class _FunctionOverrides(TorchFunctionMode):
     """Sees each call of PyTorch before it becomes ops, which is where the CPU's kernels are chosen."""
 
     def __init__(self, kernels: CudaKernels | None) -> None:
         super().__init__()
         self._instead = {} if kernels is None else kernels.instead
-        self._by_name = {} if kernels is None else {"scaled_dot_product_attention": kernels.attend, "dropout": drop}
+        self._by_name = (
+            {} if kernels is None else {"scaled_dot_product_attention": kernels.attention, "dropout": dropout}
+        )
         self._emulates_autocast = kernels is not None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:

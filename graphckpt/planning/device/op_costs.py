@@ -31,7 +31,7 @@ _MAKES_NOTHING = {
 _PICKS = {_aten.embedding, _aten.index, _aten.index_select, _aten.gather}  # read of their table what they return
 
 
-def kind_of(func: Any) -> str:
+def efficiency_kind(func: Any) -> str:
     """Returns which efficiency the arithmetic of an op has: ``"attention"``, ``"convolution"`` or ``"matmul"``."""
     packet = func.overloadpacket
     if packet in _ATTENTION:

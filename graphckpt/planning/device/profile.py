@@ -1,7 +1,7 @@
-"""Knows devices by name: memory, rates, kernels. From a packaged profile, or from a file that was measured.
+"""Device profiles: memory, rates and kernels of a device, by name or from a file.
 
-A profile is a YAML file with the fields of :class:`Machine`. Rates of data sheets are peaks, so each has an efficiency;
-a measured rate has efficiency 1.
+A profile is a YAML file with the fields of :class:`DeviceProfile`. Data sheets state peak rates, so each has an
+efficiency; a measured rate has efficiency 1.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 import yaml
 
 from graphckpt.errors import ConfigError, bullets, did_you_mean
-from graphckpt.planning.device.op_costs import extra_bytes_on_cuda, flops_of, kind_of, moved_bytes, rate_name
+from graphckpt.planning.device.op_costs import efficiency_kind, extra_bytes_on_cuda, flops_of, moved_bytes, rate_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,10 +27,10 @@ _KERNELS = ("flash", "cudnn", "efficient", "math")
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class DeviceProfile:
     """One device, and what it takes it to run a step.
 
-    >>> h200 = machine("h200")
+    >>> h200 = load_profile("h200")
     >>> h200.rounded(1), h200.workspace_bytes
     (512, 33554432)
     """
@@ -89,7 +89,7 @@ class Machine:
         flops = flops_of(func, args, kwargs, result)
         if flops:
             peak = self._peak(rate_name(func, args))
-            seconds = max(seconds, flops / (peak * self.efficiency.get(kind_of(func), 1.0)))
+            seconds = max(seconds, flops / (peak * self.efficiency.get(efficiency_kind(func), 1.0)))
         return seconds + self.launch_seconds
 
     def op_extra_bytes(self, func: Any, args: tuple[Any, ...]) -> int:
@@ -97,7 +97,7 @@ class Machine:
         return extra_bytes_on_cuda(func, args) if self.kind == "cuda" else 0
 
     def save(self, path: str | Path, *, comment: str = "") -> None:
-        """Writes a file that :func:`machine` reads."""
+        """Writes a file that :func:`load_profile` reads."""
         values = asdict(self)
         values["attention"] = list(self.attention)
         values["capability"] = None if self.capability is None else list(self.capability)
@@ -108,7 +108,7 @@ class Machine:
         return self.flops.get(dtype) or self.flops["float32"]
 
 
-def machine(name_or_path: str | Path) -> Machine:
+def load_profile(name_or_path: str | Path) -> DeviceProfile:
     """Returns a device by the name of its packaged profile, or from a profile file.
 
     Raises:
@@ -116,7 +116,7 @@ def machine(name_or_path: str | Path) -> Machine:
     """
     path = Path(name_or_path)
     if not (path.suffix in (".yaml", ".yml") or path.is_file()):
-        known = names()
+        known = profile_names()
         if str(name_or_path) not in known:
             raise ConfigError(
                 f"no device is called {str(name_or_path)!r}{did_you_mean(str(name_or_path), known)} · "
@@ -132,15 +132,15 @@ def machine(name_or_path: str | Path) -> Machine:
     return _parsed(values, path)
 
 
-def names() -> list[str]:
+def profile_names() -> list[str]:
     """Returns the names of the packaged profiles."""
     return sorted(path.stem for path in _PROFILES.glob("*.yaml"))
 
 
-def _parsed(values: Any, path: Path) -> Machine:
+def _parsed(values: Any, path: Path) -> DeviceProfile:
     if not isinstance(values, dict):
         raise ConfigError(f"device profile {path}: holds no fields · fix: write 'name: ...' and the rest, one a line")
-    known = [f.name for f in fields(Machine)]
+    known = [f.name for f in fields(DeviceProfile)]
     faults = [f"{key}: there is no such field{did_you_mean(str(key), known)}" for key in values if key not in known]
     needed = ("name", "kind", "memory_bytes", "flops", "memory_bandwidth")
     faults += [f"{key}: is missing" for key in needed if key not in values]
@@ -152,10 +152,10 @@ def _parsed(values: Any, path: Path) -> Machine:
         values["attention"] = (attention,) if isinstance(attention, str) else tuple(attention)
     if isinstance(values.get("capability"), list):
         values["capability"] = tuple(values["capability"])
-    return Machine(**values)
+    return DeviceProfile(**values)
 
 
-def _faults(device: Machine) -> list[str]:
+def _faults(device: DeviceProfile) -> list[str]:
     faults = []
     if device.kind not in _KINDS:
         faults.append(f"kind: {device.kind!r} is none of {', '.join(_KINDS)}")

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from graphckpt.errors import ConfigError
-from graphckpt.planning.device.benchmarks import Bench, CudaBench
-from graphckpt.planning.device.profile import Machine
+from graphckpt.planning.device.benchmarks import CudaBenchmark, DeviceBenchmark
+from graphckpt.planning.device.profile import DeviceProfile
 from graphckpt.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def profile(
     seconds: float = 0.5,
     folder: str | Path | None = None,
     tell: Callable[[str], None] = lambda _: None,
-) -> Machine:
+) -> DeviceProfile:
     """Measures a device, with nothing else running on it.
 
     Args:
@@ -61,7 +61,7 @@ def profile(
     workspace = bench.workspace()
     attention = bench.attention()
     tell(f"attention: {', '.join(attention)}; workspace: {format_bytes(workspace)}")
-    return Machine(
+    return DeviceProfile(
         name=name or bench.name,
         kind=place.type,
         memory_bytes=bench.memory_bytes,
@@ -80,7 +80,7 @@ def profile(
     )
 
 
-def write_profile(path: str | Path, device: str | torch.device | None = None, **options: Any) -> Machine:
+def write_profile(path: str | Path, device: str | torch.device | None = None, **options: Any) -> DeviceProfile:
     """Measures a device and writes a profile file; ``options`` are those of :func:`profile`."""
     path = Path(path)
     if not path.parent.is_dir():  # before the minutes that measuring takes
@@ -101,8 +101,8 @@ def copy_rates(device: str | torch.device, place: str) -> tuple[float, float]:
     return bench.host_copies() if place == "host" else _disk(Path(tempfile.gettempdir()), bench.disk_bytes)
 
 
-def _bench(device: torch.device, seconds: float) -> Bench:
-    return CudaBench(device, seconds) if device.type == "cuda" else Bench(device, seconds)
+def _bench(device: torch.device, seconds: float) -> DeviceBenchmark:
+    return CudaBenchmark(device, seconds) if device.type == "cuda" else DeviceBenchmark(device, seconds)
 
 
 def _device(device: str | torch.device | None) -> torch.device:

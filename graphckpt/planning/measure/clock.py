@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @final
-class Clock:
+class StepClock:
     """Times the intervals of a step.
 
     What one thread computes on the CPU is timed by the time that it had: other processes lengthen that least.
@@ -102,6 +102,6 @@ def now(device: torch.device) -> float:
     return perf_counter()
 
 
-def fastest(clocks: Sequence[Clock]) -> dict[Interval, float]:
+def fastest(clocks: Sequence[StepClock]) -> dict[Interval, float]:
     """Returns the least time that each interval took."""
     return {i: min(clock.seconds.get(i, 0.0) for clock in clocks) for i in clocks[0].seconds}

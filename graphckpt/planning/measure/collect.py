@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, final
 
 from graphckpt.planning.errors import PlanError
 from graphckpt.planning.model.events import Interval, Phase
-from graphckpt.planning.model.measured_step import Measured, Sample
-from graphckpt.planning.model.memory_model import Model
-from graphckpt.planning.model.program import BlockProgram, End, Log, with_holds
+from graphckpt.planning.model.measured_step import MeasuredStep, StepSample
+from graphckpt.planning.model.memory_model import MemoryModel
+from graphckpt.planning.model.program import BlockProgram, StepLog, StorageEnd, with_holds
 from graphckpt.rules import Selective
 
 if TYPE_CHECKING:
@@ -21,26 +21,26 @@ if TYPE_CHECKING:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Logged:
+class _LoggedRun:
     """One run: of each block its option and the numbers of its calls."""
 
-    log: Log
+    log: StepLog
     options: dict[int, int]
     calls: dict[int, list[int]]
     is_whole: bool
 
 
 @final
-class Found:
+class TraceCollector:
     """Gathers what the runs show."""
 
-    def __init__(self, base: Log, classes: Sequence[int]) -> None:
+    def __init__(self, base: StepLog, classes: Sequence[int]) -> None:
         self.classes = classes
         self.notes: dict[str, None] = {}
         self._base = base
         self._calls = _calls_by_block(base, range(len(classes)))
         self._place = {call: n for calls in self._calls.values() for n, call in enumerate(calls)}
-        self._runs: list[_Logged] = []
+        self._runs: list[_LoggedRun] = []
         self._seconds: dict[tuple[int, int, Phase], list[float]] = {}
         """By class, option and phase."""
         self._extra: dict[tuple[int, int, Phase], list[float]] = {}
@@ -48,13 +48,13 @@ class Found:
         self._far: dict[tuple[int, int], int] = {}
         self._ahead: dict[tuple[int, int], list[int]] = {}
 
-    def add(self, sample: Sample, numbers: Sequence[int], turn: Sequence[int]) -> None:
+    def add(self, sample: StepSample, numbers: Sequence[int], turn: Sequence[int]) -> None:
         """Takes in one run, in which block ``numbers[n]`` had option ``turn[n]``.
 
         Raises:
             PlanError: The blocks were called in another order than before.
         """
-        log = Log(sample.trace) if self._runs else self._base
+        log = StepLog(sample.trace) if self._runs else self._base
         calls = _calls_by_block(log, numbers)
         is_whole = len(numbers) == len(self.classes)
         orders = [[call.block for call in each.calls] for each in (log, self._base)]
@@ -63,7 +63,7 @@ class Found:
                 "the step calls its blocks in another order each time · fix: plan with one batch, and with a model "
                 "that takes the same path each time"
             )
-        self._runs.append(_Logged(log, dict(zip(numbers, turn, strict=True)), calls, is_whole))
+        self._runs.append(_LoggedRun(log, dict(zip(numbers, turn, strict=True)), calls, is_whole))
         for block, option in zip(numbers, turn, strict=True):
             key = self.classes[block], option
             for phase in (Phase.FORWARD, Phase.BACKWARD):
@@ -85,7 +85,7 @@ class Found:
         own: Mapping[int, Sequence[Option]],
         step_seconds: float,
         num_runs: int,
-    ) -> Measured:
+    ) -> MeasuredStep:
         """Returns all that was found. ``own`` says by class what each option is there."""
         base, block_of = self._base, [call.block for call in self._base.calls]
         self._name_roles()
@@ -103,11 +103,11 @@ class Found:
                         f"{blocks.names[block]}: its backward under {own[self.classes[block]][number].name} {text}"
                     )
         every = range(len(options))
-        return Measured(
+        return MeasuredStep(
             names=tuple(blocks.names),
             options=tuple(options),
-            own=tuple(tuple(own[kind]) for kind in self.classes),
-            model=Model(base, program_of, ends),
+            options_of=tuple(tuple(own[kind]) for kind in self.classes),
+            model=MemoryModel(base, program_of, ends),
             forward_seconds=self._by_block(Phase.FORWARD, own, programs),
             backward_seconds=self._by_block(Phase.BACKWARD, own, programs),
             far_bytes=tuple(tuple(self._far[kind, o] for o in every) for kind in self.classes),
@@ -160,7 +160,7 @@ class Found:
                     by_call[call] = leaving[self.classes[block], place]
             run.log.name_roles(by_call)
 
-    def _ends(self) -> dict[int, End]:
+    def _ends(self) -> dict[int, StorageEnd]:
         """Returns where shared storages end, in the numbers of the base run: as early as any run shows.
 
         A block may hold one to its own backward. One that ends later still in some run is held in a way that no store
@@ -168,7 +168,7 @@ class Found:
         """
         base = self._base
         order = {interval: number for number, interval in enumerate(base.intervals)}
-        found: dict[int, dict[End, None]] = {}
+        found: dict[int, dict[StorageEnd, None]] = {}
         of_backward = base.of_backward()
         for log in (run.log for run in self._runs if run.is_whole):
             for storage, number in self._in_base(log).items():
@@ -177,7 +177,7 @@ class Found:
                     continue  # no block holds a gradient from forward on: one run tells all
                 if end is not None and end.interval in order:
                     found.setdefault(number, {})[end] = None
-        ends: dict[int, End] = {}
+        ends: dict[int, StorageEnd] = {}
         for storage, seen in found.items():
             in_order = sorted(seen, key=lambda end: (order[end.interval], end.number))
             first, last = in_order[0], in_order[-1]
@@ -189,10 +189,10 @@ class Found:
         for storage in base.shared:
             if storage not in ends and base.is_gone(storage):  # some block has held it in every run
                 users = [c for c in range(len(base.calls)) if storage in base.roles(c)]
-                ends[storage] = End(Interval(Phase.AFTER_FORWARD, max(users)), 1 << 60)
+                ends[storage] = StorageEnd(Interval(Phase.AFTER_FORWARD, max(users)), 1 << 60)
         return ends
 
-    def _in_base(self, log: Log) -> dict[int, int]:
+    def _in_base(self, log: StepLog) -> dict[int, int]:
         names: dict[int, int] = {}
         for call in range(len(log.calls)):
             in_base = {role: storage for storage, role in self._base.roles(call).items()}
@@ -201,7 +201,7 @@ class Found:
                     names.setdefault(storage, in_base[role])
         return names
 
-    def _programs(self, ends: dict[int, End]) -> dict[tuple[int, int], list[BlockProgram]]:
+    def _programs(self, ends: dict[int, StorageEnd]) -> dict[tuple[int, int], list[BlockProgram]]:
         programs: dict[tuple[int, int], list[BlockProgram]] = {}
         for run in self._runs:
             for block, option in run.options.items():
@@ -213,7 +213,7 @@ class Found:
                     self.notes.setdefault(_SHORTER)
         return programs
 
-    def _program(self, run: _Logged, block: int, place: int, ends: dict[int, End]) -> BlockProgram:
+    def _program(self, run: _LoggedRun, block: int, place: int, ends: dict[int, StorageEnd]) -> BlockProgram:
         call = self._calls[block][place]
         own = Interval(Phase.BACKWARD, call)
         early = [role for s, role in self._base.roles(call).items() if s in ends and ends[s].interval != own]
@@ -227,9 +227,9 @@ def _smoothed(options: Sequence[Option], found: Mapping[int, float], phase: Phas
     the price of seeing them, the same for all levels; to run all again has no such price.
     """
     ops = {
-        number: option.again_seconds * (phase is Phase.BACKWARD)
+        number: option.recompute_seconds * (phase is Phase.BACKWARD)
         for number, option in enumerate(options)
-        if option.again_seconds is not None
+        if option.recompute_seconds is not None
     }
     levels = [number for number in ops if isinstance(options[number].rule, Selective)]
     if not levels:
@@ -241,7 +241,7 @@ def _smoothed(options: Sequence[Option], found: Mapping[int, float], phase: Phas
     }
 
 
-def _calls_by_block(log: Log, numbers: Sequence[int]) -> dict[int, list[int]]:
+def _calls_by_block(log: StepLog, numbers: Sequence[int]) -> dict[int, list[int]]:
     calls: dict[int, list[int]] = {number: [] for number in numbers}
     for number, call in enumerate(log.calls):
         calls[numbers[call.block]].append(number)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import nn
 
-from graphckpt.planning.measure.op_trace import ops_of
+from graphckpt.planning.measure.op_trace import record_ops
 from graphckpt.planning.measure.trace import Trace
 from graphckpt.planning.measure.traced_store import TracedStore, traced
-from graphckpt.planning.model.measured_step import Sample
-from graphckpt.planning.model.op_times import Ops
+from graphckpt.planning.model.measured_step import StepSample
+from graphckpt.planning.model.op_times import OpTimes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +46,7 @@ class FakeStep:
             self._workspace = torch.empty(device.machine.workspace_bytes, dtype=torch.uint8)
             self._make_optimizer_state()
 
-    def sample(self, blocks: Blocks, options: Sequence[Option]) -> Sample:
+    def sample(self, blocks: Blocks, options: Sequence[Option]) -> StepSample:
         """Runs the step with one option on each block."""
         stores = {far: TracedStore(is_far=far) for far in (False, True)}
         learns = any(b.is_floating_point() for module in blocks.modules for b in module.buffers())
@@ -56,15 +56,15 @@ class FakeStep:
             trace = self._trace()
             with traced(stores.values(), trace), blocks.marked(trace), trace:
                 self._step_fn()
-        return Sample(trace, dict(stores[True].far_bytes), trace.seconds, sum(trace.seconds.values()))
+        return StepSample(trace, dict(stores[True].far_bytes), trace.seconds, sum(trace.seconds.values()))
 
-    def ops(self, blocks: Blocks) -> list[list[Ops]]:
+    def ops(self, blocks: Blocks) -> list[list[OpTimes]]:
         """Runs the step once, and reckons what each op of the blocks takes."""
         with self._device:
-            return ops_of(blocks, self._step_fn, lambda: 0.0, self._device.machine.op_seconds)
+            return record_ops(blocks, self._step_fn, lambda: 0.0, self._device.machine.op_seconds)
 
     @contextmanager
-    def only(self, blocks: Blocks, numbers: Sequence[int]) -> Iterator[bool]:
+    def restricted_to(self, blocks: Blocks, numbers: Sequence[int]) -> Iterator[bool]:
         """Takes the other blocks out of the lists in which they stand, and tries whether the step runs so."""
         chosen = {id(blocks.modules[number]) for number in numbers}
         others = {id(module) for module in blocks.modules} - chosen

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from graphckpt.stores import Store
 
 
-class Listener(Protocol):
+class StepListener(Protocol):
     """Is told how a step goes through the blocks."""
 
     @property
@@ -70,7 +70,7 @@ class Blocks:
         wrappers = []
         try:
             for name, module, option in zip(self.names, self.modules, options, strict=True):
-                stored: Any = _Stored(store(option))
+                stored: Any = _FixedPlacement(store(option))
                 compiling = option.fields.get("compile")
                 wrapper = BlockForward(module, name, option.rule, stored, compile_options=compiling)
                 wrapper.site.learns = learns
@@ -82,11 +82,11 @@ class Blocks:
                 wrapper.take_off()
 
     @contextmanager
-    def marked(self, listener: Listener) -> Iterator[None]:
+    def marked(self, listener: StepListener) -> Iterator[None]:
         """Has ``listener`` told where the calls of the blocks begin and end, forward and backward."""
         with ExitStack() as stack:
             for number, module in enumerate(self.modules):
-                marks = _Marks(listener, number, stack)
+                marks = _BlockHooks(listener, number, stack)
                 stack.callback(module.register_forward_pre_hook(marks.begin, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(marks.end, always_call=True).remove)
             stack.callback(register_optimizer_step_pre_hook(lambda *_: listener.optimizer_begins()).remove)
@@ -105,7 +105,7 @@ def _without(wrappers: Sequence[BlockForward]) -> Iterator[None]:
 
 
 @final
-class _Stored:
+class _FixedPlacement:
     """Stands as the placement of a block whose store is given."""
 
     def __init__(self, store: Store | None) -> None:
@@ -113,10 +113,10 @@ class _Stored:
 
 
 @final
-class _Marks:
+class _BlockHooks:
     """The hooks of one block."""
 
-    def __init__(self, listener: Listener, block: int, stack: ExitStack) -> None:
+    def __init__(self, listener: StepListener, block: int, stack: ExitStack) -> None:
         self._listener = listener
         self._block = block
         self._stack = stack
@@ -127,7 +127,7 @@ class _Marks:
             call = self._listener.begin_call(self._block, tensors)
             at_end = [tensor for tensor in tensors if tensor.requires_grad and not tensor.is_leaf]
             for tensor in at_end:
-                tensor.register_hook(_AfterBackward(self._listener, call))
+                tensor.register_hook(_BackwardEndHook(self._listener, call))
             if not at_end:
                 self._see_parameters(module, call)
 
@@ -138,7 +138,7 @@ class _Marks:
             call = self._listener.end_call(tensors)
             for number, tensor in enumerate(tensors):
                 if tensor.requires_grad:
-                    tensor.register_hook(_Gradient(self._listener, call, number))
+                    tensor.register_hook(_GradientHook(self._listener, call, number))
 
     def _see_parameters(self, module: nn.Module, call: int) -> None:
         """Nothing else tells where the backward of a first block ends, after which processes wait for each other."""
@@ -149,10 +149,10 @@ class _Marks:
 
 
 @final
-class _Gradient:
+class _GradientHook:
     """Sees the gradient of an output."""
 
-    def __init__(self, listener: Listener, call: int, output: int) -> None:
+    def __init__(self, listener: StepListener, call: int, output: int) -> None:
         self._at = call, output
         self._listener = listener
 
@@ -161,10 +161,10 @@ class _Gradient:
 
 
 @final
-class _AfterBackward:
+class _BackwardEndHook:
     """Sees the gradient of an argument: the backward of the block is over."""
 
-    def __init__(self, listener: Listener, call: int) -> None:
+    def __init__(self, listener: StepListener, call: int) -> None:
         self._listener = listener
         self._call = call
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphckpt._compat_autocast import call_with_autocast
 from graphckpt._compat_compiler import never_compiled
-from graphckpt.planning.model.op_times import Ops
+from graphckpt.planning.model.op_times import OpTimes
 from graphckpt.planning.option import Option
 from graphckpt.rules import Rule
 from graphckpt.rules.op_modes import is_counted
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from graphckpt.planning.measure.instrument import Blocks
-    from graphckpt.planning.model.events import Seconds
+    from graphckpt.planning.model.events import OpSeconds
     from graphckpt.rules import Site
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Look(Rule):
+class OpObserver(Rule):
     """Runs a block as it is and notes its ops.
 
     Args:
@@ -37,14 +37,14 @@ class Look(Rule):
     """
 
     name: ClassVar[str] = "look"
-    seen: list[Ops]
+    seen: list[OpTimes]
     clock: Callable[[], float]
-    op_seconds: Seconds | None = None
+    op_seconds: OpSeconds | None = None
 
     def run(self, site: Site, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs the block; all is kept."""
         del site
-        ops = Ops()
+        ops = OpTimes()
         self.seen.append(ops)
 
         @never_compiled
@@ -52,15 +52,15 @@ class Look(Rule):
             ops.log.saves(tensor)
             return IN_PLACE[0](tensor)
 
-        with saved_tensors_hooks(pack, IN_PLACE[1]), _Watch(ops, self.clock, self.op_seconds):
+        with saved_tensors_hooks(pack, IN_PLACE[1]), _OpTimer(ops, self.clock, self.op_seconds):
             output = function(*args, **kwargs)
         ops.log.close()
         return output
 
 
 @final
-class _Watch(TorchDispatchMode):
-    def __init__(self, ops: Ops, clock: Callable[[], float], op_seconds: Seconds | None) -> None:
+class _OpTimer(TorchDispatchMode):
+    def __init__(self, ops: OpTimes, clock: Callable[[], float], op_seconds: OpSeconds | None) -> None:
         super().__init__()
         self._ops = ops
         self._clock = clock
@@ -89,11 +89,11 @@ class _Watch(TorchDispatchMode):
         return output
 
 
-def ops_of(
-    blocks: Blocks, run: Callable[[], object], clock: Callable[[], float], op_seconds: Seconds | None = None
-) -> list[list[Ops]]:
-    """Returns, by block, the ops of each forward during ``run``; see :class:`Look` for the arguments."""
-    seen: list[list[Ops]] = [[] for _ in blocks.names]
-    with blocks.under([Option("look", {}, Look(each, clock, op_seconds)) for each in seen], lambda _: None):
+def record_ops(
+    blocks: Blocks, run: Callable[[], object], clock: Callable[[], float], op_seconds: OpSeconds | None = None
+) -> list[list[OpTimes]]:
+    """Returns, by block, the ops of each forward during ``run``; see :class:`OpObserver` for the arguments."""
+    seen: list[list[OpTimes]] = [[] for _ in blocks.names]
+    with blocks.under([Option("look", {}, OpObserver(each, clock, op_seconds)) for each in seen], lambda _: None):
         run()
     return seen

@@ -26,7 +26,7 @@ _MOST_RUNS = 3  # of a step that keeps something new each time
 
 
 @final
-class PartStore(Store):
+class PartitionStore(Store):
     """Keeps parts, in a store of its own for each block, and tells a trace what blocks hold whole.
 
     Args:
@@ -65,11 +65,11 @@ class PartStore(Store):
         """Keeps ``tensor`` and returns the key to it."""
         assert group is not None
         store = self._stores[group.block]
-        return _Kept(store, store.put(tensor, group), self._trace)
+        return _PartitionKey(store, store.put(tensor, group), self._trace)
 
     def get(self, key: object) -> torch.Tensor | None:
         """Returns the kept tensor."""
-        assert isinstance(key, _Kept)
+        assert isinstance(key, _PartitionKey)
         return key.store.get(key.key)
 
     def seal(self, group: Group | None) -> None:
@@ -89,7 +89,7 @@ class PartStore(Store):
             self._ahead_bytes[call] = self._ahead_bytes.get(call, 0) + sum(sizes)
 
 
-def learn(stores: Collection[PartStore], step: Callable[[], object]) -> None:
+def settle(stores: Collection[PartitionStore], step: Callable[[], object]) -> None:
     """Runs a step until nothing waits whole in it any more for the ranks to be asked; all of them see the same."""
     for _ in range(_MOST_RUNS):
         if not any(store.has_asked for store in stores):
@@ -105,7 +105,7 @@ def _pieces(group: Group, *, is_cut: bool) -> list[Piece]:
 
 
 @final
-class _Kept:
+class _PartitionKey:
     """A key, and what its block holds whole by it."""
 
     __slots__ = ("__weakref__", "_held", "_trace", "key", "store")

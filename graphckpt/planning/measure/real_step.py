@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from graphckpt.planning.measure.clock import Clock, fastest, now
+from graphckpt.planning.measure.clock import StepClock, fastest, now
 from graphckpt.planning.measure.instrument import Blocks
-from graphckpt.planning.measure.op_trace import ops_of
-from graphckpt.planning.measure.part_store import PartStore, learn
+from graphckpt.planning.measure.op_trace import record_ops
+from graphckpt.planning.measure.part_store import PartitionStore, settle
 from graphckpt.planning.measure.trace import Trace
 from graphckpt.planning.measure.traced_store import TracedStore, traced
-from graphckpt.planning.model.measured_step import Sample
-from graphckpt.planning.model.op_times import Ops
+from graphckpt.planning.model.measured_step import StepSample
+from graphckpt.planning.model.op_times import OpTimes
 from graphckpt.planning.option import Option
 from graphckpt.training_state import TrainingState
 
@@ -49,10 +49,10 @@ class RealStep:
         tensors = list(self._model_tensors())
         self.device = next((t.device for t in tensors), torch.device("cpu"))
         self._optimizers: dict[int, Optimizer] = {}
-        self._parts: dict[str, PartStore] = {}
+        self._parts: dict[str, PartitionStore] = {}
         """By option: what the ranks have been asked holds for blocks that keep the same."""
 
-    def sample(self, blocks: Blocks, options: Sequence[Option]) -> Sample:
+    def sample(self, blocks: Blocks, options: Sequence[Option]) -> StepSample:
         """Runs the step with one option on each block: once to warm up, once logged, and some times by the clock.
 
         Each timed run comes beside one without policies, so that what else the machine does lengthens both alike.
@@ -63,9 +63,9 @@ class RealStep:
         def store_of(option: Option) -> Store | None:
             return parts[option.name] if option.is_part else stores[option.is_far]
 
-        with register_hook(self._meet), blocks.under(options, store_of) as without:
+        with on_optimizer_step(self._meet), blocks.under(options, store_of) as without:
             self._step_fn()
-            learn(parts.values(), self._step_fn)
+            settle(parts.values(), self._step_fn)
             trace = self._trace()
             for part in parts.values():
                 part.listen(trace)
@@ -80,26 +80,26 @@ class RealStep:
                 with without():
                     plain.append(self._timed(blocks))
         total = min(clock.total for clock in plain)
-        return Sample(trace, far_bytes, fastest(clocks), total, fastest(plain), ahead_bytes)
+        return StepSample(trace, far_bytes, fastest(clocks), total, fastest(plain), ahead_bytes)
 
-    def _parts_of(self, options: Sequence[Option]) -> dict[str, PartStore]:
+    def _parts_of(self, options: Sequence[Option]) -> dict[str, PartitionStore]:
         """Returns the stores of what is cut, by option."""
         names = dict.fromkeys(option.name for option in options if option.is_part)
         for option in options:
             if option.is_part and option.name not in self._parts:
-                self._parts[option.name] = PartStore(option.fields["partition"], self._min_elements)
+                self._parts[option.name] = PartitionStore(option.fields["partition"], self._min_elements)
         return {name: self._parts[name] for name in names}
 
-    def ops(self, blocks: Blocks) -> list[list[Ops]]:
+    def ops(self, blocks: Blocks) -> list[list[OpTimes]]:
         """Runs the step some times with the clock on each op of the blocks."""
 
         def run() -> None:
             for _ in range(_TIMED_RUNS):
                 self._step_fn()
 
-        return ops_of(blocks, run, partial(now, self.device))
+        return record_ops(blocks, run, partial(now, self.device))
 
-    def only(self, blocks: Blocks, numbers: Sequence[int]) -> AbstractContextManager[bool]:
+    def restricted_to(self, blocks: Blocks, numbers: Sequence[int]) -> AbstractContextManager[bool]:
         """A real step is run whole: its times are measured on many blocks."""
         del blocks, numbers
         return nullcontext(False)
@@ -110,7 +110,7 @@ class RealStep:
         On CUDA these are those of the allocator, with what it took before and what ops take within; elsewhere the
         count is that of the logged runs.
         """
-        with register_hook(self._meet):
+        with on_optimizer_step(self._meet):
             self._step_fn()
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
@@ -122,12 +122,12 @@ class RealStep:
         return trace.peak_bytes
 
     @contextmanager
-    def undone(self) -> Iterator[None]:
+    def restoring(self) -> Iterator[None]:
         """Restores parameters, buffers, gradients, optimizers and random state at the end."""
         state = TrainingState(self._model_tensors())
         gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in self._model.parameters()]
         try:
-            with register_hook(state.add):
+            with on_optimizer_step(state.add):
                 yield
         finally:
             with torch.no_grad():
@@ -153,8 +153,8 @@ class RealStep:
         trace.track([*self._model_tensors(), *gradients, *state])
         return trace
 
-    def _timed(self, blocks: Blocks) -> Clock:
-        clock = Clock(self.device)
+    def _timed(self, blocks: Blocks) -> StepClock:
+        clock = StepClock(self.device)
         with blocks.marked(clock):
             self._step_fn()
         clock.stop()
@@ -166,7 +166,7 @@ class RealStep:
 
 
 @contextmanager
-def register_hook(see: Callable[[Optimizer], None]) -> Iterator[None]:
+def on_optimizer_step(see: Callable[[Optimizer], None]) -> Iterator[None]:
     """Calls ``see`` with each optimizer that begins to step."""
     hook = register_optimizer_step_pre_hook(lambda optimizer, *_: see(optimizer))
     try:

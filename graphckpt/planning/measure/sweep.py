@@ -8,36 +8,36 @@ from typing import Any, Protocol
 
 from graphckpt.planning.candidates import with_levels
 from graphckpt.planning.errors import PlanError
-from graphckpt.planning.measure.collect import Found
+from graphckpt.planning.measure.collect import TraceCollector
 from graphckpt.planning.measure.instrument import Blocks
 from graphckpt.planning.model.events import Phase
-from graphckpt.planning.model.measured_step import Measured, Sample
-from graphckpt.planning.model.op_times import Ops
-from graphckpt.planning.model.program import Log
+from graphckpt.planning.model.measured_step import MeasuredStep, StepSample
+from graphckpt.planning.model.op_times import OpTimes
+from graphckpt.planning.model.program import StepLog
 from graphckpt.planning.option import KEEP, Option
 
 
-class Step(Protocol):
+class MeasurableStep(Protocol):
     """A training step that can be run with one option on each block."""
 
-    def sample(self, blocks: Blocks, options: Sequence[Option]) -> Sample:
+    def sample(self, blocks: Blocks, options: Sequence[Option]) -> StepSample:
         """Runs it once, logged."""
 
-    def ops(self, blocks: Blocks) -> list[list[Ops]]:
+    def ops(self, blocks: Blocks) -> list[list[OpTimes]]:
         """Runs it with nothing but an eye on the ops of the blocks; returns by block those of each forward."""
 
-    def only(self, blocks: Blocks, numbers: Sequence[int]) -> AbstractContextManager[bool]:
+    def restricted_to(self, blocks: Blocks, numbers: Sequence[int]) -> AbstractContextManager[bool]:
         """Has the step run without the other blocks, as far as it can, and says whether it does."""
 
 
 def measure(
-    step: Step,
+    step: MeasurableStep,
     blocks: Blocks,
     options: Sequence[Option],
     progress: Callable[[int, int], None] | None = None,
     classes: Callable[[Sequence[int]], Sequence[int]] = list,
     told: Callable[[Any], Any] = lambda value: value,
-) -> Measured:
+) -> MeasuredStep:
     """Measures every option on every block. Equal blocks take turns, so that each option runs on one of them.
 
     Args:
@@ -54,15 +54,15 @@ def measure(
     assert options[0] is KEEP
     every = range(len(blocks.names))
     kept = step.sample(blocks, [KEEP] * len(every))
-    base = Log(kept.trace)
+    base = StepLog(kept.trace)
     if not base.calls:
         raise PlanError("no block ran with gradients on · fix: let step_fn run forward and backward of this model")
     if all(interval.phase is not Phase.BACKWARD for interval in base.intervals):
         raise PlanError("no backward went through the blocks · fix: let step_fn call loss.backward()")
-    found = Found(base, classes(_classes(base, blocks)))
+    found = TraceCollector(base, classes(_classes(base, blocks)))
     found.add(kept, every, [0] * len(every))
     some = _excerpt(found.classes, len(options))
-    with step.only(blocks, some) as is_shorter:
+    with step.restricted_to(blocks, some) as is_shorter:
         numbers = some if is_shorter else list(every)
         part = Blocks([(blocks.names[number], blocks.modules[number]) for number in numbers])
         kinds = [found.classes[number] for number in numbers]
@@ -88,7 +88,7 @@ def _excerpt(classes: Sequence[int], num_options: int) -> list[int]:
     return numbers
 
 
-def _classes(base: Log, blocks: Blocks) -> list[int]:
+def _classes(base: StepLog, blocks: Blocks) -> list[int]:
     """Returns the class of each block: blocks of one class are of one kind and did the same, byte by byte."""
     base.name_roles([base.leaving(call) for call in range(len(base.calls))])
     seen: dict[Any, int] = {}

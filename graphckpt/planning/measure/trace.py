@@ -9,7 +9,7 @@ import torch
 
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.ledger.live import LiveBytes
-from graphckpt.planning.model.events import Call, Entry, Interval, Kind, Phase, Seconds, Stretch
+from graphckpt.planning.model.events import BlockCall, EventKind, Interval, OpSeconds, Phase, StorageEvent, TraceSpan
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -33,12 +33,12 @@ class Trace(LiveBytes):
         *,
         is_fake: bool = False,
         rounded: Callable[[int], int] | None = None,
-        seconds: Seconds | None = None,
+        seconds: OpSeconds | None = None,
         extra_bytes: Callable[[Any, tuple[Any, ...]], int] | None = None,
     ) -> None:
         super().__init__(device, record_timeline=False, counts_fake=is_fake)
-        self.stretches: list[Stretch] = [Stretch(Interval(Phase.BEFORE))]
-        self.calls: list[Call] = []
+        self.stretches: list[TraceSpan] = [TraceSpan(Interval(Phase.BEFORE))]
+        self.calls: list[BlockCall] = []
         self.seconds: dict[Interval, float] = {}
         self._rounded = rounded or int
         self._op_seconds = seconds
@@ -76,13 +76,13 @@ class Trace(LiveBytes):
 
     def mark(self, phase: Phase, call: int = -1) -> None:
         """A new interval begins."""
-        self.stretches.append(Stretch(Interval(phase, call)))
+        self.stretches.append(TraceSpan(Interval(phase, call)))
 
     def begin_call(self, block: int, tensors: Iterable[torch.Tensor]) -> int:
         """A block is called with ``tensors``; returns the number of the call."""
         arguments = [self.name_of(tensor) for tensor in tensors]
         number = len(self.calls)
-        self.calls.append(Call(block, arguments))
+        self.calls.append(BlockCall(block, arguments))
         self._running.append(number)
         self.mark(Phase.FORWARD, number)
         return number
@@ -116,12 +116,12 @@ class Trace(LiveBytes):
     def hold(self, tensor: torch.Tensor) -> tuple[int, int]:
         """The block that runs holds ``tensor``; returns what :meth:`release` is called with."""
         storage = self.name_of(tensor)
-        self._log(Kind.HELD, storage)
+        self._log(EventKind.HELD, storage)
         return storage, self._running[-1] if self._running else -1
 
     def release(self, held: tuple[int, int]) -> None:
         """A block lets go of what it held."""
-        self._log(Kind.RELEASED, held[0])
+        self._log(EventKind.RELEASED, held[0])
 
     def name_of(self, tensor: torch.Tensor) -> int:
         """Returns the number of the tensor's storage, which is counted from now on if it was not; -1 if it never is."""
@@ -141,7 +141,7 @@ class Trace(LiveBytes):
             name = self._names[key] = len(self._sizes)
             self._sizes.append(num_bytes)
             super()._change(self._rounded(num_bytes), key)
-            self._log(Kind.BORN, name)
+            self._log(EventKind.BORN, name)
         else:
             self._end(name, key)
 
@@ -150,15 +150,15 @@ class Trace(LiveBytes):
         name = len(self._sizes)
         self._sizes.append(num_bytes)
         super()._change(self._rounded(num_bytes), name)
-        self._log(Kind.BORN, name)
+        self._log(EventKind.BORN, name)
         super()._change(-self._rounded(num_bytes), name)
-        self._log(Kind.GONE, name)
+        self._log(EventKind.GONE, name)
 
     def _end(self, name: int, key: int) -> None:
         del self._names[key]
         super()._change(-self._rounded(self._sizes[name]), key)
-        self._log(Kind.GONE, name)
+        self._log(EventKind.GONE, name)
 
-    def _log(self, kind: Kind, storage: int) -> None:
+    def _log(self, kind: EventKind, storage: int) -> None:
         num_bytes = self._rounded(self._sizes[storage]) if storage >= 0 else 0
-        self.stretches[-1].entries.append(Entry(kind, storage, num_bytes, self._num_ops))
+        self.stretches[-1].entries.append(StorageEvent(kind, storage, num_bytes, self._num_ops))

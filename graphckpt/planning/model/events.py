@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol, final
 
-Seconds = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float]
+OpSeconds = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float]
 """What one op takes on a device: called with the op, its arguments and its result."""
 
 
-class Kind(Enum):
+class EventKind(Enum):
     """What happened to a storage."""
 
     BORN = "born"
@@ -43,10 +43,10 @@ class Interval(NamedTuple):
         return self.phase in (Phase.FORWARD, Phase.BACKWARD)
 
 
-class Entry(NamedTuple):
+class StorageEvent(NamedTuple):
     """One line of the log."""
 
-    kind: Kind
+    kind: EventKind
     storage: int
     num_bytes: int
     op: int
@@ -55,16 +55,16 @@ class Entry(NamedTuple):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class TraceSpan:
     """What happened from one mark to the next."""
 
     interval: Interval
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[StorageEvent] = field(default_factory=list)
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Call:
+class BlockCall:
     """One forward of one block, and the storages that pass its border."""
 
     block: int
@@ -78,9 +78,9 @@ class TraceLog(Protocol):
     """A recorded step."""
 
     @property
-    def stretches(self) -> list[Stretch]:
+    def stretches(self) -> list[TraceSpan]:
         """Its intervals in the order of time; an interval may come several times."""
 
     @property
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[BlockCall]:
         """The forwards of blocks, in order."""

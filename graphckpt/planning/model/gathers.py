@@ -11,18 +11,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from graphckpt.planning.model.events import Interval, Phase
-from graphckpt.planning.model.program import Run
+from graphckpt.planning.model.program import PrivateRun
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from graphckpt.planning.model.measured_step import Measured
-    from graphckpt.planning.model.simulate import Steps
+    from graphckpt.planning.model.measured_step import MeasuredStep
+    from graphckpt.planning.model.simulate import EventSeq
 
 
 def with_gathers(
-    measured: Measured, plan: Sequence[int], joined: Mapping[Interval, Sequence[Steps]]
-) -> Mapping[Interval, Sequence[Steps]]:
+    measured: MeasuredStep, plan: Sequence[int], joined: Mapping[Interval, Sequence[EventSeq]]
+) -> Mapping[Interval, Sequence[EventSeq]]:
     """Returns what happens in some intervals, with the gathers that begin one block ahead of their use.
 
     Args:
@@ -44,8 +44,8 @@ def with_gathers(
             continue
         if before is not None:
             own = found.get(before) or [model.steps(before, plan[model.block_of_call[before.call]])]
-            found[before] = [model.steps_of([Run(num_bytes, num_bytes)]), *own]
+            found[before] = [model.steps_of([PrivateRun(num_bytes, num_bytes)]), *own]
             own = found.get(interval) or [model.steps(interval, option)]
-            found[interval] = [model.steps_of([Run(0, -num_bytes)]), *own]
+            found[interval] = [model.steps_of([PrivateRun(0, -num_bytes)]), *own]
         before = interval
     return found

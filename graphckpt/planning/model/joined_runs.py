@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from math import fsum
 from typing import TYPE_CHECKING, TypeAlias, final
 
-from graphckpt.planning.model.events import Interval, Kind, Phase
-from graphckpt.planning.model.program import Run
+from graphckpt.planning.model.events import EventKind, Interval, Phase
+from graphckpt.planning.model.program import PrivateRun
 from graphckpt.planning.model.simulate import Change
 from graphckpt.planning.option import KEEP
 from graphckpt.rules import Full
@@ -25,8 +25,8 @@ from graphckpt.rules import Full
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from graphckpt.planning.model.measured_step import Measured
-    from graphckpt.planning.model.simulate import Steps
+    from graphckpt.planning.model.measured_step import MeasuredStep
+    from graphckpt.planning.model.simulate import EventSeq
 
 Runs: TypeAlias = "tuple[tuple[int, int], ...]"
 """The first block of each run, and the one behind its last."""
@@ -37,25 +37,25 @@ LENGTHS = (2, 3, 4, 5, 6, 8, 10, 12, 16)
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _JoinedCall:
     """What a call does in a run: as its first block, which kept its input, or as one behind it."""
 
     holds: frozenset[int]
     """The shared storages that it holds until its backward."""
-    forward: Steps
-    backward: Steps
+    forward: EventSeq
+    backward: EventSeq
     """All is there already."""
 
 
 @final
-class Joints:
+class JoinedRuns:
     """Which blocks can be joined, and what a step does where they are.
 
     Args:
         measured: the step.
     """
 
-    def __init__(self, measured: Measured) -> None:
+    def __init__(self, measured: MeasuredStep) -> None:
         self._model = model = measured.model
         rules = [option.rule for option in measured.options]
         self._full = next((n for n, rule in enumerate(rules) if rule == Full() and not measured.options[n].is_far), 0)
@@ -92,7 +92,7 @@ class Joints:
             longest += 1
         return LENGTHS[: bisect_right(LENGTHS, longest)]
 
-    def steps_of(self, runs: Runs) -> dict[Interval, Sequence[Steps]]:
+    def steps_of(self, runs: Runs) -> dict[Interval, Sequence[EventSeq]]:
         """Returns what happens in the intervals of all blocks of some runs, in all passes of a step."""
         return {
             interval: steps
@@ -101,7 +101,7 @@ class Joints:
             for interval, steps in self.steps(range(call, call + end - first))
         }
 
-    def steps(self, calls: range) -> Iterator[tuple[Interval, Sequence[Steps]]]:
+    def steps(self, calls: range) -> Iterator[tuple[Interval, Sequence[EventSeq]]]:
         """Yields what happens in the intervals of one pass through a run, forward and backward."""
         first, last = calls[0], calls[-1]
         each = [(call, self._first[call] if call == first else self._behind[call]) for call in calls]
@@ -119,51 +119,55 @@ class Joints:
         """Returns the shared storages that the calls of a run hold until their backward."""
         return self._first[calls[0]].holds.union(*(self._behind[call].holds for call in calls[1:]))
 
-    def _extra_seconds(self, measured: Measured, block: int) -> float:
+    def _extra_seconds(self, measured: MeasuredStep, block: int) -> float:
         again, backward = measured.forward_seconds[block][self._keep], measured.backward_seconds[block]
         return max(0.0, again + backward[self._keep] - backward[self._full])
 
-    def _as_first(self, call: int) -> _Call:
+    def _as_first(self, call: int) -> _JoinedCall:
         holds = self._model.holds(call, self._full)
         forward = self._model.steps(Interval(Phase.FORWARD, call), self._full)
-        return _Call(holds, forward, self._model.steps_of(self._backward(call, holds)))
+        return _JoinedCall(holds, forward, self._model.steps_of(self._backward(call, holds)))
 
-    def _as_behind(self, call: int) -> _Call:
+    def _as_behind(self, call: int) -> _JoinedCall:
         """The input is not held, and goes when it has been used."""
         handed = self._handed[call]
         holds = self._model.holds(call, self._full) - {handed}
         forward = [
             step
             for step in self._model.steps(Interval(Phase.FORWARD, call), self._full)
-            if isinstance(step, Run) or step.storage != handed or step.kind not in (Kind.HELD, Kind.RELEASED)
+            if isinstance(step, PrivateRun)
+            or step.storage != handed
+            or step.kind not in (EventKind.HELD, EventKind.RELEASED)
         ]
-        gone = self._change(Kind.GONE, handed)
+        gone = self._change(EventKind.GONE, handed)
         backward = [*self._backward(call, holds), gone]
-        return _Call(holds, self._model.steps_of([*forward, gone]), self._model.steps_of(backward))
+        return _JoinedCall(holds, self._model.steps_of([*forward, gone]), self._model.steps_of(backward))
 
-    def _backward(self, call: int, holds: frozenset[int]) -> Iterator[Run | Change]:
+    def _backward(self, call: int, holds: frozenset[int]) -> Iterator[PrivateRun | Change]:
         yield from self._model.steps(Interval(Phase.BACKWARD, call), self._keep)
-        yield from (self._change(Kind.RELEASED, storage) for storage in sorted(holds))
-        yield from (Run(0, -2 * held.change) for held in self._private(call))
+        yield from (self._change(EventKind.RELEASED, storage) for storage in sorted(holds))
+        yield from (PrivateRun(0, -2 * held.change) for held in self._private(call))
 
-    def _steps_again(self, call: int) -> Steps:
+    def _steps_again(self, call: int) -> EventSeq:
         """It runs as if it kept all."""
         forward = self._model.steps(Interval(Phase.FORWARD, call), self._keep)
         return self._model.steps_of([*self._private(call), *forward])
 
-    def _backward_of_last(self, call: int) -> Steps:
+    def _backward_of_last(self, call: int) -> EventSeq:
         """It runs again, as if it alone was recomputed."""
         steps = self._model.steps(Interval(Phase.BACKWARD, call), self._full)
         handed = self._handed[call]
-        return self._model.steps_of([self._change(Kind.HELD, handed), *steps, self._change(Kind.GONE, handed)])
+        return self._model.steps_of(
+            [self._change(EventKind.HELD, handed), *steps, self._change(EventKind.GONE, handed)]
+        )
 
-    def _private(self, call: int) -> list[Run]:
+    def _private(self, call: int) -> list[PrivateRun]:
         """Returns what a call keeps beside its inputs, such as buffers as they were; to set them back takes as much."""
         steps = self._model.steps(Interval(Phase.FORWARD, call), self._full)
-        num_bytes = sum(step.change for step in steps if isinstance(step, Run))
-        return [Run(num_bytes, num_bytes)] if num_bytes > 0 else []
+        num_bytes = sum(step.change for step in steps if isinstance(step, PrivateRun))
+        return [PrivateRun(num_bytes, num_bytes)] if num_bytes > 0 else []
 
-    def _change(self, kind: Kind, storage: int) -> Change:
+    def _change(self, kind: EventKind, storage: int) -> Change:
         return Change(kind, storage, self._model.base.sizes.get(storage, 0))
 
     def _handed_to(self, call: int) -> list[int]:

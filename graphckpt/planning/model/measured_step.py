@@ -9,13 +9,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from graphckpt.planning.model.events import Interval, TraceLog
-    from graphckpt.planning.model.memory_model import Model
+    from graphckpt.planning.model.memory_model import MemoryModel
     from graphckpt.planning.option import Option
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Sample:
+class StepSample:
     """One run of the step with one option on each block."""
 
     trace: TraceLog
@@ -32,15 +32,15 @@ class Sample:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredStep:
     """What is known of a step: enough to foretell any plan."""
 
     names: tuple[str, ...]
     options: tuple[Option, ...]
     """In general; ``own`` says what each is for a block."""
-    own: tuple[tuple[Option, ...], ...]
+    options_of: tuple[tuple[Option, ...], ...]
     """By block and option: what the block gets."""
-    model: Model
+    model: MemoryModel
     forward_seconds: tuple[tuple[float, ...], ...]
     """By block and option: of all its forwards in a step."""
     backward_seconds: tuple[tuple[float, ...], ...]

@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
-from graphckpt.planning.model.events import Interval, Kind, Phase
-from graphckpt.planning.model.program import Role, Run
-from graphckpt.planning.model.simulate import Change, State, Steps, Walked
+from graphckpt.planning.model.events import EventKind, Interval, Phase
+from graphckpt.planning.model.program import PrivateRun, Role
+from graphckpt.planning.model.simulate import Change, EventSeq, LiveState, OutcomeCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from graphckpt.planning.model.program import BlockProgram, Log
+    from graphckpt.planning.model.program import BlockProgram, StepLog
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Level:
+class IntervalLevel:
     """Live bytes in one interval of the step under a plan."""
 
     interval: Interval
@@ -26,7 +26,7 @@ class Level:
 
 
 @final
-class Model:
+class MemoryModel:
     """What is known of a step: what happens between the blocks, and in each block under each option.
 
     Args:
@@ -36,7 +36,7 @@ class Model:
     """
 
     def __init__(
-        self, base: Log, program_of: Callable[[int, int], BlockProgram], ends: Mapping[int, tuple[Interval, int]]
+        self, base: StepLog, program_of: Callable[[int, int], BlockProgram], ends: Mapping[int, tuple[Interval, int]]
     ) -> None:
         self.base = base
         self.block_of_call = [call.block for call in base.calls]
@@ -44,15 +44,15 @@ class Model:
         self._program_of = program_of
         self._storages = [{role: storage for storage, role in base.roles(c).items()} for c in range(len(base.calls))]
         self._late: dict[Interval, list[int]] = {}
-        self._walked: Walked = {}
+        self._outcome_cache: OutcomeCache = {}
         self._outside = {i: self.steps_of(self._outside_steps(i, ends)) for i in self.intervals if not i.is_of_block}
         for storage, (where, _) in ends.items():
             if where.is_of_block:  # for options that do not show it: at the end of that interval
                 self._late.setdefault(where, []).append(storage)
         self._holds: dict[tuple[int, int], frozenset[int]] = {}
-        self._steps: dict[tuple[Interval, int], Steps] = {}
+        self._steps: dict[tuple[Interval, int], EventSeq] = {}
 
-    def steps(self, interval: Interval, option: int) -> Steps:
+    def steps(self, interval: Interval, option: int) -> EventSeq:
         """Returns what happens in an interval; ``option`` is that of its block."""
         if not interval.is_of_block:
             return self._outside[interval]
@@ -61,18 +61,20 @@ class Model:
             program = self._program_of(interval.call, option)
             steps = program.forward if interval.phase is Phase.FORWARD else program.backward
             found = [
-                s if isinstance(s, Run) else Change(s.kind, self.storage(interval.call, s.role, option), s.num_bytes)
+                s
+                if isinstance(s, PrivateRun)
+                else Change(s.kind, self.storage(interval.call, s.role, option), s.num_bytes)
                 for s in steps
             ]
-            gone = {step.storage for step in found if isinstance(step, Change) and step.kind is Kind.GONE}
+            gone = {step.storage for step in found if isinstance(step, Change) and step.kind is EventKind.GONE}
             late = [storage for storage in self._late.get(interval, ()) if storage not in gone]
-            found += [Change(Kind.GONE, storage, self.base.sizes[storage]) for storage in late]
+            found += [Change(EventKind.GONE, storage, self.base.sizes[storage]) for storage in late]
             self._steps[key] = self.steps_of(found)
         return self._steps[key]
 
-    def steps_of(self, steps: Iterable[Run | Change]) -> Steps:
+    def steps_of(self, steps: Iterable[PrivateRun | Change]) -> EventSeq:
         """Returns what happens in an interval, in order, in a form that is quickly walked."""
-        return Steps(steps, self._walked)
+        return EventSeq(steps, self._outcome_cache)
 
     def storage(self, call: int, role: Role, option: int) -> int:
         """Returns the number of a storage in ``base``; one that only this option leaves gets a number of its own."""
@@ -90,43 +92,49 @@ class Model:
     @property
     def static_bytes(self) -> int:
         """Bytes that are alive when the first block begins: weights, optimizer state, inputs, kept gradients."""
-        state = State()
+        state = LiveState()
         for interval in self.intervals:
             if interval.is_of_block:
                 break
-            state.walk(self.steps(interval, 0))
+            state.advance(self.steps(interval, 0))
         return state.level
 
-    def levels(self, plan: Sequence[int], joined: Mapping[Interval, Sequence[Steps]] | None = None) -> Iterator[Level]:
+    def levels(
+        self, plan: Sequence[int], joined: Mapping[Interval, Sequence[EventSeq]] | None = None
+    ) -> Iterator[IntervalLevel]:
         """Yields the levels of a step, interval by interval.
 
         Args:
             plan: the option of each block.
             joined: what happens instead in some intervals.
         """
-        state = State()
+        state = LiveState()
         joined = joined or {}
         for interval in self.intervals:
             option = plan[self.block_of_call[interval.call]] if interval.is_of_block else 0
             start = state.peak = state.level
             for steps in joined.get(interval) or [self.steps(interval, option)]:
-                state.walk(steps)
-            yield Level(interval, start, state.peak)
+                state.advance(steps)
+            yield IntervalLevel(interval, start, state.peak)
 
-    def highest(self, plan: Sequence[int], joined: Mapping[Interval, Sequence[Steps]] | None = None) -> Level:
+    def highest(
+        self, plan: Sequence[int], joined: Mapping[Interval, Sequence[EventSeq]] | None = None
+    ) -> IntervalLevel:
         """Returns the interval with the highest level; of equal ones the first."""
         return max(self.levels(plan, joined), key=lambda level: level.peak)
 
-    def _outside_steps(self, interval: Interval, ends: Mapping[int, tuple[Interval, int]]) -> Iterator[Run | Change]:
+    def _outside_steps(
+        self, interval: Interval, ends: Mapping[int, tuple[Interval, int]]
+    ) -> Iterator[PrivateRun | Change]:
         base = self.base
         due = sorted((number, storage) for storage, (where, number) in ends.items() if where == interval)
         for number, entry in base.outside(interval):
             while due and due[0][0] <= number:
-                yield Change(Kind.GONE, due[0][1], base.sizes[due.pop(0)[1]])
+                yield Change(EventKind.GONE, due[0][1], base.sizes[due.pop(0)[1]])
             if entry.storage in base.shared:
-                if entry.kind is Kind.BORN:
-                    yield Change(Kind.BORN, entry.storage, entry.num_bytes)
+                if entry.kind is EventKind.BORN:
+                    yield Change(EventKind.BORN, entry.storage, entry.num_bytes)
             else:  # what a block has made privately cannot end here
-                is_born = entry.kind is Kind.BORN
-                yield Run(entry.num_bytes if is_born else 0, entry.num_bytes if is_born else -entry.num_bytes)
-        yield from (Change(Kind.GONE, storage, base.sizes[storage]) for _, storage in due)
+                is_born = entry.kind is EventKind.BORN
+                yield PrivateRun(entry.num_bytes if is_born else 0, entry.num_bytes if is_born else -entry.num_bytes)
+        yield from (Change(EventKind.GONE, storage, base.sizes[storage]) for _, storage in due)

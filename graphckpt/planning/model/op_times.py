@@ -10,7 +10,7 @@ from graphckpt.rules.op_log import OpLog
 
 @final
 @dataclass
-class Ops:
+class OpTimes:
     """The ops of one forward of a block, and what each takes."""
 
     log: OpLog = field(default_factory=OpLog)

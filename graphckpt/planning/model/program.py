@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
 
-from graphckpt.planning.model.events import Entry, Interval, Kind, Phase, TraceLog
+from graphckpt.planning.model.events import EventKind, Interval, Phase, StorageEvent, TraceLog
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -25,29 +25,29 @@ class Role(NamedTuple):
     number: int
 
 
-class Run(NamedTuple):
+class PrivateRun(NamedTuple):
     """A stretch in which only private storages come and go: the highest level in it, and the last, above the first."""
 
     peak: int
     change: int
 
 
-class Shared(NamedTuple):
+class SharedEvent(NamedTuple):
     """A shared storage comes, goes, is held or let go."""
 
-    kind: Kind
+    kind: EventKind
     role: Role
     num_bytes: int
 
 
-class End(NamedTuple):
+class StorageEnd(NamedTuple):
     """Where in a step a storage goes: after so many private entries of an interval."""
 
     interval: Interval
     number: int
 
 
-Program: TypeAlias = tuple[Run | Shared, ...]
+EventProgram: TypeAlias = tuple[PrivateRun | SharedEvent, ...]
 """What happens in one interval, in order."""
 
 
@@ -56,8 +56,8 @@ Program: TypeAlias = tuple[Run | Shared, ...]
 class BlockProgram:
     """What one call of a block does under one option."""
 
-    forward: Program
-    backward: Program
+    forward: EventProgram
+    backward: EventProgram
     left: tuple[int, ...]
     """Bytes of what its backward leaves behind, in order; equal for every option, or the prediction is an estimate."""
 
@@ -66,13 +66,13 @@ class BlockProgram:
         """The shared storages that it holds from its forward to its backward."""
         counts: Counter[Role] = Counter()
         for step in self.forward:
-            if isinstance(step, Shared):
+            if isinstance(step, SharedEvent):
                 counts[step.role] += _BALANCE.get(step.kind, 0)
         return frozenset(role for role, count in counts.items() if count > 0)
 
 
 @final
-class Log:
+class StepLog:
     """A logged step, with the life of each storage in it."""
 
     def __init__(self, trace: TraceLog) -> None:
@@ -80,27 +80,27 @@ class Log:
         self.intervals = list(dict.fromkeys(stretch.interval for stretch in trace.stretches))
         self.sizes: dict[int, int] = {}
         self._stretches = trace.stretches
-        self._entries: dict[Interval, list[Entry]] = {}
+        self._entries: dict[Interval, list[StorageEvent]] = {}
         self._where_born: dict[int, Interval] = {}
         self._where_gone: dict[int, Interval] = {}
         for stretch in trace.stretches:
             self._entries.setdefault(stretch.interval, []).extend(stretch.entries)
             for entry in stretch.entries:
-                if entry.kind is Kind.BORN:
+                if entry.kind is EventKind.BORN:
                     self._where_born[entry.storage] = stretch.interval
                     self.sizes[entry.storage] = entry.num_bytes
-                elif entry.kind is Kind.GONE:
+                elif entry.kind is EventKind.GONE:
                     self._where_gone[entry.storage] = stretch.interval
         self._masked = frozenset(self._seem_to_end())
         self._roles: list[dict[int, Role]] = []
         self.shared: frozenset[int] = frozenset()
         """The storages that have a role at any border."""
-        self.ends: dict[int, End] = {}
+        self.ends: dict[int, StorageEnd] = {}
         """Where whoever is no block lets a shared storage go, where that shows: a block may hold it longer."""
 
     def made(self, call: int) -> list[int]:
         """Returns the storages that come in the forward of a call, in order."""
-        return [e.storage for e in self.entries(Interval(Phase.FORWARD, call)) if e.kind is Kind.BORN]
+        return [e.storage for e in self.entries(Interval(Phase.FORWARD, call)) if e.kind is EventKind.BORN]
 
     def leaving(self, call: int) -> set[int]:
         """Returns which of the storages that the forward of a call makes, by their numbers there, others see too."""
@@ -112,12 +112,12 @@ class Log:
         self._roles = [self._roles_of(call, leaving[call]) for call in range(len(self.calls))]
         self.shared = frozenset(storage for roles in self._roles for storage in roles)
         for call, roles in enumerate(self._roles):  # what comes from one block and ends in another
-            ending = [e.storage for e in self._of(call) if e.kind is Kind.GONE and e.storage in self.shared]
+            ending = [e.storage for e in self._of(call) if e.kind is EventKind.GONE and e.storage in self.shared]
             passing = [storage for storage in ending if storage not in roles]
             roles.update({storage: Role("passing", number) for number, storage in enumerate(passing)})
         self.ends = dict(self._ends())
 
-    def entries(self, interval: Interval) -> Sequence[Entry]:
+    def entries(self, interval: Interval) -> Sequence[StorageEvent]:
         """Returns what happened in an interval."""
         return self._entries.get(interval, ())
 
@@ -139,7 +139,7 @@ class Log:
         """Whether a storage is gone when the step is over."""
         return storage in self._where_gone
 
-    def outside(self, interval: Interval) -> Iterator[tuple[int, Entry]]:
+    def outside(self, interval: Interval) -> Iterator[tuple[int, StorageEvent]]:
         """Yields what comes and goes in an interval of no block, each with the number of private entries before it."""
         number = 0
         for entry in self.entries(interval):
@@ -157,30 +157,30 @@ class Log:
         left = sorted((role, self.sizes[storage]) for storage, role in roles.items() if role.kind == "left")
         return BlockProgram(forward, backward, tuple(num_bytes for _, num_bytes in left))
 
-    def _of(self, call: int) -> Iterator[Entry]:
+    def _of(self, call: int) -> Iterator[StorageEvent]:
         yield from self.entries(Interval(Phase.FORWARD, call))
         yield from self.entries(Interval(Phase.BACKWARD, call))
 
-    def _is_masked(self, entry: Entry) -> bool:
-        return entry.kind is Kind.GONE and entry.storage in self._masked and entry.storage in self.shared
+    def _is_masked(self, entry: StorageEvent) -> bool:
+        return entry.kind is EventKind.GONE and entry.storage in self._masked and entry.storage in self.shared
 
     def _seem_to_end(self) -> Iterator[int]:
         """Yields the storages that go in the very moment in which a block lets go of them."""
         released: dict[int, int] = {}
         for stretch in self._stretches:
             for entry in stretch.entries:
-                if entry.kind is Kind.RELEASED:
+                if entry.kind is EventKind.RELEASED:
                     released[entry.storage] = entry.op
-                elif entry.kind is Kind.GONE and released.get(entry.storage) == entry.op:
+                elif entry.kind is EventKind.GONE and released.get(entry.storage) == entry.op:
                     yield entry.storage
 
-    def _ends(self) -> Iterator[tuple[int, End]]:
+    def _ends(self) -> Iterator[tuple[int, StorageEnd]]:
         for interval in self.intervals:
             number = 0
             for entry in self.entries(interval):
                 if entry.storage in self.shared:
-                    if entry.kind is Kind.GONE and entry.storage not in self._masked:
-                        yield entry.storage, End(interval, number)
+                    if entry.kind is EventKind.GONE and entry.storage not in self._masked:
+                        yield entry.storage, StorageEnd(interval, number)
                 elif entry.kind not in _BALANCE:
                     number += 1
 
@@ -200,7 +200,7 @@ class Log:
         own, number = Interval(Phase.BACKWARD, call), 0
         for entry in self.entries(own):
             storage = entry.storage
-            if entry.kind is Kind.BORN and storage not in roles and self._where_gone.get(storage) != own:
+            if entry.kind is EventKind.BORN and storage not in roles and self._where_gone.get(storage) != own:
                 roles[storage] = Role("left", number)
                 number += 1
         roles.pop(-1, None)
@@ -216,48 +216,53 @@ def with_holds(program: BlockProgram, roles: Collection[Role]) -> BlockProgram:
     late = {
         step.role: step.num_bytes
         for step in program.backward
-        if isinstance(step, Shared) and step.kind is Kind.GONE and step.role in roles and step.role not in held
+        if isinstance(step, SharedEvent)
+        and step.kind is EventKind.GONE
+        and step.role in roles
+        and step.role not in held
     }
     if not late:
         return program
-    forward: list[Run | Shared] = [Shared(Kind.HELD, r, n) for r, n in late.items() if r.kind == "argument"]
+    forward: list[PrivateRun | SharedEvent] = [
+        SharedEvent(EventKind.HELD, r, n) for r, n in late.items() if r.kind == "argument"
+    ]
     for step in program.forward:
         forward.append(step)
-        if isinstance(step, Shared) and step.kind is Kind.BORN and step.role in late:
-            forward.append(Shared(Kind.HELD, step.role, step.num_bytes))
+        if isinstance(step, SharedEvent) and step.kind is EventKind.BORN and step.role in late:
+            forward.append(SharedEvent(EventKind.HELD, step.role, step.num_bytes))
     backward = tuple(
-        step._replace(kind=Kind.RELEASED)
-        if isinstance(step, Shared) and step.kind is Kind.GONE and step.role in late
+        step._replace(kind=EventKind.RELEASED)
+        if isinstance(step, SharedEvent) and step.kind is EventKind.GONE and step.role in late
         else step
         for step in program.backward
     )
     return BlockProgram(tuple(forward), backward, program.left)
 
 
-_BALANCE = {Kind.HELD: 1, Kind.RELEASED: -1}
+_BALANCE = {EventKind.HELD: 1, EventKind.RELEASED: -1}
 
 
-def _steps(entries: Iterable[Entry], roles: Mapping[int, Role]) -> Iterator[Run | Shared]:
+def _steps(entries: Iterable[StorageEvent], roles: Mapping[int, Role]) -> Iterator[PrivateRun | SharedEvent]:
     for entry in entries:
         role = roles.get(entry.storage)
         if role is not None:
-            yield Shared(entry.kind, role, entry.num_bytes)
-        elif entry.kind is Kind.BORN:
-            yield Run(entry.num_bytes, entry.num_bytes)
-        elif entry.kind is Kind.GONE:
-            yield Run(0, -entry.num_bytes)
+            yield SharedEvent(entry.kind, role, entry.num_bytes)
+        elif entry.kind is EventKind.BORN:
+            yield PrivateRun(entry.num_bytes, entry.num_bytes)
+        elif entry.kind is EventKind.GONE:
+            yield PrivateRun(0, -entry.num_bytes)
 
 
-def _fold(steps: Iterable[Run | Shared]) -> Iterator[Run | Shared]:
+def _fold(steps: Iterable[PrivateRun | SharedEvent]) -> Iterator[PrivateRun | SharedEvent]:
     """Joins what lies between shared storages."""
     peak = change = 0
     for step in steps:
-        if isinstance(step, Run):
+        if isinstance(step, PrivateRun):
             peak, change = max(peak, change + step.peak), change + step.change
             continue
         if peak or change:
-            yield Run(peak, change)
+            yield PrivateRun(peak, change)
             peak = change = 0
         yield step
     if peak or change:
-        yield Run(peak, change)
+        yield PrivateRun(peak, change)

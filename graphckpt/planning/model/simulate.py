@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
 
-from graphckpt.planning.model.events import Kind
-from graphckpt.planning.model.program import Run
+from graphckpt.planning.model.events import EventKind
+from graphckpt.planning.model.program import PrivateRun
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -22,12 +22,12 @@ _BLOCK = 2  # each block counts
 class Change(NamedTuple):
     """A storage that several parts of the step see comes, goes, is held or let go."""
 
-    kind: Kind
+    kind: EventKind
     storage: int
     num_bytes: int
 
 
-class Outcome(NamedTuple):
+class EventOutcome(NamedTuple):
     """What an interval leads to from one beginning: levels above the first one, and holders by storage."""
 
     peak: int
@@ -35,12 +35,12 @@ class Outcome(NamedTuple):
     holders: tuple[int, ...]
 
 
-Walked: TypeAlias = "dict[tuple[Run | Change, ...], dict[tuple[int, ...], Outcome]]"
+OutcomeCache: TypeAlias = "dict[tuple[PrivateRun | Change, ...], dict[tuple[int, ...], EventOutcome]]"
 """By what happens, with storages numbered as they come: by their holders at the beginning, what it leads to."""
 
 
 @final
-class Steps:
+class EventSeq:
     """What happens in an interval, in order. Equal to itself alone.
 
     Args:
@@ -50,32 +50,32 @@ class Steps:
 
     __slots__ = ("_outcomes", "_steps", "storages")
 
-    def __init__(self, steps: Iterable[Run | Change], walked: Walked | None = None) -> None:
+    def __init__(self, steps: Iterable[PrivateRun | Change], walked: OutcomeCache | None = None) -> None:
         self._steps = tuple(steps)
         self.storages = tuple(dict.fromkeys(step.storage for step in self._steps if isinstance(step, Change)))
         """The shared storages that it touches."""
         self._outcomes = ({} if walked is None else walked).setdefault(self._renumbered(), {})
 
-    def __iter__(self) -> Iterator[Run | Change]:
+    def __iter__(self) -> Iterator[PrivateRun | Change]:
         return iter(self._steps)
 
-    def outcome(self, holders: tuple[int, ...]) -> Outcome:
+    def outcome(self, holders: tuple[int, ...]) -> EventOutcome:
         """Returns what it leads to, where ``storages`` have these holders at its beginning."""
         found = self._outcomes.get(holders)
         if found is None:
-            found = self._outcomes[holders] = self._walk(dict(zip(self.storages, holders, strict=True)))
+            found = self._outcomes[holders] = self._simulate(dict(zip(self.storages, holders, strict=True)))
         return found
 
-    def _renumbered(self) -> tuple[Run | Change, ...]:
+    def _renumbered(self) -> tuple[PrivateRun | Change, ...]:
         numbers = {storage: number for number, storage in enumerate(self.storages)}
         return tuple(
-            [s if isinstance(s, Run) else Change(s.kind, numbers[s.storage], s.num_bytes) for s in self._steps]
+            [s if isinstance(s, PrivateRun) else Change(s.kind, numbers[s.storage], s.num_bytes) for s in self._steps]
         )
 
-    def _walk(self, holders: dict[int, int]) -> Outcome:
+    def _simulate(self, holders: dict[int, int]) -> EventOutcome:
         level = peak = 0
         for step in self._steps:
-            if isinstance(step, Run):
+            if isinstance(step, PrivateRun):
                 peak = max(peak, level + step.peak)
                 level += step.change
                 continue
@@ -83,14 +83,14 @@ class Steps:
             after = holders[step.storage] = _AFTER[step.kind](before)
             level += step.num_bytes * (_is_alive(after) - _is_alive(before))
             peak = max(peak, level)
-        return Outcome(peak, level, tuple(holders.values()))
+        return EventOutcome(peak, level, tuple(holders.values()))
 
 
 _AFTER = {
-    Kind.BORN: lambda holders: holders | _SOMEBODY,
-    Kind.GONE: lambda holders: holders & ~_SOMEBODY,
-    Kind.HELD: lambda holders: holders + _BLOCK,
-    Kind.RELEASED: lambda holders: holders - _BLOCK,
+    EventKind.BORN: lambda holders: holders | _SOMEBODY,
+    EventKind.GONE: lambda holders: holders & ~_SOMEBODY,
+    EventKind.HELD: lambda holders: holders + _BLOCK,
+    EventKind.RELEASED: lambda holders: holders - _BLOCK,
 }
 
 
@@ -99,7 +99,7 @@ def _is_alive(holders: int) -> bool:
 
 
 @final
-class State:
+class LiveState:
     """Who holds what at a moment: a shared storage lives as long as a block holds it, or anybody else does.
 
     Args:
@@ -107,8 +107,8 @@ class State:
         others: storages of which somebody has hold who is no block.
         held: storages that a block holds.
 
-    >>> state = State(100, others=[7])
-    >>> state.walk(Steps([Change(Kind.HELD, 7, 30), Change(Kind.GONE, 7, 30), Run(peak=8, change=5)]))
+    >>> state = LiveState(100, others=[7])
+    >>> state.advance(EventSeq([Change(EventKind.HELD, 7, 30), Change(EventKind.GONE, 7, 30), PrivateRun(peak=8, change=5)]))
     >>> state.level, state.peak  # a block still holds it
     (105, 108)
     """
@@ -125,7 +125,7 @@ class State:
         for storage in storages:
             self._holders[storage] = self._holders.get(storage, 0) + _BLOCK
 
-    def walk(self, steps: Steps) -> None:
+    def advance(self, steps: EventSeq) -> None:
         """Goes through an interval."""
         holders = self._holders
         peak, change, after = steps.outcome(tuple([holders.get(storage, 0) for storage in steps.storages]))

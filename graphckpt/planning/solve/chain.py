@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, Protocol, final
 
 from graphckpt.errors import ConfigError
 
-Plan = tuple[int, ...]
+ChainPlan = tuple[int, ...]
 """The option of each block; ``COVERED`` where a move of an earlier block has decided about it as well."""
 
 COVERED = -1
@@ -64,10 +64,10 @@ class Chain(Protocol):
 
 
 @final
-class Interval(NamedTuple):
+class ChainInterval(NamedTuple):
     """A part of the step.
 
-    >>> str(Interval("backward", 3)), str(Interval("head"))
+    >>> str(ChainInterval("backward", 3)), str(ChainInterval("head"))
     ('backward of block 3', 'head')
     """
 
@@ -79,7 +79,9 @@ class Interval(NamedTuple):
         return self.kind if self.block is None else f"{self.kind} of block {self.block}"
 
 
-def levels(chain: Chain, plan: Sequence[int], in_flight: Sequence[int] | None = None) -> list[tuple[Interval, int]]:
+def levels(
+    chain: Chain, plan: Sequence[int], in_flight: Sequence[int] | None = None
+) -> list[tuple[ChainInterval, int]]:
     """Returns the highest level of each interval in bytes, in the order of time; what no choice changes comes last.
 
     ::
@@ -98,22 +100,22 @@ def levels(chain: Chain, plan: Sequence[int], in_flight: Sequence[int] | None = 
         ConfigError: The chain does not allow an option.
     """
     level, held = chain.base, chain.start
-    forward: list[tuple[Interval, int]] = []
-    backward: list[tuple[Interval, int]] = []
+    forward: list[tuple[ChainInterval, int]] = []
+    backward: list[tuple[ChainInterval, int]] = []
     for block, option in enumerate(plan):
         if option == COVERED:
             continue
         move = _allowed(chain, block, option, held)
-        forward.append((Interval("forward", block), level + move.forward_peak))
+        forward.append((ChainInterval("forward", block), level + move.forward_peak))
         level, held = level + move.kept, move.held
-        backward.append((Interval("backward", block), level + move.backward_peak))
-    rows = [*forward, (Interval("head"), level + chain.head_peak(held)), *reversed(backward)]
+        backward.append((ChainInterval("backward", block), level + move.backward_peak))
+    rows = [*forward, (ChainInterval("head"), level + chain.head_peak(held)), *reversed(backward)]
     if in_flight is not None:
         rows = [(interval, high + more) for (interval, high), more in zip(rows, in_flight, strict=True)]
-    return [*rows, (Interval("fixed"), chain.fixed_peak)]
+    return [*rows, (ChainInterval("fixed"), chain.fixed_peak)]
 
 
-def binding(chain: Chain, plan: Sequence[int], in_flight: Sequence[int] | None = None) -> tuple[Interval, int]:
+def binding(chain: Chain, plan: Sequence[int], in_flight: Sequence[int] | None = None) -> tuple[ChainInterval, int]:
     """Returns the first interval that reaches the peak, and the peak in bytes."""
     return max(levels(chain, plan, in_flight), key=lambda row: row[1])
 

@@ -11,7 +11,7 @@ from graphckpt.errors import ConfigError
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
+class CopyTiming:
     """What the options of each block compute and move; the first index is the block, the second the option.
 
     Note [The window counts blocks that move]: a host store frees a block's tensors when the next block that moves
@@ -40,7 +40,7 @@ class Timing:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class CopySchedule:
     """When each thing of a plan ends, in seconds from the step's first forward."""
 
     forward_ends: tuple[float, ...]
@@ -54,7 +54,7 @@ class Schedule:
     seconds: float
 
 
-def schedule(timing: Timing, plan: Sequence[int]) -> Schedule:
+def schedule_copies(timing: CopyTiming, plan: Sequence[int]) -> CopySchedule:
     """Returns the times of a plan, with one copy engine in each direction.
 
     ::
@@ -97,4 +97,4 @@ def schedule(timing: Timing, plan: Sequence[int]) -> Schedule:
         in_flight.append(sum(sizes[other] for other in on_device))
         now += timing.backward_seconds[block][plan[block]]
         backward_ends[block] = now
-    return Schedule(tuple(forward_ends), tuple(backward_ends), out_ends, back_ends, tuple(in_flight), now)
+    return CopySchedule(tuple(forward_ends), tuple(backward_ends), out_ends, back_ends, tuple(in_flight), now)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphckpt.errors import ConfigError
-from graphckpt.planning.solve.chain import COVERED, Chain, Interval, Move, Plan, binding
+from graphckpt.planning.solve.chain import COVERED, Chain, ChainInterval, ChainPlan, Move, binding
 
 MOST_LABELS = 4096
 """Labels per block and state. Fewer are kept whole, and the result is exact."""
@@ -24,7 +24,7 @@ _EMPTY: _Labels = (np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 @final
-class Front:
+class Frontier:
     """All plans of a chain that are worth having, for any budget.
 
     A plan of blocks ``i`` to the end needs bytes above the level that block ``i`` finds::
@@ -70,7 +70,7 @@ class Front:
                     merged = _thin(merged, most_labels)
                 labels[held] = merged
 
-    def cheapest(self, budget: int) -> Plan | None:
+    def fastest(self, budget: int) -> ChainPlan | None:
         """Returns the plan of least seconds whose peak is at most ``budget`` bytes; ``None``: no plan fits.
 
         Of plans that take equally long it is the one with the lower peak, then the one that comes first in order.
@@ -81,13 +81,13 @@ class Front:
             return None
         return self._plan(label)
 
-    def least_peak(self) -> tuple[Plan, int, Interval]:
+    def least_peak(self) -> tuple[ChainPlan, int, ChainInterval]:
         """Returns the plan with the lowest peak, the peak in bytes, and the interval that sets it."""
         plan = self._plan(0)
         interval, highest = binding(self._chain, plan)
         return plan, highest, interval
 
-    def plans(self, most: int = 64) -> list[Plan]:
+    def plans(self, most: int = 64) -> list[ChainPlan]:
         """Returns plans of which none is better in both peak and seconds, from the lowest peak up.
 
         Args:
@@ -100,7 +100,7 @@ class Front:
             chosen = sorted({int(np.searchsorted(needs, mark, "right")) - 1 for mark in marks})
         return [self._plan(label) for label in chosen]
 
-    def _plan(self, label: int) -> Plan:
+    def _plan(self, label: int) -> ChainPlan:
         """Follows a label from the first block to the last, and takes the first option that leads to its seconds."""
         chain = self._chain
         needs, all_ticks = self._labels[0][chain.start]

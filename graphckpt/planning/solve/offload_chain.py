@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, final
 from graphckpt.planning.solve.chain import Chain, Move
 
 if TYPE_CHECKING:
-    from graphckpt.planning.solve.copy_schedule import Timing
+    from graphckpt.planning.solve.copy_schedule import CopyTiming
 
 _NUM_SIZES = 6  # that are told apart: each is a state, and the time grows with the states
 
 
 @final
 @dataclass
-class Known:
+class CachedChain:
     """A chain that asks for each move once."""
 
     inner: Chain
@@ -36,7 +36,7 @@ class Known:
 
 
 @final
-class Windowed:
+class OffloadChain:
     """A chain whose states say what is in flight and how long it still takes, for the dynamic programme.
 
     What a block waits follows from the last one that moved::
@@ -58,7 +58,7 @@ class Windowed:
         quantum: Seconds that remain are rounded to multiples of it, lest there be too many states; 0: not at all.
     """
 
-    def __init__(self, inner: Chain, timing: Timing, *, moves: bool = True, quantum: float = 0.0) -> None:
+    def __init__(self, inner: Chain, timing: CopyTiming, *, moves: bool = True, quantum: float = 0.0) -> None:
         self._inner = inner
         self._timing = timing
         self._moves = moves

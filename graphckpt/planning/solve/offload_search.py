@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import final
 
 from graphckpt.errors import ConfigError
-from graphckpt.planning.solve.chain import Chain, Plan, peak
-from graphckpt.planning.solve.copy_schedule import Timing, schedule
-from graphckpt.planning.solve.frontier import Front
-from graphckpt.planning.solve.offload_chain import Known, Windowed
+from graphckpt.planning.solve.chain import Chain, ChainPlan, peak
+from graphckpt.planning.solve.copy_schedule import CopyTiming, schedule_copies
+from graphckpt.planning.solve.frontier import Frontier
+from graphckpt.planning.solve.offload_chain import CachedChain, OffloadChain
 
 _BLOCKS_PER_SECOND = 20_000  # that are judged, of all plans together, for each second that `improve` is given
 _LABELS = 512  # fewer than usual, as there are many states
@@ -18,24 +18,24 @@ _LABELS = 512  # fewer than usual, as there are many states
 
 @final
 @dataclass(frozen=True, slots=True)
-class Improved:
-    """What :func:`improve` has found."""
+class OffloadPlan:
+    """What :func:`search_offload` has found."""
 
-    plan: Plan
+    plan: ChainPlan
     seconds: float
     """With everything that waits."""
     peak: int
     """In bytes, with what is in flight."""
 
 
-def improve(
-    chain: Chain, timing: Timing, budget: int, plan: Sequence[int] | None = None, limit_seconds: float = 1.0
-) -> Improved | None:
+def search_offload(
+    chain: Chain, timing: CopyTiming, budget: int, plan: Sequence[int] | None = None, limit_seconds: float = 1.0
+) -> OffloadPlan | None:
     """Looks for a plan that ends early, with its copies, and whose peak, with what is in flight, fits in ``budget``.
 
-    The result is never slower than ``plan``, if that fits, and never over the budget: :func:`schedule` and
+    The result is never slower than ``plan``, if that fits, and never over the budget: :func:`schedule_copies` and
     :func:`~graphckpt.planning.solve.chain.peak` judge every candidate. Candidates come from the dynamic programme over
-    :class:`~graphckpt.planning.solve.offload_chain.Windowed`, and from changes of one block and swaps of near ones.
+    :class:`~graphckpt.planning.solve.offload_chain.OffloadChain`, and from changes of one block and swaps of near ones.
 
     The same input gives the same plan: the effort is counted in trials.
 
@@ -46,38 +46,38 @@ def improve(
         plan: Where to begin.
         limit_seconds: About how long the search around the best candidate takes.
     """
-    known = Known(chain)
-    judge = _Judge(known, timing, budget)
-    starts: list[Plan] = [] if plan is None else [tuple(plan)]
+    known = CachedChain(chain)
+    judge = _Evaluator(known, timing, budget)
+    starts: list[ChainPlan] = [] if plan is None else [tuple(plan)]
     quantum = min((second for row in timing.forward_seconds for second in row), default=0.0) / 2
     for moves in (False, True):
-        found = Front(Windowed(known, timing, moves=moves, quantum=quantum), _LABELS).cheapest(budget)
+        found = Frontier(OffloadChain(known, timing, moves=moves, quantum=quantum), _LABELS).fastest(budget)
         starts += [] if found is None else [found]
     if starts:
         trials = int(limit_seconds * _BLOCKS_PER_SECOND / max(1, chain.num_blocks))
         over, total, highest, best = judge(_search(min(starts, key=judge), chain, judge, trials))
         if over == 0:
-            return Improved(best, total, highest)
+            return OffloadPlan(best, total, highest)
     return None
 
 
-_Verdict = tuple[int, float, int, Plan]
+_Verdict = tuple[int, float, int, ChainPlan]
 
 
 @final
-class _Judge:
+class _Evaluator:
     """Bytes over the budget, seconds, peak, and the plan, so that the least of all is the best."""
 
-    def __init__(self, chain: Chain, timing: Timing, budget: int) -> None:
+    def __init__(self, chain: Chain, timing: CopyTiming, budget: int) -> None:
         self._chain = chain
         self._timing = timing
         self._budget = budget
-        self._seen: dict[Plan, _Verdict] = {}
+        self._seen: dict[ChainPlan, _Verdict] = {}
 
-    def __call__(self, plan: Plan) -> _Verdict:
+    def __call__(self, plan: ChainPlan) -> _Verdict:
         verdict = self._seen.get(plan)
         if verdict is None:
-            times = schedule(self._timing, plan)
+            times = schedule_copies(self._timing, plan)
             try:
                 highest = peak(self._chain, plan, times.in_flight)
             except ConfigError:  # an option that is not allowed after those before it
@@ -86,7 +86,7 @@ class _Judge:
         return verdict
 
 
-def _search(start: Plan, chain: Chain, judge: Callable[[Plan], _Verdict], trials: int) -> Plan:
+def _search(start: ChainPlan, chain: Chain, judge: Callable[[ChainPlan], _Verdict], trials: int) -> ChainPlan:
     """Takes the first neighbour that is better, until none is, or the trials are spent."""
     best = judge(start)
     while True:
@@ -102,7 +102,7 @@ def _search(start: Plan, chain: Chain, judge: Callable[[Plan], _Verdict], trials
             return best[3]
 
 
-def _neighbours(plan: Plan, chain: Chain) -> Iterator[Plan]:
+def _neighbours(plan: ChainPlan, chain: Chain) -> Iterator[ChainPlan]:
     for distance in (1, 2, 3):
         for block in range(len(plan) - distance):
             one, other = plan[block], plan[block + distance]

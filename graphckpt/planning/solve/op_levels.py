@@ -23,20 +23,20 @@ from graphckpt.rules.selective import PRESETS
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from graphckpt.planning.model.op_times import Ops
+    from graphckpt.planning.model.op_times import OpTimes
 
 _MOST_CUTS = 16
 _TICKS = 10**12  # of a second: sums of whole numbers do not depend on their order
 _NEAR_ALL = 0.98  # a level that keeps more than this share of what `keep` keeps is no other policy
 
 
-class _Choice(NamedTuple):
+class _KeptOps(NamedTuple):
     num_bytes: int
     ticks: int
     kept: frozenset[int]
 
 
-def levels(seen: Sequence[Ops], most: int = MOST) -> list[tuple[list[str], float]]:
+def selective_levels(seen: Sequence[OpTimes], most: int = MOST) -> list[tuple[list[str], float]]:
     """Returns what each level keeps, as ``selective`` takes it, and the seconds of its second run.
 
     The level that keeps most comes first; behind the last there is one that keeps nothing.
@@ -60,13 +60,13 @@ def levels(seen: Sequence[Ops], most: int = MOST) -> list[tuple[list[str], float
     return [*((_names(log, choice.kept), choice.ticks / _TICKS) for choice in found[1:-1]), nothing]
 
 
-def _cheapest(log: OpLog, ticks: Sequence[int]) -> list[_Choice]:
+def _cheapest(log: OpLog, ticks: Sequence[int]) -> list[_KeptOps]:
     """Returns the cheapest choices for many prices of a byte: from what autograd keeps to nothing.
 
     The price at which two neighbours are equally good shows whether there is another one between them. The pair with
     most room between them is asked about first.
     """
-    keep = _Choice(log.saved_bytes, 0, frozenset(log.saved))
+    keep = _KeptOps(log.saved_bytes, 0, frozenset(log.saved))
     nothing = _cut(log, ticks, price=float("inf"))
     found = {choice.kept: choice for choice in (keep, nothing)}
     todo = [(keep, nothing)]
@@ -87,7 +87,7 @@ def _cheapest(log: OpLog, ticks: Sequence[int]) -> list[_Choice]:
     return [keep, *sorted((choice for choice in between if choice not in (keep, nothing)), reverse=True), nothing]
 
 
-def _cut(log: OpLog, ticks: Sequence[int], price: float) -> _Choice:
+def _cut(log: OpLog, ticks: Sequence[int], price: float) -> _KeptOps:
     """Returns the cheapest choice when a byte costs so many ticks."""
     import networkx as nx  # noqa: PLC0415 - a third of a second that only levels take
 
@@ -107,20 +107,20 @@ def _cut(log: OpLog, ticks: Sequence[int], price: float) -> _Choice:
         if number in roots:
             graph.add_edge("source", wanted)
     if "source" not in graph:
-        return _Choice(0, 0, frozenset())
+        return _KeptOps(0, 0, frozenset())
     _, (near, _) = nx.minimum_cut(graph, "source", "sink")
     again_too = {node[1] for node in near if node[0] == "again"}
     kept = frozenset(node[1] for node in near if node[0] == "wanted") - again_too
     num_bytes = sum(log.calls[number].num_bytes for number in kept)
-    return _Choice(num_bytes, sum(ticks[number] for number in again_too), kept)
+    return _KeptOps(num_bytes, sum(ticks[number] for number in again_too), kept)
 
 
-def _room(pair: tuple[_Choice, _Choice]) -> int:
+def _room(pair: tuple[_KeptOps, _KeptOps]) -> int:
     one, other = pair
     return (one.num_bytes - other.num_bytes) * (other.ticks - one.ticks)
 
 
-def _bulge(before: _Choice, choice: _Choice, after: _Choice) -> float:
+def _bulge(before: _KeptOps, choice: _KeptOps, after: _KeptOps) -> float:
     """Returns the area by which a front grows with one of its points."""
     (a, b, _), (c, d, _), (e, f, _) = before, choice, after
     return abs((c - a) * (f - b) - (e - a) * (d - b))

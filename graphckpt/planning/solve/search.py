@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, final
 
 from graphckpt.planning.model.events import Interval, Phase
 from graphckpt.planning.model.gathers import with_gathers
-from graphckpt.planning.model.joined_runs import Joints
-from graphckpt.planning.solve.copy_schedule import Timing, schedule
-from graphckpt.planning.solve.frontier import Front
-from graphckpt.planning.solve.offload_search import improve
+from graphckpt.planning.model.joined_runs import JoinedRuns
+from graphckpt.planning.solve.copy_schedule import CopyTiming, schedule_copies
+from graphckpt.planning.solve.frontier import Frontier
+from graphckpt.planning.solve.offload_search import search_offload
 from graphckpt.planning.solve.step_chain import StepChain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from graphckpt.planning.model.joined_runs import Runs
-    from graphckpt.planning.model.measured_step import Measured
-    from graphckpt.planning.model.memory_model import Level
+    from graphckpt.planning.model.measured_step import MeasuredStep
+    from graphckpt.planning.model.memory_model import IntervalLevel
 
 _CUTS = 16  # places where one option may end and another begin
 _BUDGETS_WITH_COPIES = 12  # each is searched for about a second
@@ -29,7 +29,7 @@ _ATTEMPTS = 6  # a step whose backward takes another order than its forward need
 
 @final
 @dataclass(frozen=True, slots=True)
-class Rates:
+class CopyRates:
     """How fast bytes leave a device and come back, in bytes per second."""
 
     out: float
@@ -38,7 +38,7 @@ class Rates:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Choice:
+class PolicyChoice:
     """One option for each block, and what it comes to."""
 
     plan: tuple[int, ...]
@@ -51,7 +51,7 @@ class Choice:
 
 
 @final
-class Chooser:
+class PolicySearch:
     """Answers for any budget what a measured step should do.
 
     Args:
@@ -63,14 +63,14 @@ class Chooser:
 
     def __init__(
         self,
-        measured: Measured,
-        rates: Rates | None = None,
+        measured: MeasuredStep,
+        rates: CopyRates | None = None,
         host_budget: int | None = None,
         *,
         joins: bool = True,
     ) -> None:
         self.measured = measured
-        self.joints = Joints(measured) if joins else None
+        self.joined_runs = JoinedRuns(measured) if joins else None
         """What blocks do that run again as one."""
         self._rates = rates
         self._host_budget = host_budget
@@ -81,20 +81,20 @@ class Chooser:
             if option.is_far
         )
         """What moves bytes: banned where only what stays is asked for."""
-        self._fronts: list[tuple[StepChain, Front]] | None = None
-        self._simple: list[Choice] | None = None
+        self._fronts: list[tuple[StepChain, Frontier]] | None = None
+        self._simple: list[PolicyChoice] | None = None
         self._again = [block for block, count in Counter(StepChain(measured).blocks).items() if count > 1]
 
     @property
-    def fronts(self) -> list[tuple[StepChain, Front]]:
+    def fronts(self) -> list[tuple[StepChain, Frontier]]:
         """For each option of the blocks that run several times, which must agree: all plans worth having."""
         if self._fronts is None:
             banned = self._near if self._rates is not None else frozenset()
-            self._fronts = [(chain, Front(chain)) for chain in self._chains(banned, self.joints)]
+            self._fronts = [(chain, Frontier(chain)) for chain in self._chains(banned, self.joined_runs)]
         return self._fronts
 
     @property
-    def simple(self) -> list[Choice]:
+    def baselines(self) -> list[PolicyChoice]:
         """Choices without copies that a search in a chain may miss: one option for all blocks, or for the first ones.
 
         Two options are tried where blocks run several times, since each of those is the same in all chains.
@@ -106,54 +106,54 @@ class Chooser:
             if len(self._again) > 1:
                 cuts = sorted({n * num_blocks // _CUTS for n in range(1, _CUTS)} - {0})
                 plans += [(a,) * cut + (b,) * (num_blocks - cut) for a, b in permutations(options, 2) for cut in cuts]
-            self._simple = [self.judged(plan) for plan in plans]
+            self._simple = [self.evaluate(plan) for plan in plans]
         return self._simple
 
-    def floor(self) -> Choice:
+    def floor(self) -> PolicyChoice:
         """Returns the choice with the lowest peak, without copies."""
-        found = [self._judged(chain, front.least_peak()[0]) for chain, front in self.fronts]
-        return min(found + self.simple, key=lambda choice: (choice.peak, choice.seconds, choice.plan))
+        found = [self._evaluate(chain, front.least_peak()[0]) for chain, front in self.fronts]
+        return min(found + self.baselines, key=lambda choice: (choice.peak, choice.seconds, choice.plan))
 
-    def cheapest(self, budget: int) -> Choice | None:
+    def fastest(self, budget: int) -> PolicyChoice | None:
         """Returns the fastest choice whose peak is at most ``budget``, or ``None`` if there is none."""
         found = [choice for chain, front in self.fronts if (choice := self._fitting(chain, front, budget)) is not None]
-        found += [choice for choice in (self.floor(), *self.simple) if choice.peak <= budget]
+        found += [choice for choice in (self.floor(), *self.baselines) if choice.peak <= budget]
         best = min(found, key=_better, default=None)
         if self._rates is None:
             return best
         moved = self._moving(budget, best)
         return min((c for c in (best, moved) if c is not None), key=_better, default=None)
 
-    def pareto(self, most: int = 24) -> list[Choice]:
+    def pareto(self, most: int = 24) -> list[PolicyChoice]:
         """Returns the choices of which none is better in peak and time, from the lowest peak up."""
-        candidates = [self._judged(chain, plan) for chain, f in self.fronts for plan in f.plans(most)]
-        candidates += self.simple
+        candidates = [self._evaluate(chain, plan) for chain, f in self.fronts for plan in f.plans(most)]
+        candidates += self.baselines
         if self._rates is not None and candidates:
             low, high = min(c.peak for c in candidates), max(c.peak for c in candidates)
             most = min(most, _BUDGETS_WITH_COPIES)
             steps = [low - (high - low) // 4 + (high - low) * 5 * n // (4 * most) for n in range(most + 1)]
-            candidates += [choice for budget in steps if (choice := self.cheapest(budget)) is not None]
-        front: list[Choice] = []
+            candidates += [choice for budget in steps if (choice := self.fastest(budget)) is not None]
+        front: list[PolicyChoice] = []
         for choice in sorted(candidates, key=lambda c: (c.peak, c.seconds, c.plan)):
             if not front or choice.seconds < front[-1].seconds:
                 front.append(choice)
         return front
 
-    def uniform(self) -> Iterator[tuple[int, Choice]]:
+    def uniform(self) -> Iterator[tuple[int, PolicyChoice]]:
         """Yields what it comes to when all blocks have the same option."""
         for option in range(len(self.measured.options)):
-            yield option, self.judged((option,) * len(self.measured.names))
+            yield option, self.evaluate((option,) * len(self.measured.names))
 
-    def judged(self, plan: Sequence[int], runs: Runs = ()) -> Choice:
+    def evaluate(self, plan: Sequence[int], runs: Runs = ()) -> PolicyChoice:
         """Returns what options come to, which need not be worth having."""
         plan = tuple(plan)
         seconds, flight = self._seconds(plan)
         highest = max(self.levels(plan, runs), key=lambda level: level.peak)
-        if self.joints is not None:
-            seconds += self.joints.seconds(runs)
-        return Choice(plan, highest.peak + flight, highest.interval, seconds, runs=runs)
+        if self.joined_runs is not None:
+            seconds += self.joined_runs.seconds(runs)
+        return PolicyChoice(plan, highest.peak + flight, highest.interval, seconds, runs=runs)
 
-    def extra_seconds(self, choice: Choice) -> list[float]:
+    def extra_seconds(self, choice: PolicyChoice) -> list[float]:
         """Returns by block what its option costs against keeping everything."""
         known = self.measured
         extra = [
@@ -163,33 +163,33 @@ class Chooser:
             )
         ]
         for first, end in choice.runs:
-            assert self.joints is not None
+            assert self.joined_runs is not None
             for block in range(first, end - 1):
-                extra[block] += self.joints.extra_seconds[block]
+                extra[block] += self.joined_runs.extra_seconds[block]
         return extra
 
-    def levels(self, plan: Sequence[int], runs: Runs) -> Iterator[Level]:
+    def levels(self, plan: Sequence[int], runs: Runs) -> Iterator[IntervalLevel]:
         """Yields the levels of a step, interval by interval."""
-        joined = {} if self.joints is None else self.joints.steps_of(runs)
+        joined = {} if self.joined_runs is None else self.joined_runs.steps_of(runs)
         return self.measured.model.levels(plan, with_gathers(self.measured, plan, joined))
 
-    def _judged(self, chain: StepChain, choices: Sequence[int]) -> Choice:
-        return self.judged(chain.plan(choices), chain.runs(choices))
+    def _evaluate(self, chain: StepChain, choices: Sequence[int]) -> PolicyChoice:
+        return self.evaluate(chain.plan(choices), chain.runs(choices))
 
-    def _fitting(self, chain: StepChain, front: Front, budget: int) -> Choice | None:
+    def _fitting(self, chain: StepChain, front: Frontier, budget: int) -> PolicyChoice | None:
         """The chain assumes that backward takes the blocks in reverse order; the judge knows the real one."""
         limit = budget
         for _ in range(_ATTEMPTS):
-            plan = front.cheapest(limit)
+            plan = front.fastest(limit)
             if plan is None:
                 return None
-            choice = self._judged(chain, plan)
+            choice = self._evaluate(chain, plan)
             if choice.peak <= budget:
                 return choice
             limit -= max(1, choice.peak - budget)
         return None
 
-    def _moving(self, budget: int, best: Choice | None) -> Choice | None:
+    def _moving(self, budget: int, best: PolicyChoice | None) -> PolicyChoice | None:
         """Returns the fastest choice with copies that fits on both sides."""
         banned: set[tuple[int, int]] = set()
         for _ in range(len(self.measured.names) + 1):
@@ -197,13 +197,13 @@ class Chooser:
             for chain in self._chains(frozenset(banned)):
                 timing = self._timing(chain)
                 start = None if best is None or best.runs else [best.plan[block] for block in chain.blocks]
-                improved = improve(chain, timing, budget, start)
+                improved = search_offload(chain, timing, budget, start)
                 if improved is not None and (found is None or improved.seconds < found.seconds):
                     plan = chain.plan(improved.plan)
                     highest = max(self.levels(plan, ()), key=lambda level: level.peak)
                     peak = max(improved.peak, highest.peak)
                     if peak <= budget:
-                        found = Choice(plan, peak, highest.interval, improved.seconds)
+                        found = PolicyChoice(plan, peak, highest.interval, improved.seconds)
             if found is None or self._host_budget is None:
                 return found
             moved = [self.measured.far_bytes[block][option] for block, option in enumerate(found.plan)]
@@ -213,16 +213,16 @@ class Chooser:
             banned |= {(b, o) for b, o in self._near if b == largest}
         return None
 
-    def _chains(self, banned: frozenset[tuple[int, int]], joints: Joints | None = None) -> list[StepChain]:
+    def _chains(self, banned: frozenset[tuple[int, int]], joined_runs: JoinedRuns | None = None) -> list[StepChain]:
         if not self._again:
-            return [StepChain(self.measured, banned=banned, joints=joints)]
+            return [StepChain(self.measured, banned=banned, joined_runs=joined_runs)]
         allowed = [o for o in range(len(self.measured.options)) if (self._again[0], o) not in banned]
         return [StepChain(self.measured, dict.fromkeys(self._again, option), banned) for option in allowed]
 
-    def _timing(self, chain: StepChain) -> Timing:
+    def _timing(self, chain: StepChain) -> CopyTiming:
         assert self._rates is not None
         known = self.measured
-        return Timing(
+        return CopyTiming(
             forward_seconds=[known.forward_seconds[block] for block in chain.blocks],
             backward_seconds=[known.backward_seconds[block] for block in chain.blocks],
             moved_bytes=[known.far_bytes[block] for block in chain.blocks],
@@ -235,17 +235,17 @@ class Chooser:
         known = self.measured
         if self._rates is not None and any(known.far_bytes[b][o] for b, o in enumerate(plan)):
             chain = StepChain(known)
-            times = schedule(self._timing(chain), [plan[block] for block in chain.blocks])
+            times = schedule_copies(self._timing(chain), [plan[block] for block in chain.blocks])
             return times.seconds, max(times.in_flight, default=0)
         return sum(known.forward_seconds[b][o] + known.backward_seconds[b][o] for b, o in enumerate(plan)), 0
 
 
-def described(interval: Interval, names: Sequence[str], block_of_call: Sequence[int]) -> str:
+def interval_name(interval: Interval, names: Sequence[str], block_of_call: Sequence[int]) -> str:
     """Returns an interval in words.
 
-    >>> described(Interval(Phase.BACKWARD, 1), ["h.0", "h.1", "h.2"], [0, 1, 2])
+    >>> interval_name(Interval(Phase.BACKWARD, 1), ["h.0", "h.1", "h.2"], [0, 1, 2])
     'backward of h.1'
-    >>> described(Interval(Phase.AFTER_FORWARD, 2), ["h.0", "h.1", "h.2"], [0, 1, 2])
+    >>> interval_name(Interval(Phase.AFTER_FORWARD, 2), ["h.0", "h.1", "h.2"], [0, 1, 2])
     'the head and the loss, after h.2'
     """
     if interval.call < 0:
@@ -256,5 +256,5 @@ def described(interval: Interval, names: Sequence[str], block_of_call: Sequence[
     return f"{interval.phase.value} {name}"
 
 
-def _better(choice: Choice) -> tuple[float, int, tuple[int, ...]]:
+def _better(choice: PolicyChoice) -> tuple[float, int, tuple[int, ...]]:
     return choice.seconds, choice.peak, choice.plan

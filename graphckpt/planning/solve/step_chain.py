@@ -5,16 +5,16 @@ from __future__ import annotations
 from math import fsum
 from typing import TYPE_CHECKING, final
 
-from graphckpt.planning.model.events import Interval, Kind, Phase
+from graphckpt.planning.model.events import EventKind, Interval, Phase
 from graphckpt.planning.model.joined_runs import LENGTHS
-from graphckpt.planning.model.simulate import Change, State, Steps
+from graphckpt.planning.model.simulate import Change, EventSeq, LiveState
 from graphckpt.planning.solve.chain import COVERED, Move
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
-    from graphckpt.planning.model.joined_runs import Joints, Runs
-    from graphckpt.planning.model.measured_step import Measured
+    from graphckpt.planning.model.joined_runs import JoinedRuns, Runs
+    from graphckpt.planning.model.measured_step import MeasuredStep
 
 Held = frozenset[int]
 
@@ -30,18 +30,18 @@ class StepChain:
         measured: what is known of the step.
         fixed: the option of some blocks, by number, about which there is nothing to decide.
         banned: blocks and options that are not allowed.
-        joints: what blocks do that run again as one; without it none do.
+        joined_runs: what blocks do that run again as one; without it none do.
     """
 
     def __init__(
         self,
-        measured: Measured,
+        measured: MeasuredStep,
         fixed: Mapping[int, int] | None = None,
         banned: Collection[tuple[int, int]] = (),
-        joints: Joints | None = None,
+        joined_runs: JoinedRuns | None = None,
     ) -> None:
         self._model = model = measured.model
-        self._joints = joints
+        self._joined_runs = joined_runs
         self._seconds = [
             [one + other for one, other in zip(*pair, strict=True)]
             for pair in zip(measured.forward_seconds, measured.backward_seconds, strict=True)
@@ -55,7 +55,7 @@ class StepChain:
         self.base = 0
         self._constants, self._others = self._walk_constants()
         self._until: dict[Interval, Sequence[Interval]] = {}
-        self._stretches: dict[Steps, Steps] = {}
+        self._stretches: dict[EventSeq, EventSeq] = {}
         self._order = {interval: number for number, interval in enumerate(model.intervals)}
         self._last_use = self._last_uses(len(measured.options))
         first = self._order[Interval(Phase.FORWARD, self._calls[0])]
@@ -72,12 +72,12 @@ class StepChain:
         number = self.blocks[block]
         if number in self.blocks[:block]:
             return [0.0] * len(self._seconds[number])
-        if self._joints is None:
+        if self._joined_runs is None:
             return self._seconds[number]
-        joints = self._joints
-        runs = [(number, number + length) for length in joints.lengths(number)]
+        joined = self._joined_runs
+        runs = [(number, number + length) for length in joined.lengths(number)]
         return self._seconds[number] + [
-            fsum([joints.seconds((run,)), *(self._seconds[n][joints.full] for n in range(*run))]) for run in runs
+            fsum([joined.seconds((run,)), *(self._seconds[n][joined.full] for n in range(*run))]) for run in runs
         ]
 
     def plan(self, choices: Sequence[int]) -> tuple[int, ...]:
@@ -105,46 +105,49 @@ class StepChain:
         if any(self._fixed.get(n, chosen) != chosen or (n, chosen) in self._banned for n in numbers):
             return None
         calls = range(self._calls[block], self._calls[block] + length)
-        steps: list[tuple[Interval, Sequence[Steps]]]
+        steps: list[tuple[Interval, Sequence[EventSeq]]]
         if length == 1:
             own, handed = self._model.holds(calls[0], chosen), frozenset[int]()
             steps = [(i, (self._model.steps(i, chosen),)) for i in _intervals(calls[0]) if i in self._order]
         else:
-            assert self._joints is not None
-            own, handed = self._joints.holds(calls), self._joints.handed(calls)  # which have gone, and come again
-            steps = list(self._joints.steps(calls))
+            assert self._joined_runs is not None
+            own, handed = (
+                self._joined_runs.holds(calls),
+                self._joined_runs.handed(calls),
+            )  # which have gone, and come again
+            steps = list(self._joined_runs.steps(calls))
         first = Interval(Phase.FORWARD, calls[0])
-        state = State(self._constants[first], self._others[first], held)
+        state = LiveState(self._constants[first], self._others[first], held)
         for interval, parts in steps[:length]:
-            self._walk(state, interval, parts)
+            self._simulate(state, interval, parts)
         after, now_held = self._next_start(Interval(Phase.FORWARD, calls[-1])), held | own
         peak = 0
         if steps[length:]:
             backward = Interval(Phase.BACKWARD, calls[-1])
             level = self._constants[backward] + self._unseen(now_held, backward) - self._unseen(now_held, after)
-            state_back = State(level, self._others[backward] - handed, held)
+            state_back = LiveState(level, self._others[backward] - handed, held)
             state_back.hold(own)
             for interval, parts in steps[length:]:
-                self._walk(state_back, interval, parts)
+                self._simulate(state_back, interval, parts)
             peak = state_back.peak
         kept = state.level - self._constants[after]
         still = self._still_of_use(now_held, block + length - 1, after)
         return Move(state.peak, kept, peak, still, length=length)
 
-    def _walk(self, state: State, interval: Interval, parts: Sequence[Steps]) -> None:
+    def _simulate(self, state: LiveState, interval: Interval, parts: Sequence[EventSeq]) -> None:
         """Goes through an interval of a block, and what comes before the next one."""
         *again, own = parts
         for steps in again:
-            state.walk(steps)
+            state.advance(steps)
         stretch = self._stretches.get(own)
         if stretch is None:
             others = (self._model.steps(each, 0) for each in self._until_next(interval)[1:])
             stretch = self._stretches[own] = self._model.steps_of(step for each in (own, *others) for step in each)
-        state.walk(stretch)
+        state.advance(stretch)
 
     @property
     def _full(self) -> int:
-        return 0 if self._joints is None else self._joints.full
+        return 0 if self._joined_runs is None else self._joined_runs.full
 
     def _length(self, block: int, option: int) -> int:
         """Returns how many blocks an option decides about."""
@@ -211,17 +214,17 @@ class StepChain:
             others[interval] = frozenset(alive)
             for step in self._model.steps(interval, 0):
                 if isinstance(step, Change):
-                    if step.kind is Kind.BORN:
+                    if step.kind is EventKind.BORN:
                         alive.add(step.storage)
-                    elif step.kind is Kind.GONE:
+                    elif step.kind is EventKind.GONE:
                         alive.discard(step.storage)
                 elif not interval.is_of_block:
                     outside += step.change
         return constants, others
 
     def _constant_peak(self, interval: Interval) -> int:
-        state = State(self._constants[interval], self._others[interval])
-        state.walk(self._model.steps(interval, 0))
+        state = LiveState(self._constants[interval], self._others[interval])
+        state.advance(self._model.steps(interval, 0))
         return state.peak
 
 
