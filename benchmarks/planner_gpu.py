@@ -158,6 +158,7 @@ def predict(model: str, precision: str, profile: str, device: Cuda, *, is_captur
     if is_captured:  # the first calls run as they are, a later one is recorded
         graph = Captured(training)
         found = graph.plan(training.ids_BT, memory_budget=limit)
+        found.apply()
         result["planning_seconds"] = perf_counter() - begin
         result["peak_bytes"] = device.peak_of(lambda: graph(training.ids_BT), before, times=6)
         result["capture"] = graph.explain(show=False).capture

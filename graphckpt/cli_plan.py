@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from graphckpt.planning.options import PlanOptions
 
 if TYPE_CHECKING:
     from graphckpt.planning.planner import Planners
@@ -20,7 +23,7 @@ examples:
   graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --memory-budget 48GiB \\
       train.train_micro_batch_size=64
   graphckpt plan --config-file configs/llama_pretrain.py --device rtx4090 --memory-budget max --offload cpu
-  graphckpt plan --config-file configs/gpt2_pretrain.py --device a100-80g --memory-budget 0.5 --save plan.yaml
+  graphckpt plan --config-file configs/gpt2_pretrain.py --device a100-80g --memory-budget 50% --save plan.yaml
   graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --sweep front.png
   graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --memory-budget min \\
       --head loss_head=tiles:8:sum task.loss_head=True
@@ -28,6 +31,26 @@ examples:
 The device need not be there: no tensor has memory here. The file of --save holds a section `blocks` for
 train.activation_checkpoint.
 """
+
+
+_FLAGS: dict[str, dict[str, Any]] = {
+    "offload": {"metavar": "TARGET", "help": "where saved tensors may go: cpu or disk"},
+    "host_budget": {"metavar": "SIZE", "help": "the most bytes that may be offloaded at a time, such as 64GiB"},
+    "candidates": {
+        "action": "append",
+        "metavar": "RULE",
+        "help": "a rule to consider beside keep, such as full or '{rule: selective, save: matmul}'; several may be "
+        "given; all by default",
+    },
+    "head": {
+        "action": "append",
+        "metavar": "NAME=RULE",
+        "help": "the block that computes the loss and how it may run beside whole, such as loss_head=tiles:8:sum: in 8 "
+        "slices whose losses are added up; several may be given, to choose from",
+    },
+    "contiguous": {"action": argparse.BooleanOptionalAction, "help": "keep the saved tensors of each layer in a slab"},
+}
+"""How each option of the planner is given on the command line."""
 
 
 def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -51,19 +74,11 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "--memory-budget",
         default="max",
         metavar="SIZE",
-        help="the whole peak of a step: bytes, 24GiB, max (the device's memory), min, or a share such as 0.5 of "
-        "what the plain step keeps",
+        help="the peak of the whole step: bytes, 24GiB, max (the device's memory), min, or 50%% of the activations of "
+        "the plain step",
     )
-    parser.add_argument("--offload", default=None, metavar="PLACE", help="where kept tensors may go: cpu or disk")
-    parser.add_argument("--host-budget", default=None, metavar="SIZE", help="the most bytes that may be there")
-    parser.add_argument(
-        "--head",
-        action="append",
-        default=[],
-        metavar="NAME=RULE",
-        help="the block that computes the loss and how it may run beside whole, such as loss_head=tiles:8:sum: in 8 "
-        "slices, of which the losses are added up; several may be given, to choose from",
-    )
+    for name in PlanOptions.names("command"):
+        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, default=None, **_FLAGS[name])
     parser.add_argument("--save", default=None, metavar="FILE", help="write the plan as YAML")
     parser.add_argument("--plot", default=None, metavar="FILE", help="draw the step's memory: .png or .svg")
     parser.add_argument("--sweep", default=None, metavar="FILE", help="draw peak against step time for all budgets")
@@ -91,15 +106,11 @@ def _plan(parsed: argparse.Namespace) -> int:
     from graphckpt.planning.budget import check_budget  # noqa: PLC0415
 
     budget = check_budget(_budget(parsed.memory_budget))
+    given = {name: getattr(parsed, name) for name in PlanOptions.names("command")}
+    options = {name: _READ.get(name, lambda value: value)(value) for name, value in given.items() if value is not None}
     with _bar("runs without memory") as progress:
         planner, target = planner_from(
-            parsed.config_file,
-            parsed.overrides,
-            device=parsed.device,
-            offload=parsed.offload or False,
-            host_budget=parsed.host_budget,
-            head=_heads(parsed.head),
-            progress=progress,
+            parsed.config_file, parsed.overrides, device=parsed.device, options=options, progress=progress
         )
     if parsed.sweep:
         _sweep(planner, parsed.sweep)
@@ -141,12 +152,21 @@ def _profile(parsed: argparse.Namespace) -> int:
 
 
 def _budget(text: str) -> int | float | str:
-    """Reads a share as a number: on a command line all is text."""
+    """Reads numbers: on a command line all is text."""
     try:
-        share = float(text)
+        number = float(text)
     except ValueError:
         return text
-    return share if "." in text else int(share)
+    return number if "." in text else int(number)
+
+
+def _rules(words: Iterable[str]) -> list[Any]:
+    """Reads rules: a name, or a mapping in YAML.
+
+    >>> _rules(["full", "{rule: selective, save: matmul}"])
+    ['full', {'rule': 'selective', 'save': 'matmul'}]
+    """
+    return [yaml.safe_load(word) for word in words]
 
 
 def _heads(words: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
@@ -172,6 +192,9 @@ def _heads(words: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
             raise ConfigError(f"--head {word!r}: {error}") from None
         found.setdefault(name, []).append(fields)
     return found
+
+
+_READ: dict[str, Callable[[Any], Any]] = {"candidates": _rules, "head": _heads}
 
 
 @contextmanager

@@ -1,9 +1,10 @@
-"""From a config file to a planner: of the device at hand, or of one that is not there."""
+"""Plans the step that a config describes, for a device that need not be present."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +12,21 @@ import numpy as np
 import torch
 from torch import nn
 
-from graphckpt.blocks.apply import apply
 from graphckpt.config import overrides as _overrides
 from graphckpt.config import own_modules
 from graphckpt.config.load import importable_from, load
 from graphckpt.config.run import existing, optimizer_of
 from graphckpt.config.schema import RunConfig, checked
-from graphckpt.planning.api import Progress, head_rows
-from graphckpt.planning.candidates import options
 from graphckpt.planning.compiled import compile_options
 from graphckpt.planning.device.fake_device import FakeDevice
 from graphckpt.planning.device.profile import DeviceProfile, load_profile
 from graphckpt.planning.measure.fake_step import FakeStep
-from graphckpt.planning.measure.instrument import Blocks
-from graphckpt.planning.measure.sweep import measure
-from graphckpt.planning.planner import Planner, Planners
-from graphckpt.planning.solve.search import CopyRates
+from graphckpt.planning.measure_all import measure_all
+from graphckpt.planning.plan_group import PlanGroup
+from graphckpt.planning.planner import Planners
 from graphckpt.train.blocks import head_of, units
 from graphckpt.train.graphs import sum_of_losses
 from graphckpt.train.report import Report
-from graphckpt.units import parse_bytes
 
 
 def planner_from(
@@ -38,10 +34,8 @@ def planner_from(
     overrides: Iterable[str] = (),
     *,
     device: str,
-    offload: bool | str = False,
-    host_budget: str | None = None,
-    head: Mapping[str, Any] | None = None,
-    progress: Progress | None = None,
+    options: Mapping[str, Any] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Planners, DeviceProfile]:
     """Returns the planner of the step that a config describes, and the device that it is for.
 
@@ -50,11 +44,10 @@ def planner_from(
     Args:
         config_file: a path, or the name of a packaged config.
         overrides: words such as ``"train.train_micro_batch_size=64"``.
-        device: the name of a device profile, or the file of one.
-        offload: where kept tensors may go.
-        host_budget: the most bytes that may be there.
-        head: the block that computes the loss, and how it may run; what the config says of it, if nothing.
-        progress: told how many runs are done.
+        device: the name of a device profile, or a file that holds one.
+        options: fields of :class:`~graphckpt.planning.PlanOptions` that replace those of the config's section
+            ``train.activation_checkpoint``.
+        progress: called with the runs of the step that are done, and their number.
 
     Raises:
         ConfigError: with every fault of the config, or there is no such device.
@@ -66,35 +59,16 @@ def planner_from(
     target = load_profile(device)
     with importable_from(*places):
         run = checked(config, [*faults, *more], str(path))
-        fake = FakeDevice(target)
-        step, model = _step(run, fake)
-        names = units(model, run.train.activation_checkpoint)
-        blocks = Blocks([(name, model.get_submodule(name)) for name in names])
-        considered = options(offload)
-        rates = None
-        if any(option.is_far for option in considered):
-            disk = str(offload).startswith("disk")
-            out, back = (target.disk_write, target.disk_read) if disk else (target.copy_out, target.copy_in)
-            rates = CopyRates(out, back) if out > 0 and back > 0 else None
-            if rates is None:
-                considered = options()
-        notes = (
-            []
-            if rates is not None or not offload
-            else [f"offload: {target.name} has no rates of copies in its profile"]
-        )
-        if compile_options(run.train.activation_checkpoint.compile) is not None:
-            notes.append("compile: what it makes of a layer shows on the device alone; planned without")
-        host_bytes = None if host_budget is None else parse_bytes(host_budget)
-        planners = []
-        heads = head_of(model, head or run.train.activation_checkpoint.head)
-        for rows in head_rows(model, heads, list(zip(blocks.names, blocks.modules, strict=True))):
-            with apply(model, {row.block: row.fields for row in rows}) if rows else nullcontext():
-                measured = measure(step, blocks, considered, progress)
-            planners.append(
-                Planner(measured, device=target.name, rates=rates, host_budget=host_bytes, notes=notes, extra_rows=rows)
-            )
-    return Planners(planners), target
+        section = run.train.activation_checkpoint
+        wanted = section.plan_options(**{**(options or {}), "partition": None, "compile": None, "progress": progress})
+        step, model = _step(run, FakeDevice(target))
+        head = head_of(model, wanted.head)
+        notes = []
+        if compile_options(section.compile) is not None:
+            notes.append("compile: its effect is not known without the device; planned without")
+        blocks = [(name, model.get_submodule(name)) for name in units(model, section)]
+        wanted = replace(wanted, head=head)
+        return measure_all(step, model, blocks, wanted, PlanGroup(), notes), target
 
 
 def _step(run: RunConfig, fake: FakeDevice) -> tuple[FakeStep, nn.Module]:

@@ -82,7 +82,7 @@ def with_partition(options: Sequence[Option], partition: Any) -> tuple[Option, .
     return (*options, *parts)
 
 
-def parse_partition_request(partition: Any, team: PlanGroup) -> tuple[Any, list[str]]:
+def parse_partition_request(partition: Any, group: PlanGroup) -> tuple[Any, list[str]]:
     """Returns the ranks that kept tensors may be cut over, ``None`` if there are none, and what there is to note.
 
     Raises:
@@ -92,7 +92,7 @@ def parse_partition_request(partition: Any, team: PlanGroup) -> tuple[Any, list[
         return None, []
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None, ["partition does nothing here: there is one process"]
-    if team.size == 1:
+    if group.size == 1:
         raise ConfigError("partition: the ranks that share tensors have to plan together · fix: leave `group` out")
     return partition, []
 
@@ -161,7 +161,9 @@ def can_join(blocks: Iterable[nn.Module], only: Iterable[Any] | None = None) -> 
 def _rule(value: Any) -> Rule:
     rule = parse_rule(value)
     if rule is None or isinstance(rule, Keep):
-        raise ConfigError(f"rules: {value!r} is no rule · fix: leave it out; keep is always considered")
+        raise ConfigError(
+            f"candidates: expected a rule other than keep, got {value!r} · fix: leave it out; keep is always considered"
+        )
     return rule
 
 

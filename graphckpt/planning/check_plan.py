@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
-
-from graphckpt.planning.option import JOINED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -15,7 +12,6 @@ if TYPE_CHECKING:
     from graphckpt.planning.plan import Plan
     from graphckpt.planning.plan_group import PlanGroup
     from graphckpt.planning.planner import Planner
-    from graphckpt.planning.rows import PlanRow
 
 _TOLERANCE = 0.01  # a check that is further off than this is taken into account
 _MOST_CHECKS = 3  # another plan may run other ops at its peak
@@ -26,18 +22,17 @@ def plan_and_check(
     step: RealStep,
     limit: int | None,
     *,
-    team: PlanGroup,
+    group: PlanGroup,
     known: Sequence[Mapping[str, Any]],
     check: bool,
-    has_slabs: bool = False,
 ) -> Plan:
-    """Returns the plan of ``team``, which has run, where ``check`` says so.
+    """Returns the plan of ``group``, which has run, where ``check`` says so.
 
     Args:
         planner: asked on the process that decides.
         step: run on all processes, of which the one that takes the most counts.
         limit: of the peak in bytes; ``None`` is the least that is possible.
-        team: the processes that plan together.
+        group: the processes that plan together.
         known: fields of policies that all of them have.
         check: run the step under the plan, and plan again if it is over the budget, or more than 1 % off.
         has_slabs: what is kept lies in slabs. What these take beyond what is in them shows when the plan is run.
@@ -48,37 +43,25 @@ def plan_and_check(
 
     def chosen(correction: int = 0) -> Plan:
         bound = planner.floor.peak + max(0, correction) if limit is None else limit
-        plan = planner.plan(bound, correction=correction)
-        return _with_slabs(plan, planner.extra_rows) if has_slabs else plan
+        return planner.plan(bound, correction=correction)
 
-    found = team.plan(chosen, known, planner.model)
+    found = group.plan(chosen, known, planner.model)
     for _ in range(_MOST_CHECKS if check else 0):
         with found.apply():
-            off = team.max(_peak(step, team, found)) - (found.predicted_peak_bytes - found.correction_bytes)
+            off = group.max(_peak(step, group, found)) - (found.predicted_peak_bytes - found.correction_bytes)
         surprise = off - found.correction_bytes
         is_over = found.predicted_peak_bytes + surprise > found.budget_bytes
         if not is_over and abs(surprise) <= _TOLERANCE * found.predicted_peak_bytes:
             break
-        found = team.plan(partial(chosen, off), known, planner.model)
+        found = group.plan(partial(chosen, off), known, planner.model)
     return found
 
 
-def _peak(step: RealStep, team: PlanGroup, plan: Plan) -> int:
+def _peak(step: RealStep, group: PlanGroup, plan: Plan) -> int:
     """Returns what a step takes under a plan.
 
     The thread by which gloo talks lets go of the tensors of a collective late, sometimes: so the least of two counts,
     where nothing moves to other places, whose copies are late as well, and do count.
     """
-    is_twice = team.size > 1 and step.device.type == "cpu" and not any(row.moved_bytes for row in plan.rows)
+    is_twice = group.size > 1 and step.device.type == "cpu" and not any(row.moved_bytes for row in plan.rows)
     return min(step.peak() for _ in range(1 + is_twice))
-
-
-def _with_slabs(plan: Plan, others: Sequence[PlanRow]) -> Plan:
-    """Returns a plan in which each layer that keeps something on the device keeps it in a slab."""
-    return replace(plan, rows=tuple(row if row in others else _with_slab(row) for row in plan.rows))
-
-
-def _with_slab(row: PlanRow) -> PlanRow:
-    if JOINED.fields.items() <= row.fields.items() or "offload" in row.fields:
-        return row
-    return replace(row, option=f"{row.option} + slab", fields={**row.fields, "contiguous": True})

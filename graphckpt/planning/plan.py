@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import TYPE_CHECKING, Any, Protocol, Self, final
 
 import yaml
 
@@ -17,9 +17,22 @@ from graphckpt.planning.show.table import print_plan, summary_lines
 if TYPE_CHECKING:
     from torch import nn
 
-    from graphckpt.blocks.apply import Handle
     from graphckpt.blocks.select import Selector
     from graphckpt.rules import Rule
+
+
+class AppliedPolicies(Protocol):
+    """What :meth:`Plan.apply` returns."""
+
+    def remove(self) -> None:
+        """Removes the policies."""
+
+    def __enter__(self) -> Any:
+        """Keeps the policies until the end of the ``with`` block."""
+
+    def __exit__(self, *error: object) -> None:
+        """Removes the policies."""
+
 
 KEEP_ALL: Mapping[str, Any] = {"activation_checkpointing": False}
 
@@ -33,6 +46,8 @@ class Plan(PlanSummary):
     stages: tuple[Stage, ...] = field(default=(), repr=False)
     notes: tuple[str, ...] = ()
     model: nn.Module | None = field(default=None, repr=False, compare=False)
+    apply_to_graph: Callable[[Plan], AppliedPolicies] | None = field(default=None, repr=False, compare=False)
+    """Sets the policies on the blocks of the Graph that was planned."""
 
     @property
     def blocks(self) -> dict[str, Mapping[str, Any]]:
@@ -42,18 +57,20 @@ class Plan(PlanSummary):
         """
         return {row.block: dict(row.fields) for row in self.rows if row.fields != KEEP_ALL}
 
-    def apply(self, model: nn.Module | None = None) -> Handle:
-        """Puts the policies on a model, until the handle's ``remove()`` or the end of the ``with`` block.
+    def apply(self, model: nn.Module | None = None) -> AppliedPolicies:
+        """Sets the policies on a model, until the handle's ``remove()`` or the end of the ``with`` block.
 
         Args:
-            model: ``None`` is the model that was planned for; a plan that was loaded knows none.
+            model: ``None`` is the model or the Graph that was planned. A plan from a file needs a model.
 
         Raises:
             ConfigError: there is no model, or it has no blocks of these names.
         """
+        if model is None and self.apply_to_graph is not None:
+            return self.apply_to_graph(self)
         model = model if model is not None else self.model
         if model is None:
-            raise ConfigError("Plan.apply: a plan from a file knows no model · fix: plan.apply(model)")
+            raise ConfigError("Plan.apply: expected a model, since the plan is from a file · fix: plan.apply(model)")
         rules: dict[Selector, Mapping[str, Any] | Rule | bool | str] = dict(self.blocks.items())
         return apply(model, rules)
 
@@ -116,7 +133,7 @@ class Plan(PlanSummary):
     def below(self, name: str) -> Plan:
         """Returns the same plan with the blocks' paths as they are in the child ``name``."""
         rows = (replace(row, block=row.block.removeprefix(f"{name}.")) for row in self.rows)
-        return replace(self, rows=tuple(rows), model=None)
+        return replace(self, rows=tuple(rows), model=None, apply_to_graph=None)
 
 
 class _PlainDumper(yaml.SafeDumper):

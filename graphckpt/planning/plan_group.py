@@ -1,8 +1,8 @@
-"""Makes the processes that run one step together come to one plan. Knows plans and words, no solver.
+"""Gives the processes that run one step together the same plan.
 
-Each process measures, since all of them have to run a step that holds collectives. Then one of them decides, the one
-that takes the most bytes, by the times of the one that is slowest within the blocks, since the others wait for it; and
-the others are told.
+Each process measures, since all of them must run a step that contains collectives. Then one of them, the leader,
+chooses the plan and broadcasts it. The leader is the process with the highest peak; it uses the times of the process
+that is slowest within the blocks, since the others wait for that one.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
     from torch import nn
 
 _TOPIC = "graphckpt plan"
-_SECONDS_TO_TELL = 10.0  # that a process which has failed waits for the others to hear of it
-_SECONDS_TO_READ = 0.1  # for the others, before this process ends, which may hold the store
+_SECONDS_TO_REPORT = 10.0  # that a failed process waits for the others to read its error
+_SECONDS_TO_READ = 0.1  # for the others, before this process ends, which may host the store
 
 # Note [One plan for all processes]
-# A block that runs again issues its collectives again, so processes with different plans would wait for each other
-# for good. What decides about how often a step runs is therefore agreed upon first: the classes of equal blocks, the
-# bytes of a real step, the plan itself. Words go through the key-value store of the group and not by its collectives:
-# a process whose step has failed is at another one than the others, and still has to be heard.
+# The recomputation of a block issues its collectives again, so processes with different plans would deadlock. All that
+# determines how often a step runs is therefore exchanged first: the classes of equal blocks, the bytes of a real step,
+# the plan itself. Messages go through the key-value store of the group and not through its collectives: a process whose
+# step has failed is at another collective than the others, and must still be able to report its error.
 
 
 @final
 class PlanGroup:
-    """The processes that plan together; a context, within which an error of one becomes an error of all.
+    """The processes that plan together. As a context manager: if one fails, all raise.
 
     Args:
-        process_group: of which this process is a member; ``None`` is this process alone.
+        process_group: a group that contains this process; ``None`` is this process alone.
     """
 
     def __init__(self, process_group: Any = None) -> None:
@@ -53,7 +53,7 @@ class PlanGroup:
         self.size = len(self._members)
         self.rank = 0 if process_group is None else process_group.rank()
         self.leader = 0
-        """Whose plan it is."""
+        """The process that chooses the plan."""
 
     def __enter__(self) -> Self:
         return self
@@ -62,24 +62,24 @@ class PlanGroup:
         if self._is_over or self.size == 1:
             return
         if error is None:
-            self.all_gather(None)  # none has failed to the last
+            self.all_gather(None)  # no process has failed until now
             return
         text = str(error) if isinstance(error, GraphckptError) else f"{type(error).__name__}: {error}"
         with suppress(Absent, RuntimeError):
             self._exchange(
-                {"fault": text}, min(self._seconds, _SECONDS_TO_TELL) if isinstance(error, Exception) else 0.0
+                {"fault": text}, min(self._seconds, _SECONDS_TO_REPORT) if isinstance(error, Exception) else 0.0
             )
             time.sleep(_SECONDS_TO_READ)
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Returns the plain values that the processes call this with, by rank.
+        """Returns the values that the processes pass, by rank.
 
         Raises:
-            GroupError: another process has failed, is gone or does not come.
+            GroupError: another process has failed, has exited or did not join.
         """
         if self.size == 1:
             return [value]
-        fix = "fix: plan on all processes of the group at once, or name another one by `group`"
+        fix = "fix: plan on all processes of the group at once, or select another `group`"
         try:
             answers = self._exchange({"value": value}, self._seconds)
         except Absent as absent:
@@ -88,56 +88,56 @@ class PlanGroup:
         except RuntimeError as error:
             self._is_over = True
             first_line = str(error).split("\n", 1)[0]
-            raise GroupError(f"another process is gone while they plan together ({first_line}) · {fix}") from error
+            raise GroupError(f"another process exited while planning together ({first_line}) · {fix}") from error
         for member, answer in zip(self._members, answers, strict=True):
             if "fault" in answer:
                 self._is_over = True
-                more = "" if " · fix: " in answer["fault"] else " · fix: see what that process says"
+                more = "" if " · fix: " in answer["fault"] else " · fix: see the error of that process"
                 raise GroupError(f"rank {member}: {answer['fault']}{more}")
         return [answer["value"] for answer in answers]
 
     def from_leader(self, action: Callable[[], Any]) -> Any:
-        """Returns what ``action`` returns, a plain value, on the process that decides; the others do not call it.
+        """Returns the value that ``action`` returns on the leader; the others do not call it.
 
         Raises:
-            PlanError: it has raised that there; then all do.
+            PlanError: ``action`` has raised it on the leader.
         """
         if self.size == 1:
             return action()
-        said: dict[str, Any] = {}
+        answer_of_leader: dict[str, Any] = {}
         if self.rank == self.leader:
             try:
-                said = {"value": action()}
+                answer_of_leader = {"value": action()}
             except PlanError as error:
-                said = {"fault": str(error)}
-        answer = self.all_gather(said)[self.leader]
+                answer_of_leader = {"fault": str(error)}
+        answer = self.all_gather(answer_of_leader)[self.leader]
         if "fault" in answer:
             raise PlanError(answer["fault"])
         return answer["value"]
 
     def plan(self, action: Callable[[], Plan], known: Sequence[Mapping[str, Any]], model: nn.Module | None) -> Plan:
-        """Returns the plan that ``action`` makes where it is decided; ``known`` are fields that all processes have."""
+        """Returns the plan that ``action`` makes on the leader; ``known`` are fields that all processes have."""
         if self.size == 1:
             return action()
         return _unpacked(self.from_leader(lambda: _packed(action(), known)), known, model)
 
     def broadcast(self, value: Any) -> Any:
-        """Returns the plain value that the process which decides calls this with."""
+        """Returns the value that the leader passes."""
         return self.all_gather(value)[self.leader]
 
     def max(self, value: float) -> Any:
-        """Returns the most that any process says."""
+        """Returns the largest value that a process passes."""
         return max(self.all_gather(value))
 
     def classes(self, own: Sequence[int]) -> list[int]:
-        """Returns the classes of blocks: those of one class are of one class on all processes."""
+        """Returns classes of blocks such that blocks of one class are of one class on all processes."""
         seen: dict[Any, int] = {}
         return [seen.setdefault(each, len(seen)) for each in zip(*self.all_gather(list(own)), strict=True)]
 
     def times(self, measured: MeasuredStep) -> MeasuredStep:
-        """Returns what is known, with the times of the process whose forwards take the longest.
+        """Returns the measured step with the times of the process whose forwards take the longest.
 
-        Their steps tell less: processes that meet in backward, as they do to average gradients, take equally long.
+        Times of whole steps are no guide: processes that average gradients in backward wait for each other.
         """
         names = ("forward_seconds", "backward_seconds")
         rows = self.all_gather([measured.step_seconds, *(getattr(measured, name) for name in names)])
@@ -147,18 +147,18 @@ class PlanGroup:
         return replace(measured, step_seconds=step, forward_seconds=forward, backward_seconds=backward)
 
     def elect_leader(self, peak: int) -> list[str]:
-        """The process whose plain step takes the most decides from now on; returns what there is to note."""
+        """Makes the process whose plain step has the highest peak the leader; returns notes for the plan."""
         peaks = self.all_gather(peak)
         self.leader = peaks.index(max(peaks))
         if min(peaks) == max(peaks):
             return []
-        return [f"the processes differ in bytes; planned for rank {self._members[self.leader]}, which takes the most"]
+        return [f"peaks differ between processes; planned for rank {self._members[self.leader]}, which has the highest"]
 
     def check_equal(self, **settings: Any) -> None:
-        """Sees that all processes are about to plan the same.
+        """Checks that all processes are about to plan the same.
 
         Raises:
-            PlanError: they are not.
+            PlanError: a setting differs between processes.
         """
         rows = self.all_gather(settings)
         for member, row in zip(self._members, rows, strict=True):
@@ -166,12 +166,12 @@ class PlanGroup:
                 if value != rows[0][name]:
                     raise PlanError(
                         f"{name}: rank {self._members[0]} has {_short(rows[0][name])}, rank {member} {_short(value)} · "
-                        "fix: plan the same on all processes, or name by `group` those that run the same blocks"
+                        "fix: plan the same on all processes, or select those that run the same blocks by `group`"
                     )
 
     @property
     def _seconds(self) -> float:
-        """What the group was made with, or the job, says how long to wait for each other."""
+        """The timeout of the group's store."""
         limit: float = self._group.get_group_store().timeout.total_seconds()
         return limit
 
@@ -188,7 +188,7 @@ def planning_group(group: Any = None) -> PlanGroup:
             this process alone.
 
     Raises:
-        ConfigError: it is no group, or this process is not in it.
+        ConfigError: it is not a group, or this process is not in it.
 
     >>> planning_group().size
     1
@@ -199,16 +199,19 @@ def planning_group(group: Any = None) -> PlanGroup:
     if group is None:
         return PlanGroup(dist.group.WORLD if is_there and dist.get_backend() != "fake" else None)
     if not is_there or not isinstance(group, dist.ProcessGroup):
-        what = "this process is not in it" if is_there and group == dist.GroupMember.NON_GROUP_MEMBER else "is no group"
-        raise ConfigError(f"group: {group!r}: {what} · fix: use a ProcessGroup, None for all processes, or False")
+        is_outside = is_there and group == dist.GroupMember.NON_GROUP_MEMBER
+        what = "a group of this process" if is_outside else "a ProcessGroup"
+        raise ConfigError(f"group: expected {what}, got {group!r} · fix: use None for all processes, or False for one")
     return PlanGroup(group)
 
 
-_PLAIN = [field.name for field in fields(Plan) if field.name not in ("rows", "stages", "model", "notes")]
+_PLAIN = [
+    field.name for field in fields(Plan) if field.name not in ("rows", "stages", "model", "notes", "apply_to_graph")
+]
 
 
 def _packed(plan: Plan, known: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns a plan in plain words; values that all processes have are sent as their numbers."""
+    """Returns a plan as JSON values; values that all processes have are sent as their numbers."""
     numbers = {id(value): number for number, value in enumerate(_values(known))}
     rows = [
         [

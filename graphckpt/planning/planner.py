@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, final
 
@@ -34,6 +35,7 @@ class Planner:
         notes: Iterable[str] = (),
         extra_rows: tuple[PlanRow, ...] = (),
         compiles: bool | dict[str, Any] | None = None,
+        has_slabs: bool = False,
     ) -> None:
         self.measured = measured
         self.search = PolicySearch(measured, rates, host_budget, joins=joins)
@@ -43,6 +45,7 @@ class Planner:
         """What plans say about other blocks, as it was when the step was measured."""
         self.compiled: dict[str, Any] = {} if compiles is None else {"compile": compiles}
         """What plans say about all layers beside their policies."""
+        self._has_slabs = has_slabs
         self._device = device
         self._notes = tuple(notes)
         self._without = " without moving any" if rates is not None else ""
@@ -56,7 +59,7 @@ class Planner:
         """Returns the lowest peak of any plan."""
         return self.floor.peak
 
-    def bytes_of(self, budget: budgets.Budget, available: int) -> int:
+    def bytes_of(self, budget: int | str, available: int) -> int:
         """Returns a budget in bytes; ``available`` are those of the device."""
         return budgets.budget_bytes(
             budget,
@@ -109,6 +112,8 @@ class Planner:
             )
             for block, option in enumerate(choice.plan)
         )
+        if self._has_slabs:
+            rows = tuple(map(_with_slab, rows))
         return Plan(
             rows=rows + self.extra_rows,
             predicted_peak_bytes=choice.peak + correction,
@@ -158,22 +163,36 @@ class Planner:
         return parent if isinstance(self.model.get_submodule(parent), nn.Sequential) else None
 
 
+def _with_slab(row: PlanRow) -> PlanRow:
+    """Returns a row whose layer keeps in a slab what it keeps on the device."""
+    if JOINED.fields.items() <= row.fields.items() or "offload" in row.fields:
+        return row
+    return replace(row, option=f"{row.option} + slab", fields={**row.fields, "contiguous": True})
+
+
 @final
 class Planners:
     """Plans of one step that was measured in several ways: with its loss computed at once, and in slices.
 
     Args:
         planners: the first one is of the step as it is.
+        known: the fields of policies that all processes have.
     """
 
-    def __init__(self, planners: Sequence[Planner]) -> None:
+    def __init__(self, planners: Sequence[Planner], known: Sequence[Mapping[str, Any]] = ()) -> None:
         self._planners = planners
+        self.known = known
 
-    def bytes_of(self, budget: budgets.Budget, available: int) -> int:
+    @property
+    def plain(self) -> Planner:
+        """The planner of the step as it is."""
+        return self._planners[0]
+
+    def bytes_of(self, budget: int | str, available: int) -> int:
         """Returns a budget in bytes; ``available`` are those of the device."""
         if budget == "min":
             return min(planner.least() for planner in self._planners)
-        return self._planners[0].bytes_of(budget, available)
+        return self.plain.bytes_of(budget, available)
 
     def plan(self, budget: int) -> Plan:
         """Returns the fastest plan whose peak is at most ``budget`` bytes.
@@ -181,7 +200,37 @@ class Planners:
         Raises:
             PlanError: There is none.
         """
-        return best_of(self._planners, lambda planner: planner.plan(budget))
+        return self.best_of(lambda planner: planner.plan(budget))
+
+    def best_of(
+        self,
+        plan_with: Callable[[Planner], Plan],
+        *,
+        floor_of: Callable[[Planner], int] = Planner.least,
+        is_least: bool = False,
+    ) -> Plan:
+        """Returns the fastest plan of all planners.
+
+        Args:
+            plan_with: returns the plan of a planner.
+            floor_of: returns the lowest peak of any plan of a planner; called for those without a plan.
+            is_least: return the plan with the lowest peak instead.
+
+        Raises:
+            PlanError: no planner has a plan; the error is that of the planner with the lowest peak.
+        """
+        found: list[Plan] = []
+        faults: list[tuple[int, PlanError]] = []
+        for planner in self._planners:
+            try:
+                found.append(plan_with(planner))
+            except GroupError:
+                raise
+            except PlanError as fault:
+                faults.append((floor_of(planner), fault))
+        if not found:
+            raise min(faults, key=lambda row: row[0])[1]
+        return min(found, key=lambda plan: plan.predicted_peak_bytes if is_least else plan.predicted_step_seconds)
 
     def front(self) -> list[tuple[int, float, Plan]]:
         """Returns peaks in bytes, seconds of a step and plans, of which none is better in both, lowest peak first."""
@@ -190,36 +239,4 @@ class Planners:
 
     def uniform(self) -> list[tuple[str, int, float]]:
         """Returns name, peak and seconds of a step in which all blocks have the same policy, and the loss is whole."""
-        return self._planners[0].uniform()
-
-
-def best_of(
-    planners: Iterable[Planner],
-    plan_with: Callable[[Planner], Plan],
-    *,
-    floor_of: Callable[[Planner], int] = Planner.least,
-    is_least: bool = False,
-) -> Plan:
-    """Returns the fastest plan of several planners.
-
-    Args:
-        planners: of one step, measured in several ways.
-        plan_with: returns the plan of a planner.
-        floor_of: returns the lowest peak of any plan of a planner; called for those without a plan.
-        is_least: return the plan with the lowest peak instead.
-
-    Raises:
-        PlanError: no planner has a plan; the error is that of the planner with the lowest peak.
-    """
-    found: list[Plan] = []
-    faults: list[tuple[int, PlanError]] = []
-    for planner in planners:
-        try:
-            found.append(plan_with(planner))
-        except GroupError:
-            raise
-        except PlanError as fault:
-            faults.append((floor_of(planner), fault))
-    if not found:
-        raise min(faults, key=lambda row: row[0])[1]
-    return min(found, key=lambda plan: plan.predicted_peak_bytes if is_least else plan.predicted_step_seconds)
+        return self.plain.uniform()

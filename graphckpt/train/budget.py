@@ -38,16 +38,13 @@ def within_budget(
 
     def call(**batch: Any) -> Any:
         if todo:
-            found = graph.plan(
-                **batch,
-                memory_budget=todo.pop(),
-                offload=config.offload or False,
-                partition=config.partition,
-                contiguous=bool(config.contiguous),
-                compile=config.compile,
+            head = head_of(model, config.head)
+            options = config.plan_options(
                 blocks=[f"model.{name}" for name in units(model, config)],
-                head={f"model.{name}": rules for name, rules in head_of(model, config.head).items()},
+                head={f"model.{name}": rules for name, rules in head.items()},
             )
+            found = graph.plan(**batch, memory_budget=todo.pop(), **{n: getattr(options, n) for n in options.names()})
+            found.apply()
             for line in summary_lines(found):
                 report.line(f"plan: {line}")
             saved.at_start(partial(_save, found.below("model"), saved.folder / PLAN))

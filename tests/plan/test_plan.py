@@ -246,8 +246,8 @@ def test_below_the_floor_of_a_sequence_the_message_names_what_takes_less():
 
 def test_layers_are_joined_where_the_rules_say_so(monkeypatch):
     case = deep_sequence()
-    alone = plan(case.model, case.step, memory_budget="min", rules=["full"])
-    joined = plan(case.model, case.step, memory_budget="min", rules=["full", "joined"])
+    alone = plan(case.model, case.step, memory_budget="min", candidates=["full"])
+    joined = plan(case.model, case.step, memory_budget="min", candidates=["full", "joined"])
     assert joined.predicted_peak_bytes < 0.7 * alone.predicted_peak_bytes
     assert {row.option for row in alone.rows} <= {"keep", "full"}
     assert "joined" in {row.option for row in joined.rows}
@@ -267,21 +267,21 @@ def test_budgets_of_every_kind(planned):
         "12MiB": 12 << 20,
         "min": planner.floor.peak,
         "max": 99,
-        0.25: static + int(0.25 * (plain - static)),
-        1.0: plain,
+        "25%": static + int(0.25 * (plain - static)),
+        "100%": plain,
     }.items():
         assert planner.bytes_of(budget, 99) == num_bytes, budget
     assert 0 < static < planner.floor.peak < plain
 
 
-@pytest.mark.parametrize("budget", ["min", "max", 0.7, "1GiB", 1 << 30])
+@pytest.mark.parametrize("budget", ["min", "max", "70%", "1GiB", 1 << 30])
 def test_plan_takes_budgets_of_every_kind(budget):
     case = stack(num_layers=2, rows=64)
     told = []
     found = plan(case.model, case.step, memory_budget=budget, progress=lambda done, all_runs: told.append(done))
     assert found.predicted_peak_bytes <= found.budget_bytes
     assert told == [1, 2], "two equal layers take turns with two options: full, and one level"
-    assert found.blocks or budget not in ("min", 0.7)
+    assert found.blocks or budget not in ("min", "70%")
     with found.apply():
         assert case.peak() == found.predicted_peak_bytes
 
@@ -289,11 +289,13 @@ def test_plan_takes_budgets_of_every_kind(budget):
 @pytest.mark.parametrize(
     ("budget", "message"),
     [
-        (0.0, r"memory_budget: 0\.0 is no share · fix: use one above 0 and up to 1"),
-        (1.5, r"memory_budget: 1\.5 is no share"),
-        (True, r"memory_budget: True is no size"),
-        (None, r"memory_budget: None is no size"),
-        ("12 G", r"memory_budget: .*no unit is called 'G' · fix: write 'GiB'.*'max' and 'min' mean something too"),
+        ("0%", r"memory_budget: expected above 0% and up to 100%, got '0%' · fix: "),
+        ("150%", r"memory_budget: expected above 0% and up to 100%, got '150%'"),
+        (1.5, r"memory_budget: expected above 0% and up to 100%, got 1\.5"),
+        ("a%", r"memory_budget: expected a percentage, got 'a%' · fix: '50%', or '12GiB'"),
+        (True, r"memory_budget: expected bytes, '12GiB', '50%', 'max' or 'min', got True · fix: "),
+        (None, r"memory_budget: expected bytes, .* got None"),
+        ("12 G", r"memory_budget: .*no unit is called 'G' · fix: write 'GiB'.*; or '50%', 'max', 'min'"),
         ("most", r"memory_budget: .*'most': is no size"),
         (-1, r"memory_budget: .*below 0"),
     ],
@@ -323,10 +325,10 @@ def test_blocks_may_be_named(planned):
 
 def test_rules_may_be_named(planned):
     case, _ = planned
-    found = plan(case.model, case.step, memory_budget="min", rules=["full"], check=False)
+    found = plan(case.model, case.step, memory_budget="min", candidates=["full"], check=False)
     assert {row.option for row in found.rows} <= {"keep", "full"}
-    with pytest.raises(ConfigError, match="rules: False is no rule · fix: leave it out; keep is always considered"):
-        plan(case.model, case.step, memory_budget="min", rules=[False])
+    with pytest.raises(ConfigError, match="candidates: expected a rule other than keep, got False · fix: leave it out"):
+        plan(case.model, case.step, memory_budget="min", candidates=[False])
 
 
 def test_a_layer_that_runs_several_times_is_one_block():
@@ -510,7 +512,9 @@ def test_save_and_load(planned, tmp_path):
     assert loaded.blocks == found.blocks != {}
     assert loaded.explain(show=False) == found.rows
     assert loaded == dataclasses.replace(found, stages=(), notes=())
-    with pytest.raises(ConfigError, match=r"a plan from a file knows no model · fix: plan\.apply\(model\)"):
+    with pytest.raises(
+        ConfigError, match=r"Plan\.apply: expected a model, since the plan is from a file · fix: plan\.apply\(model\)"
+    ):
         loaded.apply()
     with pytest.raises(ConfigError, match=r"a plan from a file has no levels to draw · fix: plan again"):
         loaded.plot(str(tmp_path / "plan.png"))

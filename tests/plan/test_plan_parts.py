@@ -44,7 +44,7 @@ def peak(model, step):
 
 def test_slabs_hold_what_is_kept_within_the_budget():
     model, step = made()
-    found = graphckpt.plan(model, step, memory_budget=0.6, rules=["full"], contiguous=True)
+    found = graphckpt.plan(model, step, memory_budget="60%", candidates=["full"], contiguous=True)
     assert {row.option for row in found.rows} == {"keep + slab", "full + slab"}
     assert all(row.fields["contiguous"] for row in found.rows)
     with found.apply() as handle:
@@ -58,7 +58,7 @@ def test_slabs_hold_what_is_kept_within_the_budget():
 
 def test_layers_joined_to_others_keep_nothing_and_get_no_slab():
     model, step = made(num_layers=16, width=2)
-    wanted = {"memory_budget": "min", "rules": ["full", "joined"], "check": False}
+    wanted = {"memory_budget": "min", "candidates": ["full", "joined"], "check": False}
     found = graphckpt.plan(model, step, contiguous=True, **wanted)
     joined = [row for row in found.rows if row.option == "joined"]
     assert joined
@@ -67,7 +67,7 @@ def test_layers_joined_to_others_keep_nothing_and_get_no_slab():
 
 def test_parts_of_one_process_are_left_out_with_a_note():
     model, step = made(num_layers=2)
-    found = graphckpt.plan(model, step, memory_budget="min", rules=["full"], partition=True)
+    found = graphckpt.plan(model, step, memory_budget="min", candidates=["full"], partition=True)
     assert "partition does nothing here: there is one process" in found.notes
     assert not any("part" in row.option for row in found.rows)
 
@@ -80,7 +80,7 @@ def test_parts_are_options_of_their_own():
 
 def test_a_plan_in_words_is_the_same_plan():
     model, step = made(num_layers=3)
-    found = graphckpt.plan(model, step, memory_budget=0.7, rules=["full"], check=False)
+    found = graphckpt.plan(model, step, memory_budget="70%", candidates=["full"], check=False)
     known = [option.fields for option in options(only=["full"])]
     again = _unpacked(_packed(found, known), known, model)
     assert again == found

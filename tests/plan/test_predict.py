@@ -98,8 +98,8 @@ def test_predicted_is_tracked(architecture, monkeypatch):
 
 def joined(planner, count, seed=0):
     """Yields choices in which runs of blocks are recomputed as one, drawn at random."""
-    joints = planner.search.joints
-    chain = StepChain(planner.measured, joints=joints)
+    joints = planner.search.joined_runs
+    chain = StepChain(planner.measured, joined_runs=joints)
     num_blocks, num_options = len(planner.measured.names), len(planner.measured.options)
     if chain.blocks != list(range(num_blocks)) or not any(joints.lengths(block) for block in range(num_blocks)):
         return

@@ -1,4 +1,4 @@
-"""Times the parts of a step on the real device."""
+"""Times the intervals of a step on a real device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class StepClock:
     """Times the intervals of a step.
 
-    What one thread computes on the CPU is timed by the time that it had: other processes lengthen that least.
+    With one thread on the CPU, the CPU time of the process is used: other processes affect it least.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,7 +37,7 @@ class StepClock:
         return bool(self._running)
 
     def begin_call(self, block: int, tensors: Iterable[torch.Tensor]) -> int:
-        """A block is called."""
+        """Begins the forward of a block."""
         del block, tensors
         call = self._calls
         self._calls += 1
@@ -46,14 +46,14 @@ class StepClock:
         return call
 
     def end_call(self, tensors: Iterable[torch.Tensor]) -> int:
-        """The block that was called last returns."""
+        """Ends the forward of the last block."""
         del tensors
         call = self._running.pop()
         self._mark(Interval(Phase.AFTER_FORWARD, call))
         return call
 
     def gradient_of(self, call: int, output: int, gradient: torch.Tensor) -> None:
-        """The backward of a call begins."""
+        """Begins the backward of a block."""
         del output, gradient
         if call not in self._begun:
             self._begun.add(call)
@@ -61,29 +61,29 @@ class StepClock:
             self._mark(Interval(Phase.BACKWARD, call))
 
     def backward_ends(self, call: int) -> None:
-        """The backward of a call is over."""
+        """Ends the backward of a block."""
         if self._interval == (Phase.BACKWARD, call):
             self._mark(Interval(Phase.AFTER_BACKWARD, call))
 
     def parameter_done(self, call: int) -> None:
-        """A parameter of the first block has its gradient: the backward lasts at least until now."""
+        """Extends the backward of a first block until its last parameter gradient."""
         if self._interval == (Phase.BACKWARD, call):
             self._mark(self._interval)
             self._has_seen_end = True
 
     def optimizer_begins(self) -> None:
-        """An optimizer begins to step."""
+        """Begins an optimizer step."""
         self._leave_backward()
         self._mark(Interval(Phase.OPTIMIZER))
 
     def stop(self) -> None:
-        """The step is over."""
+        """Ends the step."""
         self._leave_backward()
         self._mark(self._interval)
         self.total = self._since - self._start
 
     def _leave_backward(self) -> None:
-        """What follows the last gradient of a first block, such as a wait for other processes, is not its own."""
+        """Excludes what follows the last gradient of a first block, such as waiting for other processes."""
         if self._has_seen_end and self._interval.phase is Phase.BACKWARD:
             self._interval = Interval(Phase.AFTER_BACKWARD, self._interval.call)
 
@@ -94,7 +94,7 @@ class StepClock:
 
 
 def now(device: torch.device) -> float:
-    """Returns a time in seconds, of which only differences count, when the device has done all that it was given."""
+    """Waits for the device, and returns a time in seconds, of which only differences are meaningful."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     elif torch.get_num_threads() == 1:
@@ -103,5 +103,5 @@ def now(device: torch.device) -> float:
 
 
 def fastest(clocks: Sequence[StepClock]) -> dict[Interval, float]:
-    """Returns the least time that each interval took."""
+    """Returns the shortest time of each interval."""
     return {i: min(clock.seconds.get(i, 0.0) for clock in clocks) for i in clocks[0].seconds}

@@ -1,4 +1,4 @@
-"""Gathers what runs of a step under several options show, in one model of it."""
+"""Merges traces taken under different options into one memory model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, slots=True)
 class _LoggedRun:
-    """One run: of each block its option and the numbers of its calls."""
+    """One traced run, with the option and the call numbers of each block."""
 
     log: StepLog
     options: dict[int, int]
@@ -32,7 +32,7 @@ class _LoggedRun:
 
 @final
 class TraceCollector:
-    """Gathers what the runs show."""
+    """Collects the traces and times of a step under different options."""
 
     def __init__(self, base: StepLog, classes: Sequence[int]) -> None:
         self.classes = classes
@@ -42,14 +42,14 @@ class TraceCollector:
         self._place = {call: n for calls in self._calls.values() for n, call in enumerate(calls)}
         self._runs: list[_LoggedRun] = []
         self._seconds: dict[tuple[int, int, Phase], list[float]] = {}
-        """By class, option and phase."""
+        """Seconds by class, option and phase."""
         self._extra: dict[tuple[int, int, Phase], list[float]] = {}
-        """The same, beyond what the block took without a policy beside that run."""
+        """The same, minus the seconds of the block without a policy in a run beside that one."""
         self._far: dict[tuple[int, int], int] = {}
         self._ahead: dict[tuple[int, int], list[int]] = {}
 
     def add(self, sample: StepSample, numbers: Sequence[int], turn: Sequence[int]) -> None:
-        """Takes in one run, in which block ``numbers[n]`` had option ``turn[n]``.
+        """Adds one run, in which block ``numbers[n]`` had option ``turn[n]``.
 
         Raises:
             PlanError: The blocks were called in another order than before.
@@ -86,7 +86,7 @@ class TraceCollector:
         step_seconds: float,
         num_runs: int,
     ) -> MeasuredStep:
-        """Returns all that was found. ``own`` says by class what each option is there."""
+        """Returns the measured step; ``own`` holds the options of each class."""
         base, block_of = self._base, [call.block for call in self._base.calls]
         self._name_roles()
         ends = self._ends()
@@ -98,7 +98,7 @@ class TraceCollector:
         for call, block in enumerate(block_of):
             for number in range(len(options)):
                 if program_of(call, number).left != program_of(call, 0).left:
-                    text = "leaves other tensors behind than when all is kept; the peak is an estimate there"
+                    text = "leaves other tensors behind than under keep; the peak is an estimate there"
                     self.notes.setdefault(
                         f"{blocks.names[block]}: its backward under {own[self.classes[block]][number].name} {text}"
                     )
@@ -125,7 +125,7 @@ class TraceCollector:
     def _by_block(
         self, phase: Phase, own: Mapping[int, Sequence[Option]], programs: dict[tuple[int, int], list[BlockProgram]]
     ) -> tuple[tuple[float, ...], ...]:
-        """Returns the median of all blocks of a class that had an option, or one that does the same to the byte."""
+        """Returns the median over all blocks of a class that had an option, or one that does the same to the byte."""
         by_class: dict[int, tuple[float, ...]] = {}
         for kind in set(self.classes):
             keep = median(self._seconds[kind, 0, phase])
@@ -143,11 +143,11 @@ class TraceCollector:
         return tuple(by_class[kind] for kind in self.classes)
 
     def _doing(self, kind: int, option: int, programs: dict[tuple[int, int], list[BlockProgram]]) -> Any:
-        """Returns what tells an option from others: its programs, and what it sends away; keeping all is no other."""
+        """Returns a key that is equal for options with equal programs and equal offloaded bytes; ``keep`` is apart."""
         return option == 0, tuple(programs[kind, option]), self._far[kind, option]
 
     def _name_roles(self) -> None:
-        """What any run shows to leave a block is shared in all of them."""
+        """Names storages; what leaves a block in one run is shared in all of them."""
         leaving: dict[tuple[int, int], set[int]] = {}
         for run in self._runs:
             for block, calls in run.calls.items():
@@ -161,10 +161,10 @@ class TraceCollector:
             run.log.name_roles(by_call)
 
     def _ends(self) -> dict[int, StorageEnd]:
-        """Returns where shared storages end, in the numbers of the base run: as early as any run shows.
+        """Returns where shared storages are freed, in the numbers of the base run: as early as in any run.
 
-        A block may hold one to its own backward. One that ends later still in some run is held in a way that no store
-        tells of, as a Transformers cache holds the keys of all layers: then as late as any run shows.
+        A block may hold one until its own backward. One that is freed even later in some run is held by something
+        other than a store, as a Transformers cache holds the keys of all layers: then as late as in any run.
         """
         base = self._base
         order = {interval: number for number, interval in enumerate(base.intervals)}
@@ -174,7 +174,7 @@ class TraceCollector:
             for storage, number in self._in_base(log).items():
                 end = log.ends.get(storage)
                 if number in of_backward and log is not base:
-                    continue  # no block holds a gradient from forward on: one run tells all
+                    continue  # no block holds a gradient from forward on: one run suffices
                 if end is not None and end.interval in order:
                     found.setdefault(number, {})[end] = None
         ends: dict[int, StorageEnd] = {}
@@ -221,10 +221,10 @@ class TraceCollector:
 
 
 def _smoothed(options: Sequence[Option], found: Mapping[int, float], phase: Phase) -> dict[int, float]:
-    """Returns the seconds that options take beyond keeping all, as far as their ops have been timed one by one.
+    """Returns the seconds that options take beyond ``keep``, for options whose ops have been timed one by one.
 
-    Each op's time is the least of many, where whole blocks are timed a few times. What a level takes beyond its ops is
-    the price of seeing them, the same for all levels; to run all again has no such price.
+    The time of an op is the minimum of many runs, while whole blocks are timed a few times. What a level takes beyond
+    its ops is the overhead of intercepting them, equal for all levels; ``full`` has no such overhead.
     """
     ops = {
         number: option.recompute_seconds * (phase is Phase.BACKWARD)
@@ -248,8 +248,8 @@ def _calls_by_block(log: StepLog, numbers: Sequence[int]) -> dict[int, list[int]
     return calls
 
 
-_SHORTER = "a layer does not do the same in a shorter stack as in the whole one; the peak is an estimate"
+_SHORTER = "a layer behaves differently in a shorter stack than in the whole one; the peak is an estimate"
 _STRANGE = (
-    "some tensors that blocks hand on live longer under some policies, as an object among the arguments holds them; "
+    "some tensors that blocks return live longer under some policies, since an object among the arguments holds them; "
     "the peak is an upper estimate · fix for a Transformers model: config.use_cache = False"
 )

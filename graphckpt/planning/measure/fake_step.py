@@ -1,4 +1,4 @@
-"""Runs a step on a device that is not there: on fake tensors, with that device's kernels, allocator and rates."""
+"""Measures a step for an absent device: on fake tensors, with the kernels, allocator and rates of that device."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 @final
 class FakeStep:
-    """A training step whose model, optimizer and inputs were made inside of ``device``.
+    """A training step whose model, optimizer and inputs were created inside of ``device``.
 
     Args:
-        device: stands for the device.
-        model: what is trained.
+        device: the absent device.
+        model: the model that is trained.
         step_fn: runs forward, backward and optimizer once.
-        optimizer: the one in ``step_fn``, if there is one; its state is made at once.
+        optimizer: the one in ``step_fn``, if there is one; its state is created at once.
     """
 
     def __init__(
@@ -46,12 +46,29 @@ class FakeStep:
             self._workspace = torch.empty(device.machine.workspace_bytes, dtype=torch.uint8)
             self._make_optimizer_state()
 
+    @property
+    def device_name(self) -> str:
+        """The name of the device profile."""
+        return self._device.machine.name
+
+    @property
+    def no_copies(self) -> str:
+        """Says that the profile lacks rates."""
+        return f"offload: {self.device_name} has no rates of copies in its profile"
+
+    def copy_rates(self, tier: str) -> tuple[float, float] | None:
+        """Returns the rates of the device profile; ``None`` if it has none."""
+        profile = self._device.machine
+        disk, host = (profile.disk_write, profile.disk_read), (profile.copy_out, profile.copy_in)
+        rates = disk if tier == "disk" else host
+        return rates if min(rates) > 0 else None
+
     def sample(self, blocks: Blocks, options: Sequence[Option]) -> StepSample:
-        """Runs the step with one option on each block."""
+        """Traces the step with one option on each block."""
         stores = {far: TracedStore(is_far=far) for far in (False, True)}
         learns = any(b.is_floating_point() for module in blocks.modules for b in module.buffers())
         with self._device, blocks.under(options, lambda option: stores[option.is_far], learns=learns):
-            if learns:  # a first run alone shows what moves, such as the statistics of BatchNorm
+            if learns:  # a first run finds buffers that change, such as the statistics of BatchNorm
                 self._step_fn()
             trace = self._trace()
             with traced(stores.values(), trace), blocks.marked(trace), trace:
@@ -59,13 +76,13 @@ class FakeStep:
         return StepSample(trace, dict(stores[True].far_bytes), trace.seconds, sum(trace.seconds.values()))
 
     def ops(self, blocks: Blocks) -> list[list[OpTimes]]:
-        """Runs the step once, and reckons what each op of the blocks takes."""
+        """Runs the step once, and estimates the time of each op of the blocks."""
         with self._device:
             return record_ops(blocks, self._step_fn, lambda: 0.0, self._device.machine.op_seconds)
 
     @contextmanager
     def restricted_to(self, blocks: Blocks, numbers: Sequence[int]) -> Iterator[bool]:
-        """Takes the other blocks out of the lists in which they stand, and tries whether the step runs so."""
+        """Removes the other blocks from their ``nn.ModuleList``, and yields whether the step runs without them."""
         chosen = {id(blocks.modules[number]) for number in numbers}
         others = {id(module) for module in blocks.modules} - chosen
         lists = [m for m in self._model.modules() if others & {id(child) for child in m.children()}]

@@ -1,4 +1,4 @@
-"""Runs a step once with a policy on each block, logged: the hooks that cut it into intervals go on and come off."""
+"""Installs policies on blocks, and the hooks that divide a step into intervals, for the time of a measurement."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ if TYPE_CHECKING:
 
 
 class StepListener(Protocol):
-    """Is told how a step goes through the blocks."""
+    """Receives events while a step passes through the blocks."""
 
     @property
     def is_in_block(self) -> bool:
         """Whether the forward of a block runs now."""
 
     def begin_call(self, block: int, tensors: Iterable[torch.Tensor]) -> int:
-        """A block is called with ``tensors``; returns the number of the call."""
+        """Called before the forward of a block with its tensors; returns the number of the call."""
 
     def end_call(self, tensors: Iterable[torch.Tensor]) -> int:
-        """The block that was called last returns ``tensors``; returns the number of the call."""
+        """Called after the forward of the last block with its outputs; returns the number of the call."""
 
     def gradient_of(self, call: int, output: int, gradient: torch.Tensor) -> None:
-        """Backward has the whole gradient of an output of a call."""
+        """Called when backward has computed the gradient of an output of a call."""
 
     def backward_ends(self, call: int) -> None:
-        """Backward has the whole gradient of an argument of a call."""
+        """Called when backward has computed the gradient of an argument of a call."""
 
     def parameter_done(self, call: int) -> None:
-        """Backward has added up the gradient of a parameter in a call of whose arguments none asks for one."""
+        """Called when backward has accumulated a parameter's gradient in a call whose arguments need none."""
 
     def optimizer_begins(self) -> None:
-        """An optimizer begins to step."""
+        """Called before an optimizer steps."""
 
 
 @final
 class Blocks:
-    """The blocks that a plan decides about.
+    """The blocks that are planned.
 
     Args:
         named: Names and modules, none of them inside of another.
@@ -63,9 +63,9 @@ class Blocks:
     def under(
         self, options: Sequence[Option], store: Callable[[Option], Store | None], *, learns: bool = True
     ) -> Iterator[Callable[[], AbstractContextManager[None]]]:
-        """Puts an option on each block; with ``learns=False`` a first call is like all others, and sees no edits.
+        """Installs an option on each block; with ``learns=False`` the first call does not look for in-place edits.
 
-        Yields a function that takes them off for the time of a ``with`` block.
+        Yields a function that removes the options for the time of a ``with`` block.
         """
         wrappers = []
         try:
@@ -83,7 +83,7 @@ class Blocks:
 
     @contextmanager
     def marked(self, listener: StepListener) -> Iterator[None]:
-        """Has ``listener`` told where the calls of the blocks begin and end, forward and backward."""
+        """Reports to ``listener`` where the forwards and backwards of the blocks begin and end."""
         with ExitStack() as stack:
             for number, module in enumerate(self.modules):
                 marks = _BlockHooks(listener, number, stack)
@@ -106,7 +106,7 @@ def _without(wrappers: Sequence[BlockForward]) -> Iterator[None]:
 
 @final
 class _FixedPlacement:
-    """Stands as the placement of a block whose store is given."""
+    """The placement of a block with a given store."""
 
     def __init__(self, store: Store | None) -> None:
         self.store = store
@@ -129,7 +129,7 @@ class _BlockHooks:
             for tensor in at_end:
                 tensor.register_hook(_BackwardEndHook(self._listener, call))
             if not at_end:
-                self._see_parameters(module, call)
+                self._watch_parameters(module, call)
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         del module, args
@@ -140,8 +140,8 @@ class _BlockHooks:
                 if tensor.requires_grad:
                     tensor.register_hook(_GradientHook(self._listener, call, number))
 
-    def _see_parameters(self, module: nn.Module, call: int) -> None:
-        """Nothing else tells where the backward of a first block ends, after which processes wait for each other."""
+    def _watch_parameters(self, module: nn.Module, call: int) -> None:
+        """Parameter gradients are the only sign that the backward of a first block is over."""
         for parameter in module.parameters():
             if parameter.requires_grad:
                 hook = parameter.register_post_accumulate_grad_hook(lambda _: self._listener.parameter_done(call))
@@ -150,7 +150,7 @@ class _BlockHooks:
 
 @final
 class _GradientHook:
-    """Sees the gradient of an output."""
+    """Reports the gradient of an output."""
 
     def __init__(self, listener: StepListener, call: int, output: int) -> None:
         self._at = call, output
@@ -162,7 +162,7 @@ class _GradientHook:
 
 @final
 class _BackwardEndHook:
-    """Sees the gradient of an argument: the backward of the block is over."""
+    """Reports the gradient of an argument: the backward of the block is over."""
 
     def __init__(self, listener: StepListener, call: int) -> None:
         self._listener = listener

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, eq=False)
 class OpObserver(Rule):
-    """Runs a block as it is and notes its ops.
+    """Runs a block as it is and records its ops.
 
     Args:
-        seen: gets the ops of each call.
-        clock: says what time it is, in seconds.
-        op_seconds: says what an op takes, where the clock cannot.
+        seen: receives the ops of each call.
+        clock: returns the time in seconds.
+        op_seconds: returns the seconds of an op, where a clock cannot.
     """
 
     name: ClassVar[str] = "look"
@@ -42,7 +42,7 @@ class OpObserver(Rule):
     op_seconds: OpSeconds | None = None
 
     def run(self, site: Site, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Runs the block; all is kept."""
+        """Runs the block and keeps everything."""
         del site
         ops = OpTimes()
         self.seen.append(ops)
@@ -69,7 +69,7 @@ class _OpTimer(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Sees nothing of what compiled code does, which else would not run as such."""
+        """Returns True: compiled code runs as such, and its ops are not visible."""
         return True
 
     @never_compiled

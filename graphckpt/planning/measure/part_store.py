@@ -27,11 +27,11 @@ _MOST_RUNS = 3  # of a step that keeps something new each time
 
 @final
 class PartitionStore(Store):
-    """Keeps parts, in a store of its own for each block, and tells a trace what blocks hold whole.
+    """Partitions saved tensors, with a store for each block, and records in a trace what blocks hold whole.
 
     Args:
-        partition: the ranks, as the flag ``partition`` takes them.
-        min_elements: smaller tensors stay.
+        partition: a value of the flag ``partition``.
+        min_elements: smaller tensors are not partitioned.
     """
 
     place = "part"
@@ -42,60 +42,59 @@ class PartitionStore(Store):
         self._stores: dict[str, Store] = {}
         self._trace: Trace | None = None
         self._ahead_bytes: dict[int, int] = {}
-        self.has_asked = False
-        """Whether something was kept whole until the ranks had been asked; they are not when the same is kept again."""
+        self.has_compared = False
+        """Whether a tensor was kept whole until the ranks had compared it; they do so once for equal tensors."""
 
     def listen(self, trace: Trace | None) -> dict[int, int]:
-        """Has a trace told from now on, or nobody.
+        """Records in ``trace`` from now on; ``None`` stops recording.
 
-        Returns what was found until now: by the number of a call, the bytes that a gather of its parts takes until they
-        are used.
+        Returns, by the number of a call, the bytes that were recorded for the all-gather of its parts.
         """
         self._trace = trace
         found, self._ahead_bytes = self._ahead_bytes, {}
         return found
 
     def open(self, group: Group) -> Group | None:
-        """Begins what one call keeps."""
+        """Opens the group of one call."""
         if group.block not in self._stores:
             self._stores[group.block] = Placement(None, self._partition, min_elements=self._min_elements).store
         return self._stores[group.block].open(group)
 
     def put(self, tensor: torch.Tensor, group: Group | None) -> object:
-        """Keeps ``tensor`` and returns the key to it."""
+        """Stores ``tensor`` and returns its key."""
         assert group is not None
         store = self._stores[group.block]
         return _PartitionKey(store, store.put(tensor, group), self._trace)
 
     def get(self, key: object) -> torch.Tensor | None:
-        """Returns the kept tensor."""
+        """Returns the stored tensor."""
         assert isinstance(key, _PartitionKey)
         return key.store.get(key.key)
 
     def seal(self, group: Group | None) -> None:
-        """Nothing more comes into the group."""
+        """Closes the group."""
         assert group is not None
         num_whole = len(_pieces(group, is_cut=False))
-        with warnings.catch_warnings():  # that an option cuts little shows in its bytes
+        with warnings.catch_warnings():  # an option that partitions little shows in its bytes
             warnings.filterwarnings("ignore", message=".*already sharded, left whole")
             self._stores[group.block].seal(group)
-        self.has_asked |= len(_pieces(group, is_cut=False)) < num_whole
+        self.has_compared |= len(_pieces(group, is_cut=False)) < num_whole
         cut = _pieces(group, is_cut=True)
         sizes = [piece.place.gathered_bytes(piece.ticket.num_bytes) for piece in cut if isinstance(piece.place, Shard)]
         if len(sizes) > 1:
-            sizes.append(sum(piece.place.stored_bytes(piece.ticket.num_bytes) for piece in cut))  # as one, to be sent
+            sizes.append(sum(piece.place.stored_bytes(piece.ticket.num_bytes) for piece in cut))  # as one buffer
         if sizes and self._trace is not None:
             call = len(self._trace.calls) - 1
             self._ahead_bytes[call] = self._ahead_bytes.get(call, 0) + sum(sizes)
 
 
 def settle(stores: Collection[PartitionStore], step: Callable[[], object]) -> None:
-    """Runs a step until nothing waits whole in it any more for the ranks to be asked; all of them see the same."""
+    """Runs a step until the ranks have compared all of its tensors; they do so equally often."""
     for _ in range(_MOST_RUNS):
-        if not any(store.has_asked for store in stores):
+        if not any(store.has_compared for store in stores):
             break
         for store in stores:
-            store.has_asked = False
+            store.has_compared = False
         step()
 
 
@@ -106,7 +105,7 @@ def _pieces(group: Group, *, is_cut: bool) -> list[Piece]:
 
 @final
 class _PartitionKey:
-    """A key, and what its block holds whole by it."""
+    """A key, and the tensors that its block holds whole."""
 
     __slots__ = ("__weakref__", "_held", "_trace", "key", "store")
 
@@ -123,7 +122,7 @@ class _PartitionKey:
 
 
 def _whole(key: object) -> Iterator[torch.Tensor]:
-    """Yields what stays as it is, of all that a key means."""
+    """Yields the tensors of a key that are not partitioned."""
     if isinstance(key, torch.Tensor):
         yield key
     elif isinstance(key, WrappedKey):

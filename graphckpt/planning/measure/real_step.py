@@ -1,4 +1,4 @@
-"""Runs a user's step on the real device to measure it, and puts back what the step has changed."""
+"""Measures a user's step on the device of its model, and restores what the step has changed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from graphckpt.planning.device.write_profile import copy_rates
 from graphckpt.planning.measure.clock import StepClock, fastest, now
 from graphckpt.planning.measure.instrument import Blocks
 from graphckpt.planning.measure.op_trace import record_ops
@@ -28,19 +29,21 @@ if TYPE_CHECKING:
 
     from graphckpt.stores import Store
 
-_TIMED_RUNS = 2  # of which the fastest counts: what else the machine does only ever adds
-_TIMED_COMPILED = 3  # times as many, of compiled layers: no clock on their ops makes up for the noise
+_TIMED_RUNS = 2  # of which the fastest counts: other load only adds time
+_TIMED_COMPILED = 3  # times as many for compiled layers, whose ops cannot be timed one by one
 
 
 @final
 class RealStep:
-    """A step function of the user over a model, on the device that the model is on.
+    """A step function over a model, on the device of the model.
 
     Args:
-        model: its parameters, buffers and gradients are put back afterwards.
-        step_fn: runs forward and backward once, and the optimizer if it is to count.
-        min_elements: what is offloaded is not smaller.
+        model: its parameters, buffers and gradients are restored afterwards.
+        step_fn: runs forward and backward once, and the optimizer step, if its memory should count.
+        min_elements: smaller tensors are not offloaded.
     """
+
+    no_copies = "offload='cpu' has no effect: the tensors are in host memory already"
 
     def __init__(self, model: nn.Module, step_fn: Callable[[], object], *, min_elements: int = 1024) -> None:
         self._model = model
@@ -50,12 +53,21 @@ class RealStep:
         self.device = next((t.device for t in tensors), torch.device("cpu"))
         self._optimizers: dict[int, Optimizer] = {}
         self._parts: dict[str, PartitionStore] = {}
-        """By option: what the ranks have been asked holds for blocks that keep the same."""
+        """By option: what the ranks have compared holds for blocks that save equal tensors."""
+
+    @property
+    def device_name(self) -> str:
+        """The device of the model."""
+        return str(self.device)
+
+    def copy_rates(self, tier: str) -> tuple[float, float] | None:
+        """Measures the rates; ``None`` if the model is in host memory already."""
+        return None if self.device.type == "cpu" and tier == "host" else copy_rates(self.device, tier)
 
     def sample(self, blocks: Blocks, options: Sequence[Option]) -> StepSample:
-        """Runs the step with one option on each block: once to warm up, once logged, and some times by the clock.
+        """Runs the step with one option on each block: once to warm up, once traced, and a few times to time it.
 
-        Each timed run comes beside one without policies, so that what else the machine does lengthens both alike.
+        Each timed run is paired with one without policies, so that other load affects both alike.
         """
         stores = {far: TracedStore(is_far=far, min_elements=self._min_elements) for far in (False, True)}
         parts = self._parts_of(options)
@@ -63,7 +75,7 @@ class RealStep:
         def store_of(option: Option) -> Store | None:
             return parts[option.name] if option.is_part else stores[option.is_far]
 
-        with on_optimizer_step(self._meet), blocks.under(options, store_of) as without:
+        with on_optimizer_step(self._remember), blocks.under(options, store_of) as without:
             self._step_fn()
             settle(parts.values(), self._step_fn)
             trace = self._trace()
@@ -83,7 +95,7 @@ class RealStep:
         return StepSample(trace, far_bytes, fastest(clocks), total, fastest(plain), ahead_bytes)
 
     def _parts_of(self, options: Sequence[Option]) -> dict[str, PartitionStore]:
-        """Returns the stores of what is cut, by option."""
+        """Returns the stores of partitioned tensors, by option."""
         names = dict.fromkeys(option.name for option in options if option.is_part)
         for option in options:
             if option.is_part and option.name not in self._parts:
@@ -91,7 +103,7 @@ class RealStep:
         return {name: self._parts[name] for name in names}
 
     def ops(self, blocks: Blocks) -> list[list[OpTimes]]:
-        """Runs the step some times with the clock on each op of the blocks."""
+        """Runs the step a few times and times each op of the blocks."""
 
         def run() -> None:
             for _ in range(_TIMED_RUNS):
@@ -100,17 +112,17 @@ class RealStep:
         return record_ops(blocks, run, partial(now, self.device))
 
     def restricted_to(self, blocks: Blocks, numbers: Sequence[int]) -> AbstractContextManager[bool]:
-        """A real step is run whole: its times are measured on many blocks."""
+        """Yields False: a real step runs whole, since its times are measured on many blocks."""
         del blocks, numbers
         return nullcontext(False)
 
     def peak(self) -> int:
-        """Returns the most bytes that are alive at once during a step as it is.
+        """Returns the peak of live bytes during a step.
 
-        On CUDA these are those of the allocator, with what it took before and what ops take within; elsewhere the
-        count is that of the logged runs.
+        On CUDA it is the allocator's, with earlier allocations and temporaries of ops; elsewhere it is counted as
+        in the traced runs.
         """
-        with on_optimizer_step(self._meet):
+        with on_optimizer_step(self._remember):
             self._step_fn()
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
@@ -137,7 +149,7 @@ class RealStep:
                         grad.copy_(old)
             state.restore()
 
-    def _meet(self, optimizer: Optimizer) -> None:
+    def _remember(self, optimizer: Optimizer) -> None:
         self._optimizers[id(optimizer)] = optimizer
 
     def _trace(self) -> Trace:
@@ -167,7 +179,7 @@ class RealStep:
 
 @contextmanager
 def on_optimizer_step(see: Callable[[Optimizer], None]) -> Iterator[None]:
-    """Calls ``see`` with each optimizer that begins to step."""
+    """Calls ``see`` with each optimizer before it steps."""
     hook = register_optimizer_step_pre_hook(lambda optimizer, *_: see(optimizer))
     try:
         yield

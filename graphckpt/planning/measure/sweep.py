@@ -1,4 +1,4 @@
-"""Runs a step under each option of each block, as few times as it takes, and learns what a plan will do."""
+"""Measures a step under each option of each block, in as few runs as possible."""
 
 from __future__ import annotations
 
@@ -20,14 +20,25 @@ from graphckpt.planning.option import KEEP, Option
 class MeasurableStep(Protocol):
     """A training step that can be run with one option on each block."""
 
+    @property
+    def no_copies(self) -> str:
+        """Why nothing can be offloaded, where :meth:`copy_rates` returns ``None``."""
+
+    @property
+    def device_name(self) -> str:
+        """The device that plans are for."""
+
+    def copy_rates(self, tier: str) -> tuple[float, float] | None:
+        """Returns bytes per second to ``"host"`` or ``"disk"`` and back; ``None`` if nothing can be offloaded."""
+
     def sample(self, blocks: Blocks, options: Sequence[Option]) -> StepSample:
-        """Runs it once, logged."""
+        """Runs the step once and traces it."""
 
     def ops(self, blocks: Blocks) -> list[list[OpTimes]]:
-        """Runs it with nothing but an eye on the ops of the blocks; returns by block those of each forward."""
+        """Runs the step and times the ops of the blocks; returns, by block, those of each forward."""
 
     def restricted_to(self, blocks: Blocks, numbers: Sequence[int]) -> AbstractContextManager[bool]:
-        """Has the step run without the other blocks, as far as it can, and says whether it does."""
+        """Runs the step without the other blocks within the ``with`` block, if possible; yields whether it is."""
 
 
 def measure(
@@ -36,17 +47,17 @@ def measure(
     options: Sequence[Option],
     progress: Callable[[int, int], None] | None = None,
     classes: Callable[[Sequence[int]], Sequence[int]] = list,
-    told: Callable[[Any], Any] = lambda value: value,
+    broadcast: Callable[[Any], Any] = lambda value: value,
 ) -> MeasuredStep:
-    """Measures every option on every block. Equal blocks take turns, so that each option runs on one of them.
+    """Measures every option on every block. Equal blocks share the options, so that each option runs on one of them.
 
     Args:
         step: what to run.
-        blocks: what a plan decides about.
+        blocks: the blocks to plan.
         options: the first one must be ``keep``.
-        progress: called with the runs done, and the runs in all.
-        classes: given the classes of the blocks, returns those that several processes agree upon.
-        told: given a plain value, returns that of the process by whose times several of them go.
+        progress: called with the runs that are done, and their number.
+        classes: returns the classes of blocks that hold on all processes, given those of this one.
+        broadcast: returns the value of the leader of several processes.
 
     Raises:
         PlanError: no block runs with gradients.
@@ -66,7 +77,7 @@ def measure(
         numbers = some if is_shorter else list(every)
         part = Blocks([(blocks.names[number], blocks.modules[number]) for number in numbers])
         kinds = [found.classes[number] for number in numbers]
-        options, own = with_levels(options, kinds, lambda: step.ops(part), told)
+        options, own = with_levels(options, kinds, lambda: step.ops(part), broadcast)
         turns = list(_turns(kinds, len(options), is_shorter=is_shorter))
         for done, turn in enumerate(turns, start=1):
             if progress is not None:
@@ -78,7 +89,7 @@ def measure(
 
 
 def _excerpt(classes: Sequence[int], num_options: int) -> list[int]:
-    """Returns blocks that are enough to see each option in a short run: of each class one more than there are."""
+    """Returns enough blocks to measure each option in a short run: as many of each class as there are options."""
     seen: dict[int, int] = {}
     numbers = []
     for number, kind in enumerate(classes):
@@ -89,7 +100,7 @@ def _excerpt(classes: Sequence[int], num_options: int) -> list[int]:
 
 
 def _classes(base: StepLog, blocks: Blocks) -> list[int]:
-    """Returns the class of each block: blocks of one class are of one kind and did the same, byte by byte."""
+    """Returns the class of each block: blocks of one class have one type and did the same, byte by byte."""
     base.name_roles([base.leaving(call) for call in range(len(base.calls))])
     seen: dict[Any, int] = {}
     marks: list[list[Any]] = [[] for _ in blocks.names]
@@ -105,7 +116,7 @@ def _classes(base: StepLog, blocks: Blocks) -> list[int]:
 def _turns(classes: Sequence[int], num_options: int, *, is_shorter: bool) -> Iterator[list[int]]:
     """Yields the option of each block in each run, until every class has had each option but the first.
 
-    In a shorter run a block of each class that has many keeps all, so that it can be seen to do as in the whole one.
+    In a shorter run one block of each class with enough blocks keeps all, to compare it with the whole run.
     """
     if num_options < 2:
         return

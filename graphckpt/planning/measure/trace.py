@@ -1,4 +1,4 @@
-"""Logs a step: which storages come and go in which interval, and which of them the blocks hold. Knows no policy."""
+"""Traces a step: which storages are allocated and freed in which interval, and which the blocks hold."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 @final
 class Trace(LiveBytes):
-    """Counts live bytes op by op, as :class:`~graphckpt.ledger.live.LiveBytes` does, and logs each change by storage.
+    """Counts live bytes op by op, as :class:`~graphckpt.ledger.live.LiveBytes` does, and records each change.
 
     Args:
         device: count only this kind of device; ``None`` counts all.
         is_fake: the step runs on fake tensors.
-        rounded: bytes that the device's allocator takes for so many bytes.
-        seconds: what an op takes on the device; without it no time is kept.
-        extra_bytes: what an op takes on the device, beside its results, while it runs.
+        rounded: returns the bytes that the allocator of the device reserves for a size.
+        seconds: returns the seconds of an op on the device; ``None`` records no times.
+        extra_bytes: returns the temporary bytes of an op on the device, beside its results.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Trace(LiveBytes):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Runs one op, and adds what it would take on the device."""
+        """Runs one op, and adds its time and temporary bytes on the device."""
         self._num_ops += 1
         if getattr(func, "namespace", "") == "prim":  # asks for a device: of the calls of a fake step, two out of three
             return func(*args, **(kwargs or {}))
@@ -75,11 +75,11 @@ class Trace(LiveBytes):
         return bool(self._running)
 
     def mark(self, phase: Phase, call: int = -1) -> None:
-        """A new interval begins."""
+        """Begins a new interval."""
         self.stretches.append(TraceSpan(Interval(phase, call)))
 
     def begin_call(self, block: int, tensors: Iterable[torch.Tensor]) -> int:
-        """A block is called with ``tensors``; returns the number of the call."""
+        """Begins the forward of a block; returns the number of the call."""
         arguments = [self.name_of(tensor) for tensor in tensors]
         number = len(self.calls)
         self.calls.append(BlockCall(block, arguments))
@@ -88,43 +88,43 @@ class Trace(LiveBytes):
         return number
 
     def end_call(self, tensors: Iterable[torch.Tensor]) -> int:
-        """The block that was called last returns ``tensors``."""
+        """Ends the forward of the last block."""
         number = self._running.pop()
         self.calls[number].outputs.extend(self.name_of(tensor) for tensor in tensors)
         self.mark(Phase.AFTER_FORWARD, number)
         return number
 
     def gradient_of(self, call: int, output: int, gradient: torch.Tensor) -> None:
-        """Backward has the whole gradient of an output of a call: the backward of its block begins."""
+        """Begins the backward of a block: the gradient of an output is known."""
         known = self.calls[call].gradients
         if not known:
             self.mark(Phase.BACKWARD, call)
         known.setdefault(output, self.name_of(gradient))
 
     def backward_ends(self, call: int) -> None:
-        """Backward has the whole gradient of an argument of a call: the backward of its block is over."""
+        """Ends the backward of a block: the gradient of an argument is known."""
         if self.stretches[-1].interval == (Phase.BACKWARD, call):
             self.mark(Phase.AFTER_BACKWARD, call)
 
     def parameter_done(self, call: int) -> None:
-        """Ends nothing: what a block holds to the end of the step is its own."""
+        """Does nothing: what a block holds until the end of the step is its own."""
 
     def optimizer_begins(self) -> None:
-        """An optimizer begins to step."""
+        """Begins an optimizer step."""
         self.mark(Phase.OPTIMIZER)
 
     def hold(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """The block that runs holds ``tensor``; returns what :meth:`release` is called with."""
+        """Records that the current block saves ``tensor``; returns the argument of :meth:`release`."""
         storage = self.name_of(tensor)
         self._log(EventKind.HELD, storage)
         return storage, self._running[-1] if self._running else -1
 
     def release(self, held: tuple[int, int]) -> None:
-        """A block lets go of what it held."""
+        """Records that a block releases a saved tensor."""
         self._log(EventKind.RELEASED, held[0])
 
     def name_of(self, tensor: torch.Tensor) -> int:
-        """Returns the number of the tensor's storage, which is counted from now on if it was not; -1 if it never is."""
+        """Returns the number of the tensor's storage, which is tracked from now on; -1 if it cannot be tracked."""
         self.track([tensor])
         try:
             return self._names.get(id(tensor.untyped_storage()), -1)
@@ -133,7 +133,7 @@ class Trace(LiveBytes):
 
     def _change(self, num_bytes: int, key: int) -> None:
         name = self._names.get(key)
-        if name is not None and num_bytes > 0:  # resized: what was there is gone
+        if name is not None and num_bytes > 0:  # resized: the old bytes are freed
             self._end(name, key)
             num_bytes += self._sizes[name]
             name = None
@@ -146,7 +146,7 @@ class Trace(LiveBytes):
             self._end(name, key)
 
     def _pass_through(self, num_bytes: int) -> None:
-        """Counts memory that an op has taken and given back."""
+        """Counts memory that an op allocates and frees."""
         name = len(self._sizes)
         self._sizes.append(num_bytes)
         super()._change(self._rounded(num_bytes), name)

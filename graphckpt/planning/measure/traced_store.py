@@ -1,4 +1,4 @@
-"""A store that tells a trace who holds what until when, and that can stand for places far from the device."""
+"""A store that records in a trace how long blocks hold tensors, and that can simulate offloading."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @final
 class TracedStore(Store):
-    """Keeps tensors where they are, or far away, and tells a trace who holds what until when.
+    """Keeps tensors on the device, or simulates offloading them, and records how long blocks hold them.
 
     Args:
-        trace: is told; ``None`` while nobody listens.
-        is_far: what is kept leaves the device while a trace listens: its bytes count no more until it is asked for.
-            Without one it stays. The copies here are synchronous, to pageable memory, and no clock may see them: a plan
-            adds the time of copies from the rates of the device.
+        trace: the trace to record in; ``None`` records nothing.
+        is_far: simulate offloading while a trace records: the bytes of a tensor do not count until it is reloaded. The
+            copies here are synchronous, to pageable memory, and must not be timed: plans add the time of copies from
+            the rates of the device.
     """
 
     place = "device"
@@ -34,16 +34,16 @@ class TracedStore(Store):
         self.trace = trace
         self.is_far = is_far
         self.far_bytes: dict[int, int] = {}
-        """By the number of a call, what it has sent away."""
+        """The bytes that each call has offloaded, by the number of the call."""
         self._min_elements = min_elements
         self._sent: dict[int, weakref.ref[_Far]] = {}
 
     def open(self, group: Group) -> Group:
-        """Begins what one call keeps."""
+        """Opens the group of one call."""
         return group
 
     def put(self, tensor: torch.Tensor, group: Group | None) -> object:
-        """Keeps ``tensor`` and returns the key to it."""
+        """Stores ``tensor`` and returns its key."""
         assert group is not None
         if not self.is_far or self.trace is None or self._stays(tensor, group):
             return _Near(tensor.detach(), self.trace)
@@ -58,14 +58,14 @@ class TracedStore(Store):
         return _View(far, tensor)
 
     def get(self, key: object) -> torch.Tensor | None:
-        """Returns the kept tensor."""
+        """Returns the stored tensor."""
         if isinstance(key, _Near):
             return key.tensor
         assert isinstance(key, _View)
         return key.take()
 
     def seal(self, group: Group | None) -> None:
-        """Nothing more comes into the group."""
+        """Closes the group."""
 
     def _stays(self, tensor: torch.Tensor, group: Group) -> bool:
         return (
@@ -77,7 +77,7 @@ class TracedStore(Store):
 
 @final
 class _Near:
-    """The key to a tensor that stays."""
+    """The key of a tensor that stays on the device."""
 
     __slots__ = ("__weakref__", "_held", "_trace", "tensor")
 
@@ -93,7 +93,7 @@ class _Near:
 
 @final
 class _Far:
-    """A storage that has left the device: a copy that no trace sees, until it is asked for."""
+    """An offloaded storage: a copy that no trace counts, until it is reloaded."""
 
     __slots__ = ("__weakref__", "_back", "_copy", "num_bytes", "storage")
 
@@ -106,7 +106,7 @@ class _Far:
         self._back: weakref.ref[torch.Tensor] | None = None
 
     def back(self, like: torch.Tensor) -> torch.Tensor:
-        """Returns flat bytes on the device; the same ones while somebody uses them."""
+        """Returns the bytes on the device; the same tensor as long as it is in use."""
         flat = self._back() if self._back is not None else None
         if flat is None:
             flat = torch.empty(self.num_bytes, dtype=torch.uint8, device=like.device)
@@ -119,7 +119,7 @@ class _Far:
 
 @final
 class _View:
-    """The key to a tensor that has left: which part of its storage it is."""
+    """The key of an offloaded tensor: which part of its storage it is."""
 
     __slots__ = ("_empty", "_far", "_flat", "_offset", "_stride")
 
@@ -130,7 +130,7 @@ class _View:
         self._flat: torch.Tensor | None = None
 
     def take(self) -> torch.Tensor:
-        """Returns the tensor, on the device again."""
+        """Returns the tensor on the device."""
         self._flat = self._far.back(self._empty)
         shape, stride = self._stride
         typed = self._flat.view(self._empty.dtype)

@@ -1,4 +1,4 @@
-"""The record of a step: which storages come and go in which interval, and which of them the blocks hold. Data only."""
+"""The trace of a step: which storages are allocated, freed and held by blocks, in which interval. Data only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any, NamedTuple, Protocol, final
 
 OpSeconds = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float]
-"""What one op takes on a device: called with the op, its arguments and its result."""
+"""Returns the seconds that an op takes on a device, from the op, its arguments and its result."""
 
 
 class EventKind(Enum):
@@ -21,7 +21,7 @@ class EventKind(Enum):
 
 
 class Phase(Enum):
-    """The intervals into which the calls of blocks cut a step."""
+    """The kinds of intervals into which the calls of blocks divide a step."""
 
     FORWARD = "forward of"
     AFTER_FORWARD = "after the forward of"
@@ -32,31 +32,31 @@ class Phase(Enum):
 
 
 class Interval(NamedTuple):
-    """A stretch of the step. ``call`` counts the calls of blocks in the order of forward; -1 if it is of none."""
+    """A part of the step. ``call`` counts the calls of blocks in the order of forward; -1 if it belongs to none."""
 
     phase: Phase
     call: int = -1
 
     @property
     def is_of_block(self) -> bool:
-        """Whether a policy decides what happens in it."""
+        """Whether the policy of a block determines what happens in it."""
         return self.phase in (Phase.FORWARD, Phase.BACKWARD)
 
 
 class StorageEvent(NamedTuple):
-    """One line of the log."""
+    """One allocation or release."""
 
     kind: EventKind
     storage: int
     num_bytes: int
     op: int
-    """How many ops had begun."""
+    """The number of ops that had begun."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class TraceSpan:
-    """What happened from one mark to the next."""
+    """The events from one mark to the next."""
 
     interval: Interval
     entries: list[StorageEvent] = field(default_factory=list)
@@ -65,17 +65,17 @@ class TraceSpan:
 @final
 @dataclass(frozen=True, slots=True)
 class BlockCall:
-    """One forward of one block, and the storages that pass its border."""
+    """One forward of one block, and the storages that enter or leave it."""
 
     block: int
     arguments: list[int] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
     gradients: dict[int, int] = field(default_factory=dict)
-    """By the number of an output: the storage of its gradient."""
+    """The storage of the gradient of each output, by the number of the output."""
 
 
 class TraceLog(Protocol):
-    """A recorded step."""
+    """A traced step."""
 
     @property
     def stretches(self) -> list[TraceSpan]:

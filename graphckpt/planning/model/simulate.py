@@ -108,7 +108,8 @@ class LiveState:
         held: storages that a block holds.
 
     >>> state = LiveState(100, others=[7])
-    >>> state.advance(EventSeq([Change(EventKind.HELD, 7, 30), Change(EventKind.GONE, 7, 30), PrivateRun(peak=8, change=5)]))
+    >>> events = [Change(EventKind.HELD, 7, 30), Change(EventKind.GONE, 7, 30), PrivateRun(peak=8, change=5)]
+    >>> state.advance(EventSeq(events))
     >>> state.level, state.peak  # a block still holds it
     (105, 108)
     """
