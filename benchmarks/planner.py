@@ -326,7 +326,7 @@ def plans(
     step = RealStep(case.model, lambda: measurer.step(plain))
     code = parse_compile(None if backend is None else {"backend": backend})
     family, ending = (OURS, "plan") if backend is None else (f"{OURS}, layers by {backend}", f"plan, {backend}")
-    with step.undone():
+    with step.restoring():
         begin = process_time()
         with compiled_layers(blocks.modules, code.options):
             measured = measure(step, blocks, rules(code=code))

@@ -139,7 +139,7 @@ def predictions_hold() -> None:
     assert planner.measured.notes == ()
     for plan in ((3, 3, 3), (4, 4, 4), (5, 5, 5), (3, 4, 5), (5, 1, 3), (4, 0, 2), (1, 5, 4)):
         choice = planner.search.evaluate(plan)
-        with planner.described(choice, choice.peak).apply():
+        with planner.to_plan(choice, choice.peak).apply():
             assert case.peak() == choice.peak, plan
 
 
