@@ -148,7 +148,7 @@ def predict(model: str, precision: str, profile: str, device: Cuda, *, is_captur
     planner = foretell(model, precision, profile)
     result: dict[str, Any] = {"model": model, "precision": precision, "is_captured": is_captured}
     result["foretelling_seconds"] = perf_counter() - begin
-    limit = planner.bytes_of(0.5, available=0)
+    limit = planner.bytes_of("50%", available=0)
     alone = planner.plan(limit)
     before = device.allocated()
     with torch.device(device.kind):

@@ -28,7 +28,7 @@ examples:
   graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --memory-budget min \\
       --head loss_head=tiles:8:sum task.loss_head=True
 
-The device need not be there: no tensor has memory here. The file of --save holds a section `blocks` for
+The device need not be present, and no tensor allocates memory. The file of --save has a section `blocks` for
 train.activation_checkpoint.
 """
 
@@ -58,7 +58,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser = commands.add_parser(
         "plan",
         help="choose the policy of each block for a memory budget",
-        description="Chooses the policy of each block, so that the step is as fast as it can be within a budget.",
+        description="Chooses the policy of each block so that the step is as fast as possible within a memory budget.",
         epilog=_PLAN_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -90,14 +90,14 @@ def add_profile_device(commands: argparse._SubParsersAction[argparse.ArgumentPar
     """Adds ``graphckpt profile-device``."""
     parser = commands.add_parser(
         "profile-device",
-        help="measure this machine's device for the planner",
-        description="Measures rates and allocator of the device at hand, and writes a profile for 'graphckpt plan'.",
+        help="measure the device of this machine for the planner",
+        description="Measures the rates and the allocator of a device, and writes a profile for 'graphckpt plan'.",
     )
     parser.add_argument("file", metavar="FILE", help="where to write the profile: a .yaml")
     parser.add_argument("--device", default=None, metavar="NAME", help="such as cuda:0; the accelerator by default")
-    parser.add_argument("--name", default=None, help="what the profile calls the device")
-    parser.add_argument("--seconds", type=float, default=0.5, help="how long each rate is measured, at least")
-    parser.add_argument("--folder", default=None, help="a folder on the disk whose rates are wanted")
+    parser.add_argument("--name", default=None, help="the name of the profile")
+    parser.add_argument("--seconds", type=float, default=0.5, help="the least time for which each rate is measured")
+    parser.add_argument("--folder", default=None, help="a folder on the disk to measure")
     parser.set_defaults(run=_profile)
 
 
@@ -108,7 +108,7 @@ def _plan(parsed: argparse.Namespace) -> int:
     budget = check_budget(_budget(parsed.memory_budget))
     given = {name: getattr(parsed, name) for name in PlanOptions.names("command")}
     options = {name: _READ.get(name, lambda value: value)(value) for name, value in given.items() if value is not None}
-    with _bar("runs without memory") as progress:
+    with _bar("simulated runs") as progress:
         planner, target = planner_from(
             parsed.config_file, parsed.overrides, device=parsed.device, options=options, progress=progress
         )
@@ -145,7 +145,7 @@ def _profile(parsed: argparse.Namespace) -> int:
         name=parsed.name,
         seconds=parsed.seconds,
         folder=parsed.folder,
-        tell=lambda line: print(line, flush=True),
+        report=lambda line: print(line, flush=True),
     )
     print(f"written: {parsed.file} · use it: graphckpt plan --device {parsed.file} ...")
     return 0
@@ -183,7 +183,7 @@ def _heads(words: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
         name, _, text = word.partition("=")
         rule, *settings = text.split(":")
         if not name or not rule:
-            raise ConfigError(f"--head {word!r}: names no block and rule · fix: --head loss_head=tiles:8:sum")
+            raise ConfigError(f"--head: expected NAME=RULE, got {word!r} · fix: --head loss_head=tiles:8:sum")
         fields: dict[str, Any] = {"rule": rule}
         fields |= {"num_tiles" if s.isdigit() else "reduce": int(s) if s.isdigit() else s for s in settings}
         try:

@@ -1,4 +1,4 @@
-"""Policies that people know from other libraries, as what :func:`graphckpt.apply` takes. Measures nothing.
+"""Well-known policies of other libraries, as mappings for :func:`graphckpt.apply`.
 
 Each returns a mapping from blocks to policies; ``train.activation_checkpoint.blocks`` takes the same.
 
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 Policies: TypeAlias = dict[str, Any]
 """By block: a value of ``activation_checkpointing``."""
 
-_FEWEST = 4  # children of which the square root makes more than one run; the last run is always kept
+_FEWEST = 4  # children for which the square root gives more than one run; the last run is always kept
 
 
 def every_k(model: nn.Module, k: int, policy: Any = True) -> Policies:
-    """Every ``k``-th layer, the first one among them: torchtune's and Transformers' choice of layers.
+    """Every ``k``-th layer, starting with the first, as in torchtune and Transformers.
 
     Args:
-        model: one with layers that can be found.
-        k: 1 is all layers.
-        policy: what those layers do; by default they run again whole.
+        model: a model with a list of layers.
+        k: 1 selects all layers.
+        policy: the policy of those layers; by default ``full``.
 
     Raises:
-        ConfigError: ``k`` is below 1, or no layers can be found.
+        ConfigError: ``k`` is below 1, or no layers were found.
     """
     _check("every_k: k", k)
     return dict.fromkeys(_found(model)[::k], policy)
@@ -51,22 +51,22 @@ def first_k(model: nn.Module, k: int, policy: Any = True) -> Policies:
     """The first ``k`` layers: Megatron's ``recompute_method="block"`` on one pipeline stage.
 
     Raises:
-        ConfigError: ``k`` is below 1, there are fewer layers, or none can be found.
+        ConfigError: ``k`` is below 1, or there are fewer layers.
     """
     _check("first_k: k", k)
     found = _found(model)
     if k > len(found):
-        raise ConfigError(f"first_k: k is {k}, and there are {len(found)} layers · fix: use 1 to {len(found)}")
+        raise ConfigError(f"first_k: expected k up to {len(found)}, got {k} · fix: use 1 to {len(found)}")
     return dict.fromkeys(found[:k], policy)
 
 
 def uniform(model: nn.Module, n: int) -> Policies:
-    """Groups of ``n`` layers, of which each runs again as one: Megatron's ``recompute_method="uniform"``.
+    """Groups of ``n`` layers, each recomputed as one: Megatron's ``recompute_method="uniform"``.
 
     The last group of a stack of layers may be shorter.
 
     Raises:
-        ConfigError: ``n`` is below 1, or no layers can be found.
+        ConfigError: ``n`` is below 1, or no layers were found.
     """
     _check("uniform: n", n)
     groups = [stack[first : first + n] for stack in _stacks(model) for first in range(0, len(stack), n)]
@@ -74,18 +74,18 @@ def uniform(model: nn.Module, n: int) -> Policies:
 
 
 def sqrt(model: nn.Module) -> Policies:
-    """About as many groups as each has layers: least memory with one second run (Chen et al. 2016, arXiv:1604.06174).
+    """About √n groups of √n layers: least memory with one recomputation (Chen et al. 2016, arXiv:1604.06174).
 
-    The last group of a stack of layers is kept: backward wants it at once.
+    The last group of a stack of layers is kept, since backward starts with it.
 
     Raises:
-        ConfigError: a stack has too few layers to cut, or no layers can be found.
+        ConfigError: a stack has too few layers, or no layers were found.
     """
     groups = []
     for stack in _stacks(model):
         if len(stack) < _FEWEST:
             raise ConfigError(
-                f"sqrt: {stack[0]!r} is one of {len(stack)} layers, too few to cut · fix: use every_k(model, 1)"
+                f"sqrt: {stack[0]!r}: expected at least {_FEWEST} layers, got {len(stack)} · fix: every_k(model, 1)"
             )
         starts = run_starts(num_children=len(stack), runs="sqrt")
         groups += [stack[first:end] for first, end in pairwise(starts)]
@@ -93,12 +93,12 @@ def sqrt(model: nn.Module) -> Policies:
 
 
 def memory(model: nn.Module) -> Policies:
-    """Little memory for one second run of each layer: :func:`sqrt` where there are enough, else all layers run again.
+    """Little memory with one recomputation: :func:`sqrt` if there are enough layers, else all are ``full``.
 
-    cybertronai's ``memory`` keeps about a square root of a graph's tensors in the same way.
+    Similar to cybertronai's ``memory``, which keeps about the square root of the number of tensors.
 
     Raises:
-        ConfigError: no layers can be found.
+        ConfigError: no layers were found.
     """
     try:
         return sqrt(model)
@@ -107,10 +107,10 @@ def memory(model: nn.Module) -> Policies:
 
 
 def speed(model: nn.Module) -> Policies:
-    """Keeps what is slow to compute, the results of matrix products and convolutions: cybertronai's ``speed``.
+    """Keeps the results of matrix products and convolutions, which are slow to compute: cybertronai's ``speed``.
 
     Raises:
-        ConfigError: no layers can be found.
+        ConfigError: no layers were found.
     """
     return {name: {"rule": "selective", "save": "matmul"} for name in _found(model)}
 
@@ -119,7 +119,7 @@ def _found(model: nn.Module) -> list[str]:
     found = layers(model)
     if not found:
         raise ConfigError(
-            f"{type(model).__name__}: no list of layers is in it · fix: name the blocks, as graphckpt.apply takes them"
+            f"{type(model).__name__}: no list of layers was found · fix: name the blocks, as graphckpt.apply takes them"
         )
     return found
 
@@ -138,4 +138,4 @@ def _joined(groups: Iterable[Sequence[str]]) -> Policies:
 
 def _check(what: str, number: int) -> None:
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ConfigError(f"{what} is {number!r} · fix: use a whole number from 1 on")
+        raise ConfigError(f"{what}: expected a positive int, got {number!r} · fix: use a whole number from 1 on")

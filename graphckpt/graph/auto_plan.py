@@ -76,14 +76,14 @@ class AutoPlan:
     ) -> Plan:
         step = self._step
         if not step.update.optimizers:
-            raise GraphError(f"{step.name}.plan: an evaluation graph keeps nothing · fix: plan the training graph")
+            raise GraphError(f"{step.name}.plan: an evaluation graph saves nothing · fix: plan the training graph")
         step.prepare()
         model = _Roots(step.roots)
         selectors = options.blocks
         if selectors is None:
             selectors = [".".join(filter(None, (root, n))) for root, m in step.roots.items() for n in layers(m)]
         if not selectors:
-            raise ConfigError(f"{step.name}.plan: no module has a list of layers · fix: blocks='model.layers.*'")
+            raise ConfigError(f"{step.name}.plan: no list of layers was found · fix: blocks='model.layers.*'")
         blocks = find_blocks(model, selectors)
         if options.compile is None:
             options = replace(options, compile=self._compile_of(blocks))
@@ -95,17 +95,17 @@ class AutoPlan:
             return plan_step(real, model, blocks, memory_budget, options, group, unchanged(step))
 
     def _compile_of(self, blocks: Sequence[tuple[str, nn.Module]]) -> Any:
-        """Returns how the blocks are compiled already, which a plan takes over, but for what they save.
+        """Returns how the blocks are compiled already, without the share that the compiler saves.
 
         Raises:
-            ConfigError: not all of them alike.
+            ConfigError: blocks are compiled differently, or in part.
         """
         how = {module: without_share(fields.get("compile")) for module, _, fields in self._tree.policies()}
         values = [how.get(module) for _, module in blocks]
         inside = [how.get(child) for _, module in blocks for child in list(module.modules())[1:]]
         if any(value != values[0] for value in values) or any(value is not None for value in inside):
             raise ConfigError(
-                f"{self._step.name}.plan: not all of the planned blocks are compiled alike and as a whole · "
+                f"{self._step.name}.plan: expected planned blocks with equal `compile` · "
                 "fix: set `compile` on all of them, or plan with compile=True or compile=False"
             )
         return values[0]
@@ -142,7 +142,7 @@ class AutoPlan:
         self._in_force = None
         self._is_unapplied = False
         before = {name: self._tree.config(module, name).fields() for name, module in model.named_modules() if name}
-        for name in self._planned_blocks:  # of the plan before, which may have been about other blocks
+        for name in self._planned_blocks:  # of the last plan, which may have had other blocks
             self._tree.config(model.get_submodule(name), name).update(dict(_UNSET))
         self._planned_blocks = [row.block for row in plan.rows]
         for row in plan.rows:
@@ -183,7 +183,7 @@ class _GraphPolicies:
 
 
 class _Roots(nn.Module):
-    """The modules of a Graph as one, by their names."""
+    """The modules of a Graph, as children of one module."""
 
     def __init__(self, roots: Mapping[str, nn.Module]) -> None:
         super().__init__()

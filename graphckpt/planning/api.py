@@ -87,16 +87,16 @@ def plan_step(
 
 
 def find_blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | None) -> list[tuple[str, nn.Module]]:
-    """Returns the blocks to decide about, none inside of another.
+    """Returns the blocks to plan, none inside of another.
 
     Raises:
-        ConfigError: a selector matches nothing, or no layers can be found.
+        ConfigError: a selector matches nothing, or no layers were found.
     """
     if selectors is None:
         names = layers(model)
         if not names:
             raise ConfigError(
-                f"{type(model).__name__}: no list of layers is in it · fix: blocks='name.of.layers.*', or their class"
+                f"{type(model).__name__}: no list of layers was found · fix: blocks='name.of.layers.*', or their class"
             )
     else:
         listed = [selectors] if isinstance(selectors, str) or not isinstance(selectors, Iterable) else list(selectors)
@@ -106,16 +106,16 @@ def find_blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | Non
     found = [(name, model.get_submodule(name)) for name in names]
     for name, module in found:
         if any(isinstance(part.forward, BlockForward) for part in module.modules()):
-            raise ConfigError(f"{name}: it has a policy already · fix: remove() the handle before planning")
+            raise ConfigError(f"{name}: expected a block without a policy · fix: remove() the handle before planning")
     for name, part in model.named_modules():
         if has_compiled_call(part) and any(f"{block}.".startswith(f"{name}." if name else "") for block in names):
             raise ConfigError(
-                f"{name or type(model).__name__}: its whole call is compiled, and no policy can act around its parts · "
-                "fix: leave that out, and plan with compile=True, which compiles each layer inside of its policy"
+                f"{name or type(model).__name__}: expected a module that is not compiled as a whole · "
+                "fix: plan with compile=True, which compiles each layer inside of its policy"
             )
         if getattr(part, "gradient_checkpointing", False) is True:
             raise ConfigError(
-                f"{name or type(model).__name__}: its own gradient checkpointing is on, and would act beside a plan · "
+                f"{name or type(model).__name__}: expected its own gradient checkpointing to be off · "
                 "fix: model.gradient_checkpointing_disable()"
             )
     return found

@@ -12,7 +12,7 @@ import torch
 from graphckpt.errors import ConfigError
 from graphckpt.units import parse_bytes
 
-_SHARED = (0, 0)  # the pool of all tensors that are in no private one
+_SHARED = (0, 0)  # the pool of tensors that are not in a private one
 
 Budget: TypeAlias = int | float | str
 """Bytes, ``"12GiB"``, ``"50%"`` of the plain step's activations, ``"max"`` or ``"min"``; a float is deprecated."""
@@ -70,14 +70,14 @@ def _share_of(share: float, budget: Budget) -> float:
 
 
 def budget_bytes(budget: int | str, *, floor: int, static: int, plain_peak: int, available: int) -> int:
-    """Returns the bytes that the step may have at its peak.
+    """Returns the largest peak of the step in bytes.
 
     Args:
-        budget: what :func:`check_budget` returned.
-        floor: the least peak of any plan.
-        static: what is alive before the first block runs.
+        budget: a value that :func:`check_budget` returned.
+        floor: the lowest peak of any plan.
+        static: the live bytes before the first block.
         plain_peak: the peak when everything is kept.
-        available: what the device has for this step.
+        available: the memory of the device for this step.
     """
     if budget == "min":
         return floor
@@ -89,12 +89,12 @@ def budget_bytes(budget: int | str, *, floor: int, static: int, plain_peak: int,
 
 
 def available_bytes(device: torch.device, alive: int, sharers: int = 1) -> int:
-    """Returns what a step may take on ``device``: what is free, and the ``alive`` bytes that the step has already.
+    """Returns the memory that a step may use on ``device``: free bytes, and the ``alive`` bytes of the step itself.
 
     Args:
-        device: where it runs.
-        alive: what it has there.
-        sharers: processes that run it on that device, of which each may have as much of what is free.
+        device: the device of the step.
+        alive: the bytes that the step holds already.
+        sharers: the number of processes that share the free bytes.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -105,7 +105,7 @@ def available_bytes(device: torch.device, alive: int, sharers: int = 1) -> int:
 
 
 def _unused_in_pools(device: torch.device) -> int:
-    """Returns the free bytes in private pools, as those of CUDA graphs: no tensor of another step can lie there."""
+    """Returns the free bytes in private pools, such as those of CUDA graphs, which other steps cannot use."""
     index = torch.cuda.current_device() if device.index is None else device.index
     return sum(
         segment["total_size"] - segment["allocated_size"]
@@ -115,7 +115,7 @@ def _unused_in_pools(device: torch.device) -> int:
 
 
 def memory_id(device: torch.device) -> str:
-    """Returns what tells the memory of ``device`` from that of all others, on any machine."""
+    """Returns a key that is equal for processes with the same memory of ``device``, across hosts."""
     own = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
     return f"{socket.gethostname()} {own}"
 

@@ -30,14 +30,14 @@ _BY_HAND: tuple[tuple[list[str], float | None], ...] = (
     *(([name], None) for name in ("matmul+attention", "matmul", "attention")),
     ([], None),
 )
-"""The levels of a block whose ops cannot be seen."""
+"""The levels of a block whose ops are not visible."""
 
 NEAR: tuple[Option, ...] = (
     KEEP,
     Option("full", {_FLAG: True}, Full()),
     *(Option(SelectiveLevel(number).describe(), {}, SelectiveLevel(number)) for number in range(MOST)),
 )
-"""What a block keeps on its device: everything, its inputs alone, or the results of some of its ops beside them."""
+"""The options without offloading: ``keep``, ``full``, and the levels of ``selective``."""
 
 
 def options(
@@ -49,14 +49,14 @@ def options(
     """Returns the options, ``keep`` first.
 
     Args:
-        offload: where kept tensors may go: ``True`` or ``"cpu"``, ``"disk"``, ``"disk:/a/folder"``.
-        only: rules to consider beside ``keep``, as ``activation_checkpointing`` takes them; ``None`` is all. That
-            blocks may be ``joined`` is no option of one of them: see :func:`can_join`.
-        code: how blocks are compiled. Nobody sees ops then, and the levels between keeping all and nothing are the
-            compiler's.
+        offload: where saved tensors may go: ``True`` or ``"cpu"``, ``"disk"``, ``"disk:/a/folder"``.
+        only: rules to consider beside ``keep``, as ``activation_checkpointing`` takes them; ``None`` is all.
+            ``joined`` is not an option of a single block: see :func:`can_join`.
+        code: how blocks are compiled. Ops of compiled blocks are not visible, and the levels between keeping all and
+            nothing are the compiler's.
 
     Raises:
-        ConfigError: there is no such place or rule.
+        ConfigError: there is no such target or rule.
     """
     known = NEAR if code.field is None else (*NEAR[:-MOST], *map(_compiled, code.shares))
     near = (
@@ -73,7 +73,7 @@ def options(
 
 
 def with_partition(options: Sequence[Option], partition: Any) -> tuple[Option, ...]:
-    """Returns options, and behind them those that stay on their device with what they keep cut over ranks."""
+    """Returns options, followed by those without offloading with their saved tensors partitioned over ranks."""
     parts = [
         replace(o, name=f"{o.name} + part", fields={**o.fields, "partition": partition}, is_part=True)
         for o in options
@@ -83,17 +83,17 @@ def with_partition(options: Sequence[Option], partition: Any) -> tuple[Option, .
 
 
 def parse_partition_request(partition: Any, group: PlanGroup) -> tuple[Any, list[str]]:
-    """Returns the ranks that kept tensors may be cut over, ``None`` if there are none, and what there is to note.
+    """Returns the ranks over which saved tensors may be partitioned, if there are any, and notes for the plan.
 
     Raises:
-        ConfigError: the flag names no ranks, or they would not plan together.
+        ConfigError: the value is not a partition, or the ranks do not plan together.
     """
     if parse_partition(partition) is None:
         return None, []
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return None, ["partition does nothing here: there is one process"]
+        return None, ["partition has no effect: there is one process"]
     if group.size == 1:
-        raise ConfigError("partition: the ranks that share tensors have to plan together · fix: leave `group` out")
+        raise ConfigError("partition: expected the ranks to plan together, got group=False · fix: leave `group` out")
     return partition, []
 
 
@@ -101,29 +101,29 @@ def with_levels(
     options: Sequence[Option],
     kinds: Sequence[int],
     look: Callable[[], Sequence[Sequence[OpTimes]]],
-    told: Callable[[Any], Any] = lambda value: value,
+    broadcast: Callable[[Any], Any] = lambda value: value,
 ) -> tuple[list[Option], dict[int, list[Option]]]:
-    """Returns options without more levels than there are, and by class what each option is for its blocks.
+    """Replaces levels of ``selective`` by those found for the blocks; returns the options, and those of each class.
 
     Args:
-        options: of which some may be a :class:`SelectiveLevel`.
+        options: the options, of which some may be a :class:`SelectiveLevel`.
         kinds: the class of each block.
-        look: returns what the ops of each block take; called if there are levels to be found.
-        told: given a plain value, returns that of the process by whose times several of them go.
+        look: returns the ops of each block and their times; called if there are levels to find.
+        broadcast: returns the value of the leader of several processes.
     """
     if not any(isinstance(option.rule, SelectiveLevel) for option in options):
         return list(options), {kind: list(options) for kind in kinds}
     seen: dict[int, list[OpTimes]] = {kind: [] for kind in kinds}
     for kind, calls in zip(kinds, look(), strict=True):
         seen[kind] += calls
-    found = dict(zip(seen, told([selective_levels(calls) or _BY_HAND for calls in seen.values()]), strict=True))
+    found = dict(zip(seen, broadcast([selective_levels(calls) or _BY_HAND for calls in seen.values()]), strict=True))
     most = max(map(len, found.values())) - 1
     some = [o for o in options if not isinstance(o.rule, SelectiveLevel) or o.rule.number < most]
     return some, {kind: [_own(option, own) for option in some] for kind, own in found.items()}
 
 
 def _own(option: Option, found: Sequence[tuple[Sequence[str], float | None]]) -> Option:
-    """Returns what an option is for a block with these levels; the last one stands for those that it does not have."""
+    """Returns an option for a block with these levels; the last level replaces those that the block does not have."""
     value: Any
     rule: Rule
     *between, (_, all_again) = found
@@ -132,7 +132,7 @@ def _own(option: Option, found: Sequence[tuple[Sequence[str], float | None]]) ->
         return replace(option, recompute_seconds=all_again)
     if not isinstance(option.rule, SelectiveLevel):
         return option
-    label, value, rule, again = "full", True, Full(), all_again  # a block with nothing between all and nothing
+    label, value, rule, again = "full", True, Full(), all_again  # a block without levels
     if between:
         number = min(option.rule.number, len(between) - 1)
         names, again = between[number]
@@ -153,7 +153,7 @@ def _compiled(options: dict[str, Any]) -> Option:
 
 
 def can_join(blocks: Iterable[nn.Module], only: Iterable[Any] | None = None) -> bool:
-    """Returns whether blocks may run again as one: ``only`` lists no rules or that one too, and the blocks can."""
+    """Returns whether blocks may be joined: ``only`` allows it, and the blocks do."""
     is_asked = only is None or any(isinstance(_rule(value), Joined) for value in only)
     return is_asked and all(Joined().check(block) is None for block in blocks)
 

@@ -1,4 +1,4 @@
-"""Has a plan run, to see whether it keeps its word, and plans again if it does not."""
+"""Runs the step under a plan, and replans if the measured peak differs from the prediction."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from graphckpt.planning.plan_group import PlanGroup
     from graphckpt.planning.planner import Planner
 
-_TOLERANCE = 0.01  # a check that is further off than this is taken into account
+_TOLERANCE = 0.01  # of the predicted peak; larger differences are corrected
 _MOST_CHECKS = 3  # another plan may run other ops at its peak
 
 
@@ -26,16 +26,15 @@ def plan_and_check(
     known: Sequence[Mapping[str, Any]],
     check: bool,
 ) -> Plan:
-    """Returns the plan of ``group``, which has run, where ``check`` says so.
+    """Returns the plan of ``group``, checked if ``check`` is set.
 
     Args:
-        planner: asked on the process that decides.
-        step: run on all processes, of which the one that takes the most counts.
-        limit: of the peak in bytes; ``None`` is the least that is possible.
+        planner: used on the leader.
+        step: run on all processes; the largest difference counts.
+        limit: the largest peak in bytes; ``None`` is the lowest possible.
         group: the processes that plan together.
         known: fields of policies that all of them have.
-        check: run the step under the plan, and plan again if it is over the budget, or more than 1 % off.
-        has_slabs: what is kept lies in slabs. What these take beyond what is in them shows when the plan is run.
+        check: run the step under the plan, and replan if its peak exceeds the budget or is over 1 % off.
 
     Raises:
         PlanError: no plan fits.
@@ -58,10 +57,10 @@ def plan_and_check(
 
 
 def _peak(step: RealStep, group: PlanGroup, plan: Plan) -> int:
-    """Returns what a step takes under a plan.
+    """Returns the peak of a step under a plan.
 
-    The thread by which gloo talks lets go of the tensors of a collective late, sometimes: so the least of two counts,
-    where nothing moves to other places, whose copies are late as well, and do count.
+    The thread of gloo sometimes frees the tensors of a collective late, so the lower of two peaks counts, unless
+    tensors are offloaded: their copies may be late as well, and do count.
     """
     is_twice = group.size > 1 and step.device.type == "cpu" and not any(row.moved_bytes for row in plan.rows)
     return min(step.peak() for _ in range(1 + is_twice))

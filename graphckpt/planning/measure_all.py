@@ -108,10 +108,10 @@ def _slowest(rates: Sequence[Sequence[float] | None]) -> CopyRates | None:
 def head_rows(
     model: nn.Module, head: Mapping[str, Any] | None, blocks: Sequence[tuple[str, nn.Module]]
 ) -> list[tuple[PlanRow, ...]]:
-    """Returns what a plan may say about the head: nothing, or one of the rules that are given for it.
+    """Returns the alternatives for the head: no policy, or one of the rules that are given for it.
 
     Raises:
-        ConfigError: there is no such block, it is one of the layers or around them, or a value is no rule.
+        ConfigError: there is no such block, it is a layer or contains one, or a value is not a rule.
     """
     found: list[tuple[PlanRow, ...]] = [()]
     for name, value in (head or {}).items():
@@ -122,11 +122,11 @@ def head_rows(
             )
         around = next((block for block, _ in blocks if f"{block}.".startswith(f"{name}." if name else "")), None)
         if around is not None:
-            raise ConfigError(f"head: {name!r} holds the layer {around!r} · fix: name the module behind the layers")
+            raise ConfigError(f"head: {name!r} contains the layer {around!r} · fix: name the module after the layers")
         for one in value if isinstance(value, (list, tuple)) else [value]:
             rule = parse_rule(one)
             if rule is None:
-                raise ConfigError(f"head: {one!r} is no rule · fix: Tiles(8, reduce='sum')")
+                raise ConfigError(f"head: expected a rule, got {one!r} · fix: Tiles(8, reduce='sum')")
             settings = {field.name: getattr(rule, field.name) for field in fields(rule)}
             plain = {"activation_checkpointing": {"rule": rule.name, **settings}}
             found.append((PlanRow(block=name, option=rule.describe(), fields=plain),))

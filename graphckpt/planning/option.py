@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from graphckpt.rules import Site
 
 MOST = 4
-"""Levels of a block. More of them cost runs, and plans mix two that lie around what they need."""
+"""Levels of ``selective`` for a block. Each costs runs, and plans mix neighbouring ones."""
 
 
 @final
@@ -22,36 +22,36 @@ class Option:
     """One policy that a block may get."""
 
     name: str
-    """As tables show it: ``"full"``, ``"selective(matmul)"``, ``"full + host"``."""
+    """The name in tables: ``"full"``, ``"selective(matmul)"``, ``"full + host"``."""
     fields: Mapping[str, Any]
-    """What :func:`graphckpt.apply` is given for the block."""
+    """The fields of the block, as :func:`graphckpt.apply` takes them."""
     rule: Rule
     is_far: bool = False
-    """What is kept leaves the device."""
+    """Whether saved tensors are offloaded."""
     recompute_seconds: float | None = field(default=None, compare=False)
-    """What its second run takes, by a clock on each op; ``None`` if nobody has looked."""
+    """Seconds of the recomputation, timed op by op; ``None`` if not timed."""
     is_part: bool = False
-    """What is kept is cut over ranks."""
+    """Whether saved tensors are partitioned over ranks."""
 
 
 KEEP = Option("keep", {"activation_checkpointing": False}, Keep())
 
 JOINED = Option("joined", {"activation_checkpointing": "joined"}, Joined())
-"""What a plan gives to the blocks of a run behind the first."""
+"""The option of the blocks of a run after the first."""
 
 
 @final
 @dataclass(frozen=True)
 class SelectiveLevel(Rule):
-    """Stands for the level of a block with this number, before one is looked at: the first keeps most."""
+    """A placeholder for a level of ``selective`` that is not known yet; level 0 keeps most."""
 
     name: ClassVar[str] = "level"
     number: int = 0
 
     def describe(self) -> str:
-        """Counts from 1."""
+        """Returns the name, counted from 1."""
         return f"selective(level {self.number + 1})"
 
     def run(self, site: Site, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Is never called: what a block gets in its place is ``selective``."""
+        """Is never called: ``selective`` replaces it."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""A plan: the policy of each block, what the step will take with it, and how to put it on a model."""
+"""The policies of blocks for a memory budget, with predictions, to apply, show, save and load."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Plan(PlanSummary):
     def blocks(self) -> dict[str, Mapping[str, Any]]:
         """The policies by name, as :func:`graphckpt.apply` and ``train.activation_checkpoint.blocks`` take them.
 
-        Blocks that keep everything are left out: that is what a block does by itself.
+        Blocks that keep everything are left out, as this is the default.
         """
         return {row.block: dict(row.fields) for row in self.rows if row.fields != KEEP_ALL}
 
@@ -75,16 +75,16 @@ class Plan(PlanSummary):
         return apply(model, rules)
 
     def explain(self, *, show: bool = True) -> tuple[PlanRow, ...]:
-        """Prints the policies and what they cost; returns the rows."""
+        """Prints the policies and their cost; returns the rows."""
         if show:
             print_plan(self.rows, self, self.notes)
         return self.rows
 
     def plot(self, path: str) -> None:
-        """Draws the level of live bytes over the step, as predicted; ``path`` ends in ``.png`` or ``.svg``.
+        """Draws the predicted live bytes over the step; ``path`` ends in ``.png`` or ``.svg``.
 
         Raises:
-            ConfigError: the plan comes from a file, which does not say it.
+            ConfigError: the plan is from a file, which does not contain them.
         """
         from graphckpt.planning.show.plot import draw_plan  # noqa: PLC0415 - loads matplotlib
 
@@ -93,10 +93,10 @@ class Plan(PlanSummary):
         draw_plan(self.stages, self.rows, self, path)
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan as YAML: its section ``blocks`` is one of ``train.activation_checkpoint``.
+        """Writes the plan as YAML, with a section ``blocks`` for ``train.activation_checkpoint``.
 
         Raises:
-            ConfigError: it cuts tensors over a process group, which no file can hold.
+            ConfigError: it partitions tensors over a process group, which cannot be written to a file.
         """
         head = "".join(f"# {line}\n" for line in summary_lines(self))
         numbers = {name: getattr(self, name) for name in _NUMBERS}
@@ -109,7 +109,7 @@ class Plan(PlanSummary):
                 {"blocks": self.blocks, "plan": {**numbers, "rows": rows}}, Dumper=_PlainDumper, sort_keys=False
             )
         except yaml.representer.RepresenterError as error:
-            raise ConfigError(f"Plan.save: {error} · fix: partition=True, and plain values in `rules`") from None
+            raise ConfigError(f"Plan.save: {error} · fix: partition=True, and plain values in `candidates`") from None
         Path(path).write_text(head + text, encoding="utf-8")
 
     @classmethod
@@ -117,27 +117,28 @@ class Plan(PlanSummary):
         """Reads what :meth:`save` wrote.
 
         Raises:
-            ConfigError: the file is missing or no plan.
+            ConfigError: the file is missing or does not contain a plan.
         """
         try:
             content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         except (OSError, yaml.YAMLError) as error:
-            raise ConfigError(f"{path}: no plan can be read: {error} · fix: name a file that Plan.save wrote") from None
+            raise ConfigError(f"{path}: cannot be read: {error} · fix: name a file that Plan.save wrote") from None
         try:
             numbers = content["plan"]
             rows = tuple(PlanRow(**row) for row in numbers["rows"])
             return cls(rows=rows, **{name: numbers[name] for name in _NUMBERS})
         except (KeyError, TypeError) as error:
-            raise ConfigError(f"{path}: is no plan: {error} is wrong · fix: name a file that Plan.save wrote") from None
+            fix = "name a file that Plan.save wrote"
+            raise ConfigError(f"{path}: expected a plan, got a wrong {error} · fix: {fix}") from None
 
     def below(self, name: str) -> Plan:
-        """Returns the same plan with the blocks' paths as they are in the child ``name``."""
+        """Returns the plan with the paths of blocks relative to the child ``name``."""
         rows = (replace(row, block=row.block.removeprefix(f"{name}.")) for row in self.rows)
         return replace(self, rows=tuple(rows), model=None, apply_to_graph=None)
 
 
 class _PlainDumper(yaml.SafeDumper):
-    """Writes equal policies out, for a reader."""
+    """Writes equal policies out in full."""
 
     def ignore_aliases(self, data: Any) -> bool:
         """Returns True: no anchors."""

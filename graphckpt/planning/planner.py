@@ -1,4 +1,4 @@
-"""Plans of one measured step."""
+"""Plans a measured step for any budget."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from graphckpt.units import format_bytes
 
 @final
 class Planner:
-    """Plans of one measured step for any budget."""
+    """Plans one measured step for any budget."""
 
     def __init__(
         self,
@@ -42,13 +42,13 @@ class Planner:
         self.plain = self.search.evaluate((0,) * len(measured.names))
         self.model = model
         self.extra_rows = extra_rows
-        """What plans say about other blocks, as it was when the step was measured."""
+        """The rows of plans for other blocks, in force when the step was measured."""
         self.compiled: dict[str, Any] = {} if compiles is None else {"compile": compiles}
-        """What plans say about all layers beside their policies."""
+        """The fields of all layers beside their options."""
         self._has_slabs = has_slabs
         self._device = device
         self._notes = tuple(notes)
-        self._without = " without moving any" if rates is not None else ""
+        self._without = " without offloading" if rates is not None else ""
 
     @cached_property
     def floor(self) -> PolicyChoice:
@@ -60,7 +60,7 @@ class Planner:
         return self.floor.peak
 
     def bytes_of(self, budget: int | str, available: int) -> int:
-        """Returns a budget in bytes; ``available`` are those of the device."""
+        """Returns a budget in bytes; ``available`` is the memory of the device."""
         return budgets.budget_bytes(
             budget,
             floor=self.floor.peak if budget == "min" else 0,
@@ -74,7 +74,7 @@ class Planner:
 
         Args:
             budget: of the whole step.
-            correction: how many bytes a real step takes beyond the prediction.
+            correction: the measured peak of a step minus the prediction, in bytes.
 
         Raises:
             PlanError: There is none.
@@ -85,12 +85,12 @@ class Planner:
         return self.to_plan(choice, budget, correction)
 
     def front(self) -> list[tuple[int, float, Plan]]:
-        """Returns peaks in bytes, seconds of a step and plans, of which none is better in both, lowest peak first."""
+        """Returns peak in bytes, seconds of a step and plan, for all Pareto-optimal plans, lowest peak first."""
         plans = [self.to_plan(choice, choice.peak) for choice in self.search.pareto()]
         return [(p.predicted_peak_bytes, p.predicted_step_seconds, p) for p in plans]
 
     def uniform(self) -> list[tuple[str, int, float]]:
-        """Returns name, peak in bytes and seconds of a step in which all blocks have the same policy."""
+        """Returns name, peak in bytes and seconds of a step for each uniform policy."""
         found = ((o, self.to_plan(choice, choice.peak)) for o, choice in self.search.uniform())
         return [(self.measured.options[o].name, p.predicted_peak_bytes, p.predicted_step_seconds) for o, p in found]
 
@@ -148,9 +148,9 @@ class Planner:
         if container is not None:
             fix = f"segments='log' on {container!r} (less memory, more time), {fix}"
         if "head" in where:
-            fix = f"compute the loss in slices (`head` names its block, to be run under `Tiles`), {fix}"
+            fix = f"compute the loss in slices (set `head` to its block and `Tiles`), {fix}"
         return (
-            f"memory_budget {format_bytes(budget)}: no plan fits · the least possible is "
+            f"memory_budget {format_bytes(budget)}: no plan fits · the lowest possible peak is "
             f"{format_bytes(self.floor.peak + correction)}{self._without}, set by {where}; "
             f"{format_bytes(static)} of it are weights, optimizer state and inputs · fix: {fix}"
         )
@@ -189,7 +189,7 @@ class Planners:
         return self._planners[0]
 
     def bytes_of(self, budget: int | str, available: int) -> int:
-        """Returns a budget in bytes; ``available`` are those of the device."""
+        """Returns a budget in bytes; ``available`` is the memory of the device."""
         if budget == "min":
             return min(planner.least() for planner in self._planners)
         return self.plain.bytes_of(budget, available)
@@ -233,10 +233,10 @@ class Planners:
         return min(found, key=lambda plan: plan.predicted_peak_bytes if is_least else plan.predicted_step_seconds)
 
     def front(self) -> list[tuple[int, float, Plan]]:
-        """Returns peaks in bytes, seconds of a step and plans, of which none is better in both, lowest peak first."""
+        """Returns peak in bytes, seconds of a step and plan, for all Pareto-optimal plans, lowest peak first."""
         rows = sorted((row for planner in self._planners for row in planner.front()), key=lambda row: row[:2])
         return [row for number, row in enumerate(rows) if all(row[1] < other[1] for other in rows[:number])]
 
     def uniform(self) -> list[tuple[str, int, float]]:
-        """Returns name, peak and seconds of a step in which all blocks have the same policy, and the loss is whole."""
+        """Returns name, peak in bytes and seconds of a step for each uniform policy, with the loss computed at once."""
         return self.plain.uniform()

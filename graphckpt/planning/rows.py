@@ -10,24 +10,24 @@ from typing import Any, final
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRow:
-    """What a plan does with one block."""
+    """The policy of one block, and its cost."""
 
     block: str
     """Path of the block in the model."""
     option: str
-    """The policy, as tables show it."""
+    """The name of the policy in tables."""
     fields: Mapping[str, Any]
     """The policy, as :func:`graphckpt.apply` takes it."""
     extra_seconds: float = 0.0
-    """Seconds of a step that the policy costs, against keeping everything."""
+    """Extra seconds per step over keeping everything."""
     moved_bytes: int = 0
-    """Bytes that leave the device."""
+    """Offloaded bytes."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One interval of the step: the level of live bytes when it begins, and the highest in it."""
+    """One interval of the step, with the live bytes at its start and their peak."""
 
     name: str
     start_bytes: int
@@ -36,15 +36,15 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSummary:
-    """What the whole step takes under a plan."""
+    """The predictions for the whole step."""
 
     predicted_peak_bytes: int
-    """The most bytes that are alive at once in a step: weights, gradients, optimizer state, inputs and all else."""
+    """The peak of live bytes in a step, including weights, gradients, optimizer state and inputs."""
     predicted_step_seconds: float
     binding: str
     """The interval of the step that sets the peak, such as ``"backward of transformer.h.3"``."""
     floor_bytes: int
-    """The least peak that the candidates can reach."""
+    """The lowest peak that the candidates can reach."""
     budget_bytes: int
     plain_peak_bytes: int
     """The peak when everything is kept."""

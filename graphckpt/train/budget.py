@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def within_budget(
     graph: TrainGraph, config: ActivationCheckpointConfig, report: Report, saved: SavedRun
 ) -> Callable[..., Any]:
-    """Returns what to call with each batch: the graph, which the first call plans for, if there is a budget.
+    """Returns the function to call with each batch: the graph, planned at the first call if there is a budget.
 
     All processes plan together; the main one writes the plan.
     """

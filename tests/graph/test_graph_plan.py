@@ -144,7 +144,7 @@ def test_micro_batches_are_planned_as_they_run():
 def test_faults_name_the_fix_and_leave_all_as_it_was():
     step = made()
     before = [p.clone() for p in step.model.origin.parameters()]
-    with pytest.raises(PlanError, match=r"no plan fits · the least possible is .* set by .* · fix: "):
+    with pytest.raises(PlanError, match=r"no plan fits · the lowest possible peak is .* set by .* · fix: "):
         step.plan(X, memory_budget="100KiB")
     assert all(torch.equal(a, b) for a, b in zip(before, step.model.origin.parameters(), strict=True))
     assert step.optimizer().state == {}
@@ -155,5 +155,5 @@ def test_faults_name_the_fix_and_leave_all_as_it_was():
         step.plan(X, memory_budget=2.0)
     with pytest.raises(ConfigError, match="plan_options: there is no option 'ofload' · did you mean 'offload'"):
         step.config.plan_options = {"ofload": True}
-    with pytest.raises(GraphError, match="plan: an evaluation graph keeps nothing"):
+    with pytest.raises(GraphError, match="plan: an evaluation graph saves nothing"):
         Graph.trace(lambda x: x).plan(X, memory_budget="min")

@@ -280,5 +280,5 @@ def test_a_budget_below_all_plans_gives_none() -> None:
 
 
 def test_a_rate_of_nothing_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"rates 0\.0, 1\.0: not above 0 · fix"):
+    with pytest.raises(ConfigError, match=r"rates: expected above 0, got 0\.0, 1\.0 · fix"):
         a_timing([[0, 0, 1]], out_rate=0.0)

@@ -112,9 +112,9 @@ def test_a_graph_takes_it_and_lets_it_go_again():
     ("head", "message"),
     [
         ({"haed": Tiles(4)}, "head: there is no block 'haed' · did you mean 'head'|there is no block 'haed'"),
-        ({"": Tiles(4)}, "head: '' holds the layer 'layers.0'"),
-        ({"layers": Tiles(4)}, "head: 'layers' holds the layer 'layers.0'"),
-        ({"head": None}, "head: None is no rule"),
+        ({"": Tiles(4)}, "head: '' contains the layer 'layers.0'"),
+        ({"layers": Tiles(4)}, "head: 'layers' contains the layer 'layers.0'"),
+        ({"head": None}, "head: expected a rule, got None"),
         ({"head": "tlies"}, "there is no rule 'tlies'"),
     ],
 )

@@ -68,7 +68,7 @@ def test_layers_joined_to_others_keep_nothing_and_get_no_slab():
 def test_parts_of_one_process_are_left_out_with_a_note():
     model, step = made(num_layers=2)
     found = graphckpt.plan(model, step, memory_budget="min", candidates=["full"], partition=True)
-    assert "partition does nothing here: there is one process" in found.notes
+    assert "partition has no effect: there is one process" in found.notes
     assert not any("part" in row.option for row in found.rows)
 
 
@@ -89,7 +89,7 @@ def test_a_plan_in_words_is_the_same_plan():
 
 @pytest.mark.parametrize("group", [True, "all", 3])
 def test_what_is_no_group_is_an_error(group):
-    with pytest.raises(ConfigError, match=r"group: .* is no group · fix: use a ProcessGroup, None .* or False"):
+    with pytest.raises(ConfigError, match=r"group: expected a ProcessGroup, got .* · fix: use None .* or False"):
         planning_group(group)
 
 

@@ -122,7 +122,7 @@ def test_the_command_cuts_the_head_in_slices(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--head", "loss_head"], "--head 'loss_head': names no block and rule · fix: --head loss_head=tiles:8:sum"),
+        (["--head", "loss_head"], "--head: expected NAME=RULE, got 'loss_head' · fix: --head loss_head=tiles:8:sum"),
         (["--head", "loss_head=tiles:8:avg"], "reduce 'avg' is unknown"),
         (["--head", "loss_head=full:8"], "rule 'full' has no setting 'num_tiles'"),
         (["--head", "loss_head=tiles:8:sum"], "there is no block 'loss_head'"),

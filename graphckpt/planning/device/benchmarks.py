@@ -1,4 +1,4 @@
-"""The measurements of one device: rates of arithmetic, memory and copies, kernels in use."""
+"""Measures a device: rates of arithmetic, memory and copies, and its kernels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _KERNELS = ("flash", "cudnn", "efficient")
 
 
 class DeviceBenchmark:
-    """What every device can be asked. The CPU's answers; a subclass has another device's."""
+    """The measurements of a CPU; subclasses measure other devices."""
 
     name = "cpu"
     dtypes: tuple[str, ...] = ("float32", "float64", "bfloat16", "float16")
@@ -40,18 +40,18 @@ class DeviceBenchmark:
 
     @property
     def memory_bytes(self) -> int:
-        """All of the device's memory."""
+        """The memory of the device."""
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def matmul(self, dtype: str) -> float:
-        """Returns the best rate of all sizes, each the median of its runs."""
+        """Returns the best rate over all sizes, each the median of its runs."""
         best = 0.0
         for size in self.sizes:
             a = torch.zeros(size, size, dtype=getattr(torch, dtype), device=self.device)
             took = self.time(lambda a=a: a @ a)  # type: ignore[misc]
             best = max(best, 2 * size**3 / took)
             if took > self._seconds:
-                break  # a dtype without fast units: the next size takes eight times as long
+                break  # no fast units for the dtype: the next size takes eight times as long
         return best
 
     def bandwidth(self) -> float:
@@ -66,7 +66,7 @@ class DeviceBenchmark:
         return rate, rate
 
     def launch(self) -> float:
-        """Returns what an op on one element takes."""
+        """Returns the seconds of an op on one element."""
         x, count = torch.zeros(1, device=self.device), 1000
 
         def many() -> None:
@@ -76,7 +76,7 @@ class DeviceBenchmark:
         return self.time(many) / count
 
     def efficiency(self, flops: dict[str, float]) -> dict[str, float]:
-        """Returns the rates of attention and convolution as shares of that of matrix products."""
+        """Returns the rates of attention and convolution relative to matrix products."""
         dtype = "bfloat16" if self.device.type == "cuda" else "float32"
         query = torch.zeros(2, 8, 4 * self.sizes[0], 64, dtype=getattr(torch, dtype), device=self.device)
         image = torch.zeros(8, 64, 56, 56, dtype=getattr(torch, dtype), device=self.device)
@@ -96,7 +96,7 @@ class DeviceBenchmark:
         return ("flash", "math")
 
     def time(self, run: Callable[[], Any]) -> float:
-        """Returns the median of the seconds of some runs."""
+        """Returns the median seconds of a few runs."""
         run()
         self.wait()
         taken: list[float] = []
@@ -108,7 +108,7 @@ class DeviceBenchmark:
         return median(taken)
 
     def wait(self) -> None:
-        """Returns once the device has done what it was given."""
+        """Waits for the device."""
 
     def _rate(self, run: Callable[[], Any]) -> float:
         with _FlopCounter() as seen:
@@ -118,7 +118,7 @@ class DeviceBenchmark:
 
 @final
 class CudaBenchmark(DeviceBenchmark):
-    """Asks a CUDA device."""
+    """The measurements of a CUDA device."""
 
     dtypes = ("float32", "tf32", "float64", "bfloat16", "float16")
     sizes = (2048, 4096, 8192)
@@ -135,20 +135,20 @@ class CudaBenchmark(DeviceBenchmark):
 
     @property
     def memory_bytes(self) -> int:
-        """All of the device's memory."""
+        """The memory of the device."""
         return self._total
 
     def wait(self) -> None:
-        """Returns once the device has done what it was given."""
+        """Waits for the device."""
         torch.cuda.synchronize(self.device)
 
     def matmul(self, dtype: str) -> float:
-        """As everywhere; ``"tf32"`` is float32 with fewer bits in the products."""
+        """Returns the best rate; ``"tf32"`` is float32 with fewer bits in the products."""
         with _precision("high" if dtype == "tf32" else "highest"):
             return super().matmul("float32" if dtype == "tf32" else dtype)
 
     def host_copies(self) -> tuple[float, float]:
-        """Each way while matrix products run, as in a step."""
+        """Returns the rates while matrix products run, as in a step."""
         there = torch.zeros(self.block_bytes, dtype=torch.uint8, device=self.device)
         here = torch.zeros(self.block_bytes, dtype=torch.uint8, pin_memory=True)
         a = torch.zeros(self.sizes[1], self.sizes[1], dtype=torch.float16, device=self.device)
@@ -160,7 +160,7 @@ class CudaBenchmark(DeviceBenchmark):
                 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 self.wait()
                 for _ in range(64):
-                    a @ a  # keeps the device at work
+                    a @ a  # keeps the device busy
                 with torch.cuda.stream(copies):
                     begin.record()
                     target.copy_(source, non_blocking=True)
@@ -171,7 +171,7 @@ class CudaBenchmark(DeviceBenchmark):
         return rates[0], rates[1]
 
     def workspace(self) -> int:
-        """On a stream that has run nothing yet."""
+        """Returns the bytes that a matrix product allocates on a new stream."""
         a = torch.zeros(256, 256, dtype=torch.float16, device=self.device)
         out = torch.empty_like(a)
         self.wait()
@@ -182,7 +182,7 @@ class CudaBenchmark(DeviceBenchmark):
             return torch.cuda.memory_allocated(self.device) - before
 
     def attention(self) -> tuple[str, ...]:
-        """The kernel that runs the plain call comes first, then those that run the ones that it cannot."""
+        """Returns the kernel of the plain call first, then those of calls that it does not support."""
         query = torch.zeros(2, 4, 128, 64, dtype=torch.float16, device=self.device, requires_grad=True)
         mask = torch.zeros(2, 1, 128, 128, dtype=torch.float16, device=self.device)
         wide = query.detach().float().requires_grad_()
@@ -197,7 +197,7 @@ class CudaBenchmark(DeviceBenchmark):
 
 @final
 class _FlopCounter(TorchDispatchMode):
-    """Sees which ops run, and their arithmetic."""
+    """Records the names and the arithmetic of ops."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Calls the kernels that a CUDA device would run, on tensors that stand on the CPU and hold no values."""
+"""Runs the kernels of a CUDA device on fake CPU tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _HALF = (torch.float16, torch.bfloat16)
 _aten = torch.ops.aten
-_BIAS_ALIGN = 8  # elements; the efficient kernel reads its mask in such steps, PyTorch pads it up to the next one
+_BIAS_ALIGN = 8  # elements; PyTorch pads masks of the efficient kernel to multiples of it
 
 _FULL_PRECISION = """
 acos asin binary_cross_entropy_with_logits cosh cosine_embedding_loss cdist cosine_similarity cross_entropy cumprod
@@ -29,7 +29,7 @@ FULL_PRECISION = frozenset(
     for name in _FULL_PRECISION.split()
     if hasattr(owner, name)
 )
-"""What autocast runs in float32 on CUDA (docs.pytorch.org/docs/stable/amp.html); on the CPU it does so for fewer."""
+"""Functions that autocast runs in float32 on CUDA (docs.pytorch.org/docs/stable/amp.html), but not on the CPU."""
 
 
 @final
@@ -37,7 +37,7 @@ class CudaKernels:
     """The kernels of one device.
 
     Args:
-        machine: says which attention kernels the device prefers.
+        machine: the device profile, with the order of attention kernels.
     """
 
     def __init__(self, machine: DeviceProfile) -> None:
@@ -48,7 +48,7 @@ class CudaKernels:
             F.dropout: dropout,
             torch.dropout: dropout,
         }
-        """By PyTorch's function: what is called for it."""
+        """Replacements of PyTorch functions."""
 
     def attention(
         self,
@@ -61,7 +61,7 @@ class CudaKernels:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """Does what ``scaled_dot_product_attention`` does there, with the first kernel that can run the call."""
+        """Replaces ``scaled_dot_product_attention``, with the first kernel that supports the call."""
         if torch.is_autocast_enabled("cpu"):
             low = torch.get_autocast_dtype("cpu")
             query, key, value = query.to(low), key.to(low), value.to(low)
@@ -128,7 +128,7 @@ class _AttentionCall:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the tensors are of the form that the fused kernels take."""
+        """Whether the fused kernels support the shapes and types of the tensors."""
         query, key, value = self.query, self.key, self.value
         same = query.dim() == key.dim() == value.dim() == 4 and query.dtype is key.dtype is value.dtype
         return (
@@ -140,12 +140,12 @@ class _AttentionCall:
 
     @property
     def needs_grad(self) -> bool:
-        """Whether backward will want it."""
+        """Whether the call takes part in backward."""
         tensors = (self.query, self.key, self.value, self.mask)
         return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
     def flash(self) -> torch.Tensor:
-        """Heads are padded to a width of 8 n; grouped keys and values stay as few as they are."""
+        """Pads heads to a width of 8 n; grouped keys and values are not expanded."""
         width = self.query.shape[-1]
         scale = 1 / sqrt(width) if self._scale is None else self._scale
         missing = -width % 8
@@ -155,7 +155,7 @@ class _AttentionCall:
         return out[..., :width] if missing else out
 
     def cudnn(self) -> torch.Tensor:
-        """Saves what flash saves, and the mask."""
+        """Saves the tensors of flash attention, and the mask."""
         found: tuple[torch.Tensor, ...] = _aten._scaled_dot_product_cudnn_attention(
             self.query, self.key, self.value, self._additive_mask(), self.needs_grad, self._dropout, self._is_causal,
             False, scale=self._scale,
@@ -163,7 +163,7 @@ class _AttentionCall:
         return found[0]
 
     def efficient(self) -> torch.Tensor:
-        """Saves the mask, which is shared by all heads where it was given so."""
+        """Saves the mask, which all heads may share."""
         mask = self._additive_mask()
         if mask is not None and mask.shape[-1] % _BIAS_ALIGN:
             length = mask.shape[-1]
@@ -176,7 +176,7 @@ class _AttentionCall:
         return found[0]
 
     def math(self) -> torch.Tensor:
-        """Keeps all pairs of places."""
+        """Saves all pairs of positions."""
         found: tuple[torch.Tensor, ...] = _aten._scaled_dot_product_attention_math(
             self.query, self.key, self.value, self.mask, self._dropout, self._is_causal,
             scale=self._scale, enable_gqa=self._is_grouped,
@@ -198,8 +198,8 @@ def dropout(
     *,
     train: bool | None = None,
 ) -> torch.Tensor:
-    """Does what ``dropout`` does there: one kernel that saves a mask of one byte an element."""
-    training = training if train is None else train  # `torch.dropout` calls it so
+    """Replaces ``dropout`` with one kernel that saves a mask of one byte per element."""
+    training = training if train is None else train  # the name in `torch.dropout`
     if inplace:
         return torch.dropout_(input, p, training)
     if not training or not 0 < p < 1 or input.numel() == 0:
@@ -209,7 +209,7 @@ def dropout(
 
 
 def in_full_precision(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls ``func`` as autocast does on CUDA for what needs float32."""
+    """Calls ``func`` in float32, as autocast does on CUDA."""
 
     def raised(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.dtype in _HALF:

@@ -1,6 +1,6 @@
-"""Runs a step without memory and without values, with the kernels of another device in place of the CPU's.
+"""Runs a step on fake tensors, with the kernels of another device in place of the CPU's.
 
-Tensors stand on the CPU: fake tensors on a device that the process does not have end it, beyond any ``except``.
+The tensors are on the CPU: fake tensors on a device that the process does not have abort the process.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _HERE = ("cpu", "meta")
 
 @final
 class FakeDevice:
-    """Stands for a device. Inside of ``with``, tensors are made without memory, and a step runs as it would there.
+    """A device that may be absent. Inside of ``with``, tensors allocate no memory, and a step runs as on that device.
 
-    It may be entered again: a model that is built in one ``with`` runs in another one of the same object.
+    It is reentrant: a model that is built in one ``with`` block runs in another one of the same object.
 
     Args:
-        machine: whose kernels run. Those of a CPU are the ones that run anyway.
-        is_padded: whether attention masks may hold padding. Without, Transformers leaves a mask of ones out, as it
-            does on a device where it can look at it.
+        machine: the profile of the device.
+        is_padded: whether attention masks may contain padding. If not, Transformers omits a mask of ones, as it does on
+            a device where it can read the mask.
 
     >>> from graphckpt.planning.device.profile import load_profile
     >>> device = FakeDevice(load_profile("h200"))
@@ -79,7 +79,7 @@ class FakeDevice:
 
 @final
 class _FunctionOverrides(TorchFunctionMode):
-    """Sees each call of PyTorch before it becomes ops, which is where the CPU's kernels are chosen."""
+    """Intercepts calls of PyTorch before they become ops, as the CPU's kernels are chosen there."""
 
     def __init__(self, kernels: CudaKernels | None) -> None:
         super().__init__()
@@ -90,14 +90,14 @@ class _FunctionOverrides(TorchFunctionMode):
         self._emulates_autocast = kernels is not None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if getattr(func, "__name__", "") == "__get__":  # `x.shape`, `x.dtype`: most of all calls
+        if getattr(func, "__name__", "") == "__get__":  # `x.shape`, `x.dtype`: the most frequent calls
             return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
         instead = self._instead.get(func)
         if instead is not None:
             return instead(*args, **kwargs)
         if func is F.multi_head_attention_forward:
-            with swapped(F, self._by_name):  # PyTorch sets the mode aside while it runs
+            with swapped(F, self._by_name):  # PyTorch disables the mode while it runs
                 return func(*args, **kwargs)
         if self._emulates_autocast and func in FULL_PRECISION and torch.is_autocast_enabled("cpu"):
             return in_full_precision(func, args, kwargs)
@@ -106,15 +106,15 @@ class _FunctionOverrides(TorchFunctionMode):
             return func(*args, **kwargs)
         except NoValueError:
             if func in _READS and args[0].is_floating_point():
-                return 1.0  # a loss to be printed, a norm of gradients: no shape depends on it
+                return 1.0  # a printed loss or a gradient norm: no shape depends on it
             raise ConfigError(
-                f"the step asks for the value of a tensor, by {resolve_name(func) or func}: without the device there "
-                "are no values · fix: leave it out of the step, or plan on the device"
+                f"the step reads the value of a tensor by {resolve_name(func) or func}, and fake tensors have none · "
+                "fix: remove it from the step, or plan on the device"
             ) from None
 
 
 def _here(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replaces a device that the step names by the one on which fake tensors stand."""
+    """Replaces devices in arguments by the CPU, where the fake tensors are."""
     if func is torch.Tensor.cuda:
         return args[:1], {}
     if any(map(_is_elsewhere, args)):
@@ -132,7 +132,7 @@ def _is_elsewhere(value: Any) -> bool:
 
 @contextmanager
 def swapped(owner: ModuleType | type, values: dict[str, Any]) -> Iterator[None]:
-    """Puts ``values`` in the place of attributes of ``owner``, and the old ones back."""
+    """Replaces attributes of ``owner`` within the ``with`` block."""
     before = {name: getattr(owner, name) for name in values}
     for name, value in values.items():
         setattr(owner, name, value)
@@ -145,9 +145,9 @@ def swapped(owner: ModuleType | type, values: dict[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def _transformers_as_eager(*, is_padded: bool) -> Iterator[None]:
-    """Has Transformers' mask code take the branch of a step that can look at its tensors: no rows of several texts.
+    """Makes Transformers' mask code take the branch for masks that can be read: no packed sequences.
 
-    See :mod:`graphckpt.capture.masks`, which does so for recordings.
+    See :mod:`graphckpt.capture.masks`, which does so for captures.
     """
     module = sys.modules.get("transformers.masking_utils")
     if module is None:
@@ -177,7 +177,7 @@ def _transformers_as_eager(*, is_padded: bool) -> Iterator[None]:
 
 @contextmanager
 def _autocast_here() -> Iterator[None]:
-    """Lets ``torch.autocast("cuda")`` act: without the device it would turn itself off."""
+    """Enables ``torch.autocast("cuda")``, which disables itself without the device."""
     original = torch.autocast.__init__
 
     def begin(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
@@ -191,7 +191,7 @@ def _autocast_here() -> Iterator[None]:
 
 @contextmanager
 def _foreach_optimizers() -> Iterator[None]:
-    """Has optimizers that are left to choose take many tensors at once, as they do on CUDA alone."""
+    """Makes optimizers use their ``foreach`` implementation by default, as on CUDA."""
     chosen: list[dict[str, Any]] = []
 
     def choose(optimizer: torch.optim.Optimizer, *_: Any) -> None:

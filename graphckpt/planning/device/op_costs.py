@@ -1,4 +1,4 @@
-"""What one op of PyTorch costs on any device: arithmetic, bytes moved, bytes taken inside. Knows no device's rates."""
+"""The cost of one op on any device: arithmetic, memory traffic and temporaries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ATTENTION = {
     _aten._scaled_dot_product_efficient_attention_backward: True,
     _aten._scaled_dot_product_cudnn_attention_backward: True,
 }
-"""Attention ops; whether each is a backward, which takes the gradient before query, key and value."""
+"""Attention ops, and whether each is a backward, whose gradient argument precedes query, key and value."""
 
 _CONVOLUTION = {_aten.convolution, _aten._convolution, _aten.convolution_backward}
 _MAKES_NOTHING = {
@@ -32,7 +32,7 @@ _PICKS = {_aten.embedding, _aten.index, _aten.index_select, _aten.gather}  # rea
 
 
 def efficiency_kind(func: Any) -> str:
-    """Returns which efficiency the arithmetic of an op has: ``"attention"``, ``"convolution"`` or ``"matmul"``."""
+    """Returns the key of an op's efficiency: ``"attention"``, ``"convolution"`` or ``"matmul"``."""
     packet = func.overloadpacket
     if packet in _ATTENTION:
         return "attention"
@@ -40,7 +40,7 @@ def efficiency_kind(func: Any) -> str:
 
 
 def rate_name(func: Any, args: tuple[Any, ...]) -> str:
-    """Returns under which name the peak rate of an op stands: its dtype, or ``"tf32"`` where the user allows that."""
+    """Returns the key of an op's peak rate: its dtype, or ``"tf32"`` where the user allows it."""
     dtype = next((t.dtype for t in _tensors(args) if t.dtype.is_floating_point), torch.float32)
     if dtype is torch.float32:
         backends: Any = torch.backends
@@ -60,7 +60,7 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
 
 
 def moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int | None:
-    """Returns the bytes that an op reads and writes; ``None`` if it runs nothing on the device, as a view does."""
+    """Returns the bytes that an op reads and writes; ``None`` if it runs no kernel, as a view does."""
     schema = getattr(func, "_schema", None)
     if schema is None or func.namespace == "prim" or func.overloadpacket in _MAKES_NOTHING:
         return None
@@ -70,7 +70,7 @@ def moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result
     if func.overloadpacket in _PICKS:
         return 2 * written
     read = sum(_bytes(tensor) for tensor in (*_tensors(args), *_tensors(tuple(kwargs.values()))))
-    if not schema.returns:  # `_foreach_add_` and the like write to what they read
+    if not schema.returns:  # in-place ops such as `_foreach_add_`
         written = sum(_bytes(t) for t in _tensors(args[:1]))
     return read + written or None
 
@@ -108,7 +108,7 @@ def _cudnn_backward(args: tuple[Any, ...]) -> int:
 
 
 def _embedding_backward(args: tuple[Any, ...]) -> int:
-    """`embedding_dense_backward_cuda`: above 3072 indices it sorts them with their places, through twice the room."""
+    """`embedding_dense_backward_cuda`: above 3072 indices it sorts them, through buffers of twice the size."""
     count = args[1].numel()
     return 4 * 8 * int(count) if count > 3072 else 0
 
@@ -122,7 +122,7 @@ _EXTRA: dict[Any, Callable[[tuple[Any, ...]], int]] = {
 
 
 def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_backward: bool) -> float:
-    """Two matrix products over all pairs of places, five backward; a causal kernel leaves out half of the pairs."""
+    """Two matrix products over all pairs of positions, five in backward; a causal kernel skips half of the pairs."""
     query, key, value = args[is_backward : is_backward + 3]
     pairs = prod(query.shape[:-1]) * key.shape[-2]
     q_width, v_width = query.shape[-1], value.shape[-1]
@@ -136,7 +136,7 @@ def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], i
 def _is_view(schema: Any, args: tuple[Any, ...], result: Any) -> bool:
     if any(returned.alias_info is not None for returned in schema.returns):
         return True
-    first = next(_tensors(args), None)  # `_unsafe_view` returns a view and does not say so
+    first = next(_tensors(args), None)  # `_unsafe_view` returns a view that its schema does not declare
     return (
         isinstance(result, torch.Tensor)
         and first is not None

@@ -28,7 +28,7 @@ _KERNELS = ("flash", "cudnn", "efficient", "math")
 @final
 @dataclass(frozen=True, kw_only=True)
 class DeviceProfile:
-    """One device, and what it takes it to run a step.
+    """The memory, rates and kernels of one device.
 
     >>> h200 = load_profile("h200")
     >>> h200.rounded(1), h200.workspace_bytes
@@ -37,14 +37,14 @@ class DeviceProfile:
 
     name: str
     kind: str
-    """``"cuda"`` or ``"cpu"``: whose kernels run."""
+    """``"cuda"`` or ``"cpu"``: selects the kernels."""
     memory_bytes: int
     flops: Mapping[str, float]
     """Floating point operations per second in dense matrix products, by dtype: ``"bfloat16"``, ``"tf32"``, ..."""
     memory_bandwidth: float
-    """Bytes per second, read or written, of the device's own memory."""
+    """Bytes per second, read or written, of the memory of the device."""
     efficiency: Mapping[str, float] = field(default_factory=dict)
-    """Shares of the peaks that are reached: of ``matmul, convolution, attention, bandwidth, copy``; 1 if not given."""
+    """Shares of the peak rates that are reached, of ``matmul, convolution, attention, bandwidth``; 1 if missing."""
     copy_out: float = 0.0
     """Bytes per second from the device to pinned host memory; 0: not known."""
     copy_in: float = 0.0
@@ -54,15 +54,15 @@ class DeviceProfile:
     disk_read: float = 0.0
     """Bytes per second from the disk; 0: not known."""
     rounding: int = 1
-    """The allocator hands out multiples of this many bytes."""
+    """The allocator rounds sizes up to multiples of this."""
     workspace_bytes: int = 0
-    """What the matrix library keeps on each stream that it has run on."""
+    """Bytes that the matrix library keeps on each stream."""
     launch_seconds: float = 0.0
-    """What each op costs beside its work."""
+    """Overhead of each op."""
     attention: tuple[str, ...] = ("math",)
-    """Kernels of ``scaled_dot_product_attention``; of those that can run a call, the first one does."""
+    """Kernels of ``scaled_dot_product_attention``; the first one that supports a call runs it."""
     capability: tuple[int, int] | None = None
-    """Of a CUDA device, such as ``(9, 0)``."""
+    """Compute capability of a CUDA device, such as ``(9, 0)``."""
 
     def __post_init__(self) -> None:
         faults = _faults(self)
@@ -70,17 +70,17 @@ class DeviceProfile:
             raise ConfigError(bullets(f"device profile {self.name!r}", faults))
 
     def rounded(self, num_bytes: int) -> int:
-        """Returns what the allocator takes for ``num_bytes``."""
+        """Returns the bytes that the allocator reserves for ``num_bytes``."""
         return -(-num_bytes // self.rounding) * self.rounding
 
     def op_seconds(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
-        """Returns how long the device runs one op: as long as its arithmetic or its memory takes, if that is longer.
+        """Returns the seconds of one op: the longer of its arithmetic and its memory traffic, plus the overhead.
 
         Args:
             func: The ``OpOverload`` as a dispatch mode sees it.
-            args: Its arguments; fake tensors will do.
+            args: Its arguments, which may be fake tensors.
             kwargs: Its keyword arguments.
-            result: What it returned.
+            result: Its result.
         """
         num_bytes = moved_bytes(func, args, kwargs, result)
         if num_bytes is None:
@@ -93,7 +93,7 @@ class DeviceProfile:
         return seconds + self.launch_seconds
 
     def op_extra_bytes(self, func: Any, args: tuple[Any, ...]) -> int:
-        """Returns the bytes that an op takes and gives back while it runs, unseen by dispatch modes; 0 if not known."""
+        """Returns the temporary bytes inside of an op, which dispatch modes do not see; 0 if not known."""
         return extra_bytes_on_cuda(func, args) if self.kind == "cuda" else 0
 
     def save(self, path: str | Path, *, comment: str = "") -> None:
@@ -112,23 +112,24 @@ def load_profile(name_or_path: str | Path) -> DeviceProfile:
     """Returns a device by the name of its packaged profile, or from a profile file.
 
     Raises:
-        ConfigError: There is no such profile, or it holds a value that cannot be; all faults are told at once.
+        ConfigError: There is no such profile, or values are invalid; the message lists all of them.
     """
     path = Path(name_or_path)
     if not (path.suffix in (".yaml", ".yml") or path.is_file()):
         known = profile_names()
         if str(name_or_path) not in known:
             raise ConfigError(
-                f"no device is called {str(name_or_path)!r}{did_you_mean(str(name_or_path), known)} · "
+                f"device: there is no profile {str(name_or_path)!r}{did_you_mean(str(name_or_path), known)} · "
                 f"fix: use one of {', '.join(known)}, or a profile file that `graphckpt profile-device` wrote"
             )
         path = _PROFILES / f"{name_or_path}.yaml"
     if not path.is_file():
-        raise ConfigError(f"there is no device profile {path} · fix: write one with `graphckpt profile-device`")
+        raise ConfigError(f"device: there is no file {path} · fix: write one with `graphckpt profile-device`")
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
-        raise ConfigError(f"device profile {path}: is no YAML file · fix: write it anew\n{error}") from error
+        fix = "write it with `graphckpt profile-device`"
+        raise ConfigError(f"device profile {path}: expected YAML · fix: {fix}\n{error}") from error
     return _parsed(values, path)
 
 
@@ -139,7 +140,7 @@ def profile_names() -> list[str]:
 
 def _parsed(values: Any, path: Path) -> DeviceProfile:
     if not isinstance(values, dict):
-        raise ConfigError(f"device profile {path}: holds no fields · fix: write 'name: ...' and the rest, one a line")
+        raise ConfigError(f"device profile {path}: expected fields, one per line · fix: write 'name: ...' and the rest")
     known = [f.name for f in fields(DeviceProfile)]
     faults = [f"{key}: there is no such field{did_you_mean(str(key), known)}" for key in values if key not in known]
     needed = ("name", "kind", "memory_bytes", "flops", "memory_bandwidth")
@@ -158,19 +159,20 @@ def _parsed(values: Any, path: Path) -> DeviceProfile:
 def _faults(device: DeviceProfile) -> list[str]:
     faults = []
     if device.kind not in _KINDS:
-        faults.append(f"kind: {device.kind!r} is none of {', '.join(_KINDS)}")
+        faults.append(f"kind: expected one of {', '.join(_KINDS)}, got {device.kind!r}")
     for name in _ABOVE_ZERO + _FROM_ZERO_ON:
         value = getattr(device, name)
         if not _is_number(value) or value < 0 or (value == 0 and name in _ABOVE_ZERO):
-            faults.append(f"{name}: {value!r} is no number {'above 0' if name in _ABOVE_ZERO else 'from 0 on'}")
+            least = "above 0" if name in _ABOVE_ZERO else "from 0 on"
+            faults.append(f"{name}: expected a number {least}, got {value!r}")
     for name, values in (("flops", device.flops), ("efficiency", device.efficiency)):
         if not isinstance(values, dict) or not all(_is_number(value) and value > 0 for value in values.values()):
-            faults.append(f"{name}: {values!r} holds no numbers above 0 by name")
+            faults.append(f"{name}: expected numbers above 0 by name, got {values!r}")
         elif name == "flops" and "float32" not in values:
             faults.append("flops: float32 is missing")
     unknown = [kernel for kernel in device.attention if kernel not in _KERNELS]
     if unknown:
-        faults.append(f"attention: {unknown[0]!r} is none of {', '.join(_KERNELS)}")
+        faults.append(f"attention: expected {', '.join(_KERNELS)}, got {unknown[0]!r}")
     return faults
 
 

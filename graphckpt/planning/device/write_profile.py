@@ -1,4 +1,4 @@
-"""Measures the device at hand, and writes the profile that :func:`graphckpt.planning.device.profile.machine` reads."""
+"""Measures a present device, and writes the profile that :func:`graphckpt.planning.device.profile.machine` reads."""
 
 from __future__ import annotations
 
@@ -28,39 +28,39 @@ def profile(
     name: str | None = None,
     seconds: float = 0.5,
     folder: str | Path | None = None,
-    tell: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
 ) -> DeviceProfile:
     """Measures a device, with nothing else running on it.
 
     Args:
-        device: Which one; the accelerator if there is one, else the CPU.
-        name: What the profile is called; that of the device if not given.
-        seconds: How long each rate is measured, at least.
-        folder: A folder on the disk whose rates are wanted; that of temporary files if not given.
-        tell: Called with a line of text after each measurement.
+        device: The device; by default the accelerator if there is one, else the CPU.
+        name: The name of the profile; by default that of the device.
+        seconds: The least time for which each rate is measured.
+        folder: A folder on the disk to measure; by default that of temporary files.
+        report: Called with a line of text after each measurement.
 
     Raises:
-        ConfigError: There is no such device here, or none that can be measured.
+        ConfigError: There is no such device, or it cannot be measured.
     """
     place = _device(device)
     bench = _bench(place, seconds)
     flops = {}
     for dtype in bench.dtypes:
         flops[dtype] = bench.matmul(dtype)
-        tell(f"{dtype} matrix products: {flops[dtype] / 1e12:.3g} TFLOP/s")
+        report(f"{dtype} matrix products: {flops[dtype] / 1e12:.3g} TFLOP/s")
     bandwidth = bench.bandwidth()
-    tell(f"memory: {format_bytes(int(bandwidth))}/s")
+    report(f"memory: {format_bytes(int(bandwidth))}/s")
     copy_out, copy_in = bench.host_copies()
-    tell(f"to the host: {format_bytes(int(copy_out))}/s, back: {format_bytes(int(copy_in))}/s")
+    report(f"to the host: {format_bytes(int(copy_out))}/s, back: {format_bytes(int(copy_in))}/s")
     disk_write, disk_read = _disk(Path(folder or tempfile.gettempdir()), bench.disk_bytes)
-    tell(f"disk: writes {format_bytes(int(disk_write))}/s, reads {format_bytes(int(disk_read))}/s")
+    report(f"disk: writes {format_bytes(int(disk_write))}/s, reads {format_bytes(int(disk_read))}/s")
     launch = bench.launch()
-    tell(f"an op costs {format_seconds(launch)} at least")
+    report(f"an op costs {format_seconds(launch)} at least")
     efficiency = bench.efficiency(flops)
-    tell(", ".join(f"{kind}: {share:.0%} of the rate of matrix products" for kind, share in efficiency.items()))
+    report(", ".join(f"{kind}: {share:.0%} of the rate of matrix products" for kind, share in efficiency.items()))
     workspace = bench.workspace()
     attention = bench.attention()
-    tell(f"attention: {', '.join(attention)}; workspace: {format_bytes(workspace)}")
+    report(f"attention: {', '.join(attention)}; workspace: {format_bytes(workspace)}")
     return DeviceProfile(
         name=name or bench.name,
         kind=place.type,
@@ -84,21 +84,21 @@ def write_profile(path: str | Path, device: str | torch.device | None = None, **
     """Measures a device and writes a profile file; ``options`` are those of :func:`profile`."""
     path = Path(path)
     if not path.parent.is_dir():  # before the minutes that measuring takes
-        raise ConfigError(f"there is no folder {path.parent} to write a profile to · fix: make it, or name another")
+        raise ConfigError(f"profile: there is no folder {path.parent} · fix: create it, or name another one")
     measured = profile(device, **options)
     measured.save(path, comment=f"Measured by `graphckpt profile-device`, torch {torch.__version__}.")
     return measured
 
 
-def copy_rates(device: str | torch.device, place: str) -> tuple[float, float]:
-    """Measures how fast a device copies to a place and back, in bytes per second.
+def copy_rates(device: str | torch.device, tier: str) -> tuple[float, float]:
+    """Measures the rates of copies from a device to a tier and back, in bytes per second.
 
     Args:
         device: The device.
-        place: ``"host"`` or ``"disk"``.
+        tier: ``"host"`` or ``"disk"``.
     """
     bench = _bench(_device(device), _SECONDS_OF_A_COPY)
-    return bench.host_copies() if place == "host" else _disk(Path(tempfile.gettempdir()), bench.disk_bytes)
+    return bench.host_copies() if tier == "host" else _disk(Path(tempfile.gettempdir()), bench.disk_bytes)
 
 
 def _bench(device: torch.device, seconds: float) -> DeviceBenchmark:
@@ -109,14 +109,14 @@ def _device(device: str | torch.device | None) -> torch.device:
     found = torch.accelerator.current_accelerator()
     place = torch.device(device) if device is not None else found or torch.device("cpu")
     if place.type not in ("cpu", "cuda"):
-        raise ConfigError(f"profile: no rates can be measured on {place} · fix: use 'cuda' or 'cpu'")
+        raise ConfigError(f"profile: expected a CUDA device or the CPU, got {place} · fix: use 'cuda' or 'cpu'")
     if place.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("profile: there is no CUDA device here · fix: run this where there is one, or use 'cpu'")
+        raise ConfigError("profile: expected a CUDA device, found none · fix: run this on a CUDA machine, or use 'cpu'")
     return place
 
 
 def _disk(folder: Path, num_bytes: int) -> tuple[float, float]:
-    """Returns bytes per second written to a file until it is safe, and read again from the disk."""
+    """Returns bytes per second written to the disk and synchronized, and read back from it."""
     data = os.urandom(_MIB) * (num_bytes // _MIB)
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         begin = perf_counter()
@@ -124,7 +124,7 @@ def _disk(folder: Path, num_bytes: int) -> tuple[float, float]:
         os.fsync(file.fileno())
         written = perf_counter() - begin
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # else the host's cache would answer
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # otherwise the page cache is read
         file.seek(0)
         begin = perf_counter()
         while file.read(8 * _MIB):

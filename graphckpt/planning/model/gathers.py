@@ -1,4 +1,4 @@
-"""Adds gathers that begin ahead of their use to the memory model.
+"""Adds prefetched all-gathers to the memory model.
 
 A step under a plan prefetches the parts of the next block while a block's backward runs::
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 def with_gathers(
     measured: MeasuredStep, plan: Sequence[int], joined: Mapping[Interval, Sequence[EventSeq]]
 ) -> Mapping[Interval, Sequence[EventSeq]]:
-    """Returns what happens in some intervals, with the gathers that begin one block ahead of their use.
+    """Returns the events of some intervals, with the all-gathers that begin one block ahead of their use.
 
     Args:
         measured: the step.
         plan: the option of each block.
-        joined: what happens there as it is.
+        joined: the events of those intervals without them.
     """
     model, ahead = measured.model, measured.ahead_bytes
     if not ahead:

@@ -1,12 +1,12 @@
-"""Blocks in a row that are recomputed as one run: only the input of the first is kept, and backward runs all again.
+"""Consecutive blocks that are recomputed as one: only the input of the first is saved.
 
 ::
 
-    forward     [0 1 2]  3     the inputs of 1 and 2 go when 1 and 2 have run
-    backward     3  0 1 2  2 1 0     0 and 1 run again as if they kept all, then 2 as if it alone was recomputed
+    forward     [0 1 2]  3     the inputs of 1 and 2 are freed after 1 and 2
+    backward     3  0 1 2  2 1 0     0 and 1 are recomputed as under keep, then 2 as under full
 
-So what a run does follows from what each of its blocks was seen to do alone: under ``keep`` and under ``full``. The
-first block of a run has ``full`` in the end, the others have ``joined``.
+So the events of a run follow from the traces of each block under ``keep`` and under ``full``. In a plan the first block
+of a run has ``full``, the others have ``joined``.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ if TYPE_CHECKING:
     from graphckpt.planning.model.simulate import EventSeq
 
 Runs: TypeAlias = "tuple[tuple[int, int], ...]"
-"""The first block of each run, and the one behind its last."""
+"""The first block of each run, and the one after its last."""
 
 LENGTHS = (2, 3, 4, 5, 6, 8, 10, 12, 16)
-"""Blocks in a run. Of n blocks, runs of about sqrt(n) take the least memory: these serve 250."""
+"""Possible lengths of runs. For n blocks, runs of about sqrt(n) take the least memory: these suffice for 250."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class _JoinedCall:
-    """What a call does in a run: as its first block, which kept its input, or as one behind it."""
+    """The events of a call in a run: as its first block, which saves its input, or as a later one."""
 
     holds: frozenset[int]
     """The shared storages that it holds until its backward."""
     forward: EventSeq
     backward: EventSeq
-    """All is there already."""
+    """After all results have been recomputed."""
 
 
 @final
 class JoinedRuns:
-    """Which blocks can be joined, and what a step does where they are.
+    """Which blocks can be joined, and the events of a step in which they are.
 
     Args:
         measured: the step.
@@ -64,20 +64,20 @@ class JoinedRuns:
         for call, block in enumerate(model.block_of_call):
             self._calls.setdefault(block, []).append(call)
         every = range(len(model.block_of_call) if self._full else 0)
-        self._handed = {call: storage for call in every for storage in self._handed_to(call)}
+        self._inputs = {call: storage for call in every for storage in self._input_of(call)}
         self._first = {call: self._as_first(call) for call in every}
-        self._behind = {call: self._as_behind(call) for call in self._handed}
-        self._again = {call: self._steps_again(call) for call in every}
-        self._last = {call: self._backward_of_last(call) for call in self._handed}
+        self._behind = {call: self._as_behind(call) for call in self._inputs}
+        self._recomputed = {call: self._recomputation(call) for call in every}
+        self._last = {call: self._backward_of_last(call) for call in self._inputs}
         self._follows = [
-            all(call in self._handed for call in self._calls.get(block, [-1])) for block in range(len(measured.names))
+            all(call in self._inputs for call in self._calls.get(block, [-1])) for block in range(len(measured.names))
         ]
         self.extra_seconds = [self._extra_seconds(measured, block) for block in range(len(measured.names))]
-        """By block: what it takes longer where others are joined to it, since all of it runs again then; ``full`` ends
-        its second run with the last tensor that backward needs."""
+        """By block: the extra seconds if others are joined to it, since all of it is recomputed then; the
+        recomputation of ``full`` stops at the last tensor that backward needs."""
 
     def seconds(self, runs: Runs) -> float:
-        """Returns what runs take beyond the seconds of their blocks under ``full``."""
+        """Returns the seconds of runs beyond those of their blocks under ``full``."""
         return fsum(self.extra_seconds[block] for first, end in runs for block in range(first, end - 1))
 
     @property
@@ -86,14 +86,14 @@ class JoinedRuns:
         return self._full
 
     def lengths(self, block: int) -> Sequence[int]:
-        """Returns how many blocks a run may have that begins with this one."""
+        """Returns the possible lengths of a run that begins with this block."""
         longest = 1
         while longest < LENGTHS[-1] and block + longest < len(self._follows) and self._follows[block + longest]:
             longest += 1
         return LENGTHS[: bisect_right(LENGTHS, longest)]
 
     def steps_of(self, runs: Runs) -> dict[Interval, Sequence[EventSeq]]:
-        """Returns what happens in the intervals of all blocks of some runs, in all passes of a step."""
+        """Returns the events of the blocks of some runs, by interval, in all passes of a step."""
         return {
             interval: steps
             for first, end in runs
@@ -102,18 +102,18 @@ class JoinedRuns:
         }
 
     def steps(self, calls: range) -> Iterator[tuple[Interval, Sequence[EventSeq]]]:
-        """Yields what happens in the intervals of one pass through a run, forward and backward."""
+        """Yields the events of one pass through a run, forward and backward, by interval."""
         first, last = calls[0], calls[-1]
         each = [(call, self._first[call] if call == first else self._behind[call]) for call in calls]
         for call, does in each:
             yield Interval(Phase.FORWARD, call), (does.forward,)
-        yield Interval(Phase.BACKWARD, last), (*(self._again[call] for call in calls[:-1]), self._last[last])
+        yield Interval(Phase.BACKWARD, last), (*(self._recomputed[call] for call in calls[:-1]), self._last[last])
         for call, does in reversed(each[:-1]):
             yield Interval(Phase.BACKWARD, call), (does.backward,)
 
-    def handed(self, calls: range) -> frozenset[int]:
-        """Returns the storages that the calls of a run hand on to one another."""
-        return frozenset(self._handed[call] for call in calls[1:])
+    def inputs(self, calls: range) -> frozenset[int]:
+        """Returns the storages that a call of a run passes to the next one."""
+        return frozenset(self._inputs[call] for call in calls[1:])
 
     def holds(self, calls: range) -> frozenset[int]:
         """Returns the shared storages that the calls of a run hold until their backward."""
@@ -129,8 +129,8 @@ class JoinedRuns:
         return _JoinedCall(holds, forward, self._model.steps_of(self._backward(call, holds)))
 
     def _as_behind(self, call: int) -> _JoinedCall:
-        """The input is not held, and goes when it has been used."""
-        handed = self._handed[call]
+        """The input is not held, and is freed after its use."""
+        handed = self._inputs[call]
         holds = self._model.holds(call, self._full) - {handed}
         forward = [
             step
@@ -148,21 +148,21 @@ class JoinedRuns:
         yield from (self._change(EventKind.RELEASED, storage) for storage in sorted(holds))
         yield from (PrivateRun(0, -2 * held.change) for held in self._private(call))
 
-    def _steps_again(self, call: int) -> EventSeq:
-        """It runs as if it kept all."""
+    def _recomputation(self, call: int) -> EventSeq:
+        """It is recomputed as under ``keep``."""
         forward = self._model.steps(Interval(Phase.FORWARD, call), self._keep)
         return self._model.steps_of([*self._private(call), *forward])
 
     def _backward_of_last(self, call: int) -> EventSeq:
-        """It runs again, as if it alone was recomputed."""
+        """It is recomputed as under ``full``."""
         steps = self._model.steps(Interval(Phase.BACKWARD, call), self._full)
-        handed = self._handed[call]
+        handed = self._inputs[call]
         return self._model.steps_of(
             [self._change(EventKind.HELD, handed), *steps, self._change(EventKind.GONE, handed)]
         )
 
     def _private(self, call: int) -> list[PrivateRun]:
-        """Returns what a call keeps beside its inputs, such as buffers as they were; to set them back takes as much."""
+        """Returns what a call saves beside its inputs, such as copies of buffers; restoring them takes as much."""
         steps = self._model.steps(Interval(Phase.FORWARD, call), self._full)
         num_bytes = sum(step.change for step in steps if isinstance(step, PrivateRun))
         return [PrivateRun(num_bytes, num_bytes)] if num_bytes > 0 else []
@@ -170,8 +170,8 @@ class JoinedRuns:
     def _change(self, kind: EventKind, storage: int) -> Change:
         return Change(kind, storage, self._model.base.sizes.get(storage, 0))
 
-    def _handed_to(self, call: int) -> list[int]:
-        """Returns what a call is given that the call of the block before it has just made, and nobody else uses."""
+    def _input_of(self, call: int) -> list[int]:
+        """Returns the argument that the call of the block before it has created, if nothing else uses it."""
         base = self._model.base
         if call == 0 or any(Interval(Phase.BACKWARD, c) not in base.intervals for c in (call - 1, call)):
             return []

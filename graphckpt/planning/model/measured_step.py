@@ -1,4 +1,4 @@
-"""What is known of a step after it was measured. Data only."""
+"""The result of measuring a step. Data only."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ class StepSample:
 
     trace: TraceLog
     far_bytes: dict[int, int]
-    """By the number of a call: what it has sent away from the device."""
+    """The offloaded bytes of each call, by its number."""
     seconds: dict[Interval, float]
     step_seconds: float
-    """Of the step without policies, where it was run, or else with these."""
+    """Seconds of the step without policies, if it was run, or else with these."""
     plain_seconds: dict[Interval, float] | None = None
-    """Without policies, timed beside ``seconds``; ``None``: what one run shows holds for all, as nothing disturbs."""
+    """Seconds without policies, timed beside ``seconds``; ``None`` if times are estimated and do not vary."""
     ahead_bytes: dict[int, int] = field(default_factory=dict)
-    """By the number of a call: what a gather of its parts takes until they are used."""
+    """The bytes that an all-gather of a call's parts takes until they are used, by the number of the call."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """What is known of a step: enough to foretell any plan."""
+    """The measurements of a step, from which any plan can be predicted."""
 
     names: tuple[str, ...]
     options: tuple[Option, ...]
-    """In general; ``own`` says what each is for a block."""
+    """The options in general; ``options_of`` holds those of each block."""
     options_of: tuple[tuple[Option, ...], ...]
-    """By block and option: what the block gets."""
+    """The options by block."""
     model: MemoryModel
     forward_seconds: tuple[tuple[float, ...], ...]
-    """By block and option: of all its forwards in a step."""
+    """By block and option: the seconds of all its forwards in a step."""
     backward_seconds: tuple[tuple[float, ...], ...]
-    """By block and option: of all its backwards in a step, with what runs again."""
+    """By block and option: the seconds of all its backwards in a step, with the recomputation."""
     far_bytes: tuple[tuple[int, ...], ...]
-    """By block and option: bytes that leave the device in a step."""
+    """By block and option: the bytes that are offloaded in a step."""
     step_seconds: float
-    """Of the step with everything kept."""
+    """Seconds of the step with everything kept."""
     num_runs: int
-    """Times that the step ran to be logged."""
+    """The number of traced runs."""
     ahead_bytes: Mapping[tuple[int, int], int] = field(default_factory=dict)
-    """By call and option: what a gather takes that begins before the call's own backward."""
+    """By call and option: the bytes of an all-gather that begins before the backward of the call."""
     notes: tuple[str, ...] = ()
     """Where the prediction is not exact, and why."""

@@ -1,4 +1,4 @@
-"""The peak of any plan, from what each block was seen to do under each option: to the byte, without running it."""
+"""Predicts the peak of any plan, to the byte, from the traces of each block under each option."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class IntervalLevel:
 
 @final
 class MemoryModel:
-    """What is known of a step: what happens between the blocks, and in each block under each option.
+    """The events of a step: between the blocks, and in each block under each option.
 
     Args:
-        base: the log of the step with everything kept.
-        program_of: returns what a call does under an option, by the numbers of both.
-        ends: where whoever is no block lets a shared storage go, by its number in ``base``.
+        base: the trace of the step with everything kept.
+        program_of: returns the program of a call under an option, by the numbers of both.
+        ends: where code outside of blocks releases a shared storage, by its number in ``base``.
     """
 
     def __init__(
@@ -47,13 +47,13 @@ class MemoryModel:
         self._outcome_cache: OutcomeCache = {}
         self._outside = {i: self.steps_of(self._outside_steps(i, ends)) for i in self.intervals if not i.is_of_block}
         for storage, (where, _) in ends.items():
-            if where.is_of_block:  # for options that do not show it: at the end of that interval
+            if where.is_of_block:  # for options without that event: at the end of that interval
                 self._late.setdefault(where, []).append(storage)
         self._holds: dict[tuple[int, int], frozenset[int]] = {}
         self._steps: dict[tuple[Interval, int], EventSeq] = {}
 
     def steps(self, interval: Interval, option: int) -> EventSeq:
-        """Returns what happens in an interval; ``option`` is that of its block."""
+        """Returns the events of an interval; ``option`` is that of its block."""
         if not interval.is_of_block:
             return self._outside[interval]
         key = interval, option
@@ -73,11 +73,11 @@ class MemoryModel:
         return self._steps[key]
 
     def steps_of(self, steps: Iterable[PrivateRun | Change]) -> EventSeq:
-        """Returns what happens in an interval, in order, in a form that is quickly walked."""
+        """Returns events as a sequence whose outcomes are cached."""
         return EventSeq(steps, self._outcome_cache)
 
     def storage(self, call: int, role: Role, option: int) -> int:
-        """Returns the number of a storage in ``base``; one that only this option leaves gets a number of its own."""
+        """Returns the number of a storage in ``base``, or a new number if only this option has it."""
         known = self._storages[call].get(role)
         return known if known is not None else -2 - (hash((call, role, option)) & 0xFFFFFFFFFFFF)
 
@@ -91,7 +91,7 @@ class MemoryModel:
 
     @property
     def static_bytes(self) -> int:
-        """Bytes that are alive when the first block begins: weights, optimizer state, inputs, kept gradients."""
+        """Live bytes when the first block begins: weights, optimizer state, inputs, gradients of earlier steps."""
         state = LiveState()
         for interval in self.intervals:
             if interval.is_of_block:
@@ -106,7 +106,7 @@ class MemoryModel:
 
         Args:
             plan: the option of each block.
-            joined: what happens instead in some intervals.
+            joined: the events that replace those of some intervals.
         """
         state = LiveState()
         joined = joined or {}
@@ -134,7 +134,7 @@ class MemoryModel:
             if entry.storage in base.shared:
                 if entry.kind is EventKind.BORN:
                     yield Change(EventKind.BORN, entry.storage, entry.num_bytes)
-            else:  # what a block has made privately cannot end here
+            else:  # private storages of a block are freed elsewhere
                 is_born = entry.kind is EventKind.BORN
                 yield PrivateRun(entry.num_bytes if is_born else 0, entry.num_bytes if is_born else -entry.num_bytes)
         yield from (Change(EventKind.GONE, storage, base.sizes[storage]) for _, storage in due)

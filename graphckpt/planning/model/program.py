@@ -1,8 +1,8 @@
-"""From the log of a step to programs: what a block does to the level of live bytes, in names that any step knows.
+"""Turns the trace of a step into programs: what a block allocates and frees, in names that hold for equal blocks.
 
-A storage that only one block ever sees is *private* to it: of these only sums remain. All others are *shared*: what
-enters and leaves a block, and what several blocks hold. Each is named by its role at the border of a block's call, so
-that the program of one block fits every equal one.
+A storage that only one block sees is *private* to it: only sums of these remain. All others are *shared*: they enter or
+leave a block, or several blocks hold them. Each is named by its role for a call of the block, so that the program of
+one block fits every equal one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Role(NamedTuple):
-    """What a shared storage is to a call of a block: its second argument, the third that its backward leaves behind."""
+    """The role of a shared storage for a call of a block, such as its second argument."""
 
     kind: str
     """``"argument"``, ``"output"``, ``"gradient"``, ``"made"`` in forward, ``"left"`` by backward, ``"passing"``."""
@@ -26,14 +26,14 @@ class Role(NamedTuple):
 
 
 class PrivateRun(NamedTuple):
-    """A stretch in which only private storages come and go: the highest level in it, and the last, above the first."""
+    """Events of private storages only: the peak above the level at the start, and the change of the level."""
 
     peak: int
     change: int
 
 
 class SharedEvent(NamedTuple):
-    """A shared storage comes, goes, is held or let go."""
+    """A shared storage is allocated, freed, held or released."""
 
     kind: EventKind
     role: Role
@@ -41,25 +41,25 @@ class SharedEvent(NamedTuple):
 
 
 class StorageEnd(NamedTuple):
-    """Where in a step a storage goes: after so many private entries of an interval."""
+    """Where a storage is freed in a step: the interval, and the number of private events before it."""
 
     interval: Interval
     number: int
 
 
 EventProgram: TypeAlias = tuple[PrivateRun | SharedEvent, ...]
-"""What happens in one interval, in order."""
+"""The events of one interval, in order."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class BlockProgram:
-    """What one call of a block does under one option."""
+    """The events of one call of a block under one option."""
 
     forward: EventProgram
     backward: EventProgram
     left: tuple[int, ...]
-    """Bytes of what its backward leaves behind, in order; equal for every option, or the prediction is an estimate."""
+    """Bytes of tensors that outlive its backward, in order; if options differ, the prediction is an estimate."""
 
     @property
     def holds(self) -> frozenset[Role]:
@@ -73,7 +73,7 @@ class BlockProgram:
 
 @final
 class StepLog:
-    """A logged step, with the life of each storage in it."""
+    """A traced step, with the lifetime of each storage."""
 
     def __init__(self, trace: TraceLog) -> None:
         self.calls = trace.calls
@@ -91,42 +91,42 @@ class StepLog:
                     self.sizes[entry.storage] = entry.num_bytes
                 elif entry.kind is EventKind.GONE:
                     self._where_gone[entry.storage] = stretch.interval
-        self._masked = frozenset(self._seem_to_end())
+        self._masked = frozenset(self._released_by_blocks())
         self._roles: list[dict[int, Role]] = []
         self.shared: frozenset[int] = frozenset()
-        """The storages that have a role at any border."""
+        """The storages that have a role for any call."""
         self.ends: dict[int, StorageEnd] = {}
-        """Where whoever is no block lets a shared storage go, where that shows: a block may hold it longer."""
+        """Where non-block code releases a shared storage, if the trace shows it; a block may still hold it."""
 
     def made(self, call: int) -> list[int]:
-        """Returns the storages that come in the forward of a call, in order."""
+        """Returns the storages that the forward of a call allocates, in order."""
         return [e.storage for e in self.entries(Interval(Phase.FORWARD, call)) if e.kind is EventKind.BORN]
 
     def leaving(self, call: int) -> set[int]:
-        """Returns which of the storages that the forward of a call makes, by their numbers there, others see too."""
+        """Returns which storages that the forward of a call allocates outlive the call, by their numbers."""
         own = {Interval(Phase.FORWARD, call), Interval(Phase.BACKWARD, call)}
         return {n for n, storage in enumerate(self.made(call)) if self._where_gone.get(storage) not in own}
 
     def name_roles(self, leaving: Sequence[Collection[int]]) -> None:
-        """Names the shared storages; ``leaving`` says for each call which of those that it makes others may see."""
+        """Names the shared storages; ``leaving`` holds, for each call, those that it allocates and that outlive it."""
         self._roles = [self._roles_of(call, leaving[call]) for call in range(len(self.calls))]
         self.shared = frozenset(storage for roles in self._roles for storage in roles)
-        for call, roles in enumerate(self._roles):  # what comes from one block and ends in another
+        for call, roles in enumerate(self._roles):  # allocated by one block and freed by another
             ending = [e.storage for e in self._of(call) if e.kind is EventKind.GONE and e.storage in self.shared]
             passing = [storage for storage in ending if storage not in roles]
             roles.update({storage: Role("passing", number) for number, storage in enumerate(passing)})
         self.ends = dict(self._ends())
 
     def entries(self, interval: Interval) -> Sequence[StorageEvent]:
-        """Returns what happened in an interval."""
+        """Returns the events of an interval."""
         return self._entries.get(interval, ())
 
     def roles(self, call: int) -> Mapping[int, Role]:
-        """Returns the role of each storage that is shared at the border of a call."""
+        """Returns the role of each shared storage of a call."""
         return self._roles[call]
 
     def of_backward(self) -> frozenset[int]:
-        """Returns the storages that came in backward, or later."""
+        """Returns the shared storages that were allocated in backward, or later."""
         forward = (Phase.BEFORE, Phase.FORWARD)
         return frozenset(
             storage
@@ -136,11 +136,11 @@ class StepLog:
         )
 
     def is_gone(self, storage: int) -> bool:
-        """Whether a storage is gone when the step is over."""
+        """Whether a storage is freed before the end of the step."""
         return storage in self._where_gone
 
     def outside(self, interval: Interval) -> Iterator[tuple[int, StorageEvent]]:
-        """Yields what comes and goes in an interval of no block, each with the number of private entries before it."""
+        """Yields the events of an interval outside of blocks, each with the number of private events before it."""
         number = 0
         for entry in self.entries(interval):
             if entry.storage >= 0 and entry.kind not in _BALANCE:
@@ -148,7 +148,7 @@ class StepLog:
                 number += entry.storage not in self.shared
 
     def program(self, call: int) -> BlockProgram:
-        """Returns what a call does. What only seems to end, as a block lets go of it, is left out."""
+        """Returns the program of a call. Storages that are freed because a block releases them are left out."""
         roles = self._roles[call]
         forward, backward = (
             tuple(_fold(_steps((e for e in self.entries(Interval(phase, call)) if not self._is_masked(e)), roles)))
@@ -164,8 +164,8 @@ class StepLog:
     def _is_masked(self, entry: StorageEvent) -> bool:
         return entry.kind is EventKind.GONE and entry.storage in self._masked and entry.storage in self.shared
 
-    def _seem_to_end(self) -> Iterator[int]:
-        """Yields the storages that go in the very moment in which a block lets go of them."""
+    def _released_by_blocks(self) -> Iterator[int]:
+        """Yields the storages that are freed at the moment in which a block releases them."""
         released: dict[int, int] = {}
         for stretch in self._stretches:
             for entry in stretch.entries:
@@ -208,9 +208,9 @@ class StepLog:
 
 
 def with_holds(program: BlockProgram, roles: Collection[Role]) -> BlockProgram:
-    """Returns a program that holds ``roles``, which others let go before its backward ends.
+    """Returns a program that holds ``roles``, which other code releases before its backward ends.
 
-    No store tells of these: the block itself has kept them alive.
+    No store reports these: the block itself has kept them alive.
     """
     held = program.holds
     late = {
@@ -254,7 +254,7 @@ def _steps(entries: Iterable[StorageEvent], roles: Mapping[int, Role]) -> Iterat
 
 
 def _fold(steps: Iterable[PrivateRun | SharedEvent]) -> Iterator[PrivateRun | SharedEvent]:
-    """Joins what lies between shared storages."""
+    """Merges the private events between shared ones."""
     peak = change = 0
     for step in steps:
         if isinstance(step, PrivateRun):

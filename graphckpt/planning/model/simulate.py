@@ -1,8 +1,7 @@
-"""Walks what happens in an interval: how high the level rises, where it ends, and who holds what then. Integers only.
+"""Simulates the events of an interval: the peak, the level at the end, and the holders of storages. Integers only.
 
-What an interval leads to depends on its beginning alone: on who holds the few shared storages that it touches. So each
-interval is walked in full once for each such beginning, and once for all equal blocks; from then on one sum, and one
-highest level, are added.
+The outcome of an interval depends only on who holds the few shared storages that it touches when it begins. So each
+interval is simulated once for each such state, and once for all equal blocks; afterwards the outcome is looked up.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from graphckpt.planning.model.program import PrivateRun
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-_SOMEBODY = 1  # of a storage's holders: whoever is no block; it holds it or does not, however often it says so
-_BLOCK = 2  # each block counts
+_OTHER = 1  # of a storage's holders: any code outside of blocks, counted once
+_BLOCK = 2  # of a storage's holders: each block counts
 
 
 class Change(NamedTuple):
-    """A storage that several parts of the step see comes, goes, is held or let go."""
+    """A shared storage is allocated, freed, held or released."""
 
     kind: EventKind
     storage: int
@@ -28,7 +27,7 @@ class Change(NamedTuple):
 
 
 class EventOutcome(NamedTuple):
-    """What an interval leads to from one beginning: levels above the first one, and holders by storage."""
+    """The outcome of an interval: peak and change above the level at the start, and the holders at the end."""
 
     peak: int
     change: int
@@ -36,16 +35,16 @@ class EventOutcome(NamedTuple):
 
 
 OutcomeCache: TypeAlias = "dict[tuple[PrivateRun | Change, ...], dict[tuple[int, ...], EventOutcome]]"
-"""By what happens, with storages numbered as they come: by their holders at the beginning, what it leads to."""
+"""By events, with storages numbered in their order: the outcomes by the holders at the start."""
 
 
 @final
 class EventSeq:
-    """What happens in an interval, in order. Equal to itself alone.
+    """The events of an interval, in order, compared by identity.
 
     Args:
-        steps: what happens.
-        walked: is looked up, and added to, by all intervals that may be alike.
+        steps: the events.
+        walked: a cache of outcomes, shared by all intervals that may have equal events.
     """
 
     __slots__ = ("_outcomes", "_steps", "storages")
@@ -53,14 +52,14 @@ class EventSeq:
     def __init__(self, steps: Iterable[PrivateRun | Change], walked: OutcomeCache | None = None) -> None:
         self._steps = tuple(steps)
         self.storages = tuple(dict.fromkeys(step.storage for step in self._steps if isinstance(step, Change)))
-        """The shared storages that it touches."""
+        """The shared storages of the events."""
         self._outcomes = ({} if walked is None else walked).setdefault(self._renumbered(), {})
 
     def __iter__(self) -> Iterator[PrivateRun | Change]:
         return iter(self._steps)
 
     def outcome(self, holders: tuple[int, ...]) -> EventOutcome:
-        """Returns what it leads to, where ``storages`` have these holders at its beginning."""
+        """Returns the outcome, given the holders of ``storages`` at the start."""
         found = self._outcomes.get(holders)
         if found is None:
             found = self._outcomes[holders] = self._simulate(dict(zip(self.storages, holders, strict=True)))
@@ -87,25 +86,25 @@ class EventSeq:
 
 
 _AFTER = {
-    EventKind.BORN: lambda holders: holders | _SOMEBODY,
-    EventKind.GONE: lambda holders: holders & ~_SOMEBODY,
+    EventKind.BORN: lambda holders: holders | _OTHER,
+    EventKind.GONE: lambda holders: holders & ~_OTHER,
     EventKind.HELD: lambda holders: holders + _BLOCK,
     EventKind.RELEASED: lambda holders: holders - _BLOCK,
 }
 
 
 def _is_alive(holders: int) -> bool:
-    return holders > 0 or bool(holders & _SOMEBODY)
+    return holders > 0 or bool(holders & _OTHER)
 
 
 @final
 class LiveState:
-    """Who holds what at a moment: a shared storage lives as long as a block holds it, or anybody else does.
+    """The level of live bytes and the holders of shared storages, which live as long as anything holds them.
 
     Args:
-        level: live bytes.
-        others: storages of which somebody has hold who is no block.
-        held: storages that a block holds.
+        level: the live bytes.
+        others: the storages that code outside of blocks holds.
+        held: the storages that a block holds.
 
     >>> state = LiveState(100, others=[7])
     >>> events = [Change(EventKind.HELD, 7, 30), Change(EventKind.GONE, 7, 30), PrivateRun(peak=8, change=5)]
@@ -118,16 +117,16 @@ class LiveState:
 
     def __init__(self, level: int = 0, others: Iterable[int] = (), held: Iterable[int] = ()) -> None:
         self.level = self.peak = level
-        self._holders = dict.fromkeys(others, _SOMEBODY)
+        self._holders = dict.fromkeys(others, _OTHER)
         self.hold(held)
 
     def hold(self, storages: Iterable[int]) -> None:
-        """One more block holds these; the level has them already."""
+        """Adds a block that holds these storages; the level includes them already."""
         for storage in storages:
             self._holders[storage] = self._holders.get(storage, 0) + _BLOCK
 
     def advance(self, steps: EventSeq) -> None:
-        """Goes through an interval."""
+        """Simulates an interval."""
         holders = self._holders
         peak, change, after = steps.outcome(tuple([holders.get(storage, 0) for storage in steps.storages]))
         self.peak = max(self.peak, self.level + peak)

@@ -1,4 +1,4 @@
-"""Draws a plan's level of live bytes over the step, and a sweep over budgets, as PNG or SVG. Knows no model.
+"""Draws the live bytes of a plan over the step, and a sweep over budgets, as PNG or SVG.
 
 Matplotlib takes half a second to import, so only a call of :func:`draw_plan` or :func:`draw_sweep` does.
 """
@@ -37,21 +37,21 @@ _MARKERS = "osD^vPX<>*"
 _OF_BLOCKS = (f"{Phase.FORWARD.value} ", f"{Phase.BACKWARD.value} ")
 _BETWEEN = f"{Phase.AFTER_FORWARD.value} ", f"{Phase.AFTER_BACKWARD.value} "
 _DASHES = (0, (4, 3))
-_NARROW = 0.2  # width of what lies between two blocks; they and all else are 1 wide
-_HIGHEST = 1.6  # a budget further above the peak would press the levels flat
+_NARROW = 0.2  # width of intervals between two blocks; all others are 1 wide
+_HIGHEST = 1.6  # a budget further above the peak would flatten the levels
 
 
 def draw_plan(stages: Sequence[Stage], rows: Sequence[PlanRow], summary: PlanSummary, path: str | Path) -> Path:
-    """Draws the predicted level of live bytes in each interval of the step, with the budget and what sets the peak.
+    """Draws the predicted live bytes in each interval of the step, with the budget and the interval of the peak.
 
-    Pale is the highest level in an interval, full the level when it begins; the colour is the policy of its block.
-    The same plan gives the same file.
+    Pale colour is the peak in an interval, full colour the level at its start; colours distinguish policies. The same
+    plan gives the same file.
 
     Args:
         stages: the levels.
         rows: the policies.
         summary: the budget, and what sets the peak.
-        path: the file to write, or to replace; its suffix, ``.png`` or ``.svg``, says as what.
+        path: the file to write, or to replace; its suffix, ``.png`` or ``.svg``, is the format.
 
     Returns:
         The path written.
@@ -84,12 +84,12 @@ def draw_plan(stages: Sequence[Stage], rows: Sequence[PlanRow], summary: PlanSum
 
 
 def draw_sweep(front: Sequence[tuple[int, float]], uniform: Sequence[tuple[str, int, float]], path: str | Path) -> Path:
-    """Draws what a step takes in bytes and seconds: the plans of which none is better in both, and uniform policies.
+    """Draws peak and step time of the Pareto-optimal plans and of uniform policies.
 
     Args:
         front: peak in bytes and seconds of each plan.
-        uniform: name, peak in bytes and seconds of each policy that all blocks have.
-        path: the file to write, or to replace; its suffix, ``.png`` or ``.svg``, says as what.
+        uniform: name, peak in bytes and seconds of each uniform policy.
+        path: the file to write, or to replace; its suffix, ``.png`` or ``.svg``, is the format.
 
     Returns:
         The path written.
@@ -111,7 +111,7 @@ def draw_sweep(front: Sequence[tuple[int, float]], uniform: Sequence[tuple[str, 
             handles += axes.plot(
                 [peak / scale for peak, _ in ordered],
                 [seconds * second for _, seconds in ordered],
-                drawstyle="steps-post",  # between two plans a budget has the one below it
+                drawstyle="steps-post",  # a budget between two plans has the lower one
                 color=INK,
                 linewidth=1.2,
                 marker="o",
@@ -165,7 +165,7 @@ def _draw_levels(axes: Any, stages: Sequence[Stage], rows: Sequence[PlanRow], sc
 
 
 def block_of(stage: str) -> str | None:
-    """Returns the block in which an interval lies, from its name.
+    """Returns the block of an interval, from its name.
 
     >>> block_of("backward of h.3"), block_of("after the forward of h.3"), block_of("optimizer")
     ('h.3', None, None)
@@ -174,7 +174,7 @@ def block_of(stage: str) -> str | None:
 
 
 def _edges(stages: Sequence[Stage]) -> list[float]:
-    """Returns where each interval begins, and where the last one ends."""
+    """Returns the start of each interval, and the end of the last."""
     return list(accumulate((_NARROW if s.name.startswith(_BETWEEN) else 1.0 for s in stages), initial=0.0))
 
 
@@ -186,7 +186,7 @@ def _mark_binding(axes: Any, stages: Sequence[Stage], summary: PlanSummary, scal
 
 
 def _second_of(seconds: float) -> tuple[float, str]:
-    """Returns how many of the unit in which ``seconds`` is printed make a second, and its name.
+    """Returns the number of units per second, for the unit in which ``seconds`` is printed, and its name.
 
     >>> _second_of(0.2), _second_of(90)
     ((1000.0, 'ms'), (1.0, 's'))

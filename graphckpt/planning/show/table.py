@@ -1,4 +1,4 @@
-"""Prints a plan as a table, with what to know about it."""
+"""Prints a plan as a table."""
 
 from __future__ import annotations
 
@@ -20,20 +20,18 @@ _WIDTH = 4096
 
 
 def summary_lines(plan: PlanSummary) -> Iterator[str]:
-    """Yields what the whole step takes, one line each."""
+    """Yields lines about the whole step."""
     budget = plan.budget_bytes
     share = f", {plan.predicted_peak_bytes / budget:.1%} of the budget".replace("%", " %") if budget else ""
     corrected = (
-        f" (a step that was run was {format_bytes(plan.correction_bytes)} off; that is counted)"
-        if plan.correction_bytes
-        else ""
+        f" (corrected by {format_bytes(plan.correction_bytes)} after a measured step)" if plan.correction_bytes else ""
     )
     yield f"memory budget {format_bytes(budget)} on {plan.device}"
     yield f"peak {format_bytes(plan.predicted_peak_bytes)}{share}; set by {plan.binding}{corrected}"
     slower = plan.predicted_step_seconds / plan.plain_step_seconds - 1 if plan.plain_step_seconds else 0.0
     percent = f"{slower:+.1%}".replace("%", " %")
-    yield f"step {format_seconds(plan.predicted_step_seconds)}, {percent} against keeping everything"
-    yield f"everything kept: {format_bytes(plan.plain_peak_bytes)}; least possible: {format_bytes(plan.floor_bytes)}"
+    yield f"step {format_seconds(plan.predicted_step_seconds)}, {percent} over keeping everything"
+    yield f"everything kept: {format_bytes(plan.plain_peak_bytes)}; lowest possible: {format_bytes(plan.floor_bytes)}"
 
 
 def print_plan(
@@ -62,7 +60,7 @@ def print_plan(
 def print_sweep(
     front: Sequence[tuple[int, float, Sequence[PlanRow]]], uniform: Sequence[tuple[str, int, float]]
 ) -> None:
-    """Prints the plans of which none is better in peak and time, and the policies that are the same for all blocks."""
+    """Prints the Pareto-optimal plans in peak and time, and the uniform policies."""
     console = _console(None)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("peak", justify="right", no_wrap=True)
@@ -79,17 +77,17 @@ def print_sweep(
 
 
 def _console(file: TextIO | None) -> Console:
-    """Returns a console that is wide enough for every row: numbers are not to be broken into lines."""
+    """Returns a console that is wide enough for every row, so that numbers are not wrapped."""
     return Console(file=file or sys.stdout, highlight=False, soft_wrap=True, width=_WIDTH)
 
 
 def equal_runs(plan: Sequence[PlanRow]) -> Iterator[list[PlanRow]]:
-    """Yields neighbouring rows with the same policy, together."""
+    """Yields consecutive rows with the same policy, together."""
     for _, rows in groupby(plan, key=lambda row: (row.option, row.block.rstrip("0123456789"))):
         yield list(rows)
 
 
 def name_of(rows: list[PlanRow]) -> str:
-    """Returns one name for neighbouring blocks: ``"h.0-3"``."""
+    """Returns one name for consecutive blocks: ``"h.0-3"``."""
     first, last = rows[0].block, rows[-1].block
     return first if len(rows) == 1 else f"{first}-{last[len(last.rstrip('0123456789')) :]}"

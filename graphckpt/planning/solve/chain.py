@@ -1,4 +1,4 @@
-"""The memory levels of a step, for a given plan. Integers only: no torch, no models, and nothing is chosen."""
+"""The memory levels of a step for a given plan, as a chain of blocks. Integers only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, Protocol, final
 from graphckpt.errors import ConfigError
 
 ChainPlan = tuple[int, ...]
-"""The option of each block; ``COVERED`` where a move of an earlier block has decided about it as well."""
+"""The option of each block; ``COVERED`` if the option of an earlier block includes it."""
 
 COVERED = -1
 
@@ -18,32 +18,32 @@ COVERED = -1
 @final
 @dataclass(frozen=True, slots=True)
 class Move:
-    """What an option of one block, or of several in a row, does to the memory level, in bytes."""
+    """The effect of an option of one or several consecutive blocks on the memory level, in bytes."""
 
     forward_peak: int
     """Highest level in the block's forward and in what follows it before the next block, above the level before it."""
     kept: int
-    """How much higher the level is after the block's forward; 0 or less in odd cases."""
+    """How much the block's forward raises the level; may be 0 or negative."""
     backward_peak: int
     """Highest level in the block's backward, above the level after its forward."""
     held: Hashable
-    """What the next block finds: which tensors that are shared with later blocks are held by a block so far."""
+    """The state for the next block: the tensors shared with later blocks that blocks hold so far."""
     waits: float = 0.0
-    """Seconds on top of the option's own, because of what came before."""
+    """Seconds that the option waits because of earlier options."""
     length: int = 1
-    """How many blocks it decides about: this one, and those behind it."""
+    """The number of blocks that the option includes: this one, and those after it."""
 
 
 class Chain(Protocol):
-    """A step as a chain of blocks, of which each has options."""
+    """A step as a chain of blocks with options."""
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks."""
+        """The number of blocks."""
 
     @property
     def start(self) -> Hashable:
-        """What the first block finds."""
+        """The state for the first block."""
 
     @property
     def base(self) -> int:
@@ -51,13 +51,13 @@ class Chain(Protocol):
 
     @property
     def fixed_peak(self) -> int:
-        """The peak of the intervals that no choice changes, such as the optimizer, in bytes."""
+        """The peak of the intervals that no option changes, such as the optimizer, in bytes."""
 
     def options(self, block: int) -> Sequence[float]:
-        """The seconds of each option of a block, forward and backward, of all blocks that its move decides about."""
+        """The seconds of each option of a block, forward and backward, of all blocks that it includes."""
 
     def move(self, block: int, option: int, held: Hashable) -> Move | None:
-        """What the option does; ``None``: it is not allowed here."""
+        """The effect of the option; ``None`` if it is not allowed here."""
 
     def head_peak(self, held: Hashable) -> int:
         """Highest level between the last forward and the first backward, above the level then, in bytes."""
@@ -82,7 +82,7 @@ class ChainInterval(NamedTuple):
 def levels(
     chain: Chain, plan: Sequence[int], in_flight: Sequence[int] | None = None
 ) -> list[tuple[ChainInterval, int]]:
-    """Returns the highest level of each interval in bytes, in the order of time; what no choice changes comes last.
+    """Returns the highest level of each interval in bytes, in the order of time, and the fixed intervals last.
 
     ::
 
@@ -94,7 +94,7 @@ def levels(
     Args:
         chain: The step.
         plan: An option for each block.
-        in_flight: Bytes on top, of the forwards in their order, of the head, and of the backwards in theirs.
+        in_flight: Additional bytes of the forwards in their order, of the head, and of the backwards in theirs.
 
     Raises:
         ConfigError: The chain does not allow an option.
@@ -126,7 +126,7 @@ def peak(chain: Chain, plan: Sequence[int], in_flight: Sequence[int] | None = No
 
 
 def seconds(chain: Chain, plan: Sequence[int]) -> float:
-    """Returns the sum of the options' seconds, with those that their moves wait."""
+    """Returns the sum of the options' seconds, with those that they wait."""
     held, spent = chain.start, []
     for block, option in enumerate(plan):
         if option == COVERED:

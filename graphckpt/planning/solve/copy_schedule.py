@@ -12,50 +12,51 @@ from graphckpt.errors import ConfigError
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyTiming:
-    """What the options of each block compute and move; the first index is the block, the second the option.
+    """The seconds and offloaded bytes of options; the first index is the block, the second the option.
 
-    Note [The window counts blocks that move]: a host store frees a block's tensors when the next block that moves
-    something ends its forward, and prefetches the block *that moves* before it in backward. Blocks between, which move
-    nothing, give no signal, and the bytes stay in flight while they run.
+    Note [The window counts blocks that offload]: a host store frees a block's tensors when the next block that offloads
+    ends its forward, and prefetches the previous block *that offloads* in backward. Blocks between them, which offload
+    nothing, trigger neither, and the bytes stay on the device while they run.
 
     Raises:
         ConfigError: A rate is not above 0.
     """
 
     forward_seconds: Sequence[Sequence[float]]
-    """Of the block's forward alone."""
+    """Seconds of the block's forward."""
     backward_seconds: Sequence[Sequence[float]]
-    """Of the block's backward, with what is computed again; nothing waits."""
+    """Seconds of the block's backward, with the recomputation, without waiting."""
     moved_bytes: Sequence[Sequence[int]]
-    """Bytes that go to host memory and come back; 0: the option moves nothing."""
+    """Bytes that are offloaded; 0 if the option offloads nothing."""
     out_rate: float
-    """Bytes per second to the host, measured beside a computation."""
+    """Bytes per second to the host, during a computation."""
     back_rate: float
     """Bytes per second from the host."""
 
     def __post_init__(self) -> None:
         if not (self.out_rate > 0 and self.back_rate > 0):
-            raise ConfigError(f"rates {self.out_rate}, {self.back_rate}: not above 0 · fix: give bytes per second")
+            got = f"{self.out_rate}, {self.back_rate}"
+            raise ConfigError(f"rates: expected above 0, got {got} · fix: give bytes per second")
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class CopySchedule:
-    """When each thing of a plan ends, in seconds from the step's first forward."""
+    """The ends of forwards, backwards and copies of a plan, in seconds from the first forward."""
 
     forward_ends: tuple[float, ...]
     backward_ends: tuple[float, ...]
     out_ends: dict[int, float]
     """Of the copies to the host, by block."""
     back_ends: dict[int, float]
-    """Of the copies back. The last blocks that move have none: their bytes are on the device still."""
+    """Of the copies back. The last block that offloads has none: its bytes are still on the device."""
     in_flight: tuple[int, ...]
-    """Bytes that other blocks have on the device, in the order of :func:`~graphckpt.planning.solve.chain.levels`."""
+    """Bytes that other blocks hold on the device, in the order of :func:`~graphckpt.planning.solve.chain.levels`."""
     seconds: float
 
 
 def schedule_copies(timing: CopyTiming, plan: Sequence[int]) -> CopySchedule:
-    """Returns the times of a plan, with one copy engine in each direction.
+    """Returns the times of a plan with one copy engine in each direction.
 
     ::
 
@@ -64,9 +65,9 @@ def schedule_copies(timing: CopyTiming, plan: Sequence[int]) -> CopySchedule:
         back                                  |r2     |r1     |r0
 
     A copy to the host begins when the block's forward and the copy before it have ended. After its forward, a block
-    that moves waits for the copy of the block that moved before it, see Note [The window counts blocks that move].
-    When backward reaches a block that moves, it loads that block, unless it was prefetched, and prefetches the one
-    before it.
+    that offloads waits for the copy of the previous one, see Note [The window counts blocks that offload]. When
+    backward reaches a block that offloads, it loads that block, unless it was prefetched, and prefetches the one before
+    it.
     """
     num_blocks = len(plan)
     sizes = [timing.moved_bytes[block][option] for block, option in enumerate(plan)]

@@ -1,4 +1,4 @@
-"""Chooses an option for each block of a chain, under a bound on the peak. Integers and numpy only."""
+"""Chooses an option for each block of a chain under a bound on the peak. Integers and numpy only."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from graphckpt.errors import ConfigError
 from graphckpt.planning.solve.chain import COVERED, Chain, ChainInterval, ChainPlan, Move, binding
 
 MOST_LABELS = 4096
-"""Labels per block and state. Fewer are kept whole, and the result is exact."""
+"""Labels per block and state. With fewer, all are kept, and the result is exact."""
 
-_TICK = 1e-12  # seconds; whole ticks add up alike in every order, so that equal plans are equal
+_TICK = 1e-12  # seconds; sums of integers do not depend on their order, so that equal plans are equal
 _MOST_TICKS = 2**62  # fits an int64
 
 
@@ -25,20 +25,20 @@ _EMPTY: _Labels = (np.empty(0, np.int64), np.empty(0, np.int64))
 
 @final
 class Frontier:
-    """All plans of a chain that are worth having, for any budget.
+    """The Pareto-optimal plans of a chain, for any budget.
 
-    A plan of blocks ``i`` to the end needs bytes above the level that block ``i`` finds::
+    A plan of blocks ``i`` to the end needs bytes above the level before block ``i``::
 
         need = max(forward_peak, kept + backward_peak, kept + need of the blocks after it)
 
-    Less need and fewer seconds after block ``i`` are never worse, so of these pairs (labels) only those are kept of
-    which none is better in both: from the last block to the first, for each state. No budget appears in it.
+    Less need and fewer seconds after block ``i`` are never worse, so only the Pareto-optimal pairs (labels) are kept:
+    from the last block to the first, for each state. This does not depend on a budget.
 
-    Where there are more than ``most_labels``, they are cut into that many bands along the curve, and the cheapest of a
-    band is kept with its own need: no plan needs more than it says, and a larger budget is never slower.
+    If there are more than ``most_labels``, they are divided into that many bands along the curve, and the fastest of
+    each band is kept with its own need: no plan needs more than predicted, and a larger budget is never slower.
 
     Raises:
-        ConfigError: A chain without a plan that is allowed.
+        ConfigError: No plan of the chain is allowed.
     """
 
     def __init__(self, chain: Chain, most_labels: int = MOST_LABELS) -> None:
@@ -59,8 +59,8 @@ class Frontier:
         for block in reversed(range(num_blocks)):
             labels = self._labels[block]
             for held, moves in self._moves[block].items():
-                # Every plan reaches the lowest peak, so that needs below it are alike: from the highest level that can
-                # be here, they do not reach it.
+                # Every plan reaches the lowest peak, so needs that stay below it from the highest possible level here
+                # are equivalent.
                 alike = lowest_peak - chain.base - highest[block][held]
                 merged = _merge(
                     [_before(move, ticks, alike, self._labels[block + move.length]) for _, ticks, move in moves]
@@ -101,7 +101,7 @@ class Frontier:
         return [self._plan(label) for label in chosen]
 
     def _plan(self, label: int) -> ChainPlan:
-        """Follows a label from the first block to the last, and takes the first option that leads to its seconds."""
+        """Follows a label from the first block to the last, taking the first option that leads to its seconds."""
         chain = self._chain
         needs, all_ticks = self._labels[0][chain.start]
         limit, remaining = max(chain.fixed_peak, chain.base + int(needs[label])), int(all_ticks[label])
@@ -119,7 +119,7 @@ class Frontier:
                     level, held, remaining = after, move.held, remaining - ticks
                     break
             else:
-                raise AssertionError("a label came from no option")
+                raise AssertionError("no option leads to a label")
         return tuple(plan)
 
 
@@ -212,7 +212,7 @@ def _merge(parts: list[_Labels]) -> _Labels:
 
 
 def _thin(labels: _Labels, most: int) -> _Labels:
-    """Keeps the cheapest label of each band, and the one that needs least; bands are even in bytes plus seconds."""
+    """Keeps the fastest label of each band, and the one with the least need; bands are even in bytes plus seconds."""
     needs, ticks = labels
     along = (needs - needs[0]) / (needs[-1] - needs[0]) + (ticks[0] - ticks) / (ticks[0] - ticks[-1])
     band = np.floor(along * ((most - 2) / 2)).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Tells the dynamic programme what is in flight: a chain whose states have the bytes of the last blocks that moved."""
+"""A chain whose states include the bytes of copies in flight, for the dynamic programme."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from graphckpt.planning.solve.chain import Chain, Move
 if TYPE_CHECKING:
     from graphckpt.planning.solve.copy_schedule import CopyTiming
 
-_NUM_SIZES = 6  # that are told apart: each is a state, and the time grows with the states
+_NUM_SIZES = 6  # that are distinguished: each is a state, and the time grows with the states
 
 
 @final
 @dataclass
 class CachedChain:
-    """A chain that asks for each move once."""
+    """A chain that caches moves."""
 
     inner: Chain
     _moves: dict[tuple[int, int, Hashable], Move | None] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class CachedChain:
         self.options, self.head_peak = self.inner.options, self.inner.head_peak
 
     def move(self, block: int, option: int, held: Hashable) -> Move | None:
-        """Asks, or remembers."""
+        """Returns the cached move."""
         key = block, option, held
         if key not in self._moves:
             self._moves[key] = self.inner.move(block, option, held)
@@ -37,9 +37,9 @@ class CachedChain:
 
 @final
 class OffloadChain:
-    """A chain whose states say what is in flight and how long it still takes, for the dynamic programme.
+    """A chain whose states include the bytes in flight and the remaining copy times.
 
-    What a block waits follows from the last one that moved::
+    The time that a block waits follows from the previous block that offloads::
 
         forward    | i ...... | j |wait|        j ends after the copy of i, which began when i had ended (and waited)
         out               | i          |
@@ -49,13 +49,13 @@ class OffloadChain:
     So block ``j`` waits ``out seconds of i - forward seconds of i+1..j``, and block ``i`` waits ``back seconds of i -
     backward seconds of j..i+1``; both are known when ``j`` is chosen, and add up.
 
-    Bytes are rounded up to one of a few sizes, so that a plan may need less than this says, never more.
+    Bytes are rounded up to one of a few sizes, so a plan may need less than this, but never more.
 
     Args:
         inner: The chain.
-        timing: What moves.
-        moves: Whether anything may move.
-        quantum: Seconds that remain are rounded to multiples of it, lest there be too many states; 0: not at all.
+        timing: The seconds and offloaded bytes of options.
+        moves: Whether options may offload.
+        quantum: Remaining seconds are rounded to multiples of it, which limits the states; 0 does not round.
     """
 
     def __init__(self, inner: Chain, timing: CopyTiming, *, moves: bool = True, quantum: float = 0.0) -> None:
@@ -72,12 +72,12 @@ class OffloadChain:
         self.start: Hashable = (inner.start, 0, 0.0, 0.0)
 
     def options(self, block: int) -> list[float]:
-        """Forward and backward, without what waits."""
+        """The seconds of forward and backward, without waiting."""
         tables = self._timing.forward_seconds[block], self._timing.backward_seconds[block]
         return [forward + backward for forward, backward in zip(*tables, strict=True)]
 
     def move(self, block: int, option: int, held: Hashable) -> Move | None:
-        """With what is in flight on top, and what waits."""
+        """The effect of the option, with the bytes in flight and the time that it waits."""
         assert isinstance(held, tuple)
         inner_held, in_flight, out_left, back_left = held
         timing = self._timing
@@ -96,7 +96,7 @@ class OffloadChain:
         return Move(*peaks, (move.held, after, self._rounded(out_left), self._rounded(back_left)), waits)
 
     def head_peak(self, held: Hashable) -> int:
-        """With what is in flight on top."""
+        """The peak of the head, with the bytes in flight."""
         assert isinstance(held, tuple)
         return self._inner.head_peak(held[0]) + int(held[1])
 

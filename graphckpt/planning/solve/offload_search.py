@@ -12,7 +12,7 @@ from graphckpt.planning.solve.copy_schedule import CopyTiming, schedule_copies
 from graphckpt.planning.solve.frontier import Frontier
 from graphckpt.planning.solve.offload_chain import CachedChain, OffloadChain
 
-_BLOCKS_PER_SECOND = 20_000  # that are judged, of all plans together, for each second that `improve` is given
+_BLOCKS_PER_SECOND = 20_000  # that are evaluated, over all plans, for each second of a search
 _LABELS = 512  # fewer than usual, as there are many states
 
 
@@ -23,27 +23,28 @@ class OffloadPlan:
 
     plan: ChainPlan
     seconds: float
-    """With everything that waits."""
+    """Seconds with all waiting."""
     peak: int
-    """In bytes, with what is in flight."""
+    """Bytes, with those of copies in flight."""
 
 
 def search_offload(
     chain: Chain, timing: CopyTiming, budget: int, plan: Sequence[int] | None = None, limit_seconds: float = 1.0
 ) -> OffloadPlan | None:
-    """Looks for a plan that ends early, with its copies, and whose peak, with what is in flight, fits in ``budget``.
+    """Searches for a fast plan whose peak, with copies in flight, fits; ``None`` if there is none.
 
     The result is never slower than ``plan``, if that fits, and never over the budget: :func:`schedule_copies` and
-    :func:`~graphckpt.planning.solve.chain.peak` judge every candidate. Candidates come from the dynamic programme over
-    :class:`~graphckpt.planning.solve.offload_chain.OffloadChain`, and from changes of one block and swaps of near ones.
+    :func:`~graphckpt.planning.solve.chain.peak` evaluate every candidate. Candidates come from the dynamic programme
+    over :class:`~graphckpt.planning.solve.offload_chain.OffloadChain`, and from changes of one block and swaps of near
+    ones.
 
     The same input gives the same plan: the effort is counted in trials.
 
     Args:
-        chain: The step; what moves is not ``kept``, and ``backward_peak`` has it back.
-        timing: What the options take and move.
+        chain: The step; offloaded bytes are not in ``kept``, but in ``backward_peak``.
+        timing: The seconds and offloaded bytes of options.
         budget: The bound on the peak, in bytes.
-        plan: Where to begin.
+        plan: A first candidate.
         limit_seconds: About how long the search around the best candidate takes.
     """
     known = CachedChain(chain)
@@ -66,7 +67,7 @@ _Verdict = tuple[int, float, int, ChainPlan]
 
 @final
 class _Evaluator:
-    """Bytes over the budget, seconds, peak, and the plan, so that the least of all is the best."""
+    """Returns bytes over the budget, seconds, peak, and the plan, so that the smallest is the best."""
 
     def __init__(self, chain: Chain, timing: CopyTiming, budget: int) -> None:
         self._chain = chain
@@ -80,14 +81,14 @@ class _Evaluator:
             times = schedule_copies(self._timing, plan)
             try:
                 highest = peak(self._chain, plan, times.in_flight)
-            except ConfigError:  # an option that is not allowed after those before it
+            except ConfigError:  # an option is not allowed after those before it
                 highest = 2 * self._budget + 2**62
             verdict = self._seen[plan] = (max(0, highest - self._budget), times.seconds, highest, plan)
         return verdict
 
 
 def _search(start: ChainPlan, chain: Chain, judge: Callable[[ChainPlan], _Verdict], trials: int) -> ChainPlan:
-    """Takes the first neighbour that is better, until none is, or the trials are spent."""
+    """Moves to the first better neighbour, until there is none, or the trials are spent."""
     best = judge(start)
     while True:
         for candidate in _neighbours(best[3], chain):

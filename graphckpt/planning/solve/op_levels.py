@@ -1,14 +1,14 @@
-"""Levels between keeping all of a block and nothing: which op results to keep, from what its ops take and need.
+"""Chooses which op results ``selective`` keeps, from the bytes and seconds of each op.
 
-A result is either kept, which takes bytes, or computed again, which takes time and needs what it was computed from; or
-nobody asks for it. For a price of a byte in seconds the cheapest choice is a minimum cut::
+A result is either kept, which takes bytes, or recomputed, which takes time and needs the inputs of the op; or it is not
+needed at all. For a price per byte in seconds the cheapest choice is a minimum cut::
 
     source --inf--> wanted(op) --bytes x price--> again(op) --seconds--> sink
                         ^                             |
                         +---- again(op that reads) ---+ inf
 
-An op that is wanted and not run again is kept: the cut takes its bytes. From the cheapest choices for all prices, some
-that lie apart are the levels.
+The result of an op that is wanted and not recomputed is kept: the cut includes its bytes. From the cheapest choices for
+all prices, a few that lie apart are the levels.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from graphckpt.planning.model.op_times import OpTimes
 
 _MOST_CUTS = 16
-_TICKS = 10**12  # of a second: sums of whole numbers do not depend on their order
-_NEAR_ALL = 0.98  # a level that keeps more than this share of what `keep` keeps is no other policy
+_TICKS = 10**12  # of a second: sums of integers do not depend on their order
+_NEAR_ALL = 0.98  # a level that keeps more than this share of the bytes of `keep` is left out
 
 
 class _KeptOps(NamedTuple):
@@ -37,13 +37,13 @@ class _KeptOps(NamedTuple):
 
 
 def selective_levels(seen: Sequence[OpTimes], most: int = MOST) -> list[tuple[list[str], float]]:
-    """Returns what each level keeps, as ``selective`` takes it, and the seconds of its second run.
+    """Returns the ``save`` argument of ``selective`` and the seconds of the recomputation, for each level.
 
-    The level that keeps most comes first; behind the last there is one that keeps nothing.
+    The level that keeps most comes first; the last one keeps nothing.
 
     Args:
-        seen: calls of equal blocks, of which the fastest counts op by op.
-        most: how many levels at most.
+        seen: calls of equal blocks; the fastest counts for each op.
+        most: the largest number of levels.
     """
     log = seen[0].log if seen else OpLog()
     alike = [ops for ops in seen if ops.log.is_whole and len(ops.log.calls) == len(log.calls)]
@@ -51,20 +51,20 @@ def selective_levels(seen: Sequence[OpTimes], most: int = MOST) -> list[tuple[li
         return []
     seconds = [min(each) for each in zip(*(ops.seconds for ops in alike), strict=True)]
     views = [took for took, call in zip(seconds, log.calls, strict=True) if call.is_view]
-    idle = median(views) if views else 0.0  # an op that computes nothing: what it takes to call one, and to look
+    idle = median(views) if views else 0.0  # an op that computes nothing: the time to call and to time an op
     ticks = [round(max(0.0, took - idle) * _TICKS) for took in seconds]
     found = _cheapest(log, ticks[: log.num_saving])
-    while len(found) > most + 2:  # beside the ends
+    while len(found) > most + 2:  # and the ends
         del found[min(range(1, len(found) - 1), key=lambda n: _bulge(*found[n - 1 : n + 2]))]
     nothing: tuple[list[str], float] = [], sum(ticks[: log.num_saving]) / _TICKS
     return [*((_names(log, choice.kept), choice.ticks / _TICKS) for choice in found[1:-1]), nothing]
 
 
 def _cheapest(log: OpLog, ticks: Sequence[int]) -> list[_KeptOps]:
-    """Returns the cheapest choices for many prices of a byte: from what autograd keeps to nothing.
+    """Returns the cheapest choices for many prices per byte, from what autograd saves to nothing.
 
-    The price at which two neighbours are equally good shows whether there is another one between them. The pair with
-    most room between them is asked about first.
+    The price at which two neighbours are equally good shows whether there is another choice between them. The pair with
+    the largest gap is examined first.
     """
     keep = _KeptOps(log.saved_bytes, 0, frozenset(log.saved))
     nothing = _cut(log, ticks, price=float("inf"))
@@ -88,17 +88,18 @@ def _cheapest(log: OpLog, ticks: Sequence[int]) -> list[_KeptOps]:
 
 
 def _cut(log: OpLog, ticks: Sequence[int], price: float) -> _KeptOps:
-    """Returns the cheapest choice when a byte costs so many ticks."""
+    """Returns the cheapest choice for a price per byte in ticks."""
     import networkx as nx  # noqa: PLC0415 - a third of a second that only levels take
 
     graph = nx.DiGraph()
     roots = log.roots()
-    dear = sum(ticks) + 1
+    infinite = sum(ticks) + 1
     for number, took in enumerate(ticks):
         call = log.calls[number]
         wanted, again = ("wanted", number), ("again", number)
         if call.can_be_kept:
-            graph.add_edge(wanted, again, capacity=min(dear, round(price * call.num_bytes)) if price < dear else dear)
+            seconds = round(price * call.num_bytes) if price < infinite else infinite
+            graph.add_edge(wanted, again, capacity=min(infinite, seconds))
         else:
             graph.add_edge(wanted, again)
         graph.add_edge(again, "sink", capacity=took)
@@ -121,7 +122,7 @@ def _room(pair: tuple[_KeptOps, _KeptOps]) -> int:
 
 
 def _bulge(before: _KeptOps, choice: _KeptOps, after: _KeptOps) -> float:
-    """Returns the area by which a front grows with one of its points."""
+    """Returns the area by which a point extends a Pareto front."""
     (a, b, _), (c, d, _), (e, f, _) = before, choice, after
     return abs((c - a) * (f - b) - (e - a) * (d - b))
 
@@ -130,6 +131,6 @@ def _names(log: OpLog, kept: Iterable[int]) -> list[str]:
     numbers: dict[str, list[int]] = {}
     for number in sorted(kept):
         call = log.calls[number]
-        is_attention = call.func in PRESETS["attention"]  # which has another kernel on another device
+        is_attention = call.func in PRESETS["attention"]  # whose kernel differs between devices
         numbers.setdefault("attention" if is_attention else str(call.func), []).append(call.number)
     return [f"{name}[{','.join(map(str, which))}]" for name, which in numbers.items()]

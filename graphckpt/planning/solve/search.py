@@ -1,4 +1,4 @@
-"""Chooses the options of a measured step for a budget in bytes."""
+"""Searches for the fastest policies of a measured step within a budget in bytes."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from graphckpt.planning.model.measured_step import MeasuredStep
     from graphckpt.planning.model.memory_model import IntervalLevel
 
-_CUTS = 16  # places where one option may end and another begin
-_BUDGETS_WITH_COPIES = 12  # each is searched for about a second
+_CUTS = 16  # positions at which one option may end and another begin
+_BUDGETS_WITH_COPIES = 12  # each search takes about a second
 _ATTEMPTS = 6  # a step whose backward takes another order than its forward needs more than one
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class CopyRates:
-    """How fast bytes leave a device and come back, in bytes per second."""
+    """Rates of copies from and to a device, in bytes per second."""
 
     out: float
     back: float
@@ -39,26 +39,26 @@ class CopyRates:
 @final
 @dataclass(frozen=True, slots=True)
 class PolicyChoice:
-    """One option for each block, and what it comes to."""
+    """One option for each block, with its predicted peak and time."""
 
     plan: tuple[int, ...]
     peak: int
     interval: Interval
     seconds: float
-    """Of all blocks, with what the step waits for copies."""
+    """Seconds of all blocks, with the time that the step waits for copies."""
     runs: Runs = ()
-    """Blocks that run again as one; in the plan each is recomputed."""
+    """Joined blocks; in ``plan`` each of them is recomputed."""
 
 
 @final
 class PolicySearch:
-    """Answers for any budget what a measured step should do.
+    """Searches for the fastest policies of a measured step, for any budget.
 
     Args:
         measured: the step.
-        rates: of the copies, where options move bytes.
-        host_budget: the most bytes that may be away from the device at once.
-        joins: whether blocks may run again as one with the block before them.
+        rates: the rates of copies, if options offload tensors.
+        host_budget: the most bytes that may be offloaded at a time.
+        joins: whether consecutive blocks may be joined.
     """
 
     def __init__(
@@ -71,25 +71,25 @@ class PolicySearch:
     ) -> None:
         self.measured = measured
         self.joined_runs = JoinedRuns(measured) if joins else None
-        """What blocks do that run again as one."""
+        """The events of joined blocks."""
         self._rates = rates
         self._host_budget = host_budget
-        self._near = frozenset(
+        self._offloading = frozenset(
             (block, number)
             for number, option in enumerate(measured.options)
             for block in range(len(measured.names))
             if option.is_far
         )
-        """What moves bytes: banned where only what stays is asked for."""
+        """Blocks and options that offload, to ban where nothing should be offloaded."""
         self._fronts: list[tuple[StepChain, Frontier]] | None = None
         self._simple: list[PolicyChoice] | None = None
-        self._again = [block for block, count in Counter(StepChain(measured).blocks).items() if count > 1]
+        self._repeated = [block for block, count in Counter(StepChain(measured).blocks).items() if count > 1]
 
     @property
     def fronts(self) -> list[tuple[StepChain, Frontier]]:
-        """For each option of the blocks that run several times, which must agree: all plans worth having."""
+        """The Pareto-optimal plans, for each option of the blocks that run several times, which must be equal."""
         if self._fronts is None:
-            banned = self._near if self._rates is not None else frozenset()
+            banned = self._offloading if self._rates is not None else frozenset()
             self._fronts = [(chain, Frontier(chain)) for chain in self._chains(banned, self.joined_runs)]
         return self._fronts
 
@@ -97,13 +97,13 @@ class PolicySearch:
     def baselines(self) -> list[PolicyChoice]:
         """Choices without copies that a search in a chain may miss: one option for all blocks, or for the first ones.
 
-        Two options are tried where blocks run several times, since each of those is the same in all chains.
+        Two options are combined if blocks run several times, since a chain has one option for all of these.
         """
         if self._simple is None:
             options = [o for o in range(len(self.measured.options)) if not self.measured.options[o].is_far]
             num_blocks = len(self.measured.names)
             plans = [(option,) * num_blocks for option in options]
-            if len(self._again) > 1:
+            if len(self._repeated) > 1:
                 cuts = sorted({n * num_blocks // _CUTS for n in range(1, _CUTS)} - {0})
                 plans += [(a,) * cut + (b,) * (num_blocks - cut) for a, b in permutations(options, 2) for cut in cuts]
             self._simple = [self.evaluate(plan) for plan in plans]
@@ -121,7 +121,7 @@ class PolicySearch:
         best = min(found, key=_better, default=None)
         if self._rates is None:
             return best
-        moved = self._moving(budget, best)
+        moved = self._with_copies(budget, best)
         return min((c for c in (best, moved) if c is not None), key=_better, default=None)
 
     def pareto(self, most: int = 24) -> list[PolicyChoice]:
@@ -140,12 +140,12 @@ class PolicySearch:
         return front
 
     def uniform(self) -> Iterator[tuple[int, PolicyChoice]]:
-        """Yields what it comes to when all blocks have the same option."""
+        """Yields each option, and the choice in which all blocks have it."""
         for option in range(len(self.measured.options)):
             yield option, self.evaluate((option,) * len(self.measured.names))
 
     def evaluate(self, plan: Sequence[int], runs: Runs = ()) -> PolicyChoice:
-        """Returns what options come to, which need not be worth having."""
+        """Returns the predicted peak and time of any options."""
         plan = tuple(plan)
         seconds, flight = self._seconds(plan)
         highest = max(self.levels(plan, runs), key=lambda level: level.peak)
@@ -154,7 +154,7 @@ class PolicySearch:
         return PolicyChoice(plan, highest.peak + flight, highest.interval, seconds, runs=runs)
 
     def extra_seconds(self, choice: PolicyChoice) -> list[float]:
-        """Returns by block what its option costs against keeping everything."""
+        """Returns, by block, the extra seconds of its option over ``keep``."""
         known = self.measured
         extra = [
             forward[option] + backward[option] - forward[0] - backward[0]
@@ -177,7 +177,7 @@ class PolicySearch:
         return self.evaluate(chain.plan(choices), chain.runs(choices))
 
     def _fitting(self, chain: StepChain, front: Frontier, budget: int) -> PolicyChoice | None:
-        """The chain assumes that backward takes the blocks in reverse order; the judge knows the real one."""
+        """The chain assumes that backward visits the blocks in reverse order; the memory model has the real one."""
         limit = budget
         for _ in range(_ATTEMPTS):
             plan = front.fastest(limit)
@@ -189,8 +189,8 @@ class PolicySearch:
             limit -= max(1, choice.peak - budget)
         return None
 
-    def _moving(self, budget: int, best: PolicyChoice | None) -> PolicyChoice | None:
-        """Returns the fastest choice with copies that fits on both sides."""
+    def _with_copies(self, budget: int, best: PolicyChoice | None) -> PolicyChoice | None:
+        """Returns the fastest choice with copies that fits on the device and on the host."""
         banned: set[tuple[int, int]] = set()
         for _ in range(len(self.measured.names) + 1):
             found = None
@@ -210,14 +210,14 @@ class PolicySearch:
             if sum(moved) <= self._host_budget:
                 return found
             largest = max(range(len(moved)), key=lambda block: (moved[block], block))
-            banned |= {(b, o) for b, o in self._near if b == largest}
+            banned |= {(b, o) for b, o in self._offloading if b == largest}
         return None
 
     def _chains(self, banned: frozenset[tuple[int, int]], joined_runs: JoinedRuns | None = None) -> list[StepChain]:
-        if not self._again:
+        if not self._repeated:
             return [StepChain(self.measured, banned=banned, joined_runs=joined_runs)]
-        allowed = [o for o in range(len(self.measured.options)) if (self._again[0], o) not in banned]
-        return [StepChain(self.measured, dict.fromkeys(self._again, option), banned) for option in allowed]
+        allowed = [o for o in range(len(self.measured.options)) if (self._repeated[0], o) not in banned]
+        return [StepChain(self.measured, dict.fromkeys(self._repeated, option), banned) for option in allowed]
 
     def _timing(self, chain: StepChain) -> CopyTiming:
         assert self._rates is not None
@@ -231,7 +231,7 @@ class PolicySearch:
         )
 
     def _seconds(self, plan: Sequence[int]) -> tuple[float, int]:
-        """Returns the seconds of all blocks, and the most bytes that copies have in flight."""
+        """Returns the seconds of all blocks, and the most bytes that copies hold on the device."""
         known = self.measured
         if self._rates is not None and any(known.far_bytes[b][o] for b, o in enumerate(plan)):
             chain = StepChain(known)
@@ -241,7 +241,7 @@ class PolicySearch:
 
 
 def interval_name(interval: Interval, names: Sequence[str], block_of_call: Sequence[int]) -> str:
-    """Returns an interval in words.
+    """Returns the name of an interval for tables and messages.
 
     >>> interval_name(Interval(Phase.BACKWARD, 1), ["h.0", "h.1", "h.2"], [0, 1, 2])
     'backward of h.1'

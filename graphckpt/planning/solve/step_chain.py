@@ -1,4 +1,4 @@
-"""The step as the solver sees it: what a choice for one block does, given what the blocks before it hold."""
+"""A measured step as a chain of blocks, in which each option depends on what earlier blocks hold."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Held = frozenset[int]
 class StepChain:
     """The last forward and backward of a step as a chain of blocks: backward goes through them in reverse order.
 
-    The level before the forward of a block is what is constant there, whatever the plan, and what the blocks before it
-    hold; the level before its backward is the same sum. So a choice can be judged by the choices before it.
+    The level before the forward of a block is what is constant there under any plan, plus what the blocks before it
+    hold; the level before its backward is the same sum. So the effect of an option depends on earlier options only.
 
     Args:
-        measured: what is known of the step.
-        fixed: the option of some blocks, by number, about which there is nothing to decide.
+        measured: the step.
+        fixed: the option of some blocks, by number, that must not be changed.
         banned: blocks and options that are not allowed.
-        joined_runs: what blocks do that run again as one; without it none do.
+        joined_runs: the events of joined blocks; ``None`` joins none.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class StepChain:
         self.num_blocks = len(self._calls)
         self.start: Held = frozenset()
         self.base = 0
-        self._constants, self._others = self._walk_constants()
+        self._constants, self._others = self._simulate_constants()
         self._until: dict[Interval, Sequence[Interval]] = {}
         self._stretches: dict[EventSeq, EventSeq] = {}
         self._order = {interval: number for number, interval in enumerate(model.intervals)}
@@ -67,7 +67,7 @@ class StepChain:
     def options(self, block: int) -> Sequence[float]:
         """Returns the seconds of each option of a block; a module that is called several times counts once.
 
-        Behind them come those of runs of two blocks, three, and so on.
+        They are followed by those of runs of two blocks, three, and so on.
         """
         number = self.blocks[block]
         if number in self.blocks[:block]:
@@ -89,7 +89,7 @@ class StepChain:
         return tuple(plan)
 
     def runs(self, choices: Sequence[int]) -> Runs:
-        """Returns which blocks of the model run again as one."""
+        """Returns which blocks of the model are joined."""
         return tuple(
             (self.blocks[first], self.blocks[first] + end - first)
             for first, end, _ in self._decided(choices)
@@ -97,7 +97,7 @@ class StepChain:
         )
 
     def move(self, block: int, option: int, held: Hashable) -> Move | None:
-        """Returns what an option does where earlier blocks hold ``held``; a run of blocks is one long block."""
+        """Returns the effect of an option if earlier blocks hold ``held``; a run of blocks is one long block."""
         assert isinstance(held, frozenset)
         length = self._length(block, option)
         chosen = option if length == 1 else self._full
@@ -113,8 +113,8 @@ class StepChain:
             assert self._joined_runs is not None
             own, handed = (
                 self._joined_runs.holds(calls),
-                self._joined_runs.handed(calls),
-            )  # which have gone, and come again
+                self._joined_runs.inputs(calls),
+            )  # freed, and recomputed
             steps = list(self._joined_runs.steps(calls))
         first = Interval(Phase.FORWARD, calls[0])
         state = LiveState(self._constants[first], self._others[first], held)
@@ -135,7 +135,7 @@ class StepChain:
         return Move(state.peak, kept, peak, still, length=length)
 
     def _simulate(self, state: LiveState, interval: Interval, parts: Sequence[EventSeq]) -> None:
-        """Goes through an interval of a block, and what comes before the next one."""
+        """Simulates an interval of a block, and those before the next block."""
         *again, own = parts
         for steps in again:
             state.advance(steps)
@@ -150,18 +150,18 @@ class StepChain:
         return 0 if self._joined_runs is None else self._joined_runs.full
 
     def _length(self, block: int, option: int) -> int:
-        """Returns how many blocks an option decides about."""
+        """Returns the number of blocks that an option includes."""
         number = option - len(self._seconds[self.blocks[block]])
         return 1 if number < 0 else LENGTHS[number]
 
     def _decided(self, choices: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """Yields the blocks about which each choice decides, and the choice."""
+        """Yields the first block of each choice, the block after its last, and the choice."""
         for block, choice in enumerate(choices):
             if choice != COVERED:
                 yield block, block + self._length(block, choice), choice
 
     def head_peak(self, held: Hashable) -> int:
-        """Returns 0: what lies between the last forward and the first backward counts for the last block."""
+        """Returns 0: the interval between the last forward and the first backward counts for the last block."""
         del held
         return 0
 
@@ -185,12 +185,12 @@ class StepChain:
         return self._model.intervals[number] if number < len(self._model.intervals) else last
 
     def _unseen(self, held: Iterable[int], at: Interval) -> int:
-        """Returns the bytes of what is held and of which nobody else has hold when an interval begins."""
+        """Returns the bytes that are held by blocks only at the start of an interval."""
         others = self._others[at]
         return sum(self._model.base.sizes.get(storage, 0) for storage in held if storage not in others)
 
     def _still_of_use(self, held: Held, block: int, after: Interval) -> Held:
-        """Drops what later blocks do not see, and nobody else holds: it counts as the blocks' own from here on."""
+        """Drops storages that later blocks do not use and only blocks hold: they count as private from here on."""
         others = self._others[after]
         return frozenset(s for s in held if self._last_use.get(s, -1) > block or s in others)
 
@@ -202,8 +202,8 @@ class StepChain:
                     uses[storage] = block
         return uses
 
-    def _walk_constants(self) -> tuple[dict[Interval, int], dict[Interval, frozenset[int]]]:
-        """Returns, for the start of each interval, the bytes that are alive whatever the blocks hold, and whose."""
+    def _simulate_constants(self) -> tuple[dict[Interval, int], dict[Interval, frozenset[int]]]:
+        """Returns, for the start of each interval, the bytes alive under any plan, and the shared storages in them."""
         constants: dict[Interval, int] = {}
         others: dict[Interval, frozenset[int]] = {}
         sizes = self._model.base.sizes
@@ -233,7 +233,7 @@ def _intervals(call: int) -> tuple[Interval, Interval]:
 
 
 def last_pass(intervals: Sequence[Interval]) -> list[int]:
-    """Returns the calls of the last stretch of forwards between which no backward ran: of the last batch of a step.
+    """Returns the calls of the last forwards without a backward between them: of the last batch of a step.
 
     >>> forwards = [Interval(Phase.FORWARD, call) for call in range(4)]
     >>> backwards = [Interval(Phase.BACKWARD, call) for call in range(4)]
