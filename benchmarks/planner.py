@@ -46,14 +46,14 @@ from transformers.utils import logging
 import graphckpt
 from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning import PlanError
-from graphckpt.planning.compiled import compiled as compiled_layers
-from graphckpt.planning.compiled import compiling
-from graphckpt.planning.measure import measure
-from graphckpt.planning.options import options as rules
-from graphckpt.planning.plan_step import found_blocks
+from graphckpt.planning.api import find_blocks
+from graphckpt.planning.candidates import options as rules
+from graphckpt.planning.compiled import compiled_forwards as compiled_layers
+from graphckpt.planning.compiled import parse_compile
+from graphckpt.planning.measure.instrument import Blocks
+from graphckpt.planning.measure.real_step import RealStep
+from graphckpt.planning.measure.sweep import measure
 from graphckpt.planning.planner import Planner
-from graphckpt.planning.real import RealStep
-from graphckpt.planning.run import Blocks
 
 # Legend: B batch, T tokens
 
@@ -322,11 +322,11 @@ def plans(
         budgets: bytes by share; those that are 0 are filled in.
         backend: of ``torch.compile``, which compiles each layer; ``None`` runs them as they are.
     """
-    blocks = Blocks(found_blocks(case.model, case.layers))
+    blocks = Blocks(find_blocks(case.model, case.layers))
     step = RealStep(case.model, lambda: measurer.step(plain))
-    code = compiling(None if backend is None else {"backend": backend})
+    code = parse_compile(None if backend is None else {"backend": backend})
     family, ending = (OURS, "plan") if backend is None else (f"{OURS}, layers by {backend}", f"plan, {backend}")
-    with step.undone():
+    with step.restoring():
         begin = process_time()
         with compiled_layers(blocks.modules, code.options):
             measured = measure(step, blocks, rules(code=code))
@@ -335,7 +335,7 @@ def plans(
         plain.row.setdefault("planner_seconds", planner.measured.step_seconds)
         rotor = Rotor(measured) if case.in_order is not None and backend is None else None
         for share, known_budget in budgets.items():
-            budget = budgets[share] = known_budget or planner.bytes_of(share, available=0)
+            budget = budgets[share] = known_budget or planner.bytes_of(f"{share:.0%}", available=0)
             method = Method(f"{share:.0%} {ending}".replace("%", " %"), family, plain.call, knob=share)
             begin = process_time()
             row = {"share": share, "budget_bytes": budget, "measuring_cpu_seconds": measuring}
@@ -387,7 +387,7 @@ def run(model_name: str, arguments: argparse.Namespace) -> tuple[list[dict[str, 
     torch.manual_seed(0)
     case = build(*(arguments.batch or shape))
     case.model.train()
-    blocks = [name for name, _ in found_blocks(case.model, case.layers)]
+    blocks = [name for name, _ in find_blocks(case.model, case.layers)]
     measurer = Measurer(case)
     methods = list(peers(case, blocks, arguments, model_name))
     plain = methods[0]

@@ -31,14 +31,14 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 from transformers.utils import logging
 
 from graphckpt import Graph, PlanError, plan
-from graphckpt.planning.fake import FakeDevice
-from graphckpt.planning.machine import machine, names
-from graphckpt.planning.measure import measure
-from graphckpt.planning.options import options as rules
-from graphckpt.planning.plan_step import found_blocks
+from graphckpt.planning.api import find_blocks
+from graphckpt.planning.candidates import options as rules
+from graphckpt.planning.device.fake_device import FakeDevice
+from graphckpt.planning.device.profile import load_profile, profile_names
+from graphckpt.planning.measure.fake_step import FakeStep
+from graphckpt.planning.measure.instrument import Blocks
+from graphckpt.planning.measure.sweep import measure
 from graphckpt.planning.planner import Planner
-from graphckpt.planning.pretend import FakeStep
-from graphckpt.planning.run import Blocks
 from graphckpt.units import format_bytes, format_seconds
 
 # Legend: B batch, T tokens
@@ -134,11 +134,11 @@ class Captured(Graph):
 
 def foretell(model: str, precision: str, profile: str) -> Planner:
     """Returns what is known of a step from the device's profile alone."""
-    device = FakeDevice(machine(profile), is_padded=False)
+    device = FakeDevice(load_profile(profile), is_padded=False)
     with device:
         training = Training(model, precision)
     step = FakeStep(device, training.model, training.step, training.optimizer)
-    measured = measure(step, Blocks(found_blocks(training.model, None)), rules(False))
+    measured = measure(step, Blocks(find_blocks(training.model, None)), rules(False))
     return Planner(measured, device=profile)
 
 
@@ -148,7 +148,7 @@ def predict(model: str, precision: str, profile: str, device: Cuda, *, is_captur
     planner = foretell(model, precision, profile)
     result: dict[str, Any] = {"model": model, "precision": precision, "is_captured": is_captured}
     result["foretelling_seconds"] = perf_counter() - begin
-    limit = planner.bytes_of(0.5, available=0)
+    limit = planner.bytes_of("50%", available=0)
     alone = planner.plan(limit)
     before = device.allocated()
     with torch.device(device.kind):
@@ -158,6 +158,7 @@ def predict(model: str, precision: str, profile: str, device: Cuda, *, is_captur
     if is_captured:  # the first calls run as they are, a later one is recorded
         graph = Captured(training)
         found = graph.plan(training.ids_BT, memory_budget=limit)
+        found.apply()
         result["planning_seconds"] = perf_counter() - begin
         result["peak_bytes"] = device.peak_of(lambda: graph(training.ids_BT), before, times=6)
         result["capture"] = graph.explain(show=False).capture
@@ -186,7 +187,7 @@ def pareto(model: str, shares: list[float], turns: int, device: Cuda) -> list[di
     before = device.allocated()
     with torch.device(device.kind):
         training = Training(model, "autocast", device.kind)
-    blocks = [name for name, _ in found_blocks(training.model, None)]
+    blocks = [name for name, _ in find_blocks(training.model, None)]
     plain = Method("plain", "plain", training.forward_backward)
     methods = [plain]
     methods += [
@@ -283,7 +284,7 @@ def main() -> None:
     """Runs all, in turn, and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[name for name in MODELS if name != "tiny"])
-    parser.add_argument("--profile", choices=names(), default="h200", help="the device's")
+    parser.add_argument("--profile", choices=profile_names(), default="h200", help="the device's")
     parser.add_argument("--pareto", nargs="*", choices=MODELS, default=["gpt2"], help="models of the second part")
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--shares", nargs="*", type=float, default=[n / 10 for n in range(9, 1, -1)])

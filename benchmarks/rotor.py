@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from graphckpt.planning.trace import Interval, Phase
+from graphckpt.planning.model.events import Interval, Phase
 
 if TYPE_CHECKING:
-    from graphckpt.planning.measured import Measured
+    from graphckpt.planning.model.measured_step import MeasuredStep
 
 SLOTS = 2000  # to which memory is rounded, always to the worse
 
@@ -44,7 +44,7 @@ class Stage:
 class Rotor:
     """The least time of a persistent schedule of a chain, for any budget."""
 
-    def __init__(self, measured: Measured) -> None:
+    def __init__(self, measured: MeasuredStep) -> None:
         model, names = measured.model, measured.names
         full = next(number for number, option in enumerate(measured.options) if option.name == "full")
         kept, ran = ({at.interval: at for at in model.levels([option] * len(names))} for option in (0, full))

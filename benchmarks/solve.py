@@ -19,9 +19,11 @@ from typing import Any
 import numpy as np
 from report import header, write
 
-from graphckpt.planning.offload_time import Timing, improve, schedule
-from graphckpt.planning.offload_window import Windowed
-from graphckpt.planning.solve import Front, Move, peak, seconds
+from graphckpt.planning.solve.chain import Move, peak, seconds
+from graphckpt.planning.solve.copy_schedule import CopyTiming, schedule_copies
+from graphckpt.planning.solve.frontier import Frontier
+from graphckpt.planning.solve.offload_chain import OffloadChain
+from graphckpt.planning.solve.offload_search import search_offload
 
 MIB = 2**20
 FORWARD, BACKWARD = 10, 20  # milliseconds
@@ -63,14 +65,13 @@ class Blocks:
         return 4000 * MIB
 
 
-def timing_of(scale: list[float], gib_per_second: float) -> Timing:
-    return Timing(
+def timing_of(scale: list[float], gib_per_second: float) -> CopyTiming:
+    return CopyTiming(
         forward_seconds=[[FORWARD * s / 1000] * len(OPTIONS) for s in scale],
         backward_seconds=[[(BACKWARD + extra) * s / 1000 for _, _, extra in OPTIONS] for s in scale],
         moved_bytes=[[int(mib * MIB * s) for mib in MOVED] for s in scale],
         out_rate=gib_per_second * 2**30,
         back_rate=gib_per_second * 2**30,
-        head_seconds=0.02,
     )
 
 
@@ -92,16 +93,16 @@ def fronts(repeats: int) -> list[dict[str, Any]]:
         spent, finding, lost = [], [], []
         for _ in range(repeats):
             began = time.process_time()
-            front = Front(chain)
+            front = Frontier(chain)
             spent.append(time.process_time() - began)
-        fine = Front(chain, 16 * 4096)
+        fine = Frontier(chain, 16 * 4096)
         floor, most = front.least_peak()[1], peak(chain, (0,) * num_blocks)
         for share in (0.1, 0.2, 0.4, 0.6, 0.8):
             budget = int(floor + share * (most - floor))
             began = time.process_time()
-            plan = front.cheapest(budget)
+            plan = front.fastest(budget)
             finding.append(time.process_time() - began)
-            other = fine.cheapest(budget)
+            other = fine.fastest(budget)
             assert plan is not None
             assert other is not None
             assert peak(chain, plan) <= budget
@@ -128,15 +129,15 @@ def offloads(num_blocks_of: list[int]) -> list[dict[str, Any]]:
         timing = timing_of(chain.scale, rate)
         plain = (0,) * num_blocks
         budget = max(chain.fixed_peak, int(chain.base + share * (peak(chain, plain) - chain.base)))
-        least = schedule(timing, plain).seconds
+        least = schedule_copies(timing, plain).seconds
 
-        def more(plan: tuple[int, ...] | None, least: float = least, timing: Timing = timing) -> float | None:
-            return None if plan is None else round(100 * (schedule(timing, plan).seconds / least - 1), 2)
+        def more(plan: tuple[int, ...] | None, least: float = least, timing: CopyTiming = timing) -> float | None:
+            return None if plan is None else round(100 * (schedule_copies(timing, plan).seconds / least - 1), 2)
 
-        moves_not = Front(Windowed(chain, timing, moves=False)).cheapest(budget)
-        blind = Front(chain).cheapest(budget)  # as if copies took no time and no memory: it may be over the budget
+        moves_not = Frontier(OffloadChain(chain, timing, moves=False)).fastest(budget)
+        blind = Frontier(chain).fastest(budget)  # as if copies took no time and no memory: it may be over the budget
         began = time.process_time()
-        found = improve(chain, timing, budget)
+        found = search_offload(chain, timing, budget)
         spent = time.process_time() - began
         rows.append(
             {
@@ -145,9 +146,8 @@ def offloads(num_blocks_of: list[int]) -> list[dict[str, Any]]:
                 "budget, % of what the plain step keeps": round(100 * share),
                 "nothing moves, % slower": more(moves_not),
                 "copies thought free, % slower": more(blind),
-                "improve, % slower": more(found.plan),
+                "improve, % slower": more(None if found is None else found.plan),
                 "improve, s": round(spent, 2),
-                "notes": "; ".join(found.notes) or "-",
             }
         )
         print(rows[-1], flush=True)

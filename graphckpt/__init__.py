@@ -8,7 +8,7 @@ from graphckpt.blocks.proxy import Block
 from graphckpt.errors import ConfigError, GraphckptError, GraphError, RecomputeError, StoreError
 from graphckpt.graph import Graph, GraphConfig
 from graphckpt.planning import Plan, PlanError
-from graphckpt.planning.plan_step import plan
+from graphckpt.planning.api import plan
 from graphckpt.rules import Full, Joined, Keep, Rule, Segments, Selective, Tiles
 from graphckpt.stores import Disk, Host, Partition
 

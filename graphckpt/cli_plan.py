@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from graphckpt.planning.options import PlanOptions
+
 if TYPE_CHECKING:
-    from graphckpt.planning.planners import Planners
+    from graphckpt.planning.planner import Planners
 
 _PLAN_EXAMPLES = """\
 examples:
@@ -20,14 +23,34 @@ examples:
   graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --memory-budget 48GiB \\
       train.train_micro_batch_size=64
   graphckpt plan --config-file configs/llama_pretrain.py --device rtx4090 --memory-budget max --offload cpu
-  graphckpt plan --config-file configs/gpt2_pretrain.py --device a100-80g --memory-budget 0.5 --save plan.yaml
+  graphckpt plan --config-file configs/gpt2_pretrain.py --device a100-80g --memory-budget 50% --save plan.yaml
   graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --sweep front.png
   graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --memory-budget min \\
       --head loss_head=tiles:8:sum task.loss_head=True
 
-The device need not be there: no tensor has memory here. The file of --save holds a section `blocks` for
+The device need not be present, and no tensor allocates memory. The file of --save has a section `blocks` for
 train.activation_checkpoint.
 """
+
+
+_FLAGS: dict[str, dict[str, Any]] = {
+    "offload": {"metavar": "TARGET", "help": "where saved tensors may go: cpu or disk"},
+    "host_budget": {"metavar": "SIZE", "help": "the most bytes that may be offloaded at a time, such as 64GiB"},
+    "candidates": {
+        "action": "append",
+        "metavar": "RULE",
+        "help": "a rule to consider beside keep, such as full or '{rule: selective, save: matmul}'; several may be "
+        "given; all by default",
+    },
+    "head": {
+        "action": "append",
+        "metavar": "NAME=RULE",
+        "help": "the block that computes the loss and how it may run beside whole, such as loss_head=tiles:8:sum: in 8 "
+        "slices whose losses are added up; several may be given, to choose from",
+    },
+    "contiguous": {"action": argparse.BooleanOptionalAction, "help": "keep the saved tensors of each layer in a slab"},
+}
+"""How each option of the planner is given on the command line."""
 
 
 def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -35,7 +58,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser = commands.add_parser(
         "plan",
         help="choose the policy of each block for a memory budget",
-        description="Chooses the policy of each block, so that the step is as fast as it can be within a budget.",
+        description="Chooses the policy of each block so that the step is as fast as possible within a memory budget.",
         epilog=_PLAN_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -51,19 +74,11 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "--memory-budget",
         default="max",
         metavar="SIZE",
-        help="the whole peak of a step: bytes, 24GiB, max (the device's memory), min, or a share such as 0.5 of "
-        "what the plain step keeps",
+        help="the peak of the whole step: bytes, 24GiB, max (the device's memory), min, or 50%% of the activations of "
+        "the plain step",
     )
-    parser.add_argument("--offload", default=None, metavar="PLACE", help="where kept tensors may go: cpu or disk")
-    parser.add_argument("--host-budget", default=None, metavar="SIZE", help="the most bytes that may be there")
-    parser.add_argument(
-        "--head",
-        action="append",
-        default=[],
-        metavar="NAME=RULE",
-        help="the block that computes the loss and how it may run beside whole, such as loss_head=tiles:8:sum: in 8 "
-        "slices, of which the losses are added up; several may be given, to choose from",
-    )
+    for name in PlanOptions.names("command"):
+        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, default=None, **_FLAGS[name])
     parser.add_argument("--save", default=None, metavar="FILE", help="write the plan as YAML")
     parser.add_argument("--plot", default=None, metavar="FILE", help="draw the step's memory: .png or .svg")
     parser.add_argument("--sweep", default=None, metavar="FILE", help="draw peak against step time for all budgets")
@@ -75,31 +90,27 @@ def add_profile_device(commands: argparse._SubParsersAction[argparse.ArgumentPar
     """Adds ``graphckpt profile-device``."""
     parser = commands.add_parser(
         "profile-device",
-        help="measure this machine's device for the planner",
-        description="Measures rates and allocator of the device at hand, and writes a profile for 'graphckpt plan'.",
+        help="measure the device of this machine for the planner",
+        description="Measures the rates and the allocator of a device, and writes a profile for 'graphckpt plan'.",
     )
     parser.add_argument("file", metavar="FILE", help="where to write the profile: a .yaml")
     parser.add_argument("--device", default=None, metavar="NAME", help="such as cuda:0; the accelerator by default")
-    parser.add_argument("--name", default=None, help="what the profile calls the device")
-    parser.add_argument("--seconds", type=float, default=0.5, help="how long each rate is measured, at least")
-    parser.add_argument("--folder", default=None, help="a folder on the disk whose rates are wanted")
+    parser.add_argument("--name", default=None, help="the name of the profile")
+    parser.add_argument("--seconds", type=float, default=0.5, help="the least time for which each rate is measured")
+    parser.add_argument("--folder", default=None, help="a folder on the disk to measure")
     parser.set_defaults(run=_profile)
 
 
 def _plan(parsed: argparse.Namespace) -> int:
     from graphckpt.config.planning import planner_from  # noqa: PLC0415 - seconds of imports that --help can do without
-    from graphckpt.planning.budget import check  # noqa: PLC0415
+    from graphckpt.planning.budget import check_budget  # noqa: PLC0415
 
-    budget = check(_budget(parsed.memory_budget))
-    with _bar("runs without memory") as progress:
+    budget = check_budget(_budget(parsed.memory_budget))
+    given = {name: getattr(parsed, name) for name in PlanOptions.names("command")}
+    options = {name: _READ.get(name, lambda value: value)(value) for name, value in given.items() if value is not None}
+    with _bar("simulated runs") as progress:
         planner, target = planner_from(
-            parsed.config_file,
-            parsed.overrides,
-            device=parsed.device,
-            offload=parsed.offload or False,
-            host_budget=parsed.host_budget,
-            head=_heads(parsed.head),
-            progress=progress,
+            parsed.config_file, parsed.overrides, device=parsed.device, options=options, progress=progress
         )
     if parsed.sweep:
         _sweep(planner, parsed.sweep)
@@ -115,18 +126,18 @@ def _plan(parsed: argparse.Namespace) -> int:
 
 
 def _sweep(planner: Planners, path: str) -> None:
-    from graphckpt.planning.picture import draw_sweep  # noqa: PLC0415 - loads matplotlib
-    from graphckpt.planning.report import print_sweep  # noqa: PLC0415
+    from graphckpt.planning.show.plot import draw_sweep  # noqa: PLC0415 - loads matplotlib
+    from graphckpt.planning.show.table import print_sweep  # noqa: PLC0415
 
     front = planner.front()
     uniform = planner.uniform()
-    print_sweep(front, uniform)
+    print_sweep([(peak, seconds, plan.rows) for peak, seconds, plan in front], uniform)
     draw_sweep([(peak, seconds) for peak, seconds, _ in front], uniform, path)
     print(f"drawn: {path}")
 
 
 def _profile(parsed: argparse.Namespace) -> int:
-    from graphckpt.planning.profile_device import write_profile  # noqa: PLC0415 - loads torch
+    from graphckpt.planning.device.write_profile import write_profile  # noqa: PLC0415 - loads torch
 
     write_profile(
         parsed.file,
@@ -134,19 +145,28 @@ def _profile(parsed: argparse.Namespace) -> int:
         name=parsed.name,
         seconds=parsed.seconds,
         folder=parsed.folder,
-        tell=lambda line: print(line, flush=True),
+        report=lambda line: print(line, flush=True),
     )
     print(f"written: {parsed.file} · use it: graphckpt plan --device {parsed.file} ...")
     return 0
 
 
 def _budget(text: str) -> int | float | str:
-    """Reads a share as a number: on a command line all is text."""
+    """Reads numbers: on a command line all is text."""
     try:
-        share = float(text)
+        number = float(text)
     except ValueError:
         return text
-    return share if "." in text else int(share)
+    return number if "." in text else int(number)
+
+
+def _rules(words: Iterable[str]) -> list[Any]:
+    """Reads rules: a name, or a mapping in YAML.
+
+    >>> _rules(["full", "{rule: selective, save: matmul}"])
+    ['full', {'rule': 'selective', 'save': 'matmul'}]
+    """
+    return [yaml.safe_load(word) for word in words]
 
 
 def _heads(words: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
@@ -163,7 +183,7 @@ def _heads(words: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
         name, _, text = word.partition("=")
         rule, *settings = text.split(":")
         if not name or not rule:
-            raise ConfigError(f"--head {word!r}: names no block and rule · fix: --head loss_head=tiles:8:sum")
+            raise ConfigError(f"--head: expected NAME=RULE, got {word!r} · fix: --head loss_head=tiles:8:sum")
         fields: dict[str, Any] = {"rule": rule}
         fields |= {"num_tiles" if s.isdigit() else "reduce": int(s) if s.isdigit() else s for s in settings}
         try:
@@ -172,6 +192,9 @@ def _heads(words: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
             raise ConfigError(f"--head {word!r}: {error}") from None
         found.setdefault(name, []).append(fields)
     return found
+
+
+_READ: dict[str, Callable[[Any], Any]] = {"candidates": _rules, "head": _heads}
 
 
 @contextmanager

@@ -42,6 +42,9 @@ train = {
         "contiguous": None,
         "compile": None,  # torch.compile of each unit, inside of its policy: True, or a dict of options
         "memory_budget": None,  # "12GiB": policies are planned for it, in place of the keys above
+        "host_budget": None,  # beside it, the most bytes that may be offloaded at a time: "64GiB"
+        "candidates": None,  # beside it, the rules to consider: ["full", "joined"]; None: all
+        "check": True,  # beside it, run the step under the plan, and plan again if the peak is off
         "head": None,  # beside it: {"loss_head": {"rule": "tiles", "num_tiles": 8, "reduce": "sum"}}
     },
     "evaluation": {

@@ -1,9 +1,10 @@
-"""From a config file to a planner: of the device at hand, or of one that is not there."""
+"""Plans the step that a config describes, for a device that need not be present."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +12,21 @@ import numpy as np
 import torch
 from torch import nn
 
-from graphckpt.blocks.apply import apply
 from graphckpt.config import overrides as _overrides
 from graphckpt.config import own_modules
 from graphckpt.config.load import importable_from, load
 from graphckpt.config.run import existing, optimizer_of
 from graphckpt.config.schema import RunConfig, checked
-from graphckpt.planning.choose import Rates
 from graphckpt.planning.compiled import compile_options
-from graphckpt.planning.fake import FakeDevice
-from graphckpt.planning.machine import Machine, machine
-from graphckpt.planning.measure import measure
-from graphckpt.planning.options import options
-from graphckpt.planning.plan_step import Progress, head_rows
-from graphckpt.planning.planner import Planner
-from graphckpt.planning.planners import Planners
-from graphckpt.planning.pretend import FakeStep
-from graphckpt.planning.run import Blocks
-from graphckpt.stores import parse_offload
+from graphckpt.planning.device.fake_device import FakeDevice
+from graphckpt.planning.device.profile import DeviceProfile, load_profile
+from graphckpt.planning.measure.fake_step import FakeStep
+from graphckpt.planning.measure_all import measure_all
+from graphckpt.planning.plan_group import PlanGroup
+from graphckpt.planning.planner import Planners
 from graphckpt.train.console import Report
 from graphckpt.train.tasks.base import sum_of_losses
 from graphckpt.train.units import head_policies, unit_names
-from graphckpt.units import parse_bytes
 
 
 def planner_from(
@@ -40,11 +34,9 @@ def planner_from(
     overrides: Iterable[str] = (),
     *,
     device: str,
-    offload: bool | str = False,
-    host_budget: str | None = None,
-    head: Mapping[str, Any] | None = None,
-    progress: Progress | None = None,
-) -> tuple[Planners, Machine]:
+    options: Mapping[str, Any] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[Planners, DeviceProfile]:
     """Returns the planner of the step that a config describes, and the device that it is for.
 
     Nothing runs on a real device: model, gradients and optimizer take no memory, whatever their size.
@@ -52,11 +44,10 @@ def planner_from(
     Args:
         config_file: a path, or the name of a packaged config.
         overrides: words such as ``"train.train_micro_batch_size=64"``.
-        device: the name of a device profile, or the file of one.
-        offload: where kept tensors may go.
-        host_budget: the most bytes that may be there.
-        head: the block that computes the loss, and how it may run; what the config says of it, if nothing.
-        progress: told how many runs are done.
+        device: the name of a device profile, or a file that holds one.
+        options: fields of :class:`~graphckpt.planning.PlanOptions` that replace those of the config's section
+            ``train.activation_checkpoint``.
+        progress: called with the runs of the step that are done, and their number.
 
     Raises:
         ConfigError: with every fault of the config, or there is no such device.
@@ -65,39 +56,19 @@ def planner_from(
     config = load(path)
     faults = _overrides.apply(config, list(overrides))
     places, more = own_modules.folders(config, path)
-    target = machine(device)
+    target = load_profile(device)
     with importable_from(*places):
         run = checked(config, [*faults, *more], str(path))
-        fake = FakeDevice(target)
-        step, model = _step(run, fake)
-        names = unit_names(model, run.train.activation_checkpoint)
-        blocks = Blocks([(name, model.get_submodule(name)) for name in names])
-        considered = options(offload)
-        rates = None
-        if any(option.is_far for option in considered):
-            offload_target = parse_offload(offload)
-            assert offload_target is not None
-            out, back = offload_target.rates(target)
-            rates = Rates(out, back) if out > 0 and back > 0 else None
-            if rates is None:
-                considered = options()
-        notes = (
-            []
-            if rates is not None or not offload
-            else [f"offload: {target.name} has no rates of copies in its profile"]
-        )
-        if compile_options(run.train.activation_checkpoint.compile) is not None:
-            notes.append("compile: what it makes of a layer shows on the device alone; planned without")
-        host_bytes = None if host_budget is None else parse_bytes(host_budget)
-        planners = []
-        heads = head_policies(model, head or run.train.activation_checkpoint.head)
-        for rows in head_rows(model, heads, list(zip(blocks.names, blocks.modules, strict=True))):
-            with apply(model, {row.block: row.fields for row in rows}) if rows else nullcontext():
-                measured = measure(step, blocks, considered, progress)
-            planners.append(
-                Planner(measured, device=target.name, rates=rates, host_budget=host_bytes, notes=notes, also=rows)
-            )
-    return Planners(planners), target
+        section = run.train.activation_checkpoint
+        wanted = section.plan_options(**{**(options or {}), "partition": None, "compile": None, "progress": progress})
+        step, model = _step(run, FakeDevice(target))
+        head = head_policies(model, wanted.head)
+        notes = []
+        if compile_options(section.compile) is not None:
+            notes.append("compile: its effect is not known without the device; planned without")
+        blocks = [(name, model.get_submodule(name)) for name in unit_names(model, section)]
+        wanted = replace(wanted, head=head)
+        return measure_all(step, model, blocks, wanted, PlanGroup(), notes), target
 
 
 def _step(run: RunConfig, fake: FakeDevice) -> tuple[FakeStep, nn.Module]:
@@ -123,6 +94,6 @@ def _step(run: RunConfig, fake: FakeDevice) -> tuple[FakeStep, nn.Module]:
     return FakeStep(fake, model, step, optimizer), model
 
 
-def _autocast(run: RunConfig, target: Machine) -> Any:
+def _autocast(run: RunConfig, target: DeviceProfile) -> Any:
     amp = run.train.amp
     return torch.autocast(target.kind, dtype=getattr(torch, amp.dtype)) if amp.enabled else nullcontext()

@@ -8,7 +8,8 @@ import torch
 
 from graphckpt.capture.backend import CHOICES, CaptureBackend
 from graphckpt.errors import ConfigError, did_you_mean
-from graphckpt.planning.budget import check
+from graphckpt.planning.budget import check_budget
+from graphckpt.planning.options import PlanOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,11 +54,10 @@ class GraphConfig:
         self.max_captures = 8
         """Recordings that are kept, one for each kind of input; the one unused for longest goes first."""
         self.memory_budget: Any = None
-        """Bytes, ``"12GiB"``, ``"max"``, ``"min"`` or a share: policies are planned for it at the first call, and for
+        """Bytes, ``"12GiB"``, ``"50%"``, ``"max"`` or ``"min"``: policies are planned for it at the first call, and for
         each new shape of inputs. See :meth:`graphckpt.Graph.plan`."""
-        self.plan_options: dict[str, Any] = {}
-        """What such plans may use beside: ``offload``, ``host_budget``, ``blocks``, ``rules``, ``head``, ``partition``,
-        ``contiguous``, ``compile``, ``group``."""
+        self.plan_options: Any = None
+        """The :class:`~graphckpt.planning.PlanOptions` of such plans, or a mapping of its fields."""
         for name, value in settings.items():
             setattr(self, name, value)
         object.__setattr__(self, "_changed", changed)
@@ -82,12 +82,9 @@ class GraphConfig:
         if name == "max_captures" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ConfigError(f"Graph.config.max_captures: {value!r} is no number of recordings · fix: a positive int")
         if name == "memory_budget" and value is not None:
-            check(value)
-        if name == "plan_options" and (unknown := [key for key in value if key not in _PLAN_OPTIONS]):
-            raise ConfigError(
-                f"Graph.config.plan_options: there is no {unknown[0]!r}{did_you_mean(unknown[0], _PLAN_OPTIONS)} · "
-                f"fix: use {', '.join(_PLAN_OPTIONS)}"
-            )
+            value = check_budget(value)
+        if name == "plan_options":
+            value = PlanOptions.of(value, "Graph.config.plan_options")
         object.__setattr__(self, name, value)
         if self._changed is not None:
             self._changed()
@@ -152,8 +149,6 @@ _FIELDS = (
     "training", "amp_dtype", "num_micro_batches", "has_scaler", "strict_static", "measure", "capture", "max_captures",
     "memory_budget", "plan_options",
 )  # fmt: skip
-
-_PLAN_OPTIONS = ("offload", "host_budget", "blocks", "rules", "head", "partition", "contiguous", "compile", "group")
 
 
 def _accept(*args: object, **kwargs: object) -> None:

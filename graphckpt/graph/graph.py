@@ -12,9 +12,9 @@ from torch import nn
 
 from graphckpt.blocks.proxy import BlockTree, unwrap
 from graphckpt.errors import GraphError
+from graphckpt.graph.auto_plan import AutoPlan
 from graphckpt.graph.config import GraphConfig
 from graphckpt.graph.inspected import Inspected
-from graphckpt.graph.planned import Planned
 from graphckpt.graph.state_dict import load_state, saved_state
 from graphckpt.graph.step import Readiness, Step, running_graph
 from graphckpt.graph.text import DebugLog, graph_text
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-_OWN = frozenset({"_debug", "_name", "_planned", "_roots", "_step", "_tree", "_update", "config"})
+_OWN = frozenset({"_auto_plan", "_debug", "_name", "_roots", "_step", "_tree", "_update", "config"})
 
 
 class Graph(Inspected):
@@ -81,7 +81,7 @@ class Graph(Inspected):
         fields["_update"] = Update(name)
         fields["_debug"] = DebugLog()
         fields["_step"] = Step(name, roots, self._tree, self._update, self.config, self._debug, readiness)
-        fields["_planned"] = self._step.planned = Planned(self._step, self._tree)
+        fields["_auto_plan"] = AutoPlan(self._step, self._tree)
 
     # What a subclass defines ------------------------------------------------------------------------------------------
 
@@ -201,6 +201,8 @@ class Graph(Inspected):
         step = fields["_step"]
         if step.readiness.is_settled and running_graph.get() is None:
             return step.call(fields, self.build, args, kwargs)
+        if running_graph.get() is None:
+            fields["_auto_plan"].before_call(fields, self.build, args, kwargs)
         return step.unsettled_call(fields, self.build, args, kwargs)
 
     @property

@@ -6,16 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 from graphckpt.errors import GraphError
 from graphckpt.graph.verify import Verification, verify
+from graphckpt.planning.options import PlanOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable
 
-    from graphckpt.blocks.select import Selector
+    from graphckpt.graph.auto_plan import AutoPlan
     from graphckpt.graph.config import GraphConfig
-    from graphckpt.graph.planned import Planned
     from graphckpt.graph.step import Step
     from graphckpt.ledger.record import Explanation
     from graphckpt.planning import Plan
+    from graphckpt.planning.budget import Budget
 
 
 class Inspected:
@@ -24,7 +25,7 @@ class Inspected:
     build: Callable[..., Any]
     config: GraphConfig
     _name: str
-    _planned: Planned
+    _auto_plan: AutoPlan
     _step: Step
 
     def explain(self, plot: str | None = None, *, show: bool = True) -> Explanation:
@@ -63,48 +64,24 @@ class Inspected:
         """
         return verify(self._step, lambda: self._step.call(self.__dict__, self.build, args, kwargs), steps)
 
-    def plan(
-        self,
-        *args: Any,
-        memory_budget: float | str,
-        offload: bool | str = False,
-        host_budget: int | str | None = None,
-        blocks: Selector | Iterable[Selector] | None = None,
-        rules: Iterable[Any] | None = None,
-        head: Mapping[str, Any] | None = None,
-        partition: Any = None,
-        contiguous: bool = False,
-        compile: bool | dict[str, Any] | None = None,  # noqa: A002 - as the field of a block
-        group: Any = None,
-        **kwargs: Any,
-    ) -> Plan:
-        """Chooses the policies of the layers for inputs like these, and sets them on the blocks.
+    def plan(self, *args: Any, memory_budget: Budget, **kwargs: Any) -> Plan:
+        """Chooses the policies of the layers for inputs like these; ``plan.apply()`` sets them on the blocks.
 
-        The step runs a few times; parameters, optimizers, schedules and random state are put back in the end. Flags
-        that were set on the layers, and on what is in them, are replaced. ``config.memory_budget`` has it done by
-        itself, for each new shape of inputs.
+        The step runs a few times; parameters, optimizers, schedules and random state are restored at the end. Applying
+        the plan replaces the flags of the layers and of the modules inside them. With ``config.memory_budget`` a Graph
+        plans and applies by itself, for each new shape of inputs.
 
         Args:
             args: inputs of a call.
-            memory_budget: bytes or ``"12GiB"`` for the whole peak of the step; ``"max"``, ``"min"``, or a share of
-                what the plain step keeps. See :func:`graphckpt.plan`, also for what follows.
-            offload: where kept tensors may go.
-            host_budget: the most bytes that may be there.
-            blocks: selectors of what to decide about, such as ``"model.layers.*"``; ``None`` finds the layers.
-            rules: what to consider beside ``keep``.
-            head: the block that computes the loss, and the rules under which it may run in slices.
-            partition: the ranks over which kept tensors may be cut.
-            contiguous: what is kept lies in one slab.
-            compile: whether each layer is compiled inside of its policy; ``None`` is what the blocks say.
-            group: the processes that run this step together; ``None`` is all. All of them call this, and get one plan.
-            kwargs: inputs of a call.
+            memory_budget: bytes, ``"12GiB"``, ``"50%"``, ``"max"`` or ``"min"``. See :func:`graphckpt.plan`.
+            kwargs: inputs of a call, and fields of :class:`~graphckpt.planning.PlanOptions`, such as
+                ``blocks="model.layers.*"``. With ``compile=None`` blocks are compiled as their flags say.
 
         Raises:
-            ConfigError: an argument cannot be read, or no layers can be found.
+            ConfigError: an argument cannot be used, or no layers were found.
             GraphError: the graph has no optimizer.
-            PlanError: no plan fits; the message names the least peak and what sets it.
+            PlanError: no plan fits; the message names the lowest possible peak and what sets it.
         """
-        wanted: dict[str, Any] = {"memory_budget": memory_budget, "offload": offload, "host_budget": host_budget}
-        wanted |= {"blocks": blocks, "rules": rules, "head": head, "group": group}
-        wanted |= {"partition": partition, "contiguous": contiguous, "compile": compile}
-        return self._planned.plan(self.__dict__, self.build, args, kwargs, wanted)
+        names = (*PlanOptions.names(), "rules")
+        options = {name: kwargs.pop(name) for name in names if name in kwargs}
+        return self._auto_plan.plan(self.__dict__, self.build, args, kwargs, memory_budget, options)

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from graphckpt.blocks.forward import BlockForward
     from graphckpt.blocks.proxy import BlockTree
     from graphckpt.graph.config import GraphConfig
-    from graphckpt.graph.planned import Planned
     from graphckpt.graph.text import DebugLog
     from graphckpt.graph.update import Update
 
@@ -80,7 +79,6 @@ class Step:
         self.readiness = readiness
         self._bystanders: list[torch.Tensor] = []
         self.recorded: RecordedStep | None = None
-        self.planned: Planned | None = None
         self._is_watched = False
         self._is_plain = False
         self._num_groups = 0
@@ -103,8 +101,6 @@ class Step:
             raise GraphError(
                 f"{self.name} is called inside of {outer}.build() · fix: a Graph cannot be nested; call its modules"
             )
-        if config.memory_budget is not None and config.training and self.planned is not None:
-            self.planned.see_to_it(fields, build, args, kwargs)
         self.prepare()
         inputs = self.inputs or InputCheck(build, args, kwargs)
         if config.strict_static and (difference := inputs.difference(build, args, kwargs)):

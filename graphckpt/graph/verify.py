@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from graphckpt.errors import GraphError
-from graphckpt.rng import random_devices, set_random_state, take_random_state
+from graphckpt.training_state import TrainingState
 from graphckpt.tree import flatten_value
 from graphckpt.undo import CONTAINERS
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from graphckpt.graph.step import Step
-    from graphckpt.graph.update import Update
 
 _ATOMS = (int, float, bool, str, type(None))
 
@@ -97,69 +96,46 @@ class _State:
         self._step = graph_step
         self._update = update
         self._num_steps = update.num_steps
-        self._tensors = {name: (tensor, tensor.detach().clone()) for name, tensor in _tensors(roots, update)}
+        named = dict(_tensors(roots))
+        self._state = TrainingState(named.values(), update.optimizers)
+        self._tensors = {name: copied for name, (_, copied) in zip(named, self._state.tensors, strict=True)}
+        owners: dict[torch.Tensor, str] = {}
+        for name, tensor in named.items():
+            owners.setdefault(tensor, name)
+        for parameter, key, copied in self._state.optimizer_copies():
+            self._tensors[f"{owners.get(parameter, 'a parameter')}, optimizer's {key}"] = copied
         self._attributes = {
             f"{name}.{key}": (module.__dict__, key, copy.copy(value) if isinstance(value, CONTAINERS) else value)
             for name, module in _modules(roots)
             for key, value in module.__dict__.items()
             if key not in _OF_TORCH and isinstance(value, (*_ATOMS, *CONTAINERS, torch.Tensor))
         }
-        self._states = [
-            (o, {p: dict(state) for p, state in o.state.items()}, [_settings(group) for group in o.param_groups])
-            for o in update.optimizers
-        ]
         self._schedules = [copy.deepcopy(s.state_dict()) if s is not None else None for s in update.schedulers]
         self._scaler = copy.deepcopy(update.scaler.state_dict()) if update.scaler is not None else None
-        devices = random_devices(tensor for tensor, _ in self._tensors.values())
-        self._random = take_random_state(devices)
 
     def values(self) -> dict[str, Any]:
         """Returns the copies by name, in the order of the modules."""
-        tensors: dict[str, Any] = {name: value for name, (_, value) in self._tensors.items()}
         plain = {name: value for name, (_, _, value) in self._attributes.items() if isinstance(value, _ATOMS)}
-        random = {
-            f"random state {number}": t for number, t in enumerate([self._random[0], *(t for _, t in self._random[1])])
-        }
-        return {**tensors, **plain, **random}
+        host, devices = self._state.random
+        random = {f"random state {number}": t for number, t in enumerate([host, *(t for _, t in devices)])}
+        return {**self._tensors, **plain, **random}
 
     def put_back(self) -> bool:
         """Makes everything what it was. Returns whether optimizers had made states since, which are gone now."""
-        has_removed = False
         self._step.settle()
-        with torch.no_grad():
-            for tensor, value in self._tensors.values():
-                tensor.detach().copy_(value)
+        has_removed = self._state.restore()
         for owner, key, attribute in self._attributes.values():
             owner[key] = attribute
-        for optimizer, states, groups in self._states:
-            for parameter in [p for p in optimizer.state if p not in states]:
-                del optimizer.state[parameter]
-                has_removed = True
-            for parameter, state in states.items():
-                optimizer.state[parameter].clear()
-                optimizer.state[parameter].update(state)
-            for group, settings in zip(optimizer.param_groups, groups, strict=True):
-                for key, value in settings.items():
-                    if isinstance(value, tuple) and isinstance(value[0], torch.Tensor):
-                        value[0].copy_(value[1])
-                        group[key] = value[0]
-                    else:
-                        group[key] = value
         for scheduler, schedule in zip(self._update.schedulers, self._schedules, strict=True):
             if scheduler is not None and schedule is not None:
                 scheduler.load_state_dict(schedule)  # what it cannot copy, such as a function, it leaves as it is
         if self._update.scaler is not None and self._scaler is not None:
             self._update.scaler.load_state_dict(self._scaler)
         self._update.num_steps = self._num_steps
-        set_random_state(self._random)
         return has_removed
 
 
 _OF_TORCH = frozenset(torch.nn.Module().__dict__) - {"training"} | {"forward"}
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {k: (v, v.detach().clone()) if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
 
 
 def _modules(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -168,19 +144,12 @@ def _modules(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
             yield f"{root}.{name}" if name else root, module
 
 
-def _tensors(roots: Mapping[str, nn.Module], update: Update) -> Iterator[tuple[str, torch.Tensor]]:
-    names: dict[torch.Tensor, str] = {}
+def _tensors(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
     for path, module in _modules(roots):
         for own in (module._parameters, module._buffers):
             for key, tensor in own.items():
                 if tensor is not None:
-                    names.setdefault(tensor, f"{path}.{key}")
                     yield f"{path}.{key}", tensor
-    for optimizer in update.optimizers:
-        for parameter, state in optimizer.state.items():
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    yield f"{names.get(parameter, 'a parameter')}, optimizer's {key}", value
 
 
 def _outputs(output: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.legend import legend_names, shades
-from graphckpt.ledger.plot_style import INK, figure_of, file_of, legend, unit_of
+from graphckpt.ledger.plot_style import INK, figure_of, file_of, frame, legend, mark, unit_of
 from graphckpt.ledger.record import Event, Explanation
 from graphckpt.units import format_bytes
 
@@ -51,8 +51,8 @@ def draw(explanation: Explanation, path: str | Path) -> Path:
         strip, axes = figure.subplots(2, 1, sharex=True, height_ratios=(1, 20))
         _draw_phases(strip, steps, end)
         _draw_levels(axes, steps, end)
-        _mark_peak(axes, steps, end)
-        axes.set_xlabel(f"tensors allocated and freed, in order ({end:,} events)", color=INK)
+        _mark_peak(axes, steps)
+        axes.set_xlabel(f"tensors coming and going, in order ({end:,} events)", color=INK)
         strip.set_title(explanation.title, loc="left", fontsize=11.5, fontweight="bold", pad=8)
         strip.set_title(_kept(explanation), loc="right", fontsize=9, pad=8)
     return target
@@ -115,30 +115,19 @@ def _draw_levels(axes: Any, steps: _Steps, end: int) -> None:
         axes.add_collection(PolyCollection(polygons, facecolor=colours[block], edgecolor="face", linewidth=0.4))
     axes.set_xlim(0, end)
     axes.set_ylim(0, 1.14 * max(peak_bytes, 1) / scale)
-    axes.set_ylabel(f"live bytes of all tensors ({unit})", color=INK)
+    frame(axes, f"live bytes of all tensors ({unit})")
     axes.yaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 2.5, 5, 10]))
     axes.grid(axis="y", color="white", linewidth=0.6, alpha=0.5)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=INK)
     middle = {name: [block for block in names if names[block] == name] for name in dict.fromkeys(names.values())}
     handles = [Patch(color=colours[blocks[len(blocks) // 2]], label=name) for name, blocks in middle.items()]
     legend(axes, handles, "running block", anchor=0.8, is_in_layout=True)
 
 
-def _mark_peak(axes: Any, steps: _Steps, end: int) -> None:
+def _mark_peak(axes: Any, steps: _Steps) -> None:
     at, peak = max(steps, key=lambda step: step[1].live_bytes)
     scale, _ = unit_of(peak.live_bytes)
     where = " · ".join(word for word in (peak.block, peak.phase) if word)
-    is_right = at > 0.5 * end
-    axes.plot([at], [peak.live_bytes / scale], marker="o", markersize=4, color=INK, clip_on=False)
-    axes.annotate(
-        f"peak {format_bytes(peak.live_bytes)}  ({where})",
-        xy=(at, peak.live_bytes / scale),
-        xytext=(-10 if is_right else 10, 10),
-        textcoords="offset points",
-        ha="right" if is_right else "left",
-        fontweight="bold",
-    )
+    mark(axes, at, peak.live_bytes / scale, f"peak {format_bytes(peak.live_bytes)}  ({where})")
 
 
 def _kept(explanation: Explanation) -> str:

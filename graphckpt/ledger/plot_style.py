@@ -72,6 +72,27 @@ def legend(axes: Any, handles: Sequence[Any], title: str, anchor: float, is_in_l
     box.set_in_layout(is_in_layout)
 
 
+def mark(axes: Any, at: float, level: float, text: str) -> None:
+    """Marks a point, and writes ``text`` beside it, towards the middle of the picture."""
+    is_right = at > 0.5 * axes.get_xlim()[1]
+    axes.plot([at], [level], marker="o", markersize=4, color=INK, clip_on=False)
+    axes.annotate(
+        text,
+        xy=(at, level),
+        xytext=(-10 if is_right else 10, 10),
+        textcoords="offset points",
+        ha="right" if is_right else "left",
+        fontweight="bold",
+    )
+
+
+def frame(axes: Any, label: str) -> None:
+    """Labels the y axis, and leaves the upper and right border of ``axes`` open."""
+    axes.set_ylabel(label, color=INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=INK)
+
+
 def unit_of(num_bytes: int) -> tuple[int, str]:
     """Returns the bytes of the unit in which ``num_bytes`` is printed, and its name.
 

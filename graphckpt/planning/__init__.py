@@ -1,7 +1,7 @@
-"""Chooses policies for a memory budget, and foretells the peak of a step under them."""
+"""Chooses policies for a memory budget, and predicts the peak of a step under them."""
 
-from graphckpt.planning.measure import PlanError
+from graphckpt.planning.errors import PlanError
+from graphckpt.planning.options import PlanOptions
 from graphckpt.planning.plan import Plan
-from graphckpt.planning.presets import every_k, first_k, memory, speed, sqrt, uniform
 
-__all__ = ["Plan", "PlanError", "every_k", "first_k", "memory", "speed", "sqrt", "uniform"]
+__all__ = ["Plan", "PlanError", "PlanOptions"]

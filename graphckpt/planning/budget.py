@@ -1,9 +1,10 @@
-"""What a memory budget means in bytes."""
+"""Reads memory budgets, and converts them to bytes."""
 
 from __future__ import annotations
 
 import os
 import socket
+import warnings
 from typing import TypeAlias
 
 import torch
@@ -11,67 +12,89 @@ import torch
 from graphckpt.errors import ConfigError
 from graphckpt.units import parse_bytes
 
-_SHARED = (0, 0)  # the pool of all tensors that are in no private one
+_SHARED = (0, 0)  # the pool of tensors that are not in a private one
 
 Budget: TypeAlias = int | float | str
-"""Bytes, ``"12GiB"``, ``"max"``, ``"min"``, or a share of the plain step's activations from above 0 to 1."""
+"""Bytes, ``"12GiB"``, ``"50%"`` of the plain step's activations, ``"max"`` or ``"min"``; a float is deprecated."""
 
 
-def check(budget: Budget) -> Budget:
-    """Returns ``budget`` if it can be read.
+def check_budget(budget: Budget) -> int | str:
+    """Returns ``budget`` if it can be read; a float becomes a percentage.
 
     Raises:
-        ConfigError: it is no size, no share and no word that means something.
+        ConfigError: it is no size, no percentage and no word with a meaning.
 
-    >>> check("12GiB"), check(0.5)
-    ('12GiB', 0.5)
-    >>> check(1.5)
+    >>> check_budget("12GiB"), check_budget("50%")
+    ('12GiB', '50%')
+    >>> check_budget("150%")
     Traceback (most recent call last):
-    graphckpt.errors.ConfigError: memory_budget: 1.5 is no share · fix: use one above 0 and up to 1, or bytes as '12GiB'
+    graphckpt.errors.ConfigError: memory_budget: expected above 0% and up to 100%, got '150%' · fix: '50%', or '12GiB'
     """
+    fix = "fix: memory_budget='12GiB', or '50%' of the activations"
     if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
-        raise ConfigError(f"memory_budget: {budget!r} is no size · fix: use bytes, '12GiB', 'max', 'min' or a share")
+        raise ConfigError(f"memory_budget: expected bytes, '12GiB', '50%', 'max' or 'min', got {budget!r} · {fix}")
     if isinstance(budget, float):
-        if not 0 < budget <= 1:
-            raise ConfigError(
-                f"memory_budget: {budget!r} is no share · fix: use one above 0 and up to 1, or bytes as '12GiB'"
-            )
+        _share_of(budget, budget)
+        percentage = f"{100 * budget:.12g}%"
+        text = f"memory_budget: a float is deprecated, got {budget!r} · fix: memory_budget={percentage!r}"
+        warnings.warn(text, DeprecationWarning, stacklevel=3)
+        return percentage
+    if is_percentage(budget):
+        _percentage(str(budget))
     elif budget not in ("max", "min"):
         try:
             parse_bytes(budget)
         except ValueError as error:
             text = str(error).removeprefix("memory size ")
-            raise ConfigError(f"memory_budget: {text}; 'max' and 'min' mean something too") from None
+            raise ConfigError(f"memory_budget: {text}; or '50%', 'max', 'min'") from None
     return budget
 
 
-def in_bytes(budget: Budget, *, floor: int, static: int, plain_peak: int, available: int) -> int:
-    """Returns the bytes that the step may have at its peak.
+def is_percentage(budget: int | str) -> bool:
+    """Returns whether a budget is a share of the plain step's activations, which may differ between processes."""
+    return isinstance(budget, str) and budget.rstrip().endswith("%")
+
+
+def _percentage(budget: str) -> float:
+    try:
+        share = float(budget.rstrip().removesuffix("%")) / 100
+    except ValueError:
+        raise ConfigError(f"memory_budget: expected a percentage, got {budget!r} · fix: '50%', or '12GiB'") from None
+    return _share_of(share, budget)
+
+
+def _share_of(share: float, budget: Budget) -> float:
+    if not 0 < share <= 1:
+        raise ConfigError(f"memory_budget: expected above 0% and up to 100%, got {budget!r} · fix: '50%', or '12GiB'")
+    return share
+
+
+def budget_bytes(budget: int | str, *, floor: int, static: int, plain_peak: int, available: int) -> int:
+    """Returns the largest peak of the step in bytes.
 
     Args:
-        budget: as the user wrote it.
-        floor: the least peak of any plan.
-        static: what is alive before the first block runs.
+        budget: a value that :func:`check_budget` returned.
+        floor: the lowest peak of any plan.
+        static: the live bytes before the first block.
         plain_peak: the peak when everything is kept.
-        available: what the device has for this step.
+        available: the memory of the device for this step.
     """
-    check(budget)
     if budget == "min":
         return floor
     if budget == "max":
         return available
-    if isinstance(budget, float):
-        return static + int(budget * (plain_peak - static))
+    if is_percentage(budget):
+        return static + int(_percentage(str(budget)) * (plain_peak - static))
     return parse_bytes(budget)
 
 
 def available_bytes(device: torch.device, alive: int, sharers: int = 1) -> int:
-    """Returns what a step may take on ``device``: what is free, and the ``alive`` bytes that the step has already.
+    """Returns the memory that a step may use on ``device``: free bytes, and the ``alive`` bytes of the step itself.
 
     Args:
-        device: where it runs.
-        alive: what it has there.
-        sharers: processes that run it on that device, of which each may have as much of what is free.
+        device: the device of the step.
+        alive: the bytes that the step holds already.
+        sharers: the number of processes that share the free bytes.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -82,7 +105,7 @@ def available_bytes(device: torch.device, alive: int, sharers: int = 1) -> int:
 
 
 def _unused_in_pools(device: torch.device) -> int:
-    """Returns the free bytes in private pools, as those of CUDA graphs: no tensor of another step can lie there."""
+    """Returns the free bytes in private pools, such as those of CUDA graphs, which other steps cannot use."""
     index = torch.cuda.current_device() if device.index is None else device.index
     return sum(
         segment["total_size"] - segment["allocated_size"]
@@ -91,18 +114,18 @@ def _unused_in_pools(device: torch.device) -> int:
     )
 
 
-def place_of(device: torch.device) -> str:
-    """Returns what tells the memory of ``device`` from that of all others, on any machine."""
+def memory_id(device: torch.device) -> str:
+    """Returns a key that is equal for processes with the same memory of ``device``, across hosts."""
     own = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
     return f"{socket.gethostname()} {own}"
 
 
-def kind_of(budget: Budget) -> str:
-    """Returns how a budget is said.
+def budget_kind(budget: int | str) -> str:
+    """Returns which kind of budget it is.
 
-    >>> kind_of("12GiB"), kind_of("max"), kind_of(0.5), kind_of("min")
-    ('a size', 'a size', 'a share', 'min')
+    >>> budget_kind("12GiB"), budget_kind("max"), budget_kind("50%"), budget_kind("min")
+    ('a size', 'a size', 'a percentage', 'min')
     """
-    if isinstance(budget, float):
-        return "a share"
+    if is_percentage(budget):
+        return "a percentage"
     return "min" if budget == "min" else "a size"

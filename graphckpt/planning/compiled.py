@@ -1,4 +1,4 @@
-"""Layers that ``torch.compile`` compiles, each for itself: planned as they run then, and said so in the plan."""
+"""Layers that ``torch.compile`` compiles one by one, in measurements and plans."""
 
 from __future__ import annotations
 
@@ -15,51 +15,51 @@ if TYPE_CHECKING:
     from torch import nn
 
 SHARES = (0.8, 0.5, 0.3, 0.1)
-"""Of what the compiler saves of a layer by itself: what lies between them is reached by layers that differ."""
+"""Shares of the bytes that the compiler saves by itself; plans mix them for values in between."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Compiling:
+class LayerCompilation:
     """How the layers of a plan are compiled."""
 
     field: bool | dict[str, Any] | None = None
-    """What the plan says of all layers that it says nothing else of; ``None`` if they are not compiled."""
+    """The ``compile`` field of layers without one in their option; ``None`` if they are not compiled."""
     shares: tuple[dict[str, Any], ...] = ()
-    """Options by which the compiler saves less of a layer for backward."""
+    """Arguments with which the compiler saves less for backward."""
 
     @property
     def options(self) -> dict[str, Any] | None:
-        """What ``torch.compile`` of a layer is called with; ``None`` if it is not compiled."""
+        """The arguments of ``torch.compile``; ``None`` if layers are not compiled."""
         return compile_options(self.field)
 
 
-NOT_COMPILED = Compiling()
+NOT_COMPILED = LayerCompilation()
 
 
-def compiling(value: Any, rules: object = None) -> Compiling:
-    """Returns how layers are to be compiled that ``value`` says that of.
+def parse_compile(value: Any, rules: object = None) -> LayerCompilation:
+    """Returns how layers are compiled.
 
     Args:
-        value: what a plan was asked for: yes, no or options.
-        rules: what else it may consider, as the user says; ``None`` is everything, such as to save less.
+        value: the planner option ``compile``.
+        rules: the planner option ``candidates``; ``None`` also considers that the compiler saves less.
 
     Raises:
-        ConfigError: ``value`` is neither yes nor no nor options.
+        ConfigError: ``value`` is not a bool or a mapping of arguments.
     """
     options = compile_options(value)
     if options is None:
         return NOT_COMPILED
     if rules is not None or SHARE in options or not takes_share(options):
-        return Compiling(value)
-    return Compiling({**options, SHARE: 1.0}, tuple({**options, SHARE: share} for share in SHARES))
+        return LayerCompilation(value)
+    return LayerCompilation({**options, SHARE: 1.0}, tuple({**options, SHARE: share} for share in SHARES))
 
 
 def compile_options(value: Any) -> dict[str, Any] | None:
-    """Returns what a layer is compiled with; ``None`` if it is not.
+    """Returns the arguments of ``torch.compile`` for a value of ``compile``; ``None`` if it does not compile.
 
     Raises:
-        ConfigError: ``value`` is neither yes nor no nor options.
+        ConfigError: ``value`` is not a bool or a mapping of arguments.
     """
     config = BlockConfig("plan")
     config.update({"compile": value})
@@ -67,14 +67,14 @@ def compile_options(value: Any) -> dict[str, Any] | None:
 
 
 def without_share(value: bool | dict[str, Any] | None) -> bool | dict[str, Any] | None:
-    """Returns what a block's ``compile`` says beside the share that it saves, which is what plans are about."""
+    """Returns a block's ``compile`` without the share that the compiler saves, which plans choose."""
     options = compile_options(value)
     return None if options is None else {key: said for key, said in options.items() if key != SHARE} or True
 
 
 @contextmanager
-def compiled(modules: Iterable[nn.Module], options: dict[str, Any] | None) -> Iterator[None]:
-    """Has the forward of each module run compiled, beneath the policies that are put on meanwhile."""
+def compiled_forwards(modules: Iterable[nn.Module], options: dict[str, Any] | None) -> Iterator[None]:
+    """Compiles the forward of each module within the ``with`` block, inside of policies that are set there."""
     before: list[tuple[dict[str, Any], Any]] = []
     try:
         for module in modules if options is not None else ():

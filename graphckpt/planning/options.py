@@ -1,83 +1,116 @@
-"""The policies that a planner considers for each block."""
+"""The options of the planner: one dataclass behind every way to call it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal, Self, final
 
-from graphckpt.blocks.compiled import share_of
-from graphckpt.errors import ConfigError
-from graphckpt.planning.compiled import NOT_COMPILED, Compiling
-from graphckpt.planning.op_levels import MOST, Level
-from graphckpt.planning.run import KEEP, Option
-from graphckpt.rules import Full, Joined, Keep, parse_rule
-from graphckpt.stores import parse_offload
+from graphckpt.blocks.config import BlockConfig
+from graphckpt.errors import ConfigError, did_you_mean
+from graphckpt.units import parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from graphckpt.blocks.select import Selector
 
-    from torch import nn
-
-    from graphckpt.rules import Rule
-
-_FLAG = "activation_checkpointing"
-
-NEAR: tuple[Option, ...] = (
-    KEEP,
-    Option("full", {_FLAG: True}, Full()),
-    *(Option(Level(number).describe(), {}, Level(number)) for number in range(MOST)),
-)
-"""What a block keeps on its device: everything, its inputs alone, or the results of some of its ops beside them."""
+Surface = Literal["config", "command"]
+"""Where an option can be set beside Python: ``train.activation_checkpoint`` of a config, ``graphckpt plan``."""
 
 
-def options(
-    offload: bool | str = False,
-    only: Iterable[Any] | None = None,
-    *,
-    code: Compiling = NOT_COMPILED,
-) -> tuple[Option, ...]:
-    """Returns the options, ``keep`` first.
+def _except(*surfaces: Surface) -> dict[str, Any]:
+    return {"not_on": surfaces}
 
-    Args:
-        offload: where kept tensors may go: ``True`` or ``"cpu"``, ``"disk"``, ``"disk:/a/folder"``.
-        only: rules to consider beside ``keep``, as ``activation_checkpointing`` takes them; ``None`` is all. That
-            blocks may be ``joined`` is no option of one of them: see :func:`joins`.
-        code: how blocks are compiled. Nobody sees ops then, and the levels between keeping all and nothing are the
-            compiler's.
 
-    Raises:
-        ConfigError: there is no such place or rule.
+@final
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What the planner may use, and how it plans.
+
+    The fields are the keyword arguments of :func:`graphckpt.plan` and :meth:`graphckpt.Graph.plan`, the keys of
+    ``Graph.config.plan_options`` and of ``train.activation_checkpoint``, and the flags of ``graphckpt plan``.
+
+    >>> PlanOptions(offload="cpu", host_budget="64GiB").host_bytes
+    68719476736
     """
-    known = NEAR if code.field is None else (*NEAR[:-MOST], *map(_compiled, code.shares))
-    near = (
-        known if only is None else (KEEP, *(_option(value) for value in only if not isinstance(_rule(value), Joined)))
-    )
-    target = parse_offload(offload)
-    if target is None:
-        return near
-    place = "cpu" if offload is True else offload
-    return near + tuple(
-        Option(f"{option.name} + {target.tier}", {**option.fields, "offload": place}, option.rule, is_far=True)
-        for option in near
-    )
 
+    offload: bool | str = False
+    """Where saved tensors may go: ``True`` or ``"cpu"``, ``"disk"``, ``"disk:/a/folder"``."""
+    host_budget: int | str | None = None
+    """The most bytes that may be offloaded at a time, such as ``"64GiB"``; ``None`` is no limit."""
+    blocks: Selector | Iterable[Selector] | None = field(default=None, metadata=_except("config", "command"))
+    """Selectors of the blocks to plan, such as ``"model.layers.*"``; ``None`` finds the layers of the model. In a
+    config ``unit`` selects them."""
+    candidates: Iterable[Any] | None = None
+    """The rules to consider beside ``keep``, as ``activation_checkpointing`` takes them. ``None`` is all of ``full``,
+    up to four levels of ``selective`` that are found op by op for each kind of layer, and ``joined`` runs of layers,
+    which need ``full`` too."""
+    head: Mapping[str, Any] | None = None
+    """The block that computes the loss, and a rule or a list of rules by which it may run in slices:
+    ``{"loss_head": Tiles(8, reduce="sum")}``. Each is measured too, and taken where it is faster or alone fits."""
+    partition: Any = field(default=None, metadata=_except("command"))
+    """The ranks over which saved tensors may be partitioned: ``True``, a ``ProcessGroup`` or a ``DeviceMesh``."""
+    contiguous: bool = False
+    """Whether each layer keeps its saved tensors in one slab."""
+    compile: bool | dict[str, Any] | None = field(default=None, metadata=_except("command"))
+    """Whether each layer is compiled inside of its policy: ``True``, or the arguments of ``torch.compile``. Levels of
+    ``selective`` are then replaced by layers of which the compiler saves 80, 50, 30 or 10 % of what it would save by
+    itself, unless ``candidates`` or that ``activation_memory_budget`` is given."""
+    group: Any = field(default=None, metadata=_except("config", "command"))
+    """The processes that run this step together, all of which must plan: a ``ProcessGroup``; ``None`` is all, where
+    ``torch.distributed`` is initialized; ``False`` is this process alone. All get the same plan."""
+    check: bool = field(default=True, metadata=_except("command"))
+    """Run the step under the plan, and plan again if its peak exceeds the budget or differs by more than 1 %."""
+    progress: Callable[[int, int], None] | None = field(default=None, metadata=_except("config", "command"))
+    """Called with the runs of the step that are done, and their number."""
 
-def _compiled(options: dict[str, Any]) -> Option:
-    return Option(f"{KEEP.name}{share_of(options)}", {**KEEP.fields, "compile": options}, Keep())
+    def __post_init__(self) -> None:
+        if self.candidates is not None:
+            is_one = isinstance(self.candidates, (str, Mapping)) or not isinstance(self.candidates, Iterable)
+            object.__setattr__(self, "candidates", (self.candidates,) if is_one else tuple(self.candidates))
+        for name in ("contiguous", "check"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}: expected True or False, got {getattr(self, name)!r} · fix: {name}=True")
+        _ = self.host_bytes
+        BlockConfig("plan").update({"compile": self.compile})
 
+    @property
+    def host_bytes(self) -> int | None:
+        """``host_budget`` in bytes."""
+        if self.host_budget is None:
+            return None
+        try:
+            return parse_bytes(self.host_budget)
+        except ValueError as error:
+            raise ConfigError(str(error).replace("memory size", "host_budget:", 1)) from None
 
-def joins(blocks: Iterable[nn.Module], only: Iterable[Any] | None = None) -> bool:
-    """Returns whether blocks may run again as one: ``only`` lists no rules or that one too, and the blocks can."""
-    is_asked = only is None or any(isinstance(_rule(value), Joined) for value in only)
-    return is_asked and all(Joined().check(block) is None for block in blocks)
+    @classmethod
+    def of(cls, values: PlanOptions | Mapping[str, Any] | None, where: str) -> Self:
+        """Returns options from keyword arguments or keys.
 
+        Args:
+            values: the options by name.
+            where: what messages begin with.
 
-def _rule(value: Any) -> Rule:
-    rule = parse_rule(value)
-    if rule is None or isinstance(rule, Keep):
-        raise ConfigError(f"rules: {value!r} is no rule · fix: leave it out; keep is always considered")
-    return rule
+        Raises:
+            ConfigError: there is no such option, or a value cannot be used.
+        """
+        if isinstance(values, cls):
+            return values
+        named: dict[str, Any] = dict(values or {})  # type: ignore[arg-type]  # other options are final
+        if "rules" in named:
+            text = f"{where}: 'rules' is deprecated · fix: candidates={named['rules']!r}"
+            warnings.warn(text, DeprecationWarning, stacklevel=3)
+            named.setdefault("candidates", named.pop("rules"))
+        known = [option.name for option in fields(cls)]
+        unknown = next((name for name in named if name not in known), None)
+        if unknown is not None:
+            raise ConfigError(
+                f"{where}: there is no option {unknown!r}{did_you_mean(unknown, known)} · fix: use {', '.join(known)}"
+            )
+        return cls(**named)
 
-
-def _option(value: Any) -> Option:
-    rule = _rule(value)
-    return Option(rule.describe(), {_FLAG: value}, rule)
+    @classmethod
+    def names(cls, surface: Surface | None = None) -> tuple[str, ...]:
+        """Returns the options, or those that can be set on ``surface``."""
+        return tuple(option.name for option in fields(cls) if surface not in option.metadata.get("not_on", ()))

@@ -1,63 +1,67 @@
-"""Plans of one measured step."""
+"""Plans a measured step for any budget."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
+
+from torch import nn
 
 from graphckpt.planning import budget as budgets
-from graphckpt.planning.choose import Choice, Chooser, Rates, described
-from graphckpt.planning.joined import JOINED
-from graphckpt.planning.measure import Measured, PlanError
-from graphckpt.planning.plan import Plan, PlanRow, Stage
+from graphckpt.planning.errors import GroupError, PlanError
+from graphckpt.planning.model.measured_step import MeasuredStep
+from graphckpt.planning.option import JOINED
+from graphckpt.planning.plan import Plan
+from graphckpt.planning.rows import PlanRow, Stage
+from graphckpt.planning.solve.search import CopyRates, PolicyChoice, PolicySearch, interval_name
 from graphckpt.units import format_bytes
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 @final
 class Planner:
-    """Plans of one measured step for any budget."""
+    """Plans one measured step for any budget."""
 
     def __init__(
         self,
-        measured: Measured,
+        measured: MeasuredStep,
         *,
         model: nn.Module | None = None,
         device: str = "cpu",
-        rates: Rates | None = None,
+        rates: CopyRates | None = None,
         host_budget: int | None = None,
         joins: bool = True,
         notes: Iterable[str] = (),
-        also: tuple[PlanRow, ...] = (),
+        extra_rows: tuple[PlanRow, ...] = (),
         compiles: bool | dict[str, Any] | None = None,
+        has_slabs: bool = False,
     ) -> None:
         self.measured = measured
-        self.chooser = Chooser(measured, rates, host_budget, joins=joins)
-        self.plain = self.chooser.judged((0,) * len(measured.names))
+        self.search = PolicySearch(measured, rates, host_budget, joins=joins)
+        self.plain = self.search.evaluate((0,) * len(measured.names))
         self.model = model
-        self.also = also
-        """What plans say about other blocks, as it was when the step was measured."""
+        self.extra_rows = extra_rows
+        """The rows of plans for other blocks, in force when the step was measured."""
         self.compiled: dict[str, Any] = {} if compiles is None else {"compile": compiles}
-        """What plans say about all layers beside their policies."""
+        """The fields of all layers beside their options."""
+        self._has_slabs = has_slabs
         self._device = device
         self._notes = tuple(notes)
-        self._without = " without moving any" if rates is not None else ""
+        self._without = " without offloading" if rates is not None else ""
 
     @cached_property
-    def floor(self) -> Choice:
+    def floor(self) -> PolicyChoice:
         """The choice with the lowest peak."""
-        return self.chooser.floor()
+        return self.search.floor()
 
     def least(self) -> int:
         """Returns the lowest peak of any plan."""
         return self.floor.peak
 
-    def bytes_of(self, budget: budgets.Budget, available: int) -> int:
-        """Returns a budget in bytes; ``available`` are those of the device."""
-        return budgets.in_bytes(
+    def bytes_of(self, budget: int | str, available: int) -> int:
+        """Returns a budget in bytes; ``available`` is the memory of the device."""
+        return budgets.budget_bytes(
             budget,
             floor=self.floor.peak if budget == "min" else 0,
             static=self.measured.model.static_bytes,
@@ -70,32 +74,34 @@ class Planner:
 
         Args:
             budget: of the whole step.
-            correction: how many bytes a real step takes beyond the prediction.
+            correction: the measured peak of a step minus the prediction, in bytes.
 
         Raises:
             PlanError: There is none.
         """
-        choice = self.chooser.cheapest(budget - correction)
+        choice = self.search.fastest(budget - correction)
         if choice is None:
             raise PlanError(self._infeasible(budget, correction))
-        return self.described(choice, budget, correction)
+        return self.to_plan(choice, budget, correction)
 
     def front(self) -> list[tuple[int, float, Plan]]:
-        """Returns peaks in bytes, seconds of a step and plans, of which none is better in both, lowest peak first."""
-        plans = [self.described(choice, choice.peak) for choice in self.chooser.pareto()]
+        """Returns peak in bytes, seconds of a step and plan, for all Pareto-optimal plans, lowest peak first."""
+        plans = [self.to_plan(choice, choice.peak) for choice in self.search.pareto()]
         return [(p.predicted_peak_bytes, p.predicted_step_seconds, p) for p in plans]
 
     def uniform(self) -> list[tuple[str, int, float]]:
-        """Returns name, peak in bytes and seconds of a step in which all blocks have the same policy."""
-        found = ((o, self.described(choice, choice.peak)) for o, choice in self.chooser.uniform())
+        """Returns name, peak in bytes and seconds of a step for each uniform policy."""
+        found = ((o, self.to_plan(choice, choice.peak)) for o, choice in self.search.uniform())
         return [(self.measured.options[o].name, p.predicted_peak_bytes, p.predicted_step_seconds) for o, p in found]
 
-    def described(self, choice: Choice, budget: int, correction: int = 0) -> Plan:
+    def to_plan(self, choice: PolicyChoice, budget: int, correction: int = 0) -> Plan:
         """Returns a choice as a plan."""
         known, names = self.measured, self.measured.names
         joined = {block for first, end in choice.runs for block in range(first + 1, end)}
-        extra = self.chooser.extra_seconds(choice)
-        chosen = [JOINED if block in joined else known.own[block][option] for block, option in enumerate(choice.plan)]
+        extra = self.search.extra_seconds(choice)
+        chosen = [
+            JOINED if block in joined else known.options_of[block][option] for block, option in enumerate(choice.plan)
+        ]
         rows = tuple(
             PlanRow(
                 block=names[block],
@@ -106,8 +112,10 @@ class Planner:
             )
             for block, option in enumerate(choice.plan)
         )
+        if self._has_slabs:
+            rows = tuple(map(_with_slab, rows))
         return Plan(
-            rows=rows + self.also,
+            rows=rows + self.extra_rows,
             predicted_peak_bytes=choice.peak + correction,
             predicted_step_seconds=known.step_seconds + choice.seconds - self.plain.seconds,
             binding=self._name(choice),
@@ -119,27 +127,116 @@ class Planner:
             device=self._device,
             stages=tuple(
                 Stage(
-                    name=described(level.interval, names, known.model.block_of_call),
+                    name=interval_name(level.interval, names, known.model.block_of_call),
                     start_bytes=level.start,
                     peak_bytes=level.peak,
                 )
-                for level in self.chooser.levels(choice.plan, choice.runs)
+                for level in self.search.levels(choice.plan, choice.runs)
             ),
-            notes=(*known.notes, *choice.notes, *self._notes),
+            notes=(*known.notes, *self._notes),
             model=self.model,
         )
 
-    def _name(self, choice: Choice) -> str:
-        return described(choice.interval, self.measured.names, self.measured.model.block_of_call)
+    def _name(self, choice: PolicyChoice) -> str:
+        return interval_name(choice.interval, self.measured.names, self.measured.model.block_of_call)
 
     def _infeasible(self, budget: int, correction: int) -> str:
         where = self._name(self.floor)
         static = self.measured.model.static_bytes
         fix = "a smaller batch, or a larger budget"
+        container = self._sequential()
+        if container is not None:
+            fix = f"segments='log' on {container!r} (less memory, more time), {fix}"
         if "head" in where:
-            fix = f"compute the loss in slices (`head` names its block, to be run under `Tiles`), {fix}"
+            fix = f"compute the loss in slices (set `head` to its block and `Tiles`), {fix}"
         return (
-            f"memory_budget {format_bytes(budget)}: no plan fits · the least possible is "
+            f"memory_budget {format_bytes(budget)}: no plan fits · the lowest possible peak is "
             f"{format_bytes(self.floor.peak + correction)}{self._without}, set by {where}; "
             f"{format_bytes(static)} of it are weights, optimizer state and inputs · fix: {fix}"
         )
+
+    def _sequential(self) -> str | None:
+        """Returns the name of the ``nn.Sequential`` whose children are planned, if there is one."""
+        parent, *others = {name.rpartition(".")[0] for name in self.measured.names}
+        if self.model is None or others:
+            return None
+        return parent if isinstance(self.model.get_submodule(parent), nn.Sequential) else None
+
+
+def _with_slab(row: PlanRow) -> PlanRow:
+    """Returns a row whose layer keeps in a slab what it keeps on the device."""
+    if JOINED.fields.items() <= row.fields.items() or "offload" in row.fields:
+        return row
+    return replace(row, option=f"{row.option} + slab", fields={**row.fields, "contiguous": True})
+
+
+@final
+class Planners:
+    """Plans of one step that was measured in several ways: with its loss computed at once, and in slices.
+
+    Args:
+        planners: the first one is of the step as it is.
+        known: the fields of policies that all processes have.
+    """
+
+    def __init__(self, planners: Sequence[Planner], known: Sequence[Mapping[str, Any]] = ()) -> None:
+        self._planners = planners
+        self.known = known
+
+    @property
+    def plain(self) -> Planner:
+        """The planner of the step as it is."""
+        return self._planners[0]
+
+    def bytes_of(self, budget: int | str, available: int) -> int:
+        """Returns a budget in bytes; ``available`` is the memory of the device."""
+        if budget == "min":
+            return min(planner.least() for planner in self._planners)
+        return self.plain.bytes_of(budget, available)
+
+    def plan(self, budget: int) -> Plan:
+        """Returns the fastest plan whose peak is at most ``budget`` bytes.
+
+        Raises:
+            PlanError: There is none.
+        """
+        return self.best_of(lambda planner: planner.plan(budget))
+
+    def best_of(
+        self,
+        plan_with: Callable[[Planner], Plan],
+        *,
+        floor_of: Callable[[Planner], int] = Planner.least,
+        is_least: bool = False,
+    ) -> Plan:
+        """Returns the fastest plan of all planners.
+
+        Args:
+            plan_with: returns the plan of a planner.
+            floor_of: returns the lowest peak of any plan of a planner; called for those without a plan.
+            is_least: return the plan with the lowest peak instead.
+
+        Raises:
+            PlanError: no planner has a plan; the error is that of the planner with the lowest peak.
+        """
+        found: list[Plan] = []
+        faults: list[tuple[int, PlanError]] = []
+        for planner in self._planners:
+            try:
+                found.append(plan_with(planner))
+            except GroupError:
+                raise
+            except PlanError as fault:
+                faults.append((floor_of(planner), fault))
+        if not found:
+            raise min(faults, key=lambda row: row[0])[1]
+        return min(found, key=lambda plan: plan.predicted_peak_bytes if is_least else plan.predicted_step_seconds)
+
+    def front(self) -> list[tuple[int, float, Plan]]:
+        """Returns peak in bytes, seconds of a step and plan, for all Pareto-optimal plans, lowest peak first."""
+        rows = sorted((row for planner in self._planners for row in planner.front()), key=lambda row: row[:2])
+        return [row for number, row in enumerate(rows) if all(row[1] < other[1] for other in rows[:number])]
+
+    def uniform(self) -> list[tuple[str, int, float]]:
+        """Returns name, peak in bytes and seconds of a step for each uniform policy, with the loss computed at once."""
+        return self.plain.uniform()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from graphckpt.planning.report import summary
+from graphckpt.planning.show.table import summary_lines
 from graphckpt.train.files import replacing
 from graphckpt.train.snapshot.run_folder import PLAN
 from graphckpt.train.units import head_policies, unit_names
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def plan_on_first_batch(
     graph: TrainGraph, config: ActivationCheckpointConfig, report: Report, saved: SavedRun
 ) -> Callable[..., Any]:
-    """Returns the step to call with each batch: the graph, planned for in the first call if there is a budget.
+    """Returns the function to call with each batch: the graph, planned at the first call if there is a budget.
 
     All ranks plan together; rank 0 writes the plan.
     """
@@ -38,17 +38,14 @@ def plan_on_first_batch(
 
     def call(**batch: Any) -> Any:
         if todo:
-            found = graph.plan(
-                **batch,
-                memory_budget=todo.pop(),
-                offload=config.offload or False,
-                partition=config.partition,
-                contiguous=bool(config.contiguous),
-                compile=config.compile,
+            head = head_policies(model, config.head)
+            options = config.plan_options(
                 blocks=[f"model.{name}" for name in unit_names(model, config)],
-                head={f"model.{name}": rules for name, rules in head_policies(model, config.head).items()},
+                head={f"model.{name}": rules for name, rules in head.items()},
             )
-            for line in summary(found):
+            found = graph.plan(**batch, memory_budget=todo.pop(), **{n: getattr(options, n) for n in options.names()})
+            found.apply()
+            for line in summary_lines(found):
                 report.line(f"plan: {line}")
             saved.at_start(partial(_save, found.below("model"), saved.folder / PLAN))
         return graph(**batch)

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from graphckpt.blocks.config import OTHER_NAMES, BlockConfig
 from graphckpt.errors import ConfigError
 from graphckpt.planning import budget
+from graphckpt.planning.options import PlanOptions
 from graphckpt.rules import parse_rule
 from graphckpt.train.batch_sizes import BatchSizes, batch_sizes
 from graphckpt.train.optim import warmup_cosine_lr
@@ -65,10 +66,16 @@ class ActivationCheckpointConfig:
     """Whether each unit is compiled inside of its policy; or what ``torch.compile`` is called with."""
 
     memory_budget: int | float | str | None = None
-    """Bytes of each process, ``"12GiB"``, ``"max"``, ``"min"`` or a share of what the plain step keeps: before the
+    """Bytes of each process, ``"12GiB"``, ``"50%"`` of what the plain step saves, ``"max"`` or ``"min"``: before the
     first update, each unit gets the policy with which the step is fastest within it. Beside it, ``offload`` says where
     tensors may go, ``partition`` that they may be cut, and ``contiguous`` that what is kept lies in one slab. Units
     that ``compile`` are planned as they run then."""
+    host_budget: int | str | None = None
+    """Beside it, the most bytes that may be offloaded at a time, such as ``"64GiB"``."""
+    candidates: list[Any] | None = None
+    """Beside it, the rules to consider, such as ``["full", "joined"]``; ``None`` is all."""
+    check: bool = True
+    """Beside it, run the step under the plan, and plan again if its peak exceeds the budget or differs by over 1 %."""
     head: dict[str, Any] | None = None
     """Beside it, the block that computes the loss, and one way or a list of ways in which it may run:
     ``{"loss_head": {"rule": "tiles", "num_tiles": 8, "reduce": "sum"}}``, with ``task.loss_head=True``."""
@@ -79,11 +86,18 @@ class ActivationCheckpointConfig:
         values = {name: getattr(self, name) for name in ("offload", "partition", "contiguous", "compile")}
         return {name: value for name, value in values.items() if value is not None}
 
+    def plan_options(self, **changes: Any) -> PlanOptions:
+        """Returns the options of the planner; ``changes`` replace those of this section."""
+        values = {name: getattr(self, name) for name in PlanOptions.names("config")}
+        values |= {"offload": self.offload or False, "contiguous": bool(self.contiguous), **changes}
+        return PlanOptions(**values)
+
     def faults(self) -> Iterator[str]:
         """Yields what means nothing."""
         if self.memory_budget is not None:
             try:
-                budget.check(self.memory_budget)
+                budget.check_budget(self.memory_budget)
+                _ = self.plan_options()
             except ConfigError as error:
                 yield str(error)
             if self.blocks is not None:

@@ -409,7 +409,7 @@ def test_planning_gives_the_memory_of_captures_back_first() -> None:
         graph(x)
     assert captured(graph).num_held == 1
     releases.clear()
-    graph.plan(x, memory_budget="min", blocks="model.0.*")
+    graph.plan(x, memory_budget="min", blocks="model.0.*").apply()
     assert set(releases) == {1}
 
 

@@ -69,7 +69,8 @@ def test_plan_keeps_its_budget_and_changes_no_bit():
     plain = made()
     expected = trained(plain, X)
     step = made()
-    found = step.plan(X, memory_budget=0.6)
+    found = step.plan(X, memory_budget="60%")
+    found.apply()
     assert same(trained(step, X), expected)
     explained = step.explain(show=False)
     assert explained.peak_bytes == found.predicted_peak_bytes <= found.budget_bytes < found.plain_peak_bytes
@@ -82,7 +83,8 @@ def test_what_was_set_on_the_layers_before_is_replaced():
     step = made()
     step.model.layers[5].config.activation_checkpointing = True
     step.model.layers[5].up.config.offload = "disk"
-    found = step.plan(X, memory_budget=1.0)
+    found = step.plan(X, memory_budget="100%")
+    found.apply()
     assert {row.option for row in found.rows} == {"keep"}
     assert step.model.layers[5].config.fields() == {}
     assert step.model.layers[5].up.config.fields() == {}
@@ -91,17 +93,37 @@ def test_what_was_set_on_the_layers_before_is_replaced():
 def test_config_plans_at_the_first_call_and_with_each_new_shape():
     expected = trained(made(), X)
     step = made()
-    step.config.memory_budget = 0.7
-    step.config.plan_options = {"rules": ["full"]}
+    step.config.memory_budget = "70%"
+    step.config.plan_options = {"candidates": ["full"]}
     assert same(trained(step, X), expected)
     policies = [layer.config.activation_checkpointing for layer in step.model.layers]
     assert any(policies)
     step.config.memory_budget = "1GiB"
     step(X[:100])
     assert [layer.config.activation_checkpointing for layer in step.model.layers] == [None] * 6
-    step.config.memory_budget = 0.7
+    step.config.memory_budget = "70%"
     step(X)
     assert [layer.config.activation_checkpointing for layer in step.model.layers] == policies
+
+
+def test_a_plan_that_is_not_applied_leaves_the_flags_and_is_warned_of_once():
+    step = made()
+    step.plan(X, memory_budget="min")
+    assert [layer.config.fields() for layer in step.model.layers] == [{}] * 6
+    with pytest.warns(UserWarning, match=r"runs without the plan that was made .* fix: .*\.plan\(\.\.\.\)\.apply\(\)"):
+        step(X)
+    step(X)
+
+
+def test_removing_a_plan_restores_the_flags_of_before():
+    step = made()
+    step.model.layers[5].config.activation_checkpointing = True
+    step.model.layers[5].up.config.offload = "disk"
+    with step.plan(X, memory_budget="min").apply():
+        assert any(layer.config.activation_checkpointing for layer in step.model.layers[:5])
+    assert step.model.layers[5].config.fields() == {"activation_checkpointing": True}
+    assert step.model.layers[5].up.config.fields() == {"offload": "disk"}
+    assert [layer.config.fields() for layer in step.model.layers[:5]] == [{}] * 5
 
 
 def test_selectors_choose_what_is_planned():
@@ -112,7 +134,8 @@ def test_selectors_choose_what_is_planned():
 def test_micro_batches_are_planned_as_they_run():
     step = made()
     step.config.set_gradient_accumulation_steps(2)
-    found = step.plan(X, memory_budget=0.6)
+    found = step.plan(X, memory_budget="60%")
+    found.apply()
     step(X)
     step(X)
     assert step.explain(show=False).peak_bytes == found.predicted_peak_bytes <= found.budget_bytes
@@ -121,16 +144,16 @@ def test_micro_batches_are_planned_as_they_run():
 def test_faults_name_the_fix_and_leave_all_as_it_was():
     step = made()
     before = [p.clone() for p in step.model.origin.parameters()]
-    with pytest.raises(PlanError, match=r"no plan fits · the least possible is .* set by .* · fix: "):
+    with pytest.raises(PlanError, match=r"no plan fits · the lowest possible peak is .* set by .* · fix: "):
         step.plan(X, memory_budget="100KiB")
     assert all(torch.equal(a, b) for a, b in zip(before, step.model.origin.parameters(), strict=True))
     assert step.optimizer().state == {}
     assert step.optimizer().param_groups[0]["lr"] == 1e-2
     with pytest.raises(ConfigError, match="memory_budget: 'much'"):
         step.config.memory_budget = "much"
-    with pytest.raises(ConfigError, match=r"memory_budget: 2\.0 is no share"):
+    with pytest.raises(ConfigError, match=r"memory_budget: expected above 0% and up to 100%, got 2\.0"):
         step.plan(X, memory_budget=2.0)
-    with pytest.raises(ConfigError, match="plan_options: there is no 'ofload' · did you mean 'offload'"):
+    with pytest.raises(ConfigError, match="plan_options: there is no option 'ofload' · did you mean 'offload'"):
         step.config.plan_options = {"ofload": True}
-    with pytest.raises(GraphError, match="plan: an evaluation graph keeps nothing"):
+    with pytest.raises(GraphError, match="plan: an evaluation graph saves nothing"):
         Graph.trace(lambda x: x).plan(X, memory_budget="min")

@@ -16,19 +16,20 @@ from torch import Tensor, nn
 import graphckpt
 from graphckpt import ConfigError, Graph
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning import Plan, PlanError, budget, real
-from graphckpt.planning.measure import measure
-from graphckpt.planning.options import options as options_of
-from graphckpt.planning.parts import parted
-from graphckpt.planning.plan_step import found_blocks
+from graphckpt.planning import Plan, PlanError, budget
+from graphckpt.planning.api import find_blocks
+from graphckpt.planning.candidates import options as options_of
+from graphckpt.planning.candidates import with_partition
+from graphckpt.planning.measure import real_step
+from graphckpt.planning.measure.instrument import Blocks
+from graphckpt.planning.measure.real_step import RealStep
+from graphckpt.planning.measure.sweep import measure
 from graphckpt.planning.planner import Planner
-from graphckpt.planning.real import RealStep
-from graphckpt.planning.run import Blocks
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
 D = 16  # width
-FULL: dict[str, Any] = {"rules": ["full"]}
+FULL: dict[str, Any] = {"candidates": ["full"]}
 
 
 class Layer(nn.Module):
@@ -121,7 +122,7 @@ class Thin(nn.Module):
 
 def part(rank: int, folder: Path) -> None:
     del folder
-    real._TIMED_RUNS = 1
+    real_step._TIMED_RUNS = 1
     predictions_hold()
     parts_take_less(rank)
     slabs_keep_the_budget(rank)
@@ -131,14 +132,14 @@ def predictions_hold() -> None:
     """Whatever is mixed, the peak is to the byte as foretold."""
     case = Case(*[Layer] * 3)
     case.x = shared(case.x)[0]
-    options = parted(options_of(only=["full", {"rule": "selective", "save": "matmul"}]), True)
+    options = with_partition(options_of(only=["full", {"rule": "selective", "save": "matmul"}]), True)
     assert [o.name for o in options[3:]] == ["keep + part", "full + part", "selective(matmul) + part"]
-    blocks = Blocks(found_blocks(case.model, None))
+    blocks = Blocks(find_blocks(case.model, None))
     planner = Planner(measure(RealStep(case.model, case.step), blocks, options), model=case.model)
     assert planner.measured.notes == ()
     for plan in ((3, 3, 3), (4, 4, 4), (5, 5, 5), (3, 4, 5), (5, 1, 3), (4, 0, 2), (1, 5, 4)):
-        choice = planner.chooser.judged(plan)
-        with planner.described(choice, choice.peak).apply():
+        choice = planner.search.evaluate(plan)
+        with planner.to_plan(choice, choice.peak).apply():
             assert case.peak() == choice.peak, plan
 
 
@@ -173,7 +174,7 @@ def parts_take_less(rank: int) -> None:
 
 def slabs_keep_the_budget(rank: int) -> None:
     case = Case()
-    found = case.plan(0.7, contiguous=True, **FULL)
+    found = case.plan("70%", contiguous=True, **FULL)
     assert all(row.fields["contiguous"] is True for row in found.rows if row.option != "joined")
     assert any(row.option.endswith(" + slab") for row in found.rows)
     assert shared(policies(found)) == [policies(found)] * 2
@@ -184,7 +185,7 @@ def slabs_keep_the_budget(rank: int) -> None:
 
 def agree(rank: int, folder: Path) -> None:
     del folder
-    real._TIMED_RUNS = 1
+    real_step._TIMED_RUNS = 1
     one_is_slow(rank)
     one_has_less_memory(rank)
     one_takes_more(rank)
@@ -201,7 +202,7 @@ def one_is_slow(rank: int) -> None:
     layer: Any = case.model.layers[1]
     layer.seconds = 0.01 * rank
     case.seconds_between = 0.1 * (1 - rank)
-    both = shared(case.plan(0.8).below("nowhere"))
+    both = shared(case.plan("80%").below("nowhere"))
     assert both[0] == both[1]
     assert policies(both[0])[1] == "keep", policies(both[0])
     assert len(set(policies(both[0]))) > 1
@@ -212,7 +213,7 @@ def one_is_slow(rank: int) -> None:
 
 def one_has_less_memory(rank: int) -> None:
     case = Case()
-    plain = case.plan(1.0, **FULL).plain_peak_bytes
+    plain = case.plan("100%", **FULL).plain_peak_bytes
     own = plain if rank == 0 else plain * 3 // 4
     both = shared(case.plan(own, **FULL).below("nowhere"))
     assert both[0] == both[1]
@@ -225,8 +226,8 @@ def one_has_less_memory(rank: int) -> None:
 def one_takes_more(rank: int) -> None:
     """The one that takes the most decides, and none is over the budget."""
     case = Case(rows=256 + 128 * rank)
-    found = case.plan(0.6, **FULL)
-    assert "the processes differ in bytes; planned for rank 1, which takes the most" in found.notes
+    found = case.plan("60%", **FULL)
+    assert "peaks differ between processes; planned for rank 1, which has the highest" in found.notes
     both = shared(found.below("nowhere"))
     assert both[0] == both[1]
     with found.apply():
@@ -272,7 +273,7 @@ def compiled_layers_are_planned_together() -> None:
 
 def fail(rank: int, folder: Path) -> None:
     del folder
-    real._TIMED_RUNS = 1
+    real_step._TIMED_RUNS = 1
     case = Case(Layer, Layer)
     plain = shared(case.plan("1GiB", **FULL).plain_peak_bytes)[0]
     one = {"head": {"heads": "full"}}
@@ -280,23 +281,25 @@ def fail(rank: int, folder: Path) -> None:
     layer: Any = case.model.layers[1]
     layer.runs_left = 3 if rank == 1 else -1
     reduce, dist.all_reduce = dist.all_reduce, lambda grad: None  # which would wait for the one that is gone
-    raises(rank, 1, lambda: case.plan("min", **FULL), ValueError, "rank 1: ValueError: out of data · fix: see what")
+    raises(rank, 1, lambda: case.plan("min", **FULL), ValueError, "rank 1: ValueError: out of data · fix: see the")
     dist.all_reduce = reduce
     layer.runs_left = -1
     raises(None, 0, lambda: case.plan(plain // 4, **FULL), PlanError, "no plan fits · the least possible is")
-    raises(None, 0, lambda: case.plan(0.5 if rank else "min"), PlanError, "memory_budget: rank 0 has 'min', rank 1 'a")
+    raises(
+        None, 0, lambda: case.plan("50%" if rank else "min"), PlanError, "memory_budget: rank 0 has 'min', rank 1 'a"
+    )
     raises(None, 0, lambda: case.plan("min", blocks=f"layers.{rank}"), PlanError, "blocks: rank 0 has ['layers.0'], ra")
     raises(None, 0, lambda: case.plan("min", compile=bool(rank)), PlanError, "compile: rank 0 has 'False', rank 1 'Tr")
-    raises(None, 0, lambda: case.plan("min", group="all"), ConfigError, "group: 'all': is no group")
+    raises(None, 0, lambda: case.plan("min", group="all"), ConfigError, "group: expected a ProcessGroup, got 'all'")
     alone = dist.new_group([1])
     if rank == 1:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dist, "all_reduce", lambda grad: None)
             assert policies(case.plan("min", group=alone, **FULL)) == policies(case.plan("min", group=False, **FULL))
     else:
-        raises(None, 0, lambda: case.plan("min", group=alone), ConfigError, "this process is not in it")
+        raises(None, 0, lambda: case.plan("min", group=alone), ConfigError, "group: expected a group of this process")
     shared(None)
-    assert shared(policies(case.plan(0.9, **FULL))) == [policies(case.plan(0.9, **FULL))] * 2  # after all that
+    assert shared(policies(case.plan("90%", **FULL))) == [policies(case.plan("90%", **FULL))] * 2  # after all that
 
 
 def raises(rank: int | None, culprit: int, action: Callable[[], object], kind: type[Exception], text: str) -> None:

@@ -8,7 +8,8 @@ from itertools import product
 
 import numpy as np
 
-from graphckpt.planning.levels import COVERED, Move
+from graphckpt.planning.solve.chain import COVERED, ChainInterval, Move, peak, seconds
+from graphckpt.planning.solve.frontier import Frontier
 
 
 @dataclass
@@ -93,3 +94,18 @@ def all_outcomes(chain: Table) -> list[tuple[float, int, tuple[int, ...]]]:
                 more = (option, *[COVERED] * (move.length - 1))
                 begun.append((spent + took, high, plan + more, after, move.held))
     return done
+
+
+def cheapest(chain: Table, budget: int) -> tuple[int, ...] | None:
+    """Returns the fastest plan that fits."""
+    return Frontier(chain).fastest(budget)
+
+
+def least_peak(chain: Table) -> tuple[tuple[int, ...], int, ChainInterval]:
+    """Returns the plan with the lowest peak, its peak and what sets it."""
+    return Frontier(chain).least_peak()
+
+
+def pareto(chain: Table, most: int = 64) -> list[tuple[int, float, tuple[int, ...]]]:
+    """Returns peak, seconds and plan of those of which none is better in both."""
+    return [(peak(chain, plan), seconds(chain, plan), plan) for plan in Frontier(chain).plans(most)]

@@ -7,12 +7,13 @@ import torch
 from busy import be_busy
 from torch import nn
 
-from graphckpt.planning import traced_store
-from graphckpt.planning.clock import Clock
-from graphckpt.planning.plan_step import found_blocks
-from graphckpt.planning.real import RealStep
-from graphckpt.planning.run import Blocks, Option
-from graphckpt.planning.trace import Interval, Phase
+from graphckpt.planning.api import find_blocks
+from graphckpt.planning.measure import traced_store
+from graphckpt.planning.measure.clock import StepClock
+from graphckpt.planning.measure.instrument import Blocks
+from graphckpt.planning.measure.real_step import RealStep
+from graphckpt.planning.model.events import Interval, Phase
+from graphckpt.planning.option import Option
 from graphckpt.rules import Keep
 
 BUSY = 0.05  # seconds
@@ -34,8 +35,8 @@ class Slow(nn.Module):
 
 def timed(model, x, *, after, steps=0):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    clock = Clock(x.device)
-    with Blocks(found_blocks(model, "*")).marked(clock):
+    clock = StepClock(x.device)
+    with Blocks(find_blocks(model, "*")).marked(clock):
         model(x).sum().backward()
         after()
         for _ in range(steps):
@@ -69,8 +70,8 @@ def test_a_first_block_without_gradients_of_its_own_keeps_the_time():
     shift = torch.zeros(4, requires_grad=True)
     model[0].first.register_forward_hook(lambda module, args, output: output + shift)
     model.requires_grad_(False)
-    clock = Clock(torch.device("cpu"))
-    with Blocks(found_blocks(model, "*")).marked(clock):
+    clock = StepClock(torch.device("cpu"))
+    with Blocks(find_blocks(model, "*")).marked(clock):
         model(torch.ones(2, 4)).sum().backward()
     clock.stop()
     assert clock.seconds[Interval(Phase.BACKWARD, 0)] >= BUSY
@@ -98,7 +99,7 @@ def test_no_clock_sees_the_copies_of_the_logged_run(monkeypatch):
     x = torch.ones(64, 32)
     step = RealStep(model, lambda: model(x).sum().backward())
     far = Option("keep + host", {"activation_checkpointing": False, "offload": True}, Keep(), is_far=True)
-    sample = step.sample(Blocks(found_blocks(model, "*")), [far, far])
+    sample = step.sample(Blocks(find_blocks(model, "*")), [far, far])
     assert len(copied) == 4, "the input and the linear layer's result, in each of two blocks, once"
     assert sum(sample.far_bytes.values()) == 4 * x.nbytes
     assert sum(sample.seconds.values()) < BUSY

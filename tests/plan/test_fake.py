@@ -24,8 +24,8 @@ import graphckpt
 from graphckpt._compat import is_fake
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning.fake import FakeDevice
-from graphckpt.planning.machine import machine
+from graphckpt.planning.device.fake_device import FakeDevice
+from graphckpt.planning.device.profile import load_profile
 
 aten = torch.ops.aten
 
@@ -102,7 +102,7 @@ def levels(build: Callable[[], nn.Module], rule: Any, device: contextlib.Abstrac
 )
 def test_a_step_on_fake_tensors_has_the_bytes_of_the_real_one(build: Callable[[], nn.Module], rule: Any) -> None:
     real = levels(build, rule, contextlib.nullcontext())
-    assert levels(build, rule, FakeDevice(machine("cpu"))) == real
+    assert levels(build, rule, FakeDevice(load_profile("cpu"))) == real
 
 
 def test_an_edit_leaves_the_other_kept_results_of_a_fake_step_alone() -> None:
@@ -125,13 +125,13 @@ def test_an_edit_leaves_the_other_kept_results_of_a_fake_step_alone() -> None:
                     model(torch.ones(4, 8, requires_grad=True)).sum().backward()
         return len(ops.results["addmm"])
 
-    assert products(FakeDevice(machine("cpu"))) == products(contextlib.nullcontext()) == 2
+    assert products(FakeDevice(load_profile("cpu"))) == products(contextlib.nullcontext()) == 2
 
 
 class TestCudaKernels:
     """What stands in place of the CPU's kernels."""
 
-    device = FakeDevice(machine("a100-80g"))
+    device = FakeDevice(load_profile("a100-80g"))
 
     @classmethod
     def _ops(cls, run: Callable[[], torch.Tensor]) -> dict[str, list[Any]]:
@@ -222,7 +222,7 @@ class TestCudaKernels:
         assert "_scaled_dot_product_flash_attention" in self._ops(run)
 
     def test_the_cpu_keeps_its_own(self) -> None:
-        with FakeDevice(machine("cpu")), Ops() as ops:
+        with FakeDevice(load_profile("cpu")), Ops() as ops:
             x = torch.zeros(2, 4, 32, 64, requires_grad=True)
             F.scaled_dot_product_attention(x, x, x)
         assert "_scaled_dot_product_flash_attention_for_cpu" in ops.results
@@ -240,7 +240,7 @@ class TestSteps:
     @pytest.mark.parametrize("rule", [False, True, "selective"])
     @pytest.mark.parametrize("autocast", [False, True])
     def test_a_second_run_meets_the_same_kernels(self, rule: Any, autocast: bool) -> None:
-        device = FakeDevice(machine("a100-80g"))
+        device = FakeDevice(load_profile("a100-80g"))
         with device:
             model = gpt2().to("cuda")
             if not autocast:
@@ -263,7 +263,7 @@ class TestSteps:
             (ones, False, "flash"),
             (ones, True, "efficient"),
         ):
-            with FakeDevice(machine("a100-80g"), is_padded=is_padded) as device:
+            with FakeDevice(load_profile("a100-80g"), is_padded=is_padded) as device:
                 model = llama().to(torch.bfloat16)
             with device, Ops() as ops:
                 given = {key: torch.ones_like(value) for key, value in more.items()}
@@ -272,7 +272,7 @@ class TestSteps:
 
     def test_an_optimizer_that_may_choose_takes_many_tensors_at_once_as_on_cuda(self) -> None:
         for options, op in (({}, "_foreach_sqrt"), ({"foreach": False}, "sqrt"), ({"fused": True}, "_fused_adamw_")):
-            with FakeDevice(machine("a100-80g")):
+            with FakeDevice(load_profile("a100-80g")):
                 layer = nn.Linear(4, 4)
                 optimizer = torch.optim.AdamW(layer.parameters(), **options)
                 layer(torch.zeros(1, 4)).sum().backward()
@@ -282,18 +282,18 @@ class TestSteps:
             assert optimizer.param_groups[0]["foreach"] is options.get("foreach")
 
     def test_a_loss_may_be_printed(self) -> None:
-        with FakeDevice(machine("a100-80g")):
+        with FakeDevice(load_profile("a100-80g")):
             loss = nn.Linear(4, 4)(torch.zeros(1, 4)).sum()
             assert (loss.item(), float(loss)) == (1.0, 1.0)
 
     def test_a_shape_that_depends_on_values_is_one_clear_error(self) -> None:
-        with FakeDevice(machine("a100-80g")), pytest.raises(ConfigError, match="asks for the value of a tensor"):
+        with FakeDevice(load_profile("a100-80g")), pytest.raises(ConfigError, match="reads the value of a tensor"):
             torch.zeros(4, dtype=torch.long).max().item()
-        with FakeDevice(machine("a100-80g")), pytest.raises(ConfigError, match="plan on the device"):
+        with FakeDevice(load_profile("a100-80g")), pytest.raises(ConfigError, match="plan on the device"):
             bool(torch.zeros(1) > 0)
 
     def test_a_llama_of_seven_billion_parameters_needs_no_memory(self) -> None:
-        device = FakeDevice(machine("a100-80g"))
+        device = FakeDevice(load_profile("a100-80g"))
         with device:
             config = LlamaConfig(
                 num_hidden_layers=32, hidden_size=4096, intermediate_size=11008, num_attention_heads=32

@@ -9,23 +9,23 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphckpt.errors import ConfigError
-from graphckpt.planning import bench
-from graphckpt.planning.fake import FakeDevice
-from graphckpt.planning.machine import Machine, machine, names
-from graphckpt.planning.profile_device import copy_rates, profile, write_profile
+from graphckpt.planning.device import benchmarks
+from graphckpt.planning.device.fake_device import FakeDevice
+from graphckpt.planning.device.profile import DeviceProfile, load_profile, profile_names
+from graphckpt.planning.device.write_profile import copy_rates, profile, write_profile
 
 aten = torch.ops.aten
 
 
-def seconds_of(device: Machine, func: object, *args: object) -> float:
+def seconds_of(device: DeviceProfile, func: object, *args: object) -> float:
     return device.op_seconds(func, args, {}, func(*args))  # type: ignore[operator]
 
 
 class TestProfiles:
     def test_every_packaged_profile_is_whole(self) -> None:
-        assert names() == ["a100-80g", "cpu", "h100", "h200", "rtx3090", "rtx4090"]
-        for name in names():
-            device = machine(name)
+        assert profile_names() == ["a100-80g", "cpu", "h100", "h200", "rtx3090", "rtx4090"]
+        for name in profile_names():
+            device = load_profile(name)
             assert device.name == name
             assert {"float32", "float64", "bfloat16", "float16"} <= set(device.flops)
             assert all(0 < share <= 1 for share in device.efficiency.values())
@@ -38,55 +38,48 @@ class TestProfiles:
 
     def test_an_unknown_device_is_one_clear_error(self) -> None:
         with pytest.raises(ConfigError) as error:
-            machine("h20")
+            load_profile("h20")
         assert str(error.value) == (
-            "no device is called 'h20' · did you mean 'h200'? · fix: use one of a100-80g, cpu, h100, h200, rtx3090, "
-            "rtx4090, or a profile file that `graphckpt profile-device` wrote"
+            "device: there is no profile 'h20' · did you mean 'h200'? · fix: use one of a100-80g, cpu, h100, h200, "
+            "rtx3090, rtx4090, or a profile file that `graphckpt profile-device` wrote"
         )
 
     def test_all_faults_of_a_file_are_told_at_once(self, tmp_path: Path) -> None:
         path = tmp_path / "mine.yaml"
         path.write_text("name: mine\nkind: cuda\nmemory_bytes: 1\nflop: {}\n")
         with pytest.raises(ConfigError, match="did you mean 'flops'") as error:
-            machine(path)
+            load_profile(path)
         assert "flops: is missing" in str(error.value)
         assert "memory_bandwidth: is missing" in str(error.value)
 
         path.write_text("name: mine\nkind: tpu\nmemory_bytes: 0\nflops: {float32: 1.0}\nmemory_bandwidth: fast\n")
         with pytest.raises(ConfigError) as error:
-            machine(path)
-        for fault in ("kind: 'tpu'", "memory_bytes: 0 is no number above 0", "memory_bandwidth: 'fast'"):
+            load_profile(path)
+        for fault in ("got 'tpu'", "memory_bytes: expected a number above 0, got 0", "memory_bandwidth: expected a"):
             assert fault in str(error.value)
 
     def test_a_file_that_is_missing_or_no_profile_says_so(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match="there is no device profile"):
-            machine(tmp_path / "none.yaml")
+        with pytest.raises(ConfigError, match="device: there is no file"):
+            load_profile(tmp_path / "none.yaml")
         (tmp_path / "list.yaml").write_text("- 1\n")
-        with pytest.raises(ConfigError, match="holds no fields"):
-            machine(tmp_path / "list.yaml")
+        with pytest.raises(ConfigError, match="expected fields, one per line"):
+            load_profile(tmp_path / "list.yaml")
         (tmp_path / "broken.yaml").write_text("a: [\n")
-        with pytest.raises(ConfigError, match="is no YAML file"):
-            machine(tmp_path / "broken.yaml")
+        with pytest.raises(ConfigError, match="expected YAML"):
+            load_profile(tmp_path / "broken.yaml")
 
     def test_what_is_saved_is_what_is_read(self, tmp_path: Path) -> None:
-        machine("h200").save(tmp_path / "copy.yaml", comment="one line\nand another")
-        assert machine(tmp_path / "copy.yaml") == machine("h200")
+        load_profile("h200").save(tmp_path / "copy.yaml", comment="one line\nand another")
+        assert load_profile(tmp_path / "copy.yaml") == load_profile("h200")
 
     def test_bytes_are_rounded_up_to_what_the_allocator_hands_out(self) -> None:
-        h200 = machine("h200")
+        h200 = load_profile("h200")
         assert [h200.rounded(n) for n in (0, 1, 512, 513)] == [0, 512, 512, 1024]
-        assert machine("cpu").rounded(7) == 7
-
-    def test_copies_take_their_bytes_over_the_rate_that_is_reached(self) -> None:
-        h200 = machine("h200")
-        assert h200.copy_out_seconds(63 * 10**9) == pytest.approx(1 / 0.8)
-        unknown = Machine(name="x", kind="cuda", memory_bytes=1, flops={"float32": 1.0}, memory_bandwidth=1.0)
-        assert unknown.copy_in_seconds(0) == 0
-        assert unknown.copy_in_seconds(1) == float("inf")
+        assert load_profile("cpu").rounded(7) == 7
 
 
 class TestOpSeconds:
-    device = machine("a100-80g")
+    device = load_profile("a100-80g")
 
     def test_more_work_takes_longer(self) -> None:
         products, sums = [], []
@@ -163,7 +156,7 @@ def test_attention_runs_on_the_kernel_that_the_device_prefers(name: str, kernel:
             ran.add(func.name())
             return func(*args, **(kwargs or {}))
 
-    with FakeDevice(machine(name)), Ops():
+    with FakeDevice(load_profile(name)), Ops():
         q = torch.randn(2, 4, 64, 64, dtype=torch.bfloat16, requires_grad=True)
         torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
     assert f"aten::_scaled_dot_product_{kernel}_attention" in ran
@@ -176,37 +169,37 @@ class TestExtraBytes:
 
     def test_flash_backward_sums_in_float32(self) -> None:
         args = (self.query, self.query, self.query, self.query)
-        assert machine("h200").op_extra_bytes(self.op, args) == 4 * 2 * 8 * 128 * (64 + 1)
-        assert machine("cpu").op_extra_bytes(self.op, args) == 0
+        assert load_profile("h200").op_extra_bytes(self.op, args) == 4 * 2 * 8 * 128 * (64 + 1)
+        assert load_profile("cpu").op_extra_bytes(self.op, args) == 0
 
     def test_the_kernel_that_hopper_prefers_sums_in_float32_too(self) -> None:
         op = aten._scaled_dot_product_cudnn_attention_backward.default
         args = (self.query, self.query, self.query, self.query)
-        assert machine("h100").op_extra_bytes(op, args) == 4 * 2 * 8 * 100 * (64 + 1)
+        assert load_profile("h100").op_extra_bytes(op, args) == 4 * 2 * 8 * 100 * (64 + 1)
 
     def test_grouped_heads_are_spread_for_their_gradients(self) -> None:
         key = self.query[:, :2]
-        plain = machine("h200").op_extra_bytes(self.op, (self.query, self.query, self.query, self.query))
-        grouped = machine("h200").op_extra_bytes(self.op, (self.query, self.query, key, key))
+        plain = load_profile("h200").op_extra_bytes(self.op, (self.query, self.query, self.query, self.query))
+        grouped = load_profile("h200").op_extra_bytes(self.op, (self.query, self.query, key, key))
         assert grouped - plain == 2 * 2 * 8 * 100 * 64 * 2
 
     def test_an_op_of_which_nothing_is_known_takes_nothing(self) -> None:
-        assert machine("h200").op_extra_bytes(aten.mm.default, (self.query, self.query)) == 0
+        assert load_profile("h200").op_extra_bytes(aten.mm.default, (self.query, self.query)) == 0
 
 
 class TestProfileDevice:
     @pytest.fixture(autouse=True)
     def _small(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(bench.Bench, "sizes", (32, 64))
-        monkeypatch.setattr(bench.Bench, "block_bytes", 2**20)
-        monkeypatch.setattr(bench.Bench, "disk_bytes", 2**20)
+        monkeypatch.setattr(benchmarks.DeviceBenchmark, "sizes", (32, 64))
+        monkeypatch.setattr(benchmarks.DeviceBenchmark, "block_bytes", 2**20)
+        monkeypatch.setattr(benchmarks.DeviceBenchmark, "disk_bytes", 2**20)
 
     def test_the_cpu_is_measured_and_its_file_can_be_read(self, tmp_path: Path) -> None:
         lines: list[str] = []
         measured = write_profile(
-            tmp_path / "here.yaml", "cpu", name="here", seconds=0.001, folder=tmp_path, tell=lines.append
+            tmp_path / "here.yaml", "cpu", name="here", seconds=0.001, folder=tmp_path, report=lines.append
         )
-        assert machine(tmp_path / "here.yaml") == measured
+        assert load_profile(tmp_path / "here.yaml") == measured
         assert measured.name == "here"
         assert all(rate > 0 for rate in measured.flops.values())
         assert measured.launch_seconds > 0
@@ -225,9 +218,9 @@ class TestProfileDevice:
     def test_a_device_that_is_not_there_is_told(self) -> None:
         if torch.cuda.is_available():
             pytest.skip("there is one")
-        with pytest.raises(ConfigError, match="there is no CUDA device here"):
+        with pytest.raises(ConfigError, match="expected a CUDA device, found none"):
             profile("cuda")
 
     def test_a_device_without_a_way_to_measure_it_is_told(self) -> None:
-        with pytest.raises(ConfigError, match="no rates can be measured on meta"):
+        with pytest.raises(ConfigError, match="expected a CUDA device or the CPU, got meta"):
             profile("meta")

@@ -10,13 +10,15 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import graphckpt
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning import op_levels, real
-from graphckpt.planning.measure import measure
-from graphckpt.planning.op_levels import Ops, levels
-from graphckpt.planning.options import NEAR, options
-from graphckpt.planning.plan_step import found_blocks
-from graphckpt.planning.real import RealStep
-from graphckpt.planning.run import Blocks
+from graphckpt.planning.api import find_blocks
+from graphckpt.planning.candidates import NEAR, options, with_levels
+from graphckpt.planning.measure import real_step
+from graphckpt.planning.measure.instrument import Blocks
+from graphckpt.planning.measure.real_step import RealStep
+from graphckpt.planning.measure.sweep import measure
+from graphckpt.planning.model.op_times import OpTimes
+from graphckpt.planning.solve import op_levels
+from graphckpt.planning.solve.op_levels import selective_levels
 from graphckpt.rules import Selective
 from graphckpt.rules.ops.op_graph import OpCall, OpGraph
 
@@ -81,13 +83,13 @@ def gpt2():
 def known():
     model, step = gpt2()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(real, "_TIMED_RUNS", 1)
-        return measure(RealStep(model, step), Blocks(found_blocks(model, None)), NEAR)
+        patch.setattr(real_step, "_TIMED_RUNS", 1)
+        return measure(RealStep(model, step), Blocks(find_blocks(model, None)), NEAR)
 
 
 def test_equal_layers_have_equal_levels_between_keep_and_full(known):
-    assert all(own == known.own[0] for own in known.own)
-    names = [option.name for option in known.own[0]]
+    assert all(own == known.options_of[0] for own in known.options_of)
+    names = [option.name for option in known.options_of[0]]
     count = len(names) - 2
     assert 2 <= count <= op_levels.MOST
     assert names == ["keep", "full", *(f"selective(level {n + 1} of {count})" for n in range(count))]
@@ -100,7 +102,7 @@ def test_a_level_keeps_what_it_says(known):
     step()
     for option in range(len(known.options)):
         with graphckpt.apply(
-            model, {name: own[option].fields for name, own in zip(known.names, known.own, strict=True)}
+            model, {name: own[option].fields for name, own in zip(known.names, known.options_of, strict=True)}
         ):
             step()
             live = LiveBytes(record_timeline=False)
@@ -111,40 +113,40 @@ def test_a_level_keeps_what_it_says(known):
 
 
 def test_attention_is_named_in_a_way_that_holds_on_other_devices(known):
-    saves = [name for option in known.own[0][2:] for name in option.fields["activation_checkpointing"]["save"]]
+    saves = [name for option in known.options_of[0][2:] for name in option.fields["activation_checkpointing"]["save"]]
     assert "attention[0]" in saves
     assert not any("scaled_dot_product" in name for name in saves)
-    for option in known.own[0][2:]:
+    for option in known.options_of[0][2:]:
         assert Selective(option.fields["activation_checkpointing"]["save"])
 
 
 def test_a_block_whose_ops_cannot_be_seen_has_the_presets():
-    assert levels([]) == []
-    blind = Ops()
+    assert selective_levels([]) == []
+    blind = OpTimes()
     blind.log.is_whole = False
-    assert levels([blind]) == []
-    some, own = op_levels.with_levels(NEAR, [0], lambda: [[blind]])
+    assert selective_levels([blind]) == []
+    some, own = with_levels(NEAR, [0], lambda: [[blind]])
     assert len(some) == 2 + 3
     assert [option.rule.save for option in own[0][2:]] == ["matmul+attention", "matmul", "attention"]
 
 
 def test_an_op_that_two_processes_time_unlike_is_decided_by_one():
     log, ticks = drawn(3)
-    seen = [[Ops(log, [tick / op_levels._TICKS for tick in ticks])]]
+    seen = [[OpTimes(log, [tick / op_levels._TICKS for tick in ticks])]]
     told = []
 
     def tell(value):
         told.append(value)
         return [[[["aten.addmm.default[0]"], 0.1], [[], 0.5]]]
 
-    _, own = op_levels.with_levels(NEAR, [0], lambda: seen, tell)
+    _, own = with_levels(NEAR, [0], lambda: seen, tell)
     assert len(told) == 1
     assert own[0][2].fields["activation_checkpointing"] == {"rule": "selective", "save": ["aten.addmm.default[0]"]}
 
 
 def test_a_class_without_levels_has_full_in_their_place_near_and_far():
     found = [[[["aten.addmm.default[0]"], 0.1], [[], 0.5]], [[[], 0.5]]]
-    some, own = op_levels.with_levels(options("disk"), [0, 1], lambda: [[], []], lambda _: found)
+    some, own = with_levels(options("disk"), [0, 1], lambda: [[], []], lambda _: found)
     near = len(some) // 2
     assert [option.name for option in own[1]] == [
         "keep",
@@ -152,7 +154,7 @@ def test_a_class_without_levels_has_full_in_their_place_near_and_far():
         "keep + disk",
         *["full + disk"] * (near - 1),
     ]
-    assert all(option.again_seconds is None for option in (*own[0][near:], *own[1][near:]))
+    assert all(option.recompute_seconds is None for option in (*own[0][near:], *own[1][near:]))
     assert all(option.fields["offload"] == "disk" for option in own[1][near:])
 
 
@@ -160,6 +162,6 @@ def test_a_layer_of_one_linear_has_nothing_between():
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     x = torch.randn(16, 8, requires_grad=True)
-    found = measure(RealStep(model, lambda: model(x).sum().backward()), Blocks(found_blocks(model, "*")), NEAR)
+    found = measure(RealStep(model, lambda: model(x).sum().backward()), Blocks(find_blocks(model, "*")), NEAR)
     assert found.num_runs >= 2
     assert not found.notes

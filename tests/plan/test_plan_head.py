@@ -69,7 +69,7 @@ def test_it_is_cut_where_nothing_else_fits():
 
 def test_it_stays_whole_where_there_is_room():
     model, step = made()
-    found = graphckpt.plan(model, step, memory_budget=1.0, head=SLICED)
+    found = graphckpt.plan(model, step, memory_budget="100%", head=SLICED)
     assert [row.block for row in found.rows] == [f"layers.{n}" for n in range(4)]
 
 
@@ -99,8 +99,11 @@ def test_a_graph_takes_it_and_lets_it_go_again():
     graph = Train(Language())
     x, labels = torch.randn(256, 16), torch.randint(0, 2000, (256,))
     cut = graph.plan(x, labels, memory_budget="min", head={"model.head": Tiles(16, reduce="sum")})
-    assert graph.model.head.config.activation_checkpointing is not None
-    graph.plan(x, labels, memory_budget="min")
+    with cut.apply():
+        assert graph.model.head.config.activation_checkpointing is not None
+    assert graph.model.head.config.activation_checkpointing is None
+    cut.apply()
+    graph.plan(x, labels, memory_budget="min").apply()
     assert graph.model.head.config.activation_checkpointing is None
     assert cut.predicted_peak_bytes < graph.plan(x, labels, memory_budget="min").predicted_peak_bytes
 
@@ -109,13 +112,13 @@ def test_a_graph_takes_it_and_lets_it_go_again():
     ("head", "message"),
     [
         ({"haed": Tiles(4)}, "head: there is no block 'haed' · did you mean 'head'|there is no block 'haed'"),
-        ({"": Tiles(4)}, "head: '' holds the layer 'layers.0'"),
-        ({"layers": Tiles(4)}, "head: 'layers' holds the layer 'layers.0'"),
-        ({"head": None}, "head: None is no rule"),
+        ({"": Tiles(4)}, "head: '' contains the layer 'layers.0'"),
+        ({"layers": Tiles(4)}, "head: 'layers' contains the layer 'layers.0'"),
+        ({"head": None}, "head: expected a rule, got None"),
         ({"head": "tlies"}, "there is no rule 'tlies'"),
     ],
 )
 def test_what_is_no_head_is_an_error(head, message):
     model, step = made()
     with pytest.raises(ConfigError, match=message):
-        graphckpt.plan(model, step, memory_budget=0.5, head=head)
+        graphckpt.plan(model, step, memory_budget="50%", head=head)

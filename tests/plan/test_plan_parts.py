@@ -9,17 +9,17 @@ from torch import nn
 import graphckpt
 from graphckpt import ConfigError
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning import Plan, real
-from graphckpt.planning.agree import _packed, _unpacked, team_of
-from graphckpt.planning.options import options
-from graphckpt.planning.parts import parted
+from graphckpt.planning import Plan
+from graphckpt.planning.candidates import options, with_partition
+from graphckpt.planning.measure import real_step
+from graphckpt.planning.plan_group import _packed, _unpacked, planning_group
 
 D = 16  # width
 
 
 @pytest.fixture(autouse=True)
 def _timed_once(monkeypatch):
-    monkeypatch.setattr(real, "_TIMED_RUNS", 1)
+    monkeypatch.setattr(real_step, "_TIMED_RUNS", 1)
 
 
 def made(num_layers=6, rows=256, width=4 * D):
@@ -44,7 +44,7 @@ def peak(model, step):
 
 def test_slabs_hold_what_is_kept_within_the_budget():
     model, step = made()
-    found = graphckpt.plan(model, step, memory_budget=0.6, rules=["full"], contiguous=True)
+    found = graphckpt.plan(model, step, memory_budget="60%", candidates=["full"], contiguous=True)
     assert {row.option for row in found.rows} == {"keep + slab", "full + slab"}
     assert all(row.fields["contiguous"] for row in found.rows)
     with found.apply() as handle:
@@ -58,7 +58,7 @@ def test_slabs_hold_what_is_kept_within_the_budget():
 
 def test_layers_joined_to_others_keep_nothing_and_get_no_slab():
     model, step = made(num_layers=16, width=2)
-    wanted = {"memory_budget": "min", "rules": ["full", "joined"], "check": False}
+    wanted = {"memory_budget": "min", "candidates": ["full", "joined"], "check": False}
     found = graphckpt.plan(model, step, contiguous=True, **wanted)
     joined = [row for row in found.rows if row.option == "joined"]
     assert joined
@@ -67,20 +67,20 @@ def test_layers_joined_to_others_keep_nothing_and_get_no_slab():
 
 def test_parts_of_one_process_are_left_out_with_a_note():
     model, step = made(num_layers=2)
-    found = graphckpt.plan(model, step, memory_budget="min", rules=["full"], partition=True)
-    assert "partition does nothing here: there is one process" in found.notes
+    found = graphckpt.plan(model, step, memory_budget="min", candidates=["full"], partition=True)
+    assert "partition has no effect: there is one process" in found.notes
     assert not any("part" in row.option for row in found.rows)
 
 
 def test_parts_are_options_of_their_own():
-    assert [option.name for option in parted(options("disk", ["full"]), True)] == [
+    assert [option.name for option in with_partition(options("disk", ["full"]), True)] == [
         "keep", "full", "keep + disk", "full + disk", "keep + part", "full + part",
     ]  # fmt: skip
 
 
 def test_a_plan_in_words_is_the_same_plan():
     model, step = made(num_layers=3)
-    found = graphckpt.plan(model, step, memory_budget=0.7, rules=["full"], check=False)
+    found = graphckpt.plan(model, step, memory_budget="70%", candidates=["full"], check=False)
     known = [option.fields for option in options(only=["full"])]
     again = _unpacked(_packed(found, known), known, model)
     assert again == found
@@ -89,12 +89,12 @@ def test_a_plan_in_words_is_the_same_plan():
 
 @pytest.mark.parametrize("group", [True, "all", 3])
 def test_what_is_no_group_is_an_error(group):
-    with pytest.raises(ConfigError, match=r"group: .* is no group · fix: use a ProcessGroup, None .* or False"):
-        team_of(group)
+    with pytest.raises(ConfigError, match=r"group: expected a ProcessGroup, got .* · fix: use None .* or False"):
+        planning_group(group)
 
 
 def test_a_plan_that_no_file_can_hold_is_an_error(tmp_path):
-    row = graphckpt.planning.plan.PlanRow(block="0", option="full", fields={"partition": object()})
+    row = graphckpt.planning.rows.PlanRow(block="0", option="full", fields={"partition": object()})
     numbers = {"predicted_peak_bytes": 0, "floor_bytes": 0, "budget_bytes": 0, "plain_peak_bytes": 0}
     plan = Plan(rows=(row,), predicted_step_seconds=0.0, plain_step_seconds=0.0, binding="", **numbers)
     with pytest.raises(ConfigError, match=r"Plan\.save: .* · fix: partition=True"):

@@ -15,14 +15,14 @@ from torch import nn
 
 import graphckpt
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning import real
-from graphckpt.planning.chain import StepChain
-from graphckpt.planning.levels import COVERED, peak
-from graphckpt.planning.measure import measure
-from graphckpt.planning.options import NEAR, options
+from graphckpt.planning.candidates import NEAR, options
+from graphckpt.planning.measure import real_step
+from graphckpt.planning.measure.instrument import Blocks
+from graphckpt.planning.measure.real_step import RealStep
+from graphckpt.planning.measure.sweep import measure
 from graphckpt.planning.planner import Planner
-from graphckpt.planning.real import RealStep
-from graphckpt.planning.run import Blocks
+from graphckpt.planning.solve.chain import COVERED, peak
+from graphckpt.planning.solve.step_chain import StepChain
 
 FEW = {
     "albert",  # one layer that runs several times
@@ -62,7 +62,7 @@ def trained(model, inputs, loss_of):
 
 def fields_of(known, plan):
     """Returns what `apply` takes for a plan."""
-    return {name: own[o].fields for name, own, o in zip(known.names, known.own, plan, strict=True)}
+    return {name: own[o].fields for name, own, o in zip(known.names, known.options_of, plan, strict=True)}
 
 
 def plans(num_blocks, num_options, count, seed=0):
@@ -73,7 +73,7 @@ def plans(num_blocks, num_options, count, seed=0):
 
 @pytest.mark.parametrize("architecture", CASES, ids=lambda a: a.name)
 def test_predicted_is_tracked(architecture, monkeypatch):
-    monkeypatch.setattr(real, "_TIMED_RUNS", 1)
+    monkeypatch.setattr(real_step, "_TIMED_RUNS", 1)
     model = architecture.build()
     for module in model.modules():  # T5's decoder has a config of its own
         if hasattr(getattr(module, "config", None), "use_cache"):
@@ -90,7 +90,7 @@ def test_predicted_is_tracked(architecture, monkeypatch):
             assert predicted == really, plan
     planner = Planner(known, model=model)
     for choice in joined(planner, 4):
-        plan = planner.described(choice, choice.peak)
+        plan = planner.to_plan(choice, choice.peak)
         really = tracked(plan.blocks)
         # a bound where blocks leave something to a loss that is not foretold, or have buffers that are set back
         assert 0 <= choice.peak - really <= (0.02 if known.notes or list(model.buffers()) else 0.001) * really, plan
@@ -98,8 +98,8 @@ def test_predicted_is_tracked(architecture, monkeypatch):
 
 def joined(planner, count, seed=0):
     """Yields choices in which runs of blocks are recomputed as one, drawn at random."""
-    joints = planner.chooser.joints
-    chain = StepChain(planner.measured, joints=joints)
+    joints = planner.search.joined_runs
+    chain = StepChain(planner.measured, joined_runs=joints)
     num_blocks, num_options = len(planner.measured.names), len(planner.measured.options)
     if chain.blocks != list(range(num_blocks)) or not any(joints.lengths(block) for block in range(num_blocks)):
         return
@@ -113,7 +113,7 @@ def joined(planner, count, seed=0):
                 choices += [num_options + number] + [COVERED] * (lengths[number] - 1)
             else:
                 choices.append(rng.randrange(num_options))
-        choice = planner.chooser._judged(chain, choices)
+        choice = planner.search._evaluate(chain, choices)
         assert bool(choice.runs) == (COVERED in choices)
         assert abs(peak(chain, choices) - choice.peak) <= 0.001 * choice.peak, "the solver sees another level"
         yield choice
@@ -148,7 +148,7 @@ class Odd(nn.Module):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_odd_chains_are_predicted_near_and_far(seed, monkeypatch):
-    monkeypatch.setattr(real, "_TIMED_RUNS", 1)
+    monkeypatch.setattr(real_step, "_TIMED_RUNS", 1)
     torch.manual_seed(seed)
     model = Odd(seed)
     x = torch.randn(160, 8)
@@ -161,7 +161,7 @@ def test_odd_chains_are_predicted_near_and_far(seed, monkeypatch):
     chain = StepChain(known)
     for plan in plans(len(blocks.names), len(known.options), 12, seed):
         predicted = known.model.highest(plan).peak
-        chosen = [own[option] for own, option in zip(known.own, plan, strict=True)]
+        chosen = [own[option] for own, option in zip(known.options_of, plan, strict=True)]
         assert predicted == whole.sample(blocks, chosen).trace.peak_bytes, plan
         assert predicted == peak(chain, plan), "the solver sees the same level"
         if not any(option.is_far for option in chosen):

@@ -7,17 +7,17 @@ import torch
 import transformers
 
 from graphckpt.cli import main
-from graphckpt.planning.choose import Rates
-from graphckpt.planning.fake import FakeDevice
-from graphckpt.planning.machine import machine
-from graphckpt.planning.measure import measure
-from graphckpt.planning.options import NEAR, options
+from graphckpt.planning.api import find_blocks
+from graphckpt.planning.candidates import NEAR, options
+from graphckpt.planning.device.fake_device import FakeDevice
+from graphckpt.planning.device.profile import load_profile
+from graphckpt.planning.measure.fake_step import FakeStep
+from graphckpt.planning.measure.instrument import Blocks
+from graphckpt.planning.measure.real_step import RealStep
+from graphckpt.planning.measure.sweep import measure
 from graphckpt.planning.plan import Plan
-from graphckpt.planning.plan_step import found_blocks
 from graphckpt.planning.planner import Planner
-from graphckpt.planning.pretend import FakeStep
-from graphckpt.planning.real import RealStep
-from graphckpt.planning.run import Blocks
+from graphckpt.planning.solve.search import CopyRates
 
 
 def made(num_layers=7):
@@ -39,14 +39,14 @@ def made(num_layers=7):
 
 @pytest.fixture(scope="module")
 def pretended():
-    device = FakeDevice(machine("cpu"))
+    device = FakeDevice(load_profile("cpu"))
     with device:
         model, optimizer, step = made()
     runs = []
     fake = FakeStep(device, model, step, optimizer)
     sample = fake.sample
     fake.sample = lambda blocks, chosen: runs.append(len(blocks.names)) or sample(blocks, chosen)
-    return measure(fake, Blocks(found_blocks(model, None)), NEAR), runs, model
+    return measure(fake, Blocks(find_blocks(model, None)), NEAR), runs, model
 
 
 def test_equal_layers_are_run_in_a_shorter_stack(pretended):
@@ -60,27 +60,27 @@ def test_it_foretells_what_the_real_step_takes(monkeypatch):
     monkeypatch.setitem(RealStep.sample.__globals__, "_TIMED_RUNS", 1)
     by_hand = options(False, ["full", *({"rule": "selective", "save": save} for save in ("attention", "matmul"))])
     by_hand += options(False, [{"rule": "selective", "save": "matmul+attention"}])[1:]  # levels depend on times
-    device = FakeDevice(machine("cpu"))
+    device = FakeDevice(load_profile("cpu"))
     with device:
         model, optimizer, step = made()
-    known = measure(FakeStep(device, model, step, optimizer), Blocks(found_blocks(model, None)), by_hand)
+    known = measure(FakeStep(device, model, step, optimizer), Blocks(find_blocks(model, None)), by_hand)
     model, _, step = made()
-    really = measure(RealStep(model, step), Blocks(found_blocks(model, None)), by_hand)
+    really = measure(RealStep(model, step), Blocks(find_blocks(model, None)), by_hand)
     for plan in ([0] * 7, [1] * 7, [0, 1, 2, 3, 4, 1, 0], [4, 4, 0, 0, 1, 1, 3]):
         assert known.model.highest(plan).peak == really.model.highest(plan).peak
 
 
 def test_moving_bytes_beside_the_computation_costs_less_than_running_again():
-    target = machine("h200")
+    target = load_profile("h200")
     device = FakeDevice(target)
     with device:
         model, optimizer, step = made()
     known = measure(
-        FakeStep(device, model, step, optimizer), Blocks(found_blocks(model, None)), options("cpu", ["full"])
+        FakeStep(device, model, step, optimizer), Blocks(find_blocks(model, None)), options("cpu", ["full"])
     )
     near = Planner(known, device="h200")
-    far = Planner(known, device="h200", rates=Rates(target.copy_out, target.copy_in))
-    for share in (0.9, 0.7, 0.5):
+    far = Planner(known, device="h200", rates=CopyRates(target.copy_out, target.copy_in))
+    for share in ("90%", "70%", "50%"):
         budget = near.bytes_of(share, 0)
         if budget < near.floor.peak:
             continue
@@ -92,13 +92,13 @@ def test_moving_bytes_beside_the_computation_costs_less_than_running_again():
 def test_the_command_plans_a_config_for_another_device(tmp_path, capsys):
     words = ["model.config.n_layer=4", "train.train_micro_batch_size=4", f"train.output_dir={tmp_path / 'none'}"]
     saved, drawn = tmp_path / "plan.yaml", tmp_path / "front.svg"
-    flags = ["--device", "h200", "--memory-budget", "0.6", "--save", str(saved), "--sweep", str(drawn)]
+    flags = ["--device", "h200", "--memory-budget", "60%", "--save", str(saved), "--sweep", str(drawn)]
     words.append("train.activation_checkpoint.compile=True")
     code = main(["plan", "--config-file", "configs/quickstart.py", *flags, *words])
     printed = capsys.readouterr().out
     assert code == 0, printed
     assert "on h200" in printed
-    assert "compile: what it makes of a layer shows on the device alone; planned without" in " ".join(printed.split())
+    assert "compile: its effect is not known without the device; planned without" in " ".join(printed.split())
     assert "all full" in printed
     assert drawn.stat().st_size > 0
     assert not (tmp_path / "none").exists(), "nothing is trained, so nothing is written"
@@ -122,8 +122,8 @@ def test_the_command_cuts_the_head_in_slices(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--head", "loss_head"], "--head 'loss_head': names no block and rule · fix: --head loss_head=tiles:8:sum"),
-        (["--head", "loss_head=tiles:8:avg"], "reduce: expected 'sum', 'mean' or None, got 'avg'"),
+        (["--head", "loss_head"], "--head: expected NAME=RULE, got 'loss_head' · fix: --head loss_head=tiles:8:sum"),
+        (["--head", "loss_head=tiles:8:avg"], "reduce 'avg' is unknown"),
         (["--head", "loss_head=full:8"], "rule 'full' has no setting 'num_tiles'"),
         (["--head", "loss_head=tiles:8:sum"], "there is no block 'loss_head'"),
         (["--device", "h2000"], "did you mean 'h200'"),

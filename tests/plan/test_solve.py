@@ -6,10 +6,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from tables import Table, all_outcomes, random_table
+from tables import Table, all_outcomes, cheapest, least_peak, pareto, random_table
 
 from graphckpt.errors import ConfigError
-from graphckpt.planning.solve import Front, Interval, Move, binding, cheapest, least_peak, levels, pareto, peak, seconds
+from graphckpt.planning.solve.chain import ChainInterval, Move, binding, levels, peak, seconds
+from graphckpt.planning.solve.frontier import Frontier
 
 
 def keep_or_recompute(num_blocks: int) -> Table:
@@ -24,20 +25,20 @@ def keep_or_recompute(num_blocks: int) -> Table:
 def test_an_example_to_read_first() -> None:
     chain = keep_or_recompute(3)
     assert levels(chain, (1, 0, 0)) == [
-        (Interval("forward", 0), 112),
-        (Interval("forward", 1), 113),
-        (Interval("forward", 2), 123),
-        (Interval("head"), 126),
-        (Interval("backward", 2), 123),
-        (Interval("backward", 1), 113),
-        (Interval("backward", 0), 113),
-        (Interval("fixed"), 110),
+        (ChainInterval("forward", 0), 112),
+        (ChainInterval("forward", 1), 113),
+        (ChainInterval("forward", 2), 123),
+        (ChainInterval("head"), 126),
+        (ChainInterval("backward", 2), 123),
+        (ChainInterval("backward", 1), 113),
+        (ChainInterval("backward", 0), 113),
+        (ChainInterval("fixed"), 110),
     ]
     assert seconds(chain, (1, 0, 0)) == 7
     assert cheapest(chain, 135) == (0, 0, 0)
     assert cheapest(chain, 134) == (0, 1, 0)  # (1, 0, 0) has the same peak, 126, and comes later in order
     assert cheapest(chain, 125) == (1, 1, 0)
-    assert least_peak(chain) == ((1, 1, 1), 115, Interval("backward", 2))
+    assert least_peak(chain) == ((1, 1, 1), 115, ChainInterval("backward", 2))
     assert cheapest(chain, 114) is None
     assert pareto(chain) == [
         (115, 9.0, (1, 1, 1)),
@@ -55,10 +56,10 @@ def test_the_result_is_that_of_trying_all_plans(seed: int, longest: int) -> None
     chain = random_table(seed, num_blocks, num_options, coarse=seed % 2 == 0, longest=longest)
     outcomes = all_outcomes(chain)
     peaks = sorted({highest for _, highest, _ in outcomes})
-    front = Front(chain)
+    front = Frontier(chain)
     for budget in [peaks[0] - 1, *peaks[:: max(1, len(peaks) // 20)], peaks[-1] + 1]:
         fits = [row for row in outcomes if row[1] <= budget]
-        assert front.cheapest(budget) == (min(fits)[2] if fits else None)
+        assert front.fastest(budget) == (min(fits)[2] if fits else None)
     assert cheapest(chain, peaks[-1]) == min(outcomes)[2]
     first = min(row for row in outcomes if row[1] == peaks[0])[2]
     assert least_peak(chain) == (first, peaks[0], binding(chain, first)[0])
@@ -93,14 +94,14 @@ def test_the_front_holds_all_plans_that_none_beats(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_large_chain_keeps_its_budget_and_is_never_slower_with_more(seed: int, most_labels: int) -> None:
     chain = random_table(seed, 30, 6, states=3, coarse=False, gaps=False)
-    front = Front(chain, most_labels)
+    front = Frontier(chain, most_labels)
     assert not front.is_exact
     floor = front.least_peak()[1]
-    assert floor == Front(chain).least_peak()[1]  # thinning leaves it
+    assert floor == Frontier(chain).least_peak()[1]  # thinning leaves it
     ceiling = max(peak(chain, (option,) * 30) for option in range(6))
     times = []
     for budget in np.linspace(floor, ceiling, 40).astype(int):
-        plan = front.cheapest(int(budget))
+        plan = front.fastest(int(budget))
         assert plan is not None
         assert peak(chain, plan) <= budget
         times.append(seconds(chain, plan))
@@ -110,11 +111,11 @@ def test_a_large_chain_keeps_its_budget_and_is_never_slower_with_more(seed: int,
 @pytest.mark.parametrize("seed", range(8))
 def test_no_uniform_plan_that_fits_is_faster(seed: int) -> None:
     chain = random_table(seed, 40, 6, states=2, coarse=False, gaps=False)
-    front = Front(chain)
+    front = Frontier(chain)
     for option in range(6):
         uniform = (option,) * 40
         budget = peak(chain, uniform)
-        plan = front.cheapest(budget)
+        plan = front.fastest(budget)
         assert plan is not None
         assert peak(chain, plan) <= budget
         assert seconds(chain, plan) <= seconds(chain, uniform)
@@ -122,10 +123,10 @@ def test_no_uniform_plan_that_fits_is_faster(seed: int) -> None:
 
 def test_equal_blocks_are_exact_however_many() -> None:
     chain = keep_or_recompute(100)
-    front = Front(chain)
+    front = Frontier(chain)
     assert front.is_exact
     for budget in (300, 500, 900):
-        plan = front.cheapest(budget)
+        plan = front.fastest(budget)
         assert plan is not None
         recomputed = sum(plan)
         assert peak(chain, plan) <= budget
@@ -148,13 +149,13 @@ def test_ties_do_not_depend_on_the_order_of_a_sum() -> None:
 @pytest.mark.parametrize(
     ("change", "interval"),
     [
-        ({"heads": {0: 1000}}, Interval("head")),
-        ({"fixed_peak": 5000}, Interval("fixed")),
-        ({"block": (1, Move(900, 1, 12, 0))}, Interval("forward", 1)),
-        ({"block": (2, Move(12, 1, 900, 0))}, Interval("backward", 2)),
+        ({"heads": {0: 1000}}, ChainInterval("head")),
+        ({"fixed_peak": 5000}, ChainInterval("fixed")),
+        ({"block": (1, Move(900, 1, 12, 0))}, ChainInterval("forward", 1)),
+        ({"block": (2, Move(12, 1, 900, 0))}, ChainInterval("backward", 2)),
     ],
 )
-def test_the_floor_names_the_interval_that_sets_it(change: dict[str, object], interval: Interval) -> None:
+def test_the_floor_names_the_interval_that_sets_it(change: dict[str, object], interval: ChainInterval) -> None:
     chain = keep_or_recompute(4)
     if "block" in change:
         block, move = change["block"]
@@ -192,7 +193,7 @@ def test_a_chain_that_allows_nothing_says_so() -> None:
 
 def test_each_move_is_asked_for_once() -> None:
     chain = random_table(0, 10, 4, gaps=False)
-    front = Front(chain)
+    front = Frontier(chain)
     assert len(chain.asked) == len(set(chain.asked))
-    front.cheapest(10**9)
+    front.fastest(10**9)
     assert len(chain.asked) == len(set(chain.asked))

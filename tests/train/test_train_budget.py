@@ -23,7 +23,7 @@ train.evaluation.enabled = False
 def test_weights_are_those_of_the_plain_run(place, capsys):
     (place / "tiny.py").write_text(CONFIG + WIDE, encoding="utf-8")
     assert train("train.output_dir=plain") == 0
-    assert train("train.output_dir=planned", f"{BUDGET}=0.5") == 0
+    assert train("train.output_dir=planned", f"{BUDGET}=50%") == 0
     assert same_weights(place / "plain", place / "planned")
     printed = capsys.readouterr().out
     assert "plan: memory budget" in printed
@@ -42,7 +42,7 @@ def test_layers_are_compiled_where_the_config_says_so(place):
     (place / "tiny.py").write_text(CONFIG + WIDE, encoding="utf-8")
     assert train("train.output_dir=plain", "train.train_iter=1") == 0
     compiled = "train.activation_checkpoint.compile={backend: eager}"
-    assert train("train.output_dir=planned", f"{BUDGET}=0.5", compiled, "train.train_iter=1") == 0
+    assert train("train.output_dir=planned", f"{BUDGET}=50%", compiled, "train.train_iter=1") == 0
     torch._dynamo.reset()
     plan = Plan.load(place / "planned" / "plan.yaml")
     assert all(row.option.endswith(", compiled") for row in plan.rows)
@@ -57,7 +57,7 @@ def test_layers_are_compiled_where_the_config_says_so(place):
             [f"{BUDGET}=min", "train.activation_checkpoint.compile=fast"],
             "compile: expected bool or mapping or null, got",
         ),
-        ([f"{BUDGET}=1.5"], "memory_budget: 1.5 is no share"),
+        ([f"{BUDGET}=150%"], "memory_budget: expected above 0% and up to 100%, got '150%'"),
         ([f"{BUDGET}=12G"], "no unit is called 'G'"),
         ([f"{BUDGET}=1KiB"], "no plan fits"),
         ([f"{BUDGET}=min", "train.activation_checkpoint.blocks={h.0: true}"], "the plan chooses, and blocks is set"),

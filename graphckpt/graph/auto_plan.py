@@ -1,0 +1,191 @@
+"""Plans the policies of one Graph, for inputs of a shape, and sets them on its blocks."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Self, final
+
+import torch
+from torch import nn
+
+from graphckpt.blocks.find_layers import layers
+from graphckpt.errors import ConfigError, GraphError
+from graphckpt.graph.verify import unchanged
+from graphckpt.planning.api import find_blocks, plan_step
+from graphckpt.planning.compiled import without_share
+from graphckpt.planning.measure.real_step import RealStep
+from graphckpt.planning.options import PlanOptions
+from graphckpt.planning.plan_group import planning_group
+from graphckpt.tree import flatten_call
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Mapping, Sequence
+
+    from graphckpt.blocks.proxy import BlockTree
+    from graphckpt.graph.step import Step
+    from graphckpt.planning import Plan
+    from graphckpt.planning.budget import Budget
+    from graphckpt.planning.plan_group import PlanGroup
+
+_UNSET = dict.fromkeys(
+    ("activation_checkpointing", "segments", "tiles", "offload", "partition", "contiguous", "compile")
+)
+
+
+@final
+class AutoPlan:
+    """Plans for the inputs of a Graph, and keeps the plan of each shape."""
+
+    def __init__(self, step: Step, tree: BlockTree) -> None:
+        self._step = step
+        self._tree = tree
+        self._plans: dict[Hashable, Plan] = {}
+        self._in_force: Hashable = None
+        self._planned_blocks: list[str] = []
+        self._is_unapplied = False
+
+    def plan(
+        self,
+        fields: dict[str, Any],
+        build: Callable[..., Any],
+        args: Any,
+        kwargs: dict[str, Any],
+        memory_budget: Budget,
+        options: PlanOptions | Mapping[str, Any],
+    ) -> Plan:
+        """Plans for inputs like these."""
+        where = f"{self._step.name}.plan"
+        given = options.group if isinstance(options, PlanOptions) else options.get("group")
+        with planning_group(given) as group:
+            wanted = PlanOptions.of(options, where)
+            found = self._plan(fields, build, args, kwargs, memory_budget, wanted, group)
+        self._is_unapplied = True
+        self._step.readiness.is_settled = False
+        return replace(found, apply_to_graph=self._apply)
+
+    def _plan(
+        self,
+        fields: dict[str, Any],
+        build: Callable[..., Any],
+        args: Any,
+        kwargs: dict[str, Any],
+        memory_budget: Budget,
+        options: PlanOptions,
+        group: PlanGroup,
+    ) -> Plan:
+        step = self._step
+        if not step.update.optimizers:
+            raise GraphError(f"{step.name}.plan: an evaluation graph saves nothing · fix: plan the training graph")
+        step.prepare()
+        model = _Roots(step.roots)
+        selectors = options.blocks
+        if selectors is None:
+            selectors = [".".join(filter(None, (root, n))) for root, m in step.roots.items() for n in layers(m)]
+        if not selectors:
+            raise ConfigError(f"{step.name}.plan: no list of layers was found · fix: blocks='model.layers.*'")
+        blocks = find_blocks(model, selectors)
+        if options.compile is None:
+            options = replace(options, compile=self._compile_of(blocks))
+        if step.recorded is not None:  # a plan drops the captures; until then their memory would count as taken
+            step.recorded.release()
+            torch.cuda.empty_cache()
+        real = RealStep(model, lambda: step.call(fields, build, args, kwargs))
+        with step.bare():
+            return plan_step(real, model, blocks, memory_budget, options, group, unchanged(step))
+
+    def _compile_of(self, blocks: Sequence[tuple[str, nn.Module]]) -> Any:
+        """Returns how the blocks are compiled already, without the share that the compiler saves.
+
+        Raises:
+            ConfigError: blocks are compiled differently, or in part.
+        """
+        how = {module: without_share(fields.get("compile")) for module, _, fields in self._tree.policies()}
+        values = [how.get(module) for _, module in blocks]
+        inside = [how.get(child) for _, module in blocks for child in list(module.modules())[1:]]
+        if any(value != values[0] for value in values) or any(value is not None for value in inside):
+            raise ConfigError(
+                f"{self._step.name}.plan: expected planned blocks with equal `compile` · "
+                "fix: set `compile` on all of them, or plan with compile=True or compile=False"
+            )
+        return values[0]
+
+    def before_call(self, fields: dict[str, Any], build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
+        """Applies the plan for ``config.memory_budget`` and these inputs, and warns of a plan that is not applied."""
+        if self._is_unapplied:
+            self._is_unapplied = False
+            name = self._step.name
+            fix = f"{name}.plan(...).apply(), since Graph.plan no longer sets the policies itself"
+            warnings.warn(f"{name}: the step runs without the plan that was made for it · fix: {fix}", stacklevel=3)
+        if self._step.config.memory_budget is not None and self._step.config.training:
+            self._ensure(fields, build, args, kwargs)
+
+    def _ensure(self, fields: dict[str, Any], build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
+        """Several processes plan together at the first call: later ones may bring new shapes to some of them alone."""
+        config = self._step.config
+        shapes = tuple(
+            (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else None
+            for leaf in flatten_call(args, kwargs)[0]
+        )
+        if planning_group(config.plan_options.group).size > 1:
+            shapes = ()
+        key = shapes, str(config.memory_budget), str(config.plan_options)
+        if key == self._in_force:
+            return
+        if key not in self._plans:
+            self._plans[key] = self.plan(fields, build, args, kwargs, config.memory_budget, config.plan_options)
+        self._apply(self._plans[key])
+        self._in_force = key
+
+    def _apply(self, plan: Plan) -> _GraphPolicies:
+        model = _Roots(self._step.roots)
+        self._in_force = None
+        self._is_unapplied = False
+        before = {name: self._tree.config(module, name).fields() for name, module in model.named_modules() if name}
+        for name in self._planned_blocks:  # of the last plan, which may have had other blocks
+            self._tree.config(model.get_submodule(name), name).update(dict(_UNSET))
+        self._planned_blocks = [row.block for row in plan.rows]
+        for row in plan.rows:
+            for name, module in model.get_submodule(row.block).named_modules(prefix=row.block):
+                config = self._tree.config(module, name)
+                if any(config.fields().get(field) is not None for field in _UNSET):
+                    config.update(dict(_UNSET))
+            if row.fields.get("activation_checkpointing") is not False or len(row.fields) > 1:
+                self._tree.config(model.get_submodule(row.block), row.block).update({**_UNSET, **row.fields})
+        return _GraphPolicies(lambda: self._restore(before))
+
+    def _restore(self, before: Mapping[str, Mapping[str, Any]]) -> None:
+        model = _Roots(self._step.roots)
+        self._in_force, self._planned_blocks = None, []
+        for name, fields in before.items():
+            config = self._tree.config(model.get_submodule(name), name)
+            if config.fields() != fields:
+                config.update({**_UNSET, **fields})
+
+
+@final
+class _GraphPolicies:
+    """The policies that a plan has set on a Graph."""
+
+    def __init__(self, restore: Callable[[], None]) -> None:
+        self._restore = restore
+
+    def remove(self) -> None:
+        """Sets the flags of the blocks to what they were before; a second call does nothing."""
+        restore, self._restore = self._restore, lambda: None
+        restore()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+
+class _Roots(nn.Module):
+    """The modules of a Graph, as children of one module."""
+
+    def __init__(self, roots: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for name, module in roots.items():
+            self.add_module(name, module)

@@ -1,0 +1,1 @@
+"""Descriptions of devices, and stand-ins for devices that are absent."""

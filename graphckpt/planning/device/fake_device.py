@@ -1,0 +1,214 @@
+"""Runs a step on fake tensors, with the kernels of another device in place of the CPU's.
+
+The tensors are on the CPU: fake tensors on a device that the process does not have abort the process.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Self, final
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils import swap_tensors
+
+from graphckpt._compat import FakeTensors, NoValueError, backward_within, forget_fake, is_fake
+from graphckpt.errors import ConfigError
+from graphckpt.planning.device.cuda_kernels import FULL_PRECISION, CudaKernels, dropout, in_full_precision
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import ModuleType
+
+    from graphckpt.planning.device.profile import DeviceProfile
+
+_READS = frozenset({torch.Tensor.item, torch.Tensor.__float__})
+_HERE = ("cpu", "meta")
+
+
+@final
+class FakeDevice:
+    """A device that may be absent. Inside of ``with``, tensors allocate no memory, and a step runs as on that device.
+
+    It is reentrant: a model that is built in one ``with`` block runs in another one of the same object.
+
+    Args:
+        machine: the profile of the device.
+        is_padded: whether attention masks may contain padding. If not, Transformers omits a mask of ones, as it does on
+            a device where it can read the mask.
+
+    >>> from graphckpt.planning.device.profile import load_profile
+    >>> device = FakeDevice(load_profile("h200"))
+    >>> with device:
+    ...     layer = torch.nn.Linear(2**20, 2**20, dtype=torch.bfloat16)  # 2 TiB
+    ...     layer(torch.zeros(8, 2**20, dtype=torch.bfloat16)).shape
+    torch.Size([8, 1048576])
+    """
+
+    def __init__(self, machine: DeviceProfile, *, is_padded: bool = True) -> None:
+        self.machine = machine
+        self._is_padded = is_padded
+        self._tensors = FakeTensors(allow_non_fake_inputs=True)
+        self._functions = _FunctionOverrides(CudaKernels(machine) if machine.kind == "cuda" else None)
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            stack.enter_context(_transformers_as_eager(is_padded=self._is_padded))
+            if self.machine.kind == "cuda":
+                stack.enter_context(_autocast_here())
+                stack.enter_context(_foreach_optimizers())
+            stack.enter_context(swapped(torch.utils, {"swap_tensors": self._swap}))
+            stack.enter_context(self._tensors)
+            stack.enter_context(self._functions)
+            stack.enter_context(backward_within(self._functions))  # a second run must meet the same kernels
+            self._entered.append(stack.pop_all())
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._entered.pop().__exit__(*exc)  # type: ignore[arg-type]
+
+    def _swap(self, one: torch.Tensor, other: torch.Tensor) -> None:
+        """``module.to(...)`` calls this."""
+        forget_fake(self._tensors, one, other)
+        swap_tensors(one, other)
+
+
+@final
+class _FunctionOverrides(TorchFunctionMode):
+    """Intercepts calls of PyTorch before they become ops, as the CPU's kernels are chosen there."""
+
+    def __init__(self, kernels: CudaKernels | None) -> None:
+        super().__init__()
+        self._instead = {} if kernels is None else kernels.instead
+        self._by_name = (
+            {} if kernels is None else {"scaled_dot_product_attention": kernels.attention, "dropout": dropout}
+        )
+        self._emulates_autocast = kernels is not None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if getattr(func, "__name__", "") == "__get__":  # `x.shape`, `x.dtype`: the most frequent calls
+            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        instead = self._instead.get(func)
+        if instead is not None:
+            return instead(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            with swapped(F, self._by_name):  # PyTorch disables the mode while it runs
+                return func(*args, **kwargs)
+        if self._emulates_autocast and func in FULL_PRECISION and torch.is_autocast_enabled("cpu"):
+            return in_full_precision(func, args, kwargs)
+        args, kwargs = _here(func, args, kwargs)
+        try:
+            return func(*args, **kwargs)
+        except NoValueError:
+            if func in _READS and args[0].is_floating_point():
+                return 1.0  # a printed loss or a gradient norm: no shape depends on it
+            raise ConfigError(
+                f"the step reads the value of a tensor by {resolve_name(func) or func}, and fake tensors have none · "
+                "fix: remove it from the step, or plan on the device"
+            ) from None
+
+
+def _here(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Replaces devices in arguments by the CPU, where the fake tensors are."""
+    if func is torch.Tensor.cuda:
+        return args[:1], {}
+    if any(map(_is_elsewhere, args)):
+        args = tuple(torch.device("cpu") if _is_elsewhere(value) else value for value in args)
+    if _is_elsewhere(kwargs.get("device")):
+        kwargs = kwargs | {"device": torch.device("cpu")}
+    return args, kwargs
+
+
+def _is_elsewhere(value: Any) -> bool:
+    if isinstance(value, torch.device):
+        return value.type not in _HERE
+    return isinstance(value, str) and value.split(":")[0] == "cuda"
+
+
+@contextmanager
+def swapped(owner: ModuleType | type, values: dict[str, Any]) -> Iterator[None]:
+    """Replaces attributes of ``owner`` within the ``with`` block."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+@contextmanager
+def _transformers_as_eager(*, is_padded: bool) -> Iterator[None]:
+    """Makes Transformers' mask code take the branch for masks that can be read: no packed sequences.
+
+    See :mod:`graphckpt.capture.attention_masks`, which does so for captures.
+    """
+    module = sys.modules.get("transformers.masking_utils")
+    if module is None:
+        yield
+        return
+
+    def without_packing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def find(*args: Any, **kwargs: Any) -> Any:
+            found = original(*args, **kwargs)
+            return None if is_fake(found) else found
+
+        return find
+
+    def without_padding(original: Callable[..., Any]) -> Callable[..., Any]:
+        def is_left_out(padding_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
+            return original(None if is_fake(padding_mask) else padding_mask, *args, **kwargs)
+
+        return is_left_out
+
+    changes = {"find_packed_sequence_indices": without_packing}
+    if not is_padded:
+        changes |= dict.fromkeys(("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"), without_padding)
+    found = {name: change(getattr(module, name)) for name, change in changes.items() if hasattr(module, name)}
+    with swapped(module, found):
+        yield
+
+
+@contextmanager
+def _autocast_here() -> Iterator[None]:
+    """Enables ``torch.autocast("cuda")``, which disables itself without the device."""
+    original = torch.autocast.__init__
+
+    def begin(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
+        if device_type == "cuda":
+            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+        original(self, device_type, dtype, *args, **kwargs)
+
+    with swapped(torch.autocast, {"__init__": begin}):
+        yield
+
+
+@contextmanager
+def _foreach_optimizers() -> Iterator[None]:
+    """Makes optimizers use their ``foreach`` implementation by default, as on CUDA."""
+    chosen: list[dict[str, Any]] = []
+
+    def choose(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            has_choice = "foreach" in group and group["foreach"] is None
+            if has_choice and not group.get("fused") and not group.get("differentiable"):
+                group["foreach"] = True
+                chosen.append(group)
+
+    def forget(*_: Any) -> None:
+        while chosen:
+            chosen.pop()["foreach"] = None
+
+    handles = register_optimizer_step_pre_hook(choose), register_optimizer_step_post_hook(forget)
+    try:
+        yield
+    finally:
+        forget()
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,183 @@
+"""Device profiles: memory, rates and kernels of a device, by name or from a file.
+
+A profile is a YAML file with the fields of :class:`DeviceProfile`. Data sheets state peak rates, so each has an
+efficiency; a measured rate has efficiency 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from graphckpt.errors import ConfigError, bullets, did_you_mean
+from graphckpt.extras import LazyPackage
+from graphckpt.planning.device.op_costs import efficiency_kind, extra_bytes_on_cuda, flops_of, moved_bytes, rate_name
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import yaml
+else:
+    yaml = LazyPackage("yaml", "plan")
+
+_PROFILES = Path(__file__).parent / "profiles"
+_KINDS = ("cuda", "cpu")
+_ABOVE_ZERO = ("memory_bytes", "memory_bandwidth", "rounding")
+_FROM_ZERO_ON = ("copy_out", "copy_in", "disk_write", "disk_read", "workspace_bytes", "launch_seconds")
+_KERNELS = ("flash", "cudnn", "efficient", "math")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class DeviceProfile:
+    """The memory, rates and kernels of one device.
+
+    >>> h200 = load_profile("h200")
+    >>> h200.rounded(1), h200.workspace_bytes
+    (512, 33554432)
+    """
+
+    name: str
+    kind: str
+    """``"cuda"`` or ``"cpu"``: selects the kernels."""
+    memory_bytes: int
+    flops: Mapping[str, float]
+    """Floating point operations per second in dense matrix products, by dtype: ``"bfloat16"``, ``"tf32"``, ..."""
+    memory_bandwidth: float
+    """Bytes per second, read or written, of the memory of the device."""
+    efficiency: Mapping[str, float] = field(default_factory=dict)
+    """Shares of the peak rates that are reached, of ``matmul, convolution, attention, bandwidth``; 1 if missing."""
+    copy_out: float = 0.0
+    """Bytes per second from the device to pinned host memory; 0: not known."""
+    copy_in: float = 0.0
+    """Bytes per second from pinned host memory to the device; 0: not known."""
+    disk_write: float = 0.0
+    """Bytes per second to the disk; 0: not known."""
+    disk_read: float = 0.0
+    """Bytes per second from the disk; 0: not known."""
+    rounding: int = 1
+    """The allocator rounds sizes up to multiples of this."""
+    workspace_bytes: int = 0
+    """Bytes that the matrix library keeps on each stream."""
+    launch_seconds: float = 0.0
+    """Overhead of each op."""
+    attention: tuple[str, ...] = ("math",)
+    """Kernels of ``scaled_dot_product_attention``; the first one that supports a call runs it."""
+    capability: tuple[int, int] | None = None
+    """Compute capability of a CUDA device, such as ``(9, 0)``."""
+
+    def __post_init__(self) -> None:
+        faults = _faults(self)
+        if faults:
+            raise ConfigError(bullets(f"device profile {self.name!r}", faults))
+
+    def rounded(self, num_bytes: int) -> int:
+        """Returns the bytes that the allocator reserves for ``num_bytes``."""
+        return -(-num_bytes // self.rounding) * self.rounding
+
+    def op_seconds(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
+        """Returns the seconds of one op: the longer of its arithmetic and its memory traffic, plus the overhead.
+
+        Args:
+            func: The ``OpOverload`` as a dispatch mode sees it.
+            args: Its arguments, which may be fake tensors.
+            kwargs: Its keyword arguments.
+            result: Its result.
+        """
+        num_bytes = moved_bytes(func, args, kwargs, result)
+        if num_bytes is None:
+            return 0.0
+        seconds = num_bytes / (self.memory_bandwidth * self.efficiency.get("bandwidth", 1.0))
+        flops = flops_of(func, args, kwargs, result)
+        if flops:
+            peak = self._peak(rate_name(func, args))
+            seconds = max(seconds, flops / (peak * self.efficiency.get(efficiency_kind(func), 1.0)))
+        return seconds + self.launch_seconds
+
+    def op_extra_bytes(self, func: Any, args: tuple[Any, ...]) -> int:
+        """Returns the temporary bytes inside of an op, which dispatch modes do not see; 0 if not known."""
+        return extra_bytes_on_cuda(func, args) if self.kind == "cuda" else 0
+
+    def save(self, path: str | Path, *, comment: str = "") -> None:
+        """Writes a file that :func:`load_profile` reads."""
+        values = asdict(self)
+        values["attention"] = list(self.attention)
+        values["capability"] = None if self.capability is None else list(self.capability)
+        head = "".join(f"# {line}\n" for line in comment.splitlines())
+        Path(path).write_text(head + yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+
+    def _peak(self, dtype: str) -> float:
+        return self.flops.get(dtype) or self.flops["float32"]
+
+
+def load_profile(name_or_path: str | Path) -> DeviceProfile:
+    """Returns a device by the name of its packaged profile, or from a profile file.
+
+    Raises:
+        ConfigError: There is no such profile, or values are invalid; the message lists all of them.
+    """
+    path = Path(name_or_path)
+    if not (path.suffix in (".yaml", ".yml") or path.is_file()):
+        known = profile_names()
+        if str(name_or_path) not in known:
+            raise ConfigError(
+                f"device: there is no profile {str(name_or_path)!r}{did_you_mean(str(name_or_path), known)} · "
+                f"fix: use one of {', '.join(known)}, or a profile file that `graphckpt profile-device` wrote"
+            )
+        path = _PROFILES / f"{name_or_path}.yaml"
+    if not path.is_file():
+        raise ConfigError(f"device: there is no file {path} · fix: write one with `graphckpt profile-device`")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        fix = "write it with `graphckpt profile-device`"
+        raise ConfigError(f"device profile {path}: expected YAML · fix: {fix}\n{error}") from error
+    return _parsed(values, path)
+
+
+def profile_names() -> list[str]:
+    """Returns the names of the packaged profiles."""
+    return sorted(path.stem for path in _PROFILES.glob("*.yaml"))
+
+
+def _parsed(values: Any, path: Path) -> DeviceProfile:
+    if not isinstance(values, dict):
+        raise ConfigError(f"device profile {path}: expected fields, one per line · fix: write 'name: ...' and the rest")
+    known = [f.name for f in fields(DeviceProfile)]
+    faults = [f"{key}: there is no such field{did_you_mean(str(key), known)}" for key in values if key not in known]
+    needed = ("name", "kind", "memory_bytes", "flops", "memory_bandwidth")
+    faults += [f"{key}: is missing" for key in needed if key not in values]
+    if faults:
+        raise ConfigError(bullets(f"device profile {path}", faults))
+    values = dict(values)
+    if isinstance(values.get("attention"), (list, str)):
+        attention = values["attention"]
+        values["attention"] = (attention,) if isinstance(attention, str) else tuple(attention)
+    if isinstance(values.get("capability"), list):
+        values["capability"] = tuple(values["capability"])
+    return DeviceProfile(**values)
+
+
+def _faults(device: DeviceProfile) -> list[str]:
+    faults = []
+    if device.kind not in _KINDS:
+        faults.append(f"kind: expected one of {', '.join(_KINDS)}, got {device.kind!r}")
+    for name in _ABOVE_ZERO + _FROM_ZERO_ON:
+        value = getattr(device, name)
+        if not _is_number(value) or value < 0 or (value == 0 and name in _ABOVE_ZERO):
+            least = "above 0" if name in _ABOVE_ZERO else "from 0 on"
+            faults.append(f"{name}: expected a number {least}, got {value!r}")
+    for name, values in (("flops", device.flops), ("efficiency", device.efficiency)):
+        if not isinstance(values, dict) or not all(_is_number(value) and value > 0 for value in values.values()):
+            faults.append(f"{name}: expected numbers above 0 by name, got {values!r}")
+        elif name == "flops" and "float32" not in values:
+            faults.append("flops: float32 is missing")
+    unknown = [kernel for kernel in device.attention if kernel not in _KERNELS]
+    if unknown:
+        faults.append(f"attention: expected {', '.join(_KERNELS)}, got {unknown[0]!r}")
+    return faults
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

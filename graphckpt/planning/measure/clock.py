@@ -1,0 +1,107 @@
+"""Times the intervals of a step on a real device."""
+
+from __future__ import annotations
+
+from time import perf_counter, process_time
+from typing import TYPE_CHECKING, final
+
+import torch
+
+from graphckpt.planning.model.events import Interval, Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+
+@final
+class StepClock:
+    """Times the intervals of a step.
+
+    With one thread on the CPU, the CPU time of the process is used: other processes affect it least.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._calls = 0
+        self._running: list[int] = []
+        self._begun: set[int] = set()
+        self._has_seen_end = False
+        self._interval = Interval(Phase.BEFORE)
+        self._since = self._start = now(self._device)
+        self.seconds: dict[Interval, float] = {}
+        self.total = 0.0
+
+    @property
+    def is_in_block(self) -> bool:
+        """Whether the forward of a block runs now."""
+        return bool(self._running)
+
+    def begin_call(self, block: int, tensors: Iterable[torch.Tensor]) -> int:
+        """Begins the forward of a block."""
+        del block, tensors
+        call = self._calls
+        self._calls += 1
+        self._running.append(call)
+        self._mark(Interval(Phase.FORWARD, call))
+        return call
+
+    def end_call(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Ends the forward of the last block."""
+        del tensors
+        call = self._running.pop()
+        self._mark(Interval(Phase.AFTER_FORWARD, call))
+        return call
+
+    def gradient_of(self, call: int, output: int, gradient: torch.Tensor) -> None:
+        """Begins the backward of a block."""
+        del output, gradient
+        if call not in self._begun:
+            self._begun.add(call)
+            self._has_seen_end = False
+            self._mark(Interval(Phase.BACKWARD, call))
+
+    def backward_ends(self, call: int) -> None:
+        """Ends the backward of a block."""
+        if self._interval == (Phase.BACKWARD, call):
+            self._mark(Interval(Phase.AFTER_BACKWARD, call))
+
+    def parameter_done(self, call: int) -> None:
+        """Extends the backward of a first block until its last parameter gradient."""
+        if self._interval == (Phase.BACKWARD, call):
+            self._mark(self._interval)
+            self._has_seen_end = True
+
+    def optimizer_begins(self) -> None:
+        """Begins an optimizer step."""
+        self._leave_backward()
+        self._mark(Interval(Phase.OPTIMIZER))
+
+    def stop(self) -> None:
+        """Ends the step."""
+        self._leave_backward()
+        self._mark(self._interval)
+        self.total = self._since - self._start
+
+    def _leave_backward(self) -> None:
+        """Excludes what follows the last gradient of a first block, such as waiting for other processes."""
+        if self._has_seen_end and self._interval.phase is Phase.BACKWARD:
+            self._interval = Interval(Phase.AFTER_BACKWARD, self._interval.call)
+
+    def _mark(self, interval: Interval) -> None:
+        time = now(self._device)
+        self.seconds[self._interval] = self.seconds.get(self._interval, 0.0) + time - self._since
+        self._interval, self._since = interval, time
+
+
+def now(device: torch.device) -> float:
+    """Waits for the device, and returns a time in seconds, of which only differences are meaningful."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    elif torch.get_num_threads() == 1:
+        return process_time()
+    return perf_counter()
+
+
+def fastest(clocks: Sequence[StepClock]) -> dict[Interval, float]:
+    """Returns the shortest time of each interval."""
+    return {i: min(clock.seconds.get(i, 0.0) for clock in clocks) for i in clocks[0].seconds}

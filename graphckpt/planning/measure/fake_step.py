@@ -1,0 +1,133 @@
+"""Measures a step for an absent device: on fake tensors, with the kernels, allocator and rates of that device."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, final
+
+import torch
+from torch import nn
+
+from graphckpt.planning.measure.op_trace import record_ops
+from graphckpt.planning.measure.trace import Trace
+from graphckpt.planning.measure.traced_store import TracedStore, traced
+from graphckpt.planning.model.measured_step import StepSample
+from graphckpt.planning.model.op_times import OpTimes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch.optim import Optimizer
+
+    from graphckpt.planning.device.fake_device import FakeDevice
+    from graphckpt.planning.measure.instrument import Blocks
+    from graphckpt.planning.option import Option
+    from graphckpt.stores import Offload
+
+
+@final
+class FakeStep:
+    """A training step whose model, optimizer and inputs were created inside of ``device``.
+
+    Args:
+        device: the absent device.
+        model: the model that is trained.
+        step_fn: runs forward, backward and optimizer once.
+        optimizer: the one in ``step_fn``, if there is one; its state is created at once.
+    """
+
+    def __init__(
+        self, device: FakeDevice, model: nn.Module, step_fn: Callable[[], object], optimizer: Optimizer | None = None
+    ) -> None:
+        self._device = device
+        self._model = model
+        self._step_fn = step_fn
+        self._optimizer = optimizer
+        with device:
+            self._workspace = torch.empty(device.machine.workspace_bytes, dtype=torch.uint8)
+            self._make_optimizer_state()
+
+    @property
+    def device_name(self) -> str:
+        """The name of the device profile."""
+        return self._device.machine.name
+
+    @property
+    def no_copies(self) -> str:
+        """Says that the profile lacks rates."""
+        return f"offload: {self.device_name} has no rates of copies in its profile"
+
+    def copy_rates(self, target: Offload) -> tuple[float, float] | None:
+        """Returns the rates of the device profile; ``None`` if it has none."""
+        rates = target.rates(self._device.machine)
+        return rates if min(rates) > 0 else None
+
+    def sample(self, blocks: Blocks, options: Sequence[Option]) -> StepSample:
+        """Traces the step with one option on each block."""
+        stores = {far: TracedStore(is_far=far) for far in (False, True)}
+        learns = any(b.is_floating_point() for module in blocks.modules for b in module.buffers())
+        with self._device, blocks.under(options, lambda option: stores[option.is_far], learns=learns):
+            if learns:  # a first run finds buffers that change, such as the statistics of BatchNorm
+                self._step_fn()
+            trace = self._trace()
+            with traced(stores.values(), trace), blocks.marked(trace), trace:
+                self._step_fn()
+        return StepSample(trace, dict(stores[True].far_bytes), trace.seconds, sum(trace.seconds.values()))
+
+    def ops(self, blocks: Blocks) -> list[list[OpTimes]]:
+        """Runs the step once, and estimates the time of each op of the blocks."""
+        with self._device:
+            return record_ops(blocks, self._step_fn, lambda: 0.0, self._device.machine.op_seconds)
+
+    @contextmanager
+    def restricted_to(self, blocks: Blocks, numbers: Sequence[int]) -> Iterator[bool]:
+        """Removes the other blocks from their ``nn.ModuleList``, and yields whether the step runs without them."""
+        chosen = {id(blocks.modules[number]) for number in numbers}
+        others = {id(module) for module in blocks.modules} - chosen
+        lists = [m for m in self._model.modules() if others & {id(child) for child in m.children()}]
+        if not lists or not all(isinstance(each, nn.ModuleList) for each in lists):
+            yield False
+            return
+        whole = [(each, dict(each._modules)) for each in lists]
+        try:
+            for each, modules in whole:
+                rest = [module for module in modules.values() if id(module) not in others]
+                each._modules.clear()
+                each._modules.update({str(number): module for number, module in enumerate(rest)})
+            yield self._runs()
+        finally:
+            for each, modules in whole:
+                each._modules.clear()
+                each._modules.update(modules)
+
+    def _runs(self) -> bool:
+        try:
+            with self._device:
+                self._step_fn()
+        except Exception:
+            return False
+        return True
+
+    def _trace(self) -> Trace:
+        machine = self._device.machine
+        trace = Trace(
+            "meta",
+            is_fake=True,
+            rounded=machine.rounded,
+            seconds=machine.op_seconds,
+            extra_bytes=machine.op_extra_bytes,
+        )
+        states = self._optimizer.state.values() if self._optimizer is not None else ()
+        state = [value for each in states for value in each.values() if isinstance(value, torch.Tensor)]
+        gradients = [parameter.grad for parameter in self._model.parameters()]
+        trace.track([self._workspace, *self._model.parameters(), *self._model.buffers(), *gradients, *state])
+        return trace
+
+    def _make_optimizer_state(self) -> None:
+        if self._optimizer is None or self._optimizer.state:
+            return
+        for parameter in self._model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+        self._optimizer.step()
+        self._optimizer.zero_grad()

@@ -1,0 +1,177 @@
+"""Installs policies on blocks, and the hooks that divide a step into intervals, for the time of a measurement."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Protocol, final
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from graphckpt.blocks.forward import BlockForward
+from graphckpt.tree import flatten_call, flatten_value
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from torch import nn
+
+    from graphckpt.planning.option import Option
+    from graphckpt.stores import Store
+
+
+class StepListener(Protocol):
+    """Receives events while a step passes through the blocks."""
+
+    @property
+    def is_in_block(self) -> bool:
+        """Whether the forward of a block runs now."""
+
+    def begin_call(self, block: int, tensors: Iterable[torch.Tensor]) -> int:
+        """Called before the forward of a block with its tensors; returns the number of the call."""
+
+    def end_call(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Called after the forward of the last block with its outputs; returns the number of the call."""
+
+    def gradient_of(self, call: int, output: int, gradient: torch.Tensor) -> None:
+        """Called when backward has computed the gradient of an output of a call."""
+
+    def backward_ends(self, call: int) -> None:
+        """Called when backward has computed the gradient of an argument of a call."""
+
+    def parameter_done(self, call: int) -> None:
+        """Called when backward has accumulated a parameter's gradient in a call whose arguments need none."""
+
+    def optimizer_begins(self) -> None:
+        """Called before an optimizer steps."""
+
+
+@final
+class Blocks:
+    """The blocks that are planned.
+
+    Args:
+        named: Names and modules, none of them inside of another.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, nn.Module]]) -> None:
+        self.names = [name for name, _ in named]
+        self.modules = [module for _, module in named]
+
+    @contextmanager
+    def under(
+        self, options: Sequence[Option], store: Callable[[Option], Store | None], *, learns: bool = True
+    ) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+        """Installs an option on each block; with ``learns=False`` the first call does not look for in-place edits.
+
+        Yields a function that removes the options for the time of a ``with`` block.
+        """
+        wrappers = []
+        try:
+            for name, module, option in zip(self.names, self.modules, options, strict=True):
+                stored: Any = _FixedPlacement(store(option))
+                compiling = option.fields.get("compile")
+                wrapper = BlockForward(module, name, option.rule, stored, compile_options=compiling)
+                wrapper.context.learns = learns
+                wrapper.install()
+                wrappers.append(wrapper)
+            yield lambda: _without(wrappers)
+        finally:
+            for wrapper in reversed(wrappers):
+                wrapper.uninstall()
+
+    @contextmanager
+    def marked(self, listener: StepListener) -> Iterator[None]:
+        """Reports to ``listener`` where the forwards and backwards of the blocks begin and end."""
+        with ExitStack() as stack:
+            for number, module in enumerate(self.modules):
+                marks = _BlockHooks(listener, number, stack)
+                stack.callback(module.register_forward_pre_hook(marks.begin, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(marks.end, always_call=True).remove)
+            stack.callback(register_optimizer_step_pre_hook(lambda *_: listener.optimizer_begins()).remove)
+            yield
+
+
+@contextmanager
+def _without(wrappers: Sequence[BlockForward]) -> Iterator[None]:
+    for wrapper in reversed(wrappers):
+        wrapper.uninstall()
+    try:
+        yield
+    finally:
+        for wrapper in wrappers:
+            wrapper.install()
+
+
+@final
+class _FixedPlacement:
+    """The placement of a block with a given store."""
+
+    def __init__(self, store: Store | None) -> None:
+        self.store = store
+
+
+@final
+class _BlockHooks:
+    """The hooks of one block."""
+
+    def __init__(self, listener: StepListener, block: int, stack: ExitStack) -> None:
+        self._listener = listener
+        self._block = block
+        self._stack = stack
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled() and not self._listener.is_in_block:
+            tensors = _tensors(flatten_call(args, kwargs)[0])
+            call = self._listener.begin_call(self._block, tensors)
+            at_end = [tensor for tensor in tensors if tensor.requires_grad and not tensor.is_leaf]
+            for tensor in at_end:
+                tensor.register_hook(_BackwardEndHook(self._listener, call))
+            if not at_end:
+                self._watch_parameters(module, call)
+
+    def end(self, module: nn.Module, args: Any, output: Any) -> None:
+        del module, args
+        if torch.is_grad_enabled() and self._listener.is_in_block:
+            tensors = _tensors(flatten_value(output)[0])
+            call = self._listener.end_call(tensors)
+            for number, tensor in enumerate(tensors):
+                if tensor.requires_grad:
+                    tensor.register_hook(_GradientHook(self._listener, call, number))
+
+    def _watch_parameters(self, module: nn.Module, call: int) -> None:
+        """Parameter gradients are the only sign that the backward of a first block is over."""
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                hook = parameter.register_post_accumulate_grad_hook(lambda _: self._listener.parameter_done(call))
+                self._stack.callback(hook.remove)
+
+
+@final
+class _GradientHook:
+    """Reports the gradient of an output."""
+
+    def __init__(self, listener: StepListener, call: int, output: int) -> None:
+        self._at = call, output
+        self._listener = listener
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        self._listener.gradient_of(*self._at, gradient)
+
+
+@final
+class _BackwardEndHook:
+    """Reports the gradient of an argument: the backward of the block is over."""
+
+    def __init__(self, listener: StepListener, call: int) -> None:
+        self._listener = listener
+        self._call = call
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        del gradient
+        self._listener.backward_ends(self._call)
+
+
+def _tensors(leaves: Iterable[Any]) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

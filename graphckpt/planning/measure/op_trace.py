@@ -1,0 +1,99 @@
+"""Records the ops of blocks, and how long each takes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, final
+
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphckpt._compat_autocast import call_with_autocast
+from graphckpt._compat_compiler import never_compiled
+from graphckpt.planning.model.op_times import OpTimes
+from graphckpt.planning.option import Option
+from graphckpt.rules import Rule
+from graphckpt.rules.engine.saved_hooks import IN_PLACE
+from graphckpt.rules.ops.modes import is_counted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from graphckpt.planning.measure.instrument import Blocks
+    from graphckpt.planning.model.events import OpSeconds
+    from graphckpt.rules import BlockContext
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class OpObserver(Rule):
+    """Runs a block as it is and records its ops.
+
+    Args:
+        seen: receives the ops of each call.
+        clock: returns the time in seconds.
+        op_seconds: returns the seconds of an op, where a clock cannot.
+    """
+
+    name: ClassVar[str] = "look"
+    seen: list[OpTimes]
+    clock: Callable[[], float]
+    op_seconds: OpSeconds | None = None
+
+    def run(self, context: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs the block and keeps everything."""
+        del context
+        ops = OpTimes()
+        self.seen.append(ops)
+
+        @never_compiled
+        def pack(tensor: Any) -> Any:
+            ops.log.saves(tensor)
+            return IN_PLACE[0](tensor)
+
+        with saved_tensors_hooks(pack, IN_PLACE[1]), _OpTimer(ops, self.clock, self.op_seconds):
+            output = function(*args, **kwargs)
+        ops.log.close()
+        return output
+
+
+@final
+class _OpTimer(TorchDispatchMode):
+    def __init__(self, ops: OpTimes, clock: Callable[[], float], op_seconds: OpSeconds | None) -> None:
+        super().__init__()
+        self._ops = ops
+        self._clock = clock
+        self._op_seconds = op_seconds
+        self._calls: dict[Any, int] = defaultdict(int)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Returns True: compiled code runs as such, and its ops are not visible."""
+        return True
+
+    @never_compiled
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        begin = self._clock()
+        output = call_with_autocast(func, args, kwargs)
+        took = self._clock() - begin
+        if not is_counted(func, args):
+            return output
+        if self._op_seconds is not None:
+            took = self._op_seconds(func, args, kwargs, output)
+        number = self._calls[func]
+        self._calls[func] = number + 1
+        self._ops.log.add(func, number, args, kwargs, output)
+        self._ops.seconds.append(took)
+        return output
+
+
+def record_ops(
+    blocks: Blocks, run: Callable[[], object], clock: Callable[[], float], op_seconds: OpSeconds | None = None
+) -> list[list[OpTimes]]:
+    """Returns, by block, the ops of each forward during ``run``; see :class:`OpObserver` for the arguments."""
+    seen: list[list[OpTimes]] = [[] for _ in blocks.names]
+    with blocks.under([Option("look", {}, OpObserver(each, clock, op_seconds)) for each in seen], lambda _: None):
+        run()
+    return seen

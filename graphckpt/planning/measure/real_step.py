@@ -1,0 +1,192 @@
+"""Measures a user's step on the device of its model, and restores what the step has changed."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, final
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from graphckpt.planning.device.write_profile import copy_rates
+from graphckpt.planning.measure.clock import StepClock, fastest, now
+from graphckpt.planning.measure.instrument import Blocks
+from graphckpt.planning.measure.op_trace import record_ops
+from graphckpt.planning.measure.part_store import PartitionStore, settle
+from graphckpt.planning.measure.trace import Trace
+from graphckpt.planning.measure.traced_store import TracedStore, traced
+from graphckpt.planning.model.measured_step import StepSample
+from graphckpt.planning.model.op_times import OpTimes
+from graphckpt.planning.option import Option
+from graphckpt.training_state import TrainingState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from graphckpt.stores import Offload, Store
+
+_TIMED_RUNS = 2  # of which the fastest counts: other load only adds time
+_TIMED_COMPILED = 3  # times as many for compiled layers, whose ops cannot be timed one by one
+
+
+@final
+class RealStep:
+    """A step function over a model, on the device of the model.
+
+    Args:
+        model: its parameters, buffers and gradients are restored afterwards.
+        step_fn: runs forward and backward once, and the optimizer step, if its memory should count.
+        min_elements: smaller tensors are not offloaded.
+    """
+
+    no_copies = "offload='cpu' has no effect: the tensors are in host memory already"
+
+    def __init__(self, model: nn.Module, step_fn: Callable[[], object], *, min_elements: int = 1024) -> None:
+        self._model = model
+        self._step_fn = step_fn
+        self._min_elements = min_elements
+        tensors = list(self._model_tensors())
+        self.device = next((t.device for t in tensors), torch.device("cpu"))
+        self._optimizers: dict[int, Optimizer] = {}
+        self._parts: dict[str, PartitionStore] = {}
+        """By option: what the ranks have compared holds for blocks that save equal tensors."""
+
+    @property
+    def device_name(self) -> str:
+        """The device of the model."""
+        return str(self.device)
+
+    def copy_rates(self, target: Offload) -> tuple[float, float] | None:
+        """Measures the rates; ``None`` if the model is in host memory already."""
+        is_there = self.device.type == "cpu" and target.tier == "host"
+        return None if is_there else copy_rates(self.device, target.tier)
+
+    def sample(self, blocks: Blocks, options: Sequence[Option]) -> StepSample:
+        """Runs the step with one option on each block: once to warm up, once traced, and a few times to time it.
+
+        Each timed run is paired with one without policies, so that other load affects both alike.
+        """
+        stores = {far: TracedStore(is_far=far, min_elements=self._min_elements) for far in (False, True)}
+        parts = self._parts_of(options)
+
+        def store_of(option: Option) -> Store | None:
+            return parts[option.name] if option.is_part else stores[option.is_far]
+
+        with on_optimizer_step(self._remember), blocks.under(options, store_of) as without:
+            self._step_fn()
+            settle(parts.values(), self._step_fn)
+            trace = self._trace()
+            for part in parts.values():
+                part.listen(trace)
+            with traced(stores.values(), trace), blocks.marked(trace), trace:
+                self._step_fn()
+            far_bytes = dict(stores[True].far_bytes)
+            ahead_bytes = {call: size for part in parts.values() for call, size in part.listen(None).items()}
+            clocks, plain = [], []
+            are_compiled = any("compile" in option.fields for option in options)
+            for _ in range(_TIMED_RUNS * (_TIMED_COMPILED if are_compiled else 1)):
+                clocks.append(self._timed(blocks))
+                with without():
+                    plain.append(self._timed(blocks))
+        total = min(clock.total for clock in plain)
+        return StepSample(trace, far_bytes, fastest(clocks), total, fastest(plain), ahead_bytes)
+
+    def _parts_of(self, options: Sequence[Option]) -> dict[str, PartitionStore]:
+        """Returns the stores of partitioned tensors, by option."""
+        names = dict.fromkeys(option.name for option in options if option.is_part)
+        for option in options:
+            if option.is_part and option.name not in self._parts:
+                self._parts[option.name] = PartitionStore(option.fields["partition"], self._min_elements)
+        return {name: self._parts[name] for name in names}
+
+    def ops(self, blocks: Blocks) -> list[list[OpTimes]]:
+        """Runs the step a few times and times each op of the blocks."""
+
+        def run() -> None:
+            for _ in range(_TIMED_RUNS):
+                self._step_fn()
+
+        return record_ops(blocks, run, partial(now, self.device))
+
+    def restricted_to(self, blocks: Blocks, numbers: Sequence[int]) -> AbstractContextManager[bool]:
+        """Yields False: a real step runs whole, since its times are measured on many blocks."""
+        del blocks, numbers
+        return nullcontext(False)
+
+    def peak(self) -> int:
+        """Returns the peak of live bytes during a step.
+
+        On CUDA it is the allocator's, with earlier allocations and temporaries of ops; elsewhere it is counted as
+        in the traced runs.
+        """
+        with on_optimizer_step(self._remember):
+            self._step_fn()
+            if self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self.device)
+                self._step_fn()
+                return int(torch.cuda.max_memory_allocated(self.device))
+            trace = self._trace()
+            with trace:
+                self._step_fn()
+        return trace.peak_bytes
+
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """Restores parameters, buffers, gradients, optimizers and random state at the end."""
+        state = TrainingState(self._model_tensors())
+        gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in self._model.parameters()]
+        try:
+            with on_optimizer_step(state.add):
+                yield
+        finally:
+            with torch.no_grad():
+                for parameter, grad, old in gradients:
+                    parameter.grad = grad
+                    if grad is not None and old is not None:
+                        grad.copy_(old)
+            state.restore()
+
+    def _remember(self, optimizer: Optimizer) -> None:
+        self._optimizers[id(optimizer)] = optimizer
+
+    def _trace(self) -> Trace:
+        trace = Trace(self.device.type, rounded=_rounded_on_cuda if self.device.type == "cuda" else None)
+        state = [
+            v
+            for o in self._optimizers.values()
+            for s in o.state.values()
+            for v in s.values()
+            if isinstance(v, torch.Tensor)
+        ]
+        gradients = [p.grad for p in self._model.parameters()]
+        trace.track([*self._model_tensors(), *gradients, *state])
+        return trace
+
+    def _timed(self, blocks: Blocks) -> StepClock:
+        clock = StepClock(self.device)
+        with blocks.marked(clock):
+            self._step_fn()
+        clock.stop()
+        return clock
+
+    def _model_tensors(self) -> Iterable[torch.Tensor]:
+        yield from self._model.parameters()
+        yield from self._model.buffers()
+
+
+@contextmanager
+def on_optimizer_step(see: Callable[[Optimizer], None]) -> Iterator[None]:
+    """Calls ``see`` with each optimizer before it steps."""
+    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: see(optimizer))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _rounded_on_cuda(num_bytes: int) -> int:
+    return -(-num_bytes // 512) * 512  # what CUDA's caching allocator hands out

@@ -1,0 +1,86 @@
+"""The trace of a step: which storages are allocated, freed and held by blocks, in which interval. Data only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple, Protocol, final
+
+OpSeconds = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float]
+"""Returns the seconds that an op takes on a device, from the op, its arguments and its result."""
+
+
+class EventKind(Enum):
+    """What happened to a storage."""
+
+    BORN = "born"
+    GONE = "gone"
+    HELD = "held"
+    RELEASED = "released"
+
+
+class Phase(Enum):
+    """The kinds of intervals into which the calls of blocks divide a step."""
+
+    FORWARD = "forward of"
+    AFTER_FORWARD = "after the forward of"
+    BACKWARD = "backward of"
+    AFTER_BACKWARD = "after the backward of"
+    BEFORE = "before the first block"
+    OPTIMIZER = "optimizer"
+
+
+class Interval(NamedTuple):
+    """A part of the step. ``call`` counts the calls of blocks in the order of forward; -1 if it belongs to none."""
+
+    phase: Phase
+    call: int = -1
+
+    @property
+    def is_of_block(self) -> bool:
+        """Whether the policy of a block determines what happens in it."""
+        return self.phase in (Phase.FORWARD, Phase.BACKWARD)
+
+
+class StorageEvent(NamedTuple):
+    """One allocation or release."""
+
+    kind: EventKind
+    storage: int
+    num_bytes: int
+    op: int
+    """The number of ops that had begun."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TraceSpan:
+    """The events from one mark to the next."""
+
+    interval: Interval
+    entries: list[StorageEvent] = field(default_factory=list)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class BlockCall:
+    """One forward of one block, and the storages that enter or leave it."""
+
+    block: int
+    arguments: list[int] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+    gradients: dict[int, int] = field(default_factory=dict)
+    """The storage of the gradient of each output, by the number of the output."""
+
+
+class TraceLog(Protocol):
+    """A traced step."""
+
+    @property
+    def stretches(self) -> list[TraceSpan]:
+        """Its intervals in the order of time; an interval may come several times."""
+
+    @property
+    def calls(self) -> list[BlockCall]:
+        """The forwards of blocks, in order."""

@@ -1,0 +1,268 @@
+"""Turns the trace of a step into programs: what a block allocates and frees, in names that hold for equal blocks.
+
+A storage that only one block sees is *private* to it: only sums of these remain. All others are *shared*: they enter or
+leave a block, or several blocks hold them. Each is named by its role for a call of the block, so that the program of
+one block fits every equal one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
+
+from graphckpt.planning.model.events import EventKind, Interval, Phase, StorageEvent, TraceLog
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+
+class Role(NamedTuple):
+    """The role of a shared storage for a call of a block, such as its second argument."""
+
+    kind: str
+    """``"argument"``, ``"output"``, ``"gradient"``, ``"made"`` in forward, ``"left"`` by backward, ``"passing"``."""
+    number: int
+
+
+class PrivateRun(NamedTuple):
+    """Events of private storages only: the peak above the level at the start, and the change of the level."""
+
+    peak: int
+    change: int
+
+
+class SharedEvent(NamedTuple):
+    """A shared storage is allocated, freed, held or released."""
+
+    kind: EventKind
+    role: Role
+    num_bytes: int
+
+
+class StorageEnd(NamedTuple):
+    """Where a storage is freed in a step: the interval, and the number of private events before it."""
+
+    interval: Interval
+    number: int
+
+
+EventProgram: TypeAlias = tuple[PrivateRun | SharedEvent, ...]
+"""The events of one interval, in order."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class BlockProgram:
+    """The events of one call of a block under one option."""
+
+    forward: EventProgram
+    backward: EventProgram
+    left: tuple[int, ...]
+    """Bytes of tensors that outlive its backward, in order; if options differ, the prediction is an estimate."""
+
+    @property
+    def holds(self) -> frozenset[Role]:
+        """The shared storages that it holds from its forward to its backward."""
+        counts: Counter[Role] = Counter()
+        for step in self.forward:
+            if isinstance(step, SharedEvent):
+                counts[step.role] += _BALANCE.get(step.kind, 0)
+        return frozenset(role for role, count in counts.items() if count > 0)
+
+
+@final
+class StepLog:
+    """A traced step, with the lifetime of each storage."""
+
+    def __init__(self, trace: TraceLog) -> None:
+        self.calls = trace.calls
+        self.intervals = list(dict.fromkeys(stretch.interval for stretch in trace.stretches))
+        self.sizes: dict[int, int] = {}
+        self._stretches = trace.stretches
+        self._entries: dict[Interval, list[StorageEvent]] = {}
+        self._where_born: dict[int, Interval] = {}
+        self._where_gone: dict[int, Interval] = {}
+        for stretch in trace.stretches:
+            self._entries.setdefault(stretch.interval, []).extend(stretch.entries)
+            for entry in stretch.entries:
+                if entry.kind is EventKind.BORN:
+                    self._where_born[entry.storage] = stretch.interval
+                    self.sizes[entry.storage] = entry.num_bytes
+                elif entry.kind is EventKind.GONE:
+                    self._where_gone[entry.storage] = stretch.interval
+        self._masked = frozenset(self._released_by_blocks())
+        self._roles: list[dict[int, Role]] = []
+        self.shared: frozenset[int] = frozenset()
+        """The storages that have a role for any call."""
+        self.ends: dict[int, StorageEnd] = {}
+        """Where non-block code releases a shared storage, if the trace shows it; a block may still hold it."""
+
+    def made(self, call: int) -> list[int]:
+        """Returns the storages that the forward of a call allocates, in order."""
+        return [e.storage for e in self.entries(Interval(Phase.FORWARD, call)) if e.kind is EventKind.BORN]
+
+    def leaving(self, call: int) -> set[int]:
+        """Returns which storages that the forward of a call allocates outlive the call, by their numbers."""
+        own = {Interval(Phase.FORWARD, call), Interval(Phase.BACKWARD, call)}
+        return {n for n, storage in enumerate(self.made(call)) if self._where_gone.get(storage) not in own}
+
+    def name_roles(self, leaving: Sequence[Collection[int]]) -> None:
+        """Names the shared storages; ``leaving`` holds, for each call, those that it allocates and that outlive it."""
+        self._roles = [self._roles_of(call, leaving[call]) for call in range(len(self.calls))]
+        self.shared = frozenset(storage for roles in self._roles for storage in roles)
+        for call, roles in enumerate(self._roles):  # allocated by one block and freed by another
+            ending = [e.storage for e in self._of(call) if e.kind is EventKind.GONE and e.storage in self.shared]
+            passing = [storage for storage in ending if storage not in roles]
+            roles.update({storage: Role("passing", number) for number, storage in enumerate(passing)})
+        self.ends = dict(self._ends())
+
+    def entries(self, interval: Interval) -> Sequence[StorageEvent]:
+        """Returns the events of an interval."""
+        return self._entries.get(interval, ())
+
+    def roles(self, call: int) -> Mapping[int, Role]:
+        """Returns the role of each shared storage of a call."""
+        return self._roles[call]
+
+    def of_backward(self) -> frozenset[int]:
+        """Returns the shared storages that were allocated in backward, or later."""
+        forward = (Phase.BEFORE, Phase.FORWARD)
+        return frozenset(
+            storage
+            for roles in self._roles
+            for storage, role in roles.items()
+            if role.kind in ("gradient", "left") and self._where_born[storage].phase not in forward
+        )
+
+    def is_gone(self, storage: int) -> bool:
+        """Whether a storage is freed before the end of the step."""
+        return storage in self._where_gone
+
+    def outside(self, interval: Interval) -> Iterator[tuple[int, StorageEvent]]:
+        """Yields the events of an interval outside of blocks, each with the number of private events before it."""
+        number = 0
+        for entry in self.entries(interval):
+            if entry.storage >= 0 and entry.kind not in _BALANCE:
+                yield number, entry
+                number += entry.storage not in self.shared
+
+    def program(self, call: int) -> BlockProgram:
+        """Returns the program of a call. Storages that are freed because a block releases them are left out."""
+        roles = self._roles[call]
+        forward, backward = (
+            tuple(_fold(_steps((e for e in self.entries(Interval(phase, call)) if not self._is_masked(e)), roles)))
+            for phase in (Phase.FORWARD, Phase.BACKWARD)
+        )
+        left = sorted((role, self.sizes[storage]) for storage, role in roles.items() if role.kind == "left")
+        return BlockProgram(forward, backward, tuple(num_bytes for _, num_bytes in left))
+
+    def _of(self, call: int) -> Iterator[StorageEvent]:
+        yield from self.entries(Interval(Phase.FORWARD, call))
+        yield from self.entries(Interval(Phase.BACKWARD, call))
+
+    def _is_masked(self, entry: StorageEvent) -> bool:
+        return entry.kind is EventKind.GONE and entry.storage in self._masked and entry.storage in self.shared
+
+    def _released_by_blocks(self) -> Iterator[int]:
+        """Yields the storages that are freed at the moment in which a block releases them."""
+        released: dict[int, int] = {}
+        for stretch in self._stretches:
+            for entry in stretch.entries:
+                if entry.kind is EventKind.RELEASED:
+                    released[entry.storage] = entry.op
+                elif entry.kind is EventKind.GONE and released.get(entry.storage) == entry.op:
+                    yield entry.storage
+
+    def _ends(self) -> Iterator[tuple[int, StorageEnd]]:
+        for interval in self.intervals:
+            number = 0
+            for entry in self.entries(interval):
+                if entry.storage in self.shared:
+                    if entry.kind is EventKind.GONE and entry.storage not in self._masked:
+                        yield entry.storage, StorageEnd(interval, number)
+                elif entry.kind not in _BALANCE:
+                    number += 1
+
+    def _roles_of(self, call: int, leaving: Collection[int]) -> dict[int, Role]:
+        border = self.calls[call]
+        roles: dict[int, Role] = {}
+        for number, storage in enumerate(border.arguments):
+            roles.setdefault(storage, Role("argument", number))
+        for number, storage in enumerate(border.outputs):
+            roles.setdefault(storage, Role("output", number))
+        for number, storage in border.gradients.items():
+            roles.setdefault(storage, Role("gradient", number))
+        made = self.made(call)
+        for number in sorted(leaving):
+            if number < len(made):
+                roles.setdefault(made[number], Role("made", number))
+        own, number = Interval(Phase.BACKWARD, call), 0
+        for entry in self.entries(own):
+            storage = entry.storage
+            if entry.kind is EventKind.BORN and storage not in roles and self._where_gone.get(storage) != own:
+                roles[storage] = Role("left", number)
+                number += 1
+        roles.pop(-1, None)
+        return roles
+
+
+def with_holds(program: BlockProgram, roles: Collection[Role]) -> BlockProgram:
+    """Returns a program that holds ``roles``, which other code releases before its backward ends.
+
+    No store reports these: the block itself has kept them alive.
+    """
+    held = program.holds
+    late = {
+        step.role: step.num_bytes
+        for step in program.backward
+        if isinstance(step, SharedEvent)
+        and step.kind is EventKind.GONE
+        and step.role in roles
+        and step.role not in held
+    }
+    if not late:
+        return program
+    forward: list[PrivateRun | SharedEvent] = [
+        SharedEvent(EventKind.HELD, r, n) for r, n in late.items() if r.kind == "argument"
+    ]
+    for step in program.forward:
+        forward.append(step)
+        if isinstance(step, SharedEvent) and step.kind is EventKind.BORN and step.role in late:
+            forward.append(SharedEvent(EventKind.HELD, step.role, step.num_bytes))
+    backward = tuple(
+        step._replace(kind=EventKind.RELEASED)
+        if isinstance(step, SharedEvent) and step.kind is EventKind.GONE and step.role in late
+        else step
+        for step in program.backward
+    )
+    return BlockProgram(tuple(forward), backward, program.left)
+
+
+_BALANCE = {EventKind.HELD: 1, EventKind.RELEASED: -1}
+
+
+def _steps(entries: Iterable[StorageEvent], roles: Mapping[int, Role]) -> Iterator[PrivateRun | SharedEvent]:
+    for entry in entries:
+        role = roles.get(entry.storage)
+        if role is not None:
+            yield SharedEvent(entry.kind, role, entry.num_bytes)
+        elif entry.kind is EventKind.BORN:
+            yield PrivateRun(entry.num_bytes, entry.num_bytes)
+        elif entry.kind is EventKind.GONE:
+            yield PrivateRun(0, -entry.num_bytes)
+
+
+def _fold(steps: Iterable[PrivateRun | SharedEvent]) -> Iterator[PrivateRun | SharedEvent]:
+    """Merges the private events between shared ones."""
+    peak = change = 0
+    for step in steps:
+        if isinstance(step, PrivateRun):
+            peak, change = max(peak, change + step.peak), change + step.change
+            continue
+        if peak or change:
+            yield PrivateRun(peak, change)
+            peak = change = 0
+        yield step
+    if peak or change:
+        yield PrivateRun(peak, change)

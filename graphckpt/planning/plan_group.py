@@ -1,0 +1,256 @@
+"""Gives the processes that run one step together the same plan.
+
+Each process measures, since all of them must run a step that contains collectives. Then one of them, the leader,
+chooses the plan and broadcasts it. The leader is the process with the highest peak; it uses the times of the process
+that is slowest within the blocks, since the others wait for that one.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, Self, final
+
+import torch.distributed as dist
+
+from graphckpt.errors import ConfigError, GraphckptError
+from graphckpt.planning.errors import GroupError, PlanError
+from graphckpt.planning.model.measured_step import MeasuredStep
+from graphckpt.planning.plan import Plan
+from graphckpt.planning.rows import PlanRow, Stage
+from graphckpt.stores.partition.rendezvous import RendezvousTimeout, exchange
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import nn
+
+_TOPIC = "graphckpt plan"
+_SECONDS_TO_REPORT = 10.0  # that a failed process waits for the others to read its error
+_SECONDS_TO_READ = 0.1  # for the others, before this process ends, which may host the store
+
+# Note [One plan for all processes]
+# The recomputation of a block issues its collectives again, so processes with different plans would deadlock. All that
+# determines how often a step runs is therefore exchanged first: the classes of equal blocks, the bytes of a real step,
+# the plan itself. Messages go through the key-value store of the group and not through its collectives: a process whose
+# step has failed is at another collective than the others, and must still be able to report its error.
+
+
+@final
+class PlanGroup:
+    """The processes that plan together. As a context manager: if one fails, all raise.
+
+    Args:
+        process_group: a group that contains this process; ``None`` is this process alone.
+    """
+
+    def __init__(self, process_group: Any = None) -> None:
+        self._group = process_group
+        self._members = [0] if process_group is None else dist.get_process_group_ranks(process_group)
+        self._is_over = False
+        self.size = len(self._members)
+        self.rank = 0 if process_group is None else process_group.rank()
+        self.leader = 0
+        """The process that chooses the plan."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if self._is_over or self.size == 1:
+            return
+        if error is None:
+            self.all_gather(None)  # no process has failed until now
+            return
+        text = str(error) if isinstance(error, GraphckptError) else f"{type(error).__name__}: {error}"
+        with suppress(RendezvousTimeout, RuntimeError):
+            self._exchange(
+                {"fault": text}, min(self._seconds, _SECONDS_TO_REPORT) if isinstance(error, Exception) else 0.0
+            )
+            time.sleep(_SECONDS_TO_READ)
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Returns the values that the processes pass, by rank.
+
+        Raises:
+            GroupError: another process has failed, has exited or did not join.
+        """
+        if self.size == 1:
+            return [value]
+        fix = "fix: plan on all processes of the group at once, or select another `group`"
+        try:
+            answers = self._exchange({"value": value}, self._seconds)
+        except RendezvousTimeout as absent:
+            self._is_over = True
+            raise GroupError(f"{absent} to plan with this process for {self._seconds:g} s · {fix}") from None
+        except RuntimeError as error:
+            self._is_over = True
+            first_line = str(error).split("\n", 1)[0]
+            raise GroupError(f"another process exited while planning together ({first_line}) · {fix}") from error
+        for member, answer in zip(self._members, answers, strict=True):
+            if "fault" in answer:
+                self._is_over = True
+                more = "" if " · fix: " in answer["fault"] else " · fix: see the error of that process"
+                raise GroupError(f"rank {member}: {answer['fault']}{more}")
+        return [answer["value"] for answer in answers]
+
+    def from_leader(self, action: Callable[[], Any]) -> Any:
+        """Returns the value that ``action`` returns on the leader; the others do not call it.
+
+        Raises:
+            PlanError: ``action`` has raised it on the leader.
+        """
+        if self.size == 1:
+            return action()
+        answer_of_leader: dict[str, Any] = {}
+        if self.rank == self.leader:
+            try:
+                answer_of_leader = {"value": action()}
+            except PlanError as error:
+                answer_of_leader = {"fault": str(error)}
+        answer = self.all_gather(answer_of_leader)[self.leader]
+        if "fault" in answer:
+            raise PlanError(answer["fault"])
+        return answer["value"]
+
+    def plan(self, action: Callable[[], Plan], known: Sequence[Mapping[str, Any]], model: nn.Module | None) -> Plan:
+        """Returns the plan that ``action`` makes on the leader; ``known`` are fields that all processes have."""
+        if self.size == 1:
+            return action()
+        return _unpacked(self.from_leader(lambda: _packed(action(), known)), known, model)
+
+    def broadcast(self, value: Any) -> Any:
+        """Returns the value that the leader passes."""
+        return self.all_gather(value)[self.leader]
+
+    def max(self, value: float) -> Any:
+        """Returns the largest value that a process passes."""
+        return max(self.all_gather(value))
+
+    def classes(self, own: Sequence[int]) -> list[int]:
+        """Returns classes of blocks such that blocks of one class are of one class on all processes."""
+        seen: dict[Any, int] = {}
+        return [seen.setdefault(each, len(seen)) for each in zip(*self.all_gather(list(own)), strict=True)]
+
+    def times(self, measured: MeasuredStep) -> MeasuredStep:
+        """Returns the measured step with the times of the process whose forwards take the longest.
+
+        Times of whole steps are no guide: processes that average gradients in backward wait for each other.
+        """
+        names = ("forward_seconds", "backward_seconds")
+        rows = self.all_gather([measured.step_seconds, *(getattr(measured, name) for name in names)])
+        _, *slowest = max(rows, key=lambda row: sum(map(sum, row[1])))
+        forward, backward = (tuple(map(tuple, table)) for table in slowest)
+        step = max(row[0] for row in rows)
+        return replace(measured, step_seconds=step, forward_seconds=forward, backward_seconds=backward)
+
+    def elect_leader(self, peak: int) -> list[str]:
+        """Makes the process whose plain step has the highest peak the leader; returns notes for the plan."""
+        peaks = self.all_gather(peak)
+        self.leader = peaks.index(max(peaks))
+        if min(peaks) == max(peaks):
+            return []
+        return [f"peaks differ between processes; planned for rank {self._members[self.leader]}, which has the highest"]
+
+    def check_equal(self, **settings: Any) -> None:
+        """Checks that all processes are about to plan the same.
+
+        Raises:
+            PlanError: a setting differs between processes.
+        """
+        rows = self.all_gather(settings)
+        for member, row in zip(self._members, rows, strict=True):
+            for name, value in row.items():
+                if value != rows[0][name]:
+                    raise PlanError(
+                        f"{name}: rank {self._members[0]} has {_short(rows[0][name])}, rank {member} {_short(value)} · "
+                        "fix: plan the same on all processes, or select those that run the same blocks by `group`"
+                    )
+
+    @property
+    def _seconds(self) -> float:
+        """The timeout of the group's store."""
+        limit: float = self._group.get_group_store().timeout.total_seconds()
+        return limit
+
+    def _exchange(self, answer: Mapping[str, Any], seconds: float) -> list[Any]:
+        text = json.dumps(answer).encode()
+        return [json.loads(each) for each in exchange(self._group, self._members, text, topic=_TOPIC, seconds=seconds)]
+
+
+def planning_group(group: Any = None) -> PlanGroup:
+    """Returns the processes of ``group``.
+
+    Args:
+        group: a ``ProcessGroup``; ``None`` is all processes, where ``torch.distributed`` is initialised; ``False`` is
+            this process alone.
+
+    Raises:
+        ConfigError: it is not a group, or this process is not in it.
+
+    >>> planning_group().size
+    1
+    """
+    if group is False:
+        return PlanGroup()
+    is_there = dist.is_available() and dist.is_initialized()
+    if group is None:
+        return PlanGroup(dist.group.WORLD if is_there and dist.get_backend() != "fake" else None)
+    if not is_there or not isinstance(group, dist.ProcessGroup):
+        is_outside = is_there and group == dist.GroupMember.NON_GROUP_MEMBER
+        what = "a group of this process" if is_outside else "a ProcessGroup"
+        raise ConfigError(f"group: expected {what}, got {group!r} · fix: use None for all processes, or False for one")
+    return PlanGroup(group)
+
+
+_PLAIN = [
+    field.name for field in fields(Plan) if field.name not in ("rows", "stages", "model", "notes", "apply_to_graph")
+]
+
+
+def _packed(plan: Plan, known: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns a plan as JSON values; values that all processes have are sent as their numbers."""
+    numbers = {id(value): number for number, value in enumerate(_values(known))}
+    rows = [
+        [
+            row.block,
+            row.option,
+            {n: _said(v, numbers) for n, v in row.fields.items()},
+            row.extra_seconds,
+            row.moved_bytes,
+        ]
+        for row in plan.rows
+    ]
+    stages = [[stage.name, stage.start_bytes, stage.peak_bytes] for stage in plan.stages]
+    return {**{name: getattr(plan, name) for name in _PLAIN}, "notes": plan.notes, "rows": rows, "stages": stages}
+
+
+def _unpacked(words: Mapping[str, Any], known: Sequence[Mapping[str, Any]], model: nn.Module | None) -> Plan:
+    values = _values(known)
+
+    def row(block: str, option: str, said: Mapping[str, Any], seconds: float, num_bytes: int) -> PlanRow:
+        fields = {name: values[value] if kind == "known" else value for name, (kind, value) in said.items()}
+        return PlanRow(block=block, option=option, fields=fields, extra_seconds=seconds, moved_bytes=num_bytes)
+
+    return Plan(
+        **{name: words[name] for name in _PLAIN},
+        rows=tuple(row(*each) for each in words["rows"]),
+        stages=tuple(Stage(name=name, start_bytes=s, peak_bytes=p) for name, s, p in words["stages"]),
+        notes=tuple(words["notes"]),
+        model=model,
+    )
+
+
+def _values(known: Sequence[Mapping[str, Any]]) -> list[Any]:
+    return [value for fields in known for value in fields.values()]
+
+
+def _said(value: Any, numbers: Mapping[int, int]) -> tuple[str, Any]:
+    return ("known", numbers[id(value)]) if id(value) in numbers else ("plain", value)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,1 @@
+"""Chooses an option for each block of a measured step."""

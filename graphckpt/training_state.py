@@ -1,0 +1,83 @@
+"""Copies what a training step changes, and restores it in place."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, final
+
+import torch
+
+from graphckpt.rng import random_devices, set_random_state, take_random_state
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch.optim import Optimizer
+
+
+class _Tensor(NamedTuple):
+    original: torch.Tensor
+    copied: torch.Tensor
+
+
+@final
+class TrainingState:
+    """Copies of tensors, optimizers and the random state of their devices.
+
+    They are restored in place, since a capture holds the addresses.
+
+    Args:
+        tensors: parameters and buffers.
+        optimizers: more of them may be added before they step.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor], optimizers: Iterable[Optimizer] = ()) -> None:
+        self.tensors = [_Tensor(tensor, tensor.detach().clone()) for tensor in tensors]
+        """Each tensor with its copy."""
+        self._optimizers: dict[Optimizer, tuple[dict[Any, dict[str, Any]], list[dict[str, Any]]]] = {}
+        for optimizer in optimizers:
+            self.add(optimizer)
+        self.random = take_random_state(random_devices(tensor for tensor, _ in self.tensors))
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Copies the state and the settings of an optimizer, unless it was added before."""
+        if optimizer not in self._optimizers:
+            states = {parameter: _copy(state) for parameter, state in optimizer.state.items()}
+            groups = [_copy({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
+            self._optimizers[optimizer] = states, groups
+
+    def optimizer_copies(self) -> Iterable[tuple[torch.Tensor, str, torch.Tensor]]:
+        """Yields parameter, key and copy of each tensor in the state of an optimizer."""
+        for states, _ in self._optimizers.values():
+            for parameter, state in states.items():
+                for key, value in state.items():
+                    if isinstance(value, _Tensor):
+                        yield parameter, key, value.copied
+
+    def restore(self) -> bool:
+        """Restores all of it. Returns whether states that optimizers have created since then were removed."""
+        has_removed = False
+        with torch.no_grad():
+            for tensor, value in self.tensors:
+                tensor.detach().copy_(value)
+        for optimizer, (states, groups) in self._optimizers.items():
+            for parameter in [p for p in optimizer.state if p not in states]:
+                del optimizer.state[parameter]
+                has_removed = True
+            for parameter, state in states.items():
+                optimizer.state[parameter].clear()
+                optimizer.state[parameter].update(_restored(state))
+            for group, settings in zip(optimizer.param_groups, groups, strict=True):
+                group.update(_restored(settings))
+        set_random_state(self.random)
+        return has_removed
+
+
+def _copy(values: dict[str, Any]) -> dict[str, Any]:
+    return {k: _Tensor(v, v.detach().clone()) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+
+
+def _restored(values: dict[str, Any]) -> dict[str, Any]:
+    for value in values.values():
+        if isinstance(value, _Tensor):
+            value.original.detach().copy_(value.copied)
+    return {key: value.original if isinstance(value, _Tensor) else value for key, value in values.items()}

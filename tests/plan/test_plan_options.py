@@ -1,0 +1,161 @@
+"""Every way to call the planner has every option, or says where it is instead."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+
+import pytest
+import torch
+from torch import nn
+
+import graphckpt
+from graphckpt import ConfigError, Graph
+from graphckpt.cli_plan import add_plan
+from graphckpt.config import planning as config_planning
+from graphckpt.graph.config import GraphConfig
+from graphckpt.planning import PlanOptions, api, measure_all
+from graphckpt.train.settings import ActivationCheckpointConfig
+
+VALUES = {
+    "offload": "disk", "host_budget": "1GiB", "blocks": ["layers.*"], "candidates": ("full",), "head": {"head": "full"},
+    "partition": True, "contiguous": True, "compile": {"backend": "eager"}, "group": False, "check": False,
+    "progress": print,
+}  # fmt: skip
+ELSEWHERE = {
+    "blocks": "a config selects them by `unit`, which the command reads",
+    "group": "in a config all processes plan, and the command is one process",
+    "progress": "in a config the log shows it, and the command has a bar",
+    "partition": "the command plans for one process",
+    "compile": "the command cannot compile for an absent device",
+    "check": "the command cannot run the step on an absent device",
+}
+
+
+class Caught(Exception):
+    """Carries the options that have arrived."""
+
+
+@pytest.fixture
+def caught(monkeypatch):
+    def catch(*args):
+        raise Caught(next(value for value in args if isinstance(value, PlanOptions)))
+
+    for owner, name in ((api, "measure_all"), (config_planning, "measure_all")):
+        monkeypatch.setattr(owner, name, catch)
+    return lambda: None
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).sum()
+
+
+class Step(Graph):
+    def __init__(self):
+        super().__init__()
+        self.model = Model()
+        self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
+
+    def build(self, x):
+        loss = self.model(x)
+        loss.backward()
+        return loss
+
+
+def arrived(action):
+    with pytest.raises(Caught) as error:
+        action()
+    return error.value.args[0]
+
+
+def test_there_is_a_value_for_every_option():
+    assert tuple(VALUES) == PlanOptions.names() == tuple(option.name for option in fields(PlanOptions))
+
+
+@pytest.mark.parametrize("name", PlanOptions.names())
+def test_plan_and_graphs_take_it(name, caught):
+    model, x = Model(), torch.ones(2, 4)
+    value = {"model.head": "full"} if name == "head" else ["model.layers.*"] if name == "blocks" else VALUES[name]
+    given = arrived(lambda: graphckpt.plan(model, lambda: None, memory_budget="min", **{name: VALUES[name]}))
+    assert getattr(given, name) == VALUES[name]
+    step = Step()
+    assert getattr(arrived(lambda: step.plan(x, memory_budget="min", **{name: value})), name) == value
+    step.config.plan_options = {name: value}
+    step.config.memory_budget = "min"
+    assert getattr(arrived(lambda: step(x)), name) == value
+
+
+@pytest.mark.parametrize("name", PlanOptions.names())
+def test_a_config_has_it(name):
+    if name not in PlanOptions.names("config"):
+        assert name in ELSEWHERE
+        return
+    value = ["full"] if name == "candidates" else VALUES[name]
+    section = ActivationCheckpointConfig(**{name: value})
+    assert getattr(section.plan_options(), name) == VALUES[name]
+
+
+@pytest.mark.parametrize("name", PlanOptions.names())
+def test_the_command_has_it(name, caught):
+    parser = argparse.ArgumentParser()
+    add_plan(parser.add_subparsers())
+    words = {"head": ["loss_head=full"], "candidates": ["full"], "contiguous": []}.get(name, [str(VALUES[name])])
+    arguments = ["plan", "--config-file", "configs/quickstart.py", "task.loss_head=True"]
+    flag = f"--{name.replace('_', '-')}"
+    if name not in PlanOptions.names("command"):
+        assert name in ELSEWHERE
+        with pytest.raises(SystemExit):
+            parser.parse_args([*arguments, flag, *words])
+        return
+    parsed = parser.parse_args([*arguments, flag, *words])
+    expected = {"loss_head": [{"rule": "full"}]} if name == "head" else VALUES[name]
+    assert getattr(arrived(lambda: parsed.run(parsed)), name) == expected
+
+
+def test_a_config_is_what_the_command_begins_with(caught):
+    parser = argparse.ArgumentParser()
+    add_plan(parser.add_subparsers())
+    word = "train.activation_checkpoint.host_budget=1GiB"
+    for flags, expected in (([], "1GiB"), (["--host-budget", "2GiB"], "2GiB")):
+        parsed = parser.parse_args(["plan", "--config-file", "configs/quickstart.py", *flags, word])
+        assert arrived(lambda parsed=parsed: parsed.run(parsed)).host_budget == expected
+
+
+def test_names_of_before_still_work_and_say_what_to_write():
+    with pytest.warns(DeprecationWarning, match=r"plan: 'rules' is deprecated · fix: candidates=\['full'\]"):
+        assert PlanOptions.of({"rules": ["full"]}, "plan").candidates == ("full",)
+    config = GraphConfig()
+    with pytest.warns(DeprecationWarning, match=r"memory_budget: a float is deprecated, got 0\.5 · fix: .*'50%'"):
+        config.memory_budget = 0.5
+    assert config.memory_budget == "50%"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ofload": True}, r"plan: there is no option 'ofload' · did you mean 'offload'\? · fix: use offload, "),
+        ({"host_budget": "12 G"}, r"host_budget: '12 G': no unit is called 'G' · fix: "),
+        ({"contiguous": "yes"}, r"contiguous: expected True or False, got 'yes' · fix: "),
+        ({"compile": "yes"}, r"compile: "),
+    ],
+)
+def test_faults_are_one_clear_error(options, message):
+    with pytest.raises(ConfigError, match=message):
+        graphckpt.plan(Model(), lambda: None, memory_budget="min", **options)
+
+
+def test_a_slab_is_in_the_plan_of_the_command_too(tmp_path):
+    planner, target = config_planning.planner_from(
+        "configs/quickstart.py", ["model.config.n_layer=2"], device="h200", options={"contiguous": True}
+    )
+    plan = planner.plan(target.memory_bytes)
+    assert all(row.fields["contiguous"] for row in plan.rows if row.block != "loss_head")
+    assert measure_all.measure_all is config_planning.measure_all
