@@ -5,18 +5,23 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from graphckpt.errors import GraphError
 from graphckpt.integrations.policies import Policies
+from graphckpt.rules import Keep
+from graphckpt.undo import put_back, replace_item
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from torch import nn
 
     from graphckpt.blocks import Handle
     from graphckpt.blocks.select import Selector
     from graphckpt.integrations.policies import Value
     from graphckpt.ledger.record import Explanation
+    from graphckpt.undo import Undo
+
+_OWN = "gradient_checkpointing"
 
 
 class PolicyCallback:
@@ -34,6 +39,7 @@ class PolicyCallback:
         self._policies = Policies(type(self).__name__, rule, unit, blocks, fields)
         self._report = report
         self._measuring = ExitStack()
+        self._disabled: Undo = []
         self.handle: Handle | None = None
         """What is in force; ``None`` unless a training is under way."""
         self.explanation: Explanation | None = None
@@ -43,6 +49,19 @@ class PolicyCallback:
         self._take_off()  # what a training that ended in an error has left
         self.explanation = None
         self.handle = self._policies.put_on(model)
+        self._disable_own_checkpointing()
+
+    def _disable_own_checkpointing(self) -> None:
+        """Switches off, until the policies are removed, checkpointing that a recomputed block does in ``__call__``.
+
+        Transformers before 5.23 does it there, around the forward that a policy replaces, so that no policy would act.
+        """
+        for wrapper in self.handle._wrappers if self.handle is not None else ():
+            block = wrapper.module
+            if block is None or isinstance(wrapper.rule, Keep) or type(block).__call__ is nn.Module.__call__:
+                continue
+            if block.__dict__.get(_OWN):
+                replace_item(block.__dict__, _OWN, False, self._disabled)
 
     def _measure(self) -> None:
         """Has the coming step watched op by op until :meth:`_look`, if nothing has shown yet what is kept."""
@@ -62,6 +81,7 @@ class PolicyCallback:
 
     def _take_off(self) -> None:
         self._measuring.close()
+        put_back(self._disabled)
         if self.handle is not None:
             self.handle.remove()
             self.handle = None
