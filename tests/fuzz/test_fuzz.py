@@ -83,6 +83,7 @@ def test_a_script_runs_by_itself(tmp_path: Path) -> None:
     assert "fuzz" not in script.read_text()
 
 
+@pytest.mark.slow
 def test_workers_share_the_seeds_of_a_run() -> None:
     words = [sys.executable, Path(__file__).parent / "run.py", "--seeds", "0:6", "--workers", "2"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)

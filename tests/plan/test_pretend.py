@@ -107,6 +107,7 @@ def test_the_command_plans_a_config_for_another_device(tmp_path, capsys):
     assert set(plan.blocks) <= {f"transformer.h.{n}" for n in range(4)}
 
 
+@pytest.mark.slow
 def test_the_command_cuts_the_head_in_slices(tmp_path):
     words = ["model.config.n_layer=2", "train.train_micro_batch_size=16", "task.loss_head=True"]
     saved = tmp_path / "plan.yaml"
