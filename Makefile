@@ -47,8 +47,9 @@ LOWEST_TORCH ?= 2.13.0
 # transformers 5.17.0 calls what torch 2.13 has deprecated since.
 LOWEST_WARNINGS := -W 'ignore:`torch.jit.script`:DeprecationWarning'
 lowest: $(LOWEST)/.installed
-	OMP_NUM_THREADS=1 $(LOWEST)/bin/pytest $(XDIST) $(LOWEST_WARNINGS) $(LOWEST_TESTS)
-LOWEST_TESTS ?= tests/capture tests/graph tests/integrations tests/rules/test_rule_backward.py tests/blocks/test_blocks_rival.py
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/pytest $(XDIST) -m "not slow or multi_process" $(LOWEST_WARNINGS) $(LOWEST_TESTS)
+LOWEST_TESTS ?= tests/capture tests/graph tests/integrations tests/blocks/test_blocks_rival.py \
+    tests/rules/test_rule_backward.py tests/rules/test_rule_architectures.py
 
 $(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
 	$(PYTHON) -m venv $(LOWEST)
