@@ -35,11 +35,10 @@ unit: $(INSTALLED)
 slow: $(INSTALLED)
 	$(PYTEST) -m slow
 
-# Every backward in a fresh context, as CUDA's thread for it has one: what a CPU can show of that.
+# Every backward in a fresh context, as CUDA's thread for it has one: what a CPU can show of that. Not in other processes.
 fresh-context: $(INSTALLED)
-	PYTHONPATH=tests $(PYTEST) -p fresh_context $(FRESH)
-FRESH ?= tests/rules/test_rule_backward.py tests/rules/test_rule_excluded.py tests/rules/test_rule_arguments.py \
-    tests/rules/test_rule_joined.py tests/capture tests/graph
+	PYTHONPATH=tests $(PYTEST) -p fresh_context -m "not slow and not multi_process" $(FRESH)
+FRESH ?= tests
 
 # The lowest releases that pyproject.toml allows, in an environment of their own. torch is the one exception: PyPI has
 # 2.11.0 for CUDA only, which takes gigabytes; where PyTorch's own index can be reached, LOWEST_TORCH=2.11.0 tests it.

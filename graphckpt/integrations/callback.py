@@ -54,7 +54,7 @@ class PolicyCallback:
     def _disable_own_checkpointing(self) -> None:
         """Switches off, until the policies are removed, checkpointing that a recomputed block does in ``__call__``.
 
-        Transformers before 5.23 does it there, around the forward that a policy replaces, so that no policy would act.
+        Transformers 5.17 does it there, around the forward that a policy replaces, so that no policy would act.
         """
         for wrapper in self.handle._wrappers if self.handle is not None else ():
             block = wrapper.module

@@ -153,7 +153,7 @@ def test_transformers_own_checkpointing_is_noticed_and_set_aside(tmp_path: Path)
 
 def test_checkpointing_in_call_is_switched_off_where_a_policy_recomputes(tmp_path: Path) -> None:
     class ChecksItself(nn.Linear):
-        """A layer that checkpoints around its forward, as those of Transformers before 5.23 do."""
+        """A layer that checkpoints around its forward, as those of Transformers 5.17 do."""
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             if self.gradient_checkpointing:
