@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from thinning import slow_unless
 
 from fuzz.apart import execute_apart
 from fuzz.documented import DOCUMENTED
@@ -23,7 +24,9 @@ FULL = (("", (("activation_checkpointing", "True"),)),)
 CHUNK = 25
 
 
-@pytest.mark.parametrize("first", range(0, 400, CHUNK))
+@pytest.mark.parametrize(
+    "first", [pytest.param(first, marks=slow_unless(first < 200)) for first in range(0, 400, CHUNK)]
+)
 def test_fixed_seeds(first: int) -> None:
     outcomes = {seed: execute(generate(seed)) for seed in range(first, first + CHUNK)}
     assert {seed: outcome for seed, outcome in outcomes.items() if outcome.failed} == {}
