@@ -1,5 +1,6 @@
 # Two commands do everything: `make demo` (install, train, show the result), `make test` (install, check, test).
-# Before a release also: `make docs` (the site, into build/site), `make wheel` (build it, install it, use it).
+# Before a release also: `make slow` (the tests that `make test` leaves out; `make test-all` runs both parts in one),
+# `make docs` (the site, into build/site), `make wheel` (build it, install it, use it). `.ci/run` runs everything.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -7,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 SITE := $(VENV)/.installed-site
 LOWEST ?= .venv-lowest
 
-.PHONY: demo test lint format unit fresh-context lowest gpu fuzz interrupts docs wheel clean
+.PHONY: demo test test-all lint format unit slow fresh-context lowest gpu fuzz interrupts docs wheel clean
 
 # PASSIVE: threads that wait do not spin; with another process on the two cores that is several times faster.
 demo: $(INSTALLED)
@@ -15,33 +16,39 @@ demo: $(INSTALLED)
 
 test: lint unit
 
+test-all: lint $(INSTALLED)
+	$(PYTEST) -m ""
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-unit: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -q
+# Groups: the tests of several processes share one of the two workers, so that one set of ranks runs at a time.
+XDIST := -n 2 --dist loadgroup -q
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest $(XDIST)
 
-# Every backward in a fresh context, as CUDA's thread for it has one: what a CPU can show of that.
+unit: $(INSTALLED)
+	$(PYTEST)
+
+slow: $(INSTALLED)
+	$(PYTEST) -m slow
+
+# Every backward in a fresh context, as CUDA's thread for it has one: what a CPU can show of that. Not in other processes.
 fresh-context: $(INSTALLED)
-	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/pytest -n 2 --dist worksteal -q -p fresh_context $(FRESH)
-FRESH ?= tests/rules/test_rule_backward.py tests/rules/test_rule_excluded.py tests/rules/test_rule_arguments.py \
-    tests/rules/test_rule_joined.py tests/capture tests/graph
+	PYTHONPATH=tests $(PYTEST) -p fresh_context -m "not slow and not multi_process" $(FRESH)
+FRESH ?= tests
 
 # The lowest releases that pyproject.toml allows, in an environment of their own. torch is the one exception: PyPI has
 # 2.11.0 for CUDA only, which takes gigabytes; where PyTorch's own index can be reached, LOWEST_TORCH=2.11.0 tests it.
 LOWEST_TORCH ?= 2.13.0
 # transformers 5.17.0 calls what torch 2.13 has deprecated since.
 LOWEST_WARNINGS := -W 'ignore:`torch.jit.script`:DeprecationWarning'
-# Not right there yet, see docs/limits.md.
-LOWEST_FAILS := \
-    --deselect tests/integrations/test_trainer_callback.py::test_transformers_own_checkpointing_is_noticed_and_set_aside \
-    --deselect tests/integrations/test_integrations_two_ranks.py::test_callbacks_on_two_ranks_change_no_bit
 lowest: $(LOWEST)/.installed
-	OMP_NUM_THREADS=1 $(LOWEST)/bin/pytest -n 2 --dist worksteal -q $(LOWEST_WARNINGS) $(LOWEST_FAILS) \
-	    tests/capture tests/graph tests/integrations tests/rules/test_rule_backward.py
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/pytest $(XDIST) -m "not slow or multi_process" $(LOWEST_WARNINGS) $(LOWEST_TESTS)
+LOWEST_TESTS ?= tests/capture tests/graph tests/integrations tests/blocks/test_blocks_rival.py \
+    tests/rules/test_rule_backward.py tests/rules/test_rule_architectures.py
 
 $(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
 	$(PYTHON) -m venv $(LOWEST)

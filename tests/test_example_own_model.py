@@ -30,6 +30,7 @@ def test_model_data_and_config_are_under_30_lines() -> None:
     assert len(lines) < 30
 
 
+@pytest.mark.slow
 def test_it_learns_and_checkpoints_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     done = run_script("graphckpt", "train", "--config-file", str(FILES[1]), "train.device=cpu", folder=tmp_path)

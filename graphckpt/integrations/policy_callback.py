@@ -12,6 +12,8 @@ from torch import nn
 from graphckpt.blocks import BlockConfig, Handle, apply
 from graphckpt.blocks.find_layers import layers
 from graphckpt.errors import ConfigError, GraphError
+from graphckpt.rules import Keep
+from graphckpt.undo import put_back, replace_item
 from graphckpt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -20,10 +22,12 @@ if TYPE_CHECKING:
     from graphckpt.blocks.select import Selector
     from graphckpt.ledger.record import Explanation
     from graphckpt.rules import Rule
+    from graphckpt.undo import Undo
 
     Value = Mapping[str, Any] | Rule | bool | str | None
 
 _FLAG = "activation_checkpointing"
+_OWN_FLAG = "gradient_checkpointing"
 
 
 @final
@@ -96,6 +100,7 @@ class PolicyCallback:
         self._policies = CallbackPolicies(type(self).__name__, rule, unit, blocks, fields)
         self._report = report
         self._measuring = ExitStack()
+        self._disabled: Undo = []
         self.handle: Handle | None = None
         """What is in force; ``None`` unless a training is under way."""
         self.explanation: Explanation | None = None
@@ -105,6 +110,19 @@ class PolicyCallback:
         self._take_off()  # what a training that ended in an error has left
         self.explanation = None
         self.handle = self._policies.install(model)
+        self._disable_own_checkpointing()
+
+    def _disable_own_checkpointing(self) -> None:
+        """Disables, until the policies are removed, checkpointing that a recomputed block does in ``__call__``.
+
+        Transformers 5.17 does it there, around the forward that a policy replaces, so that the policy has no effect.
+        """
+        for wrapper in self.handle._wrappers if self.handle is not None else ():
+            block = wrapper.module
+            if block is None or isinstance(wrapper.rule, Keep) or type(block).__call__ is nn.Module.__call__:
+                continue
+            if block.__dict__.get(_OWN_FLAG):
+                replace_item(block.__dict__, _OWN_FLAG, False, self._disabled)
 
     def _measure(self) -> None:
         """Has the coming step watched op by op until :meth:`_look`, if nothing has shown yet what is kept."""
@@ -124,6 +142,7 @@ class PolicyCallback:
 
     def _take_off(self) -> None:
         self._measuring.close()
+        put_back(self._disabled)
         if self.handle is not None:
             self.handle.remove()
             self.handle = None

@@ -174,7 +174,7 @@ def saved_and_gradients(model: nn.Module) -> tuple[int, dict[str, Any]]:
     return saved, {name: copy.deepcopy(parameter.grad) for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_share_saves_less_and_changes_no_bit(backend: str) -> None:
     """Not even with dropout, whose mask the compiler's own knob draws anew in backward."""
     found = {}
@@ -292,6 +292,7 @@ def test_layers_of_transformers_save_less_and_change_no_bit(name: str) -> None:
     assert differing(found[0.0], found[1.0]) == []
 
 
+@pytest.mark.slow
 def test_layers_may_save_different_shares() -> None:
     """More of them than the compiler takes for one code by itself; those with the same share are compiled once."""
     counter = CompileCounterWithBackend("aot_eager")

@@ -16,6 +16,7 @@ import pytest
 import torch
 from policies import HOLES, NESTED, ON_CHAIN
 from tape import TapeRunner
+from thinning import is_chosen, slow_unless
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import ZOO, chain
@@ -124,8 +125,18 @@ def test_the_first_three_calls_are_real_steps() -> None:
     assert captured(graph).num_captured == 1
 
 
-@pytest.mark.parametrize("kind", [k for k in ZOO if k not in ("counts", "codebook", "lstm")])
-@pytest.mark.parametrize("policy", ["none", *ON_CHAIN, *HOLES])
+CAPTURED_KINDS = [kind for kind in ZOO if kind not in ("counts", "codebook", "lstm")]
+POLICY_NAMES = ["none", *ON_CHAIN, *HOLES]
+
+
+@pytest.mark.parametrize(
+    ("policy", "kind"),
+    [
+        pytest.param(p, k, marks=slow_unless(is_chosen((p, k, 0), POLICY_NAMES, CAPTURED_KINDS, range(3))))
+        for p in POLICY_NAMES
+        for k in CAPTURED_KINDS
+    ],
+)
 def test_every_rule_in_a_recording(policy: str, kind: str) -> None:
     """Not of modules that replace what they read next time, nor of the CPU's LSTM, whose state has no address."""
     rules = {"none": {}, **ON_CHAIN, **HOLES}[policy]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from thinning import slow_unless
 
 from fuzz.apart import execute_apart
 from fuzz.documented import DOCUMENTED
@@ -24,7 +25,9 @@ OFFLOADED = (("", (("offload", "FakeHost(copies=ThreadCopies())"), ("min_element
 CHUNK = 25
 
 
-@pytest.mark.parametrize("first", range(0, 400, CHUNK))
+@pytest.mark.parametrize(
+    "first", [pytest.param(first, marks=slow_unless(first < 200)) for first in range(0, 400, CHUNK)]
+)
 def test_fixed_seeds(first: int) -> None:
     outcomes = {seed: execute(generate(seed)) for seed in range(first, first + CHUNK)}
     assert {seed: outcome for seed, outcome in outcomes.items() if outcome.failed} == {}
@@ -85,6 +88,7 @@ def test_a_script_runs_by_itself(tmp_path: Path, policies: Any) -> None:
     assert "fuzz" not in script.read_text()
 
 
+@pytest.mark.slow
 def test_workers_share_the_seeds_of_a_run() -> None:
     words = [sys.executable, Path(__file__).parent / "run.py", "--seeds", "0:6", "--workers", "2"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 from transformers import (
     BertConfig,
@@ -18,6 +19,8 @@ from transformers import (
     GPT2LMHeadModel,
     HfArgumentParser,
     Trainer,
+    TrainerControl,
+    TrainerState,
     TrainingArguments,
 )
 
@@ -51,10 +54,10 @@ def bert() -> BertForSequenceClassification:
     return BertForSequenceClassification(BertConfig(vocab_size=64, max_position_embeddings=64, **sizes))
 
 
-def gpt2() -> GPT2LMHeadModel:
+def gpt2(**more: Any) -> GPT2LMHeadModel:
     torch.manual_seed(0)
     sizes = {"n_layer": LAYERS, "n_embd": 32, "n_head": 2, "n_positions": 64, "vocab_size": 64}
-    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM"))
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM", **more))
 
 
 def arguments(folder: Path, **more: Any) -> TrainingArguments:
@@ -146,6 +149,29 @@ def test_transformers_own_checkpointing_is_noticed_and_set_aside(tmp_path: Path)
     assert set(runs.values()) == {6}  # the last one by Transformers' own, and none of them twice again
     assert callback.explanation is not None
     assert [row.reruns for row in callback.explanation.rows if ".h." in row.block] == [1, 1, 1, 0]
+
+
+def test_checkpointing_in_call_is_switched_off_where_a_policy_recomputes(tmp_path: Path) -> None:
+    class ChecksItself(nn.Linear):
+        """A layer that checkpoints around its forward, as those of Transformers 5.17 do."""
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            if self.gradient_checkpointing:
+                return checkpoint(super().__call__, *args, use_reentrant=False, **kwargs)
+            return super().__call__(*args, **kwargs)
+
+    model = nn.Sequential(*(ChecksItself(4, 4) for _ in range(3)))
+    for layer in model:
+        layer.gradient_checkpointing = True
+    callback = GraphckptCallback(rule=None, blocks={"0": True, "1": False})
+    with pytest.warns(UserWarning, match="own checkpointing is on as well"):
+        callback.on_train_begin(arguments(tmp_path), TrainerState(), TrainerControl(), model=model)
+    model(torch.ones(2, 4)).sum().backward()
+    assert [layer.gradient_checkpointing for layer in model] == [False, True, True]
+    assert callback.handle is not None
+    assert [row.reruns for row in callback.handle.explain(show=False).rows][:2] == [1, 0]
+    callback.on_train_end(arguments(tmp_path), TrainerState(), TrainerControl())
+    assert [layer.gradient_checkpointing for layer in model] == [True] * 3
 
 
 def test_a_training_that_ended_in_an_error_can_be_started_again(tmp_path: Path) -> None:

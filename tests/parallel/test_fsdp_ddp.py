@@ -72,6 +72,5 @@ def compare(rank: int) -> None:
 
 
 @pytest.mark.multi_process
-@pytest.mark.slow
 def test_same_bits_on_two_ranks(tmp_path: Path) -> None:
     launch(compare, 2, tmp_path)

@@ -391,9 +391,10 @@ def knows_meshes(rank: int) -> None:
 
 
 @pytest.mark.multi_process
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("check", "num_ranks"), [(two_ranks, 2), (four_ranks, 4)], ids=lambda v: getattr(v, "__name__", v)
+    ("check", "num_ranks"),
+    [(two_ranks, 2), pytest.param(four_ranks, 4, marks=pytest.mark.slow)],
+    ids=lambda v: getattr(v, "__name__", v),
 )
 def test_cut_over_ranks(check: Callable[[int], None], num_ranks: int, tmp_path: Path) -> None:
     launch(check, num_ranks, tmp_path)

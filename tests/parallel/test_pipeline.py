@@ -119,7 +119,6 @@ def near_one_process(rank: int) -> None:
 
 
 @pytest.mark.multi_process
-@pytest.mark.slow
 def test_each_stage_has_its_policies_and_the_bits_of_none(tmp_path: Path) -> None:
     launch(compare, 4, tmp_path)
 

@@ -98,7 +98,6 @@ def two_stages(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.multi_process
-@pytest.mark.slow
 def test_two_stages_learn_what_one_process_does(place: Path) -> None:  # noqa: F811
     (place / "llama.py").write_text(LLAMA)
     run("moved", *SIX, *STILL, UNTIED, *ALL_HELD_OUT, hooks=(StopAfter(2),))

@@ -30,7 +30,7 @@ from graphckpt.errors import ConfigError
 from graphckpt.graph.clip import clip_grad_norm
 from graphckpt.train.parallel.tp_plan import shard_model, tensor_parallel_plan
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+pytestmark = [pytest.mark.multi_process]
 
 _TOKENS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 _SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
@@ -164,6 +164,7 @@ def drop(rank: int, folder: Path) -> None:
         assert rank == 0 or torch.equal(first, state) == is_common
 
 
+@pytest.mark.slow
 def test_dropout_is_the_same_with_policies_and_differs_between_heads(tmp_path: Path) -> None:
     run_on_ranks(drop, tmp_path)
 
@@ -204,6 +205,7 @@ def refuse(rank: int, folder: Path) -> None:
         shard_model(gpt2(n_head=3, n_embd=18, n_inner=25), mesh)
 
 
+@pytest.mark.slow
 def test_norms_are_those_of_one_process_and_wrong_sizes_come_at_once(tmp_path: Path) -> None:
     run_on_ranks(both, tmp_path)
 

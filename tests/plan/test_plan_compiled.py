@@ -95,7 +95,7 @@ def peak_of(model, step):
     return live.peak_bytes
 
 
-@pytest.mark.parametrize("build", [stack, gpt2])
+@pytest.mark.parametrize("build", [stack, pytest.param(gpt2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("share", ["80%", "50%"])
 def test_a_plan_takes_what_it_says(build, share):
     model, step = build()
@@ -291,6 +291,7 @@ def test_a_graph_takes_over_how_its_blocks_are_compiled():
     assert compiled_of(step) == [None] * 5
 
 
+@pytest.mark.slow
 def test_a_graph_plans_again_what_its_layers_save():
     step = Step(stack()[0])
     step.config.plan_options = {"compile": AOT}

@@ -11,6 +11,7 @@ import random
 import pytest
 import torch
 from architectures import ARCHITECTURES
+from thinning import slow_unless
 from torch import nn
 
 import graphckpt
@@ -71,7 +72,10 @@ def plans(num_blocks, num_options, count, seed=0):
     return uniform + [[rng.randrange(num_options) for _ in range(num_blocks)] for _ in range(count)]
 
 
-@pytest.mark.parametrize("architecture", CASES, ids=lambda a: a.name)
+FAST = {"albert", "llama", "resnet"}
+
+
+@pytest.mark.parametrize("architecture", [pytest.param(a, id=a.name, marks=slow_unless(a.name in FAST)) for a in CASES])
 def test_predicted_is_tracked(architecture, monkeypatch):
     monkeypatch.setattr(real_step, "_TIMED_RUNS", 1)
     model = architecture.build()

@@ -107,6 +107,7 @@ def test_the_command_plans_a_config_for_another_device(tmp_path, capsys):
     assert set(plan.blocks) <= {f"transformer.h.{n}" for n in range(4)}
 
 
+@pytest.mark.slow
 def test_the_command_cuts_the_head_in_slices(tmp_path):
     words = ["model.config.n_layer=2", "train.train_micro_batch_size=16", "task.loss_head=True"]
     saved = tmp_path / "plan.yaml"
@@ -123,7 +124,7 @@ def test_the_command_cuts_the_head_in_slices(tmp_path):
     ("words", "message"),
     [
         (["--head", "loss_head"], "--head: expected NAME=RULE, got 'loss_head' · fix: --head loss_head=tiles:8:sum"),
-        (["--head", "loss_head=tiles:8:avg"], "reduce 'avg' is unknown"),
+        (["--head", "loss_head=tiles:8:avg"], "reduce: expected 'sum', 'mean' or None, got 'avg'"),
         (["--head", "loss_head=full:8"], "rule 'full' has no setting 'num_tiles'"),
         (["--head", "loss_head=tiles:8:sum"], "there is no block 'loss_head'"),
         (["--device", "h2000"], "did you mean 'h200'"),

@@ -115,6 +115,7 @@ def test_an_op_that_is_a_part_of_another_or_not_is_refused_under_autocast(functi
         steps(model, x)
 
 
+@pytest.mark.slow
 def test_all_ops_of_pytorch_compute_the_same() -> None:
     script = Path(__file__).with_name("op_samples.py")
     ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)

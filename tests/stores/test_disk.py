@@ -319,6 +319,7 @@ def run(code, *arguments):
     return [int(word) for word in done.stdout.split()]
 
 
+@pytest.mark.slow
 def test_resident_memory_grows_by_the_bound_and_not_by_what_is_kept(tmp_path):
     plain, _ = run(PUT_20, tmp_path, "without")
     grown, most = run(PUT_20, tmp_path, "with")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import threading
 import time
@@ -14,6 +15,7 @@ import pytest
 import torch
 from helpers.thread_copies import FakeHost, ThreadCopies
 from policies import HOLES, NESTED, ON_CHAIN, put
+from thinning import is_chosen, slow_unless
 from torch import nn
 from zoo import ZOO, chain, differing, plain_steps, run_steps
 
@@ -54,16 +56,17 @@ What a store sees of a policy are tensors to keep, in an order; tests/rules has 
 """
 
 
+ON_DEVICE_OR_NOT = ["slab", "disk", "cpu"]
+
+
 @pytest.mark.parametrize(
-    ("policy", "kind"),
+    ("policy", "kind", "store"),
     [
-        (policy, kind)
-        for policy in {**ON_CHAIN, **HOLES}
-        for kind in ZOO
-        if kind in VARIED or policy in {"keep", "full", "selective", "every second child kept"}
+        pytest.param(*case, marks=slow_unless(is_chosen(case, {**ON_CHAIN, **HOLES}, ZOO, ON_DEVICE_OR_NOT)))
+        for case in itertools.product({**ON_CHAIN, **HOLES}, ZOO, ON_DEVICE_OR_NOT)
+        if case[1] in VARIED or case[0] in {"keep", "full", "selective", "every second child kept"}
     ],
 )
-@pytest.mark.parametrize("store", ["slab", "disk", "cpu"])
 def test_same_bits_as_the_plain_step(policy: str, kind: str, store: str) -> None:
     plain = plain_steps(kind)
     model = chain(kind)

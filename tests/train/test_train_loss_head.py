@@ -145,6 +145,7 @@ train.evaluation.update(eval_period=3, eval_iter=1)
 """
 
 
+@pytest.mark.slow
 def test_a_run_in_slices_has_a_lower_floor_and_the_same_losses(place, capsys):
     (place / "tiny.py").write_text(CONFIG + WIDE, encoding="utf-8")
     assert train("train.output_dir=plain", "task.loss_head=False") == 0
