@@ -52,7 +52,7 @@ def start(rank: Callable[..., None], args: tuple[Any, ...], num_ranks: int) -> N
 
 def _rank(rank: int, port: int, num_ranks: int, work: Callable[..., None], folder: str, args: Any, joins: bool) -> None:
     torch.set_num_threads(1)
-    step_recorder.draw = lambda explanation, path: Path(path).touch()  # a picture takes as long as all else of a small run
+    step_recorder.draw = lambda explanation, path: Path(path).touch()  # a plot takes as long as a run
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if joins:

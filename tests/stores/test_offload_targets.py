@@ -16,7 +16,7 @@ from torch import nn
 
 import graphckpt
 from graphckpt import ConfigError, Disk, Host
-from graphckpt.planning.candidates import candidates
+from graphckpt.planning.candidates import options
 from graphckpt.stores import Offload, offload_targets, parse_offload
 
 PACKAGE = """
@@ -98,7 +98,7 @@ def test_an_installed_target_is_used_by_its_name(packages: Path) -> None:
     assert (row.place, row.bytes_after, row.bytes_disk >= row.bytes_before > 0) == ("elsewhere", 0, True)
     assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), expected, strict=True))
     assert parse_offload("elsewhere:/a/folder").folder == "/a/folder"  # type: ignore[union-attr]
-    assert "full + disk" in [option.name for option in candidates("elsewhere")]
+    assert "full + disk" in [option.name for option in options("elsewhere")]
 
 
 def test_the_rates_of_a_target_are_its_own(packages: Path) -> None:
