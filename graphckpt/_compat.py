@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 __all__ = [
     "FakeTensors", "NoValueError", "WithoutValues", "abandon_capture", "all_gather_bytes", "assert_on_device",
     "at_end_of_backward", "autograd_sequence_number", "backward_within", "clear_cublas_workspaces",
-    "early_stop_in_force", "forget_fake",
-    "forget_half_a_step", "has_function_modes", "is_fake", "is_transformed", "is_watched", "num_dispatch_modes",
+    "current_backward", "early_stop_in_force", "forget_fake", "forget_half_a_step",
+    "has_function_modes", "is_fake", "is_transformed", "is_watched", "num_dispatch_modes",
     "num_function_modes", "override_stale_capture_stream", "packed_shard", "pop_dispatch_mode", "pop_function_mode",
     "pop_saved_tensor_hooks", "push_saved_tensor_hooks", "pytree", "saved_tensor_hooks_in_force",
     "share_version_counter", "silence_capturable", "storage_of", "torch_version", "unseen_by_modes",
@@ -85,6 +85,9 @@ pop_function_mode = _pop_torch_function_stack
 
 autograd_sequence_number = _get_sequence_nr
 """Returns the number of autograd nodes that this thread has made: it is the same for all tensors that one op saves."""
+
+current_backward = torch._C._current_graph_task_id
+"""Returns the number of the backward that this thread works for, ``-1`` outside of one."""
 
 
 def is_fake(value: Any) -> bool:

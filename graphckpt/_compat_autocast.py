@@ -1,4 +1,4 @@
-"""Calls ops below dispatch modes as PyTorch calls them without one: with what autocast does in their kernels."""
+"""Calls ops and functions below dispatch modes as PyTorch calls them without one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch._C import (
     _SetExcludeDispatchKeyGuard,
 )
 
-__all__ = ["call_with_autocast"]
+__all__ = ["above_dispatch_modes", "call_with_autocast"]
+
 
 # Note [Autocast below a dispatch mode]
 # Before it calls a mode, PyTorch sets aside all that comes before kernels, autocast among it, and so also for what a
@@ -25,6 +26,12 @@ __all__ = ["call_with_autocast"]
 
 _PARTS = {"aten::_euclidean_dist": "aten::cdist", "aten::_trilinear": "aten::bilinear"}
 _PART_OR_WHOLE = {"aten::linalg_pinv": "aten::pinverse"}
+_AUTOGRAD = (
+    DispatchKey.AutogradFunctionality,
+    DispatchKey.AutogradOther,
+    DispatchKey.AutogradNestedTensor,
+    DispatchKey.ADInplaceOrView,
+)
 _NOTHING = nullcontext()
 
 
@@ -55,6 +62,19 @@ def call_with_autocast(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     other = _SetExcludeDispatchKeyGuard(others[0], False) if others else _NOTHING
     with _SetExcludeDispatchKeyGuard(key, False), other:
         return func(*args, **kwargs)
+
+
+def above_dispatch_modes() -> Any:
+    """Returns a context, to be entered below a dispatch mode, in which autograd and autocast are in force again.
+
+    Autocast is as it was when Python called the op that the mode is called for.
+    """
+    include = torch._C._dispatch_tls_local_include_set()  # without the mode that is called
+    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+        exclude = torch._C._dispatch_tls_local_exclude_set()
+    for key in _AUTOGRAD:  # which Python's `randn_like` sets aside before it calls the op
+        exclude = exclude.remove(key)
+    return torch._C._ForceDispatchKeyGuard(include, exclude)
 
 
 @functools.cache

@@ -36,7 +36,12 @@ class Moving:
         present = self.owner.get(self.key)
         if isinstance(present, nn.Parameter):
             return nn.Parameter(value.clone(), requires_grad=present.requires_grad)
-        return value.clone() if self.in_place else value
+        if not self.in_place:
+            return value
+        fresh = value.clone()
+        if isinstance(present, torch.Tensor) and present.is_leaf:  # such as a parameter of `functional_call`
+            fresh.requires_grad_(present.requires_grad)
+        return fresh
 
 
 @final

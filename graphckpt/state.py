@@ -176,16 +176,13 @@ class ModuleState:
         """Returns ``snapshot`` with the values of all places that moved since ``watch``, and the places."""
         moved: list[tuple[Moving, Any]] = []
         for owner, key, tensor, before in watch.tensors:
-            if owner.get(key) is not tensor:
-                moved.append(
-                    (
-                        Moving(owner, key, in_place=False),
-                        tensor.detach().requires_grad_(tensor.requires_grad),
-                    )
-                )
-            elif any(owner is own for own, _ in self._renormalized) or (
+            is_edited = any(owner is own for own, _ in self._renormalized) or (
                 watch.was_written(tensor) if is_fake(tensor) else not _same_bits(tensor, before)
-            ):
+            )
+            if owner.get(key) is not tensor:
+                value = before if is_edited else tensor.detach()
+                moved.append((Moving(owner, key, in_place=False), value.requires_grad_(tensor.requires_grad)))
+            elif is_edited:
                 moved.append((Moving(owner, key, in_place=True), before))
         moved += self._moving_unseen(watch, [place for place, _ in moved])
         for owner, attributes in watch.attributes:

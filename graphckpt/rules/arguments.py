@@ -39,6 +39,13 @@ class _Given(NamedTuple):
     def is_edited(self) -> bool:
         return not self.tensor.is_inference() and self.tensor._version != self.version
 
+    def as_edited(self) -> torch.Tensor:
+        """Returns the tensor as it was, which forward may edit."""
+        assert self.copied is not None
+        traits = Traits(self.tensor)
+        traits.requires_grad = self.copied.requires_grad  # an edit may change that of the tensor
+        return as_edited(self.copied, traits)
+
 
 @final
 class Arguments:
@@ -115,10 +122,7 @@ class Arguments:
         elif not moved <= self.edited:
             self.drop()
             raise RecomputeError(edits_argument(frame.site.name, frame.name_of(min(moved - self.edited))))
-        if self.edited:
-            groups = [group for group in alias_groups(tensors) if not self.edited.isdisjoint(group)]
-            self.edited |= {position for group in groups for position in group}
-            self._aliases = [Aliases(frame, [each for each in tensors if each[0] in group]) for group in groups]
+        self._find_aliases(frame, tensors)
         if learning:
             for each in given:
                 is_edited = each.position in self.edited
@@ -141,6 +145,10 @@ class Arguments:
             RecomputeError: One was edited in place since.
         """
         taken: list[Any] = []
+        if self._given:  # a backward within the original forward, which may edit others yet
+            copied = [each for each in self._given if each.copied is not None]
+            self.edited |= {each.position for each in copied if each.is_edited()} - self._own.keys()
+            self._find_aliases(frame, [(each.position, each.tensor) for each in self._given])
         for position, leaf in enumerate(self._leaves):
             taken.append(taken[leaf.position] if isinstance(leaf, Same) else self._take(frame, position, leaf, undo))
         for aliases in self._aliases:
@@ -171,16 +179,22 @@ class Arguments:
             return None  # filled in by `assemble`
         if isinstance(leaf, Handed):
             return leaf.of(frame.before)  # type: ignore[arg-type]
-        if isinstance(leaf, torch.Tensor):  # a backward within the original forward of a first call
-            given = next(each for each in self._given if each.position == position)
-            assert given.copied is not None
-            return as_edited(given.copied, Traits(leaf)) if given.is_edited() else leaf
+        for each in self._given:
+            if each.position == position and each.copied is not None:
+                return each.as_edited() if position in self.edited else each.tensor
         if not isinstance(leaf, Argument):
             return leaf
         tensor = leaf.take(undo, is_edited=position in self.edited)
         if tensor is None:
             raise RecomputeError(edited(frame.site.name, f"its argument `{frame.name_of(position)}`"))
         return tensor
+
+    def _find_aliases(self, frame: Frame, tensors: list[tuple[int, torch.Tensor]]) -> None:
+        """Finds the arguments that share memory with one that forward edits, and so are edited with it."""
+        if self.edited:
+            groups = [group for group in alias_groups(tensors) if not self.edited.isdisjoint(group)]
+            self.edited |= {position for group in groups for position in group}
+            self._aliases = [Aliases(frame, [each for each in tensors if each[0] in group]) for group in groups]
 
     def _find_own(self, frame: Frame, snapshot: Snapshot, tensors: list[tuple[int, torch.Tensor]]) -> None:
         """Finds the arguments that are tensors of the block's own modules which its forward edits."""

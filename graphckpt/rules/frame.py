@@ -24,7 +24,8 @@ from graphckpt.rules.guard import Guard
 from graphckpt.rules.handed import Handed, Returned, last_returned, tensors_in
 from graphckpt.rules.kept import Slot
 from graphckpt.rules.mismatch import differs, edited, edits_argument, edits_module
-from graphckpt.rules.passes import Contexts, Run, SecondRun, Stop, running, unseen
+from graphckpt.rules.passes import Contexts, Run, SecondRun, Stop, keep_rest_around, running, unseen
+from graphckpt.rules.stored import StoredCall
 from graphckpt.stores import DeviceStore
 
 if TYPE_CHECKING:
@@ -44,8 +45,8 @@ class Frame:
 
     __slots__ = (
         "__weakref__", "_ambient", "_arguments", "_early_stop", "_function", "_is_complete", "_joins", "_random",
-        "_slots", "_snapshot", "_state", "_strict", "_watch", "before", "contexts", "devices", "group", "handed",
-        "holes", "original", "outer", "site",
+        "_rest", "_slots", "_snapshot", "_state", "_strict", "_watch", "before", "contexts", "devices", "group",
+        "handed", "holes", "original", "outer", "site",
     )  # fmt: skip
 
     def __init__(
@@ -72,6 +73,7 @@ class Frame:
         """The original forward while it runs; after that, the one around it."""
         self._function = function
         self._is_complete = False
+        self._rest: StoredCall | None = None
         self._watch: Watch | None = None
         self._slots: list[weakref.ref[Slot]] = []
         self.group: Group | None = None
@@ -111,12 +113,32 @@ class Frame:
             self._settle(returned, learning=learning)
             if moving is not None:
                 state.remember(self._snapshot, moving)
-        last_returned.set(Returned(self, output))
+        last_returned.set(Returned(self, output) if self._rest is None else None)
         return output
 
+    @property
+    def keeps_rest(self) -> bool:
+        """Whether what the block saves is kept by now; see :meth:`keep_rest`."""
+        return self._rest is not None
+
+    def keep_rest(self) -> None:
+        """Keeps what the block saves from now on, as a backward is running inside of its original forward.
+
+        A recomputation ends before that backward: one that repeated it could meet the nodes of the graph in another
+        order, as autograd runs them by when they were made.
+        """
+        if self._rest is None and not self._is_complete:
+            self._rest = StoredCall(self.site, self.group, self.outer)
+            self.site.note(
+                "its forward runs a backward: what the block saves from there on is kept, and only what it saves "
+                "before is recomputed"
+            )
+
     @never_compiled
-    def pack(self, tensor: torch.Tensor) -> Slot:
+    def pack(self, tensor: torch.Tensor) -> object:
         """Answers autograd, which wants ``tensor`` saved."""
+        if self._rest is not None:
+            return self._rest.pack(tensor)
         slot = Slot(tensor)
         self._slots.append(weakref.ref(slot))
         if self.contexts is not None:
@@ -124,8 +146,12 @@ class Frame:
         return slot
 
     @never_compiled
-    def unpack(self, slot: Slot) -> torch.Tensor:
+    def unpack(self, slot: Any) -> torch.Tensor:
         """Gives autograd the tensor back, running the block again if need be."""
+        keep_rest_around(self)
+        if not isinstance(slot, Slot):
+            assert self._rest is not None
+            return self._rest.unpack(slot)
         if slot.value is None:
             self._run_again()
         value, slot.value = slot.value, None
@@ -183,6 +209,8 @@ class Frame:
         for hole in self.holes:
             hole.settle(self._snapshot)
         self._is_complete = True
+        if self._rest is not None:
+            self._rest.keep_filled()
         if self.contexts is not None:
             self.contexts.settle(self)
         if self.group is not None:
@@ -203,8 +231,7 @@ class Frame:
         if recorder is not None:
             recorder.second_run(self.site.name)
         try:
-            # A backward within forward comes before the first run has made all of its slots.
-            early_stop = not hands_on and (self._early_stop or not self._is_complete)
+            early_stop = not hands_on and (self._early_stop or self._rest is not None)
             run = SecondRun(self, self._slots, early_stop=early_stop, hands_on=hands_on)
             try:
                 self._second_run(run)

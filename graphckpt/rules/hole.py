@@ -10,7 +10,7 @@ from torch import nn
 
 from graphckpt.objects import take_objects
 from graphckpt.rng import set_random_state, take_random_state
-from graphckpt.rules.argument import own_attributes
+from graphckpt.rules.argument import Traits, own_attributes
 from graphckpt.rules.frame import Frame
 from graphckpt.rules.guard import Guard
 from graphckpt.rules.kept import Kept
@@ -33,21 +33,20 @@ if TYPE_CHECKING:
 class HoleCall:
     """One call of a kept child in a first run, and how to answer for it in the second."""
 
-    __slots__ = ("__weakref__", "_handles", "_is_differentiated", "_leaves", "_random", "_site", "_spec", "_versions")
+    __slots__ = ("_handles", "_leaves", "_random", "_site", "_spec", "_versions")
 
     def __init__(self, site: Site, output: Any, frame: Frame, random: RandomState) -> None:
         self._site = site
         self._random = random
-        self._is_differentiated = False
         leaves, self._spec = flatten_value(output)
-        self._handles = [_watch_node(leaf, self) for leaf in leaves if _has_history(leaf)]
+        self._handles = [_watch_node(leaf, frame) for leaf in leaves if _has_history(leaf)]
         self._versions = [
             (leaf.detach(), leaf._version)
             for leaf in leaves
             if isinstance(leaf, torch.Tensor) and not leaf.is_inference()
         ]
         self._leaves: list[Any] | None = [
-            Kept(leaf, frame, frame.outer) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+            _Output(leaf, frame) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
         ]
         if any(_is_special(leaf) for leaf in leaves):
             self._leaves = None
@@ -60,8 +59,8 @@ class HoleCall:
     def settle(self, snapshot: Snapshot) -> None:
         """Decides after the original forward whether the recomputation can be handed the outputs.
 
-        It cannot where the parent has edited one in place or has taken gradients through the child, and where the
-        child sets attributes of its modules, which the parent may read.
+        It cannot where the parent has edited one in place, and where the child sets attributes of its modules, which
+        the parent may read.
         """
         attributes = {id(place.owner) for place, _ in snapshot.moving if not place.in_place}
         if self._has_changed() or (attributes and not attributes.isdisjoint(self._site.state.attribute_ids())):
@@ -71,7 +70,7 @@ class HoleCall:
             self._handles.pop().remove()
 
     def _has_changed(self) -> bool:
-        return self._is_differentiated or any(tensor._version != version for tensor, version in self._versions)
+        return any(tensor._version != version for tensor, version in self._versions)
 
     def answer(self) -> tuple[bool, Any]:
         """Returns ``(True, output)``, or ``(False, None)`` if the child has to run again after all."""
@@ -79,12 +78,28 @@ class HoleCall:
             return False, None
         leaves = []
         for leaf in self._leaves:
-            tensor = leaf.take() if isinstance(leaf, Kept) else leaf
-            if tensor is None and isinstance(leaf, Kept):
+            tensor = leaf.take() if isinstance(leaf, _Output) else leaf
+            if tensor is None and isinstance(leaf, _Output):
                 return False, None
             leaves.append(tensor)
         set_random_state(self._random)
         return True, build_value(self._spec, leaves)
+
+
+@final
+class _Output:
+    """A tensor that a kept child has returned."""
+
+    __slots__ = ("_kept", "_traits")
+
+    def __init__(self, tensor: torch.Tensor, frame: Frame) -> None:
+        self._kept = Kept(tensor, frame, frame.outer)
+        self._traits = Traits(tensor)
+
+    def take(self) -> torch.Tensor | None:
+        """Returns the tensor, with a history if it had one; ``None`` if it was edited in place since."""
+        tensor = self._kept.take()
+        return None if tensor is None else self._traits.give_to(tensor.detach())
 
 
 @final
@@ -132,14 +147,14 @@ def _has_history(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
 
 
-def _watch_node(tensor: torch.Tensor, call: HoleCall) -> Any:
-    """Notes in ``call`` when a backward gets to what has made ``tensor``."""
-    found = weakref.ref(call)
+def _watch_node(tensor: torch.Tensor, frame: Frame) -> Any:
+    """Tells ``frame`` when a backward inside of its forward gets to what has made ``tensor``."""
+    found = weakref.ref(frame)
 
     def note(_: Any) -> None:
-        call = found()
-        if call is not None:
-            call._is_differentiated = True
+        frame = found()
+        if frame is not None:
+            frame.keep_rest()
 
     return tensor.grad_fn.register_prehook(note)  # type: ignore[union-attr]
 
@@ -172,8 +187,7 @@ def run_hole(site: Site, function: Callable[..., Any], args: Sequence[Any], kwar
         if stored is not None:
             stored.seal()
         is_repeated = inputs is not None and inputs.are_edited()
-        for run in first_runs:
-            frame = run.frame
+        for frame in (run.frame for run in first_runs if not run.frame.keeps_rest):
             call = RepeatedCall(site.name) if is_repeated else None
             frame.holes.append(call or HoleCall(site, output, frame, take_random_state(frame.devices)))
     return output
@@ -197,7 +211,7 @@ def _run_alone(site: Site, function: Callable[..., Any], args: Sequence[Any], kw
 
 
 def _stored(site: Site) -> StoredCall | None:
-    return None if isinstance(site.store, DeviceStore) else StoredCall(site)
+    return None if isinstance(site.store, DeviceStore) else StoredCall(site, site.open_group())
 
 
 def _runs_around(run: Run | None) -> list[Run]:
@@ -219,10 +233,7 @@ def _ask(run: SecondRun, site: Site) -> tuple[bool, Any]:
         raise holes_differ(frame.site.name, call.name if call else None, site.name)
     answered, output = call.answer()
     if not answered:
-        site.note(
-            "it is recomputed: it edits its arguments or sets attributes, or its parent edits its output or takes "
-            "gradients through it"
-        )
+        site.note("it is recomputed: it edits its arguments or sets attributes, or its parent edits its output")
     return answered, output
 
 

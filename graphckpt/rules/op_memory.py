@@ -12,12 +12,13 @@ All this shows in the first call of a block; calls like it follow the recipe tha
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 
 from graphckpt._compat import pytree, storage_of, version_sharing_detach
+from graphckpt._compat_autocast import above_dispatch_modes
 from graphckpt.errors import RecomputeError
 from graphckpt.rng import set_random_state, take_random_state
 from graphckpt.rules.kept import Kept, KeptResult
@@ -117,11 +118,13 @@ class OpMemory:
         self.results[key] = KeptResult(kept, spec, versions, random)
         self._keys.append(key)
 
-    def hand_back(self, key: Key) -> Any:
+    def hand_back(self, key: Key, frame: Frame) -> Any:
         """Returns what an op has returned, or ``None`` if that is not kept."""
         result = self.results.get(key)
         try:
-            leaves = result.take() if result is not None else None
+            # the block around, if it is the one that keeps the result, may have to be recomputed for it
+            with nullcontext() if frame.outer is None else above_dispatch_modes():
+                leaves = result.take() if result is not None else None
         except RecomputeError:  # the block around keeps it, and says that it was edited in place: the op runs again
             return None
         if result is None or leaves is None:

@@ -132,7 +132,7 @@ class HandBack(Counting):
 
     def _call(self, func: Op, args: Any, kwargs: dict[str, Any]) -> Any:
         key = self._key(func)
-        output = self._memory.hand_back(key) if self._memory.hands_back(func) else None
+        output = self._memory.hand_back(key, self._frame) if self._memory.hands_back(func) else None
         return call_with_autocast(func, args, kwargs) if output is None else output
 
 
@@ -154,7 +154,7 @@ class HandBackInOrder(Mode):
         act = recipe.acts[position]
         if act is Act.LEAVE_OUT and self._leaves_out:
             return recipe.without_values(position, args)
-        output = self._memory.hand_back(recipe.keys[position]) if act is Act.HAND_BACK else None
+        output = self._memory.hand_back(recipe.keys[position], self._frame) if act is Act.HAND_BACK else None
         if output is not None:
             return output
         if func in BY_SIZE and isinstance(args[0], WithoutValues):

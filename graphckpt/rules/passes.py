@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol, final
 
-from graphckpt._compat import WithoutValues, autograd_sequence_number
+from graphckpt._compat import WithoutValues, autograd_sequence_number, current_backward
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.rules.kept import may_be_filled_later
 from graphckpt.rules.mismatch import Fault
@@ -46,12 +46,14 @@ class Contexts(Protocol):
 class Run:
     """A pass through a block's forward that is going on in this thread."""
 
-    __slots__ = ("again", "frame", "is_active", "outer")
+    __slots__ = ("again", "backward", "frame", "is_active", "outer")
 
     def __init__(self, frame: Frame, outer: Run | None, *, again: bool) -> None:
         self.frame = frame
         self.outer = outer
         self.again: bool = again or (outer is not None and outer.again)
+        self.backward = current_backward()
+        """The backward that it is a part of, if it is."""
         self.is_active = False
         """Whether it is going on now."""
 
@@ -69,6 +71,17 @@ def innermost(frame: Frame) -> Run | None:
     while run is not None and not run.is_active:
         run = run.outer
     return run
+
+
+def keep_rest_around(frame: Frame) -> None:
+    """A backward wants tensors of ``frame``: the original forwards that it runs inside of keep all from now on."""
+    run = innermost(frame)
+    if run is not None:
+        backward = current_backward()
+        while run is not None:
+            if run.backward != backward:  # else the engine itself asks, within a recomputation
+                run.frame.keep_rest()
+            run = run.outer
 
 
 def unseen(run: Run | None) -> AbstractContextManager[None]:

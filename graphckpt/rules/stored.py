@@ -1,4 +1,4 @@
-"""One call of a block that does not run again, but keeps what autograd saves of it in a store."""
+"""One call of a block, or the rest of one, that does not run again, but keeps what autograd saves of it in a store."""
 
 from __future__ import annotations
 
@@ -19,13 +19,20 @@ if TYPE_CHECKING:
 
 @final
 class StoredCall:
-    """The pair of hooks around the call."""
+    """The pair of hooks around the call.
 
-    __slots__ = ("_unfilled", "_unfilled_op", "group", "site")
+    Args:
+        site: The block.
+        group: What belongs together in its store.
+        outer: Hooks around the block that its tensors pass through, in place of its store.
+    """
 
-    def __init__(self, site: Site) -> None:
+    __slots__ = ("_outer", "_unfilled", "_unfilled_op", "group", "site")
+
+    def __init__(self, site: Site, group: Group | None, outer: Any = None) -> None:
         self.site = site
-        self.group: Group | None = site.open_group()
+        self.group = group
+        self._outer = outer
         self._unfilled: list[_Filled] = []
         self._unfilled_op = -1
 
@@ -33,12 +40,12 @@ class StoredCall:
     def pack(self, tensor: torch.Tensor) -> Kept | _Filled:
         """Answers autograd, which wants ``tensor`` saved."""
         if self._unfilled and self._unfilled_op != autograd_sequence_number():
-            self._keep_filled()
+            self.keep_filled()
         if self.site.fills_saved and may_be_filled_later(tensor):
             self._unfilled_op = autograd_sequence_number()
             self._unfilled.append(_Filled(tensor))
             return self._unfilled[-1]
-        return Kept(tensor, self, None)
+        return Kept(tensor, self, self._outer)
 
     @never_compiled
     def unpack(self, kept: Kept | _Filled) -> torch.Tensor:
@@ -56,10 +63,10 @@ class StoredCall:
 
     def seal(self) -> None:
         """The call is over."""
-        self._keep_filled()
+        self.keep_filled()
         self.site.store.close_group(self.group)
 
-    def _keep_filled(self) -> None:
+    def keep_filled(self) -> None:
         """The ops have run that may have filled what they had saved before."""
         while self._unfilled:
             self._unfilled.pop(0).keep(self)
@@ -79,7 +86,7 @@ class _Filled:
         """Returns what stands for the tensor in the store."""
         if self._kept is None:
             assert self._tensor is not None
-            self._kept, self._tensor = Kept(self._tensor, call, None), None
+            self._kept, self._tensor = Kept(self._tensor, call, call._outer), None
         return self._kept
 
 
