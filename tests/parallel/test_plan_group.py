@@ -129,7 +129,7 @@ def part(rank: int, folder: Path) -> None:
 
 
 def predictions_hold() -> None:
-    """Whatever is mixed, the peak is to the byte as foretold."""
+    """The predicted peak of every mix is exact."""
     case = Case(*[Layer] * 3)
     case.x = shared(case.x)[0]
     options = with_partition(options_of(only=["full", {"rule": "selective", "save": "matmul"}]), True)
