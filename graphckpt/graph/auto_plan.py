@@ -54,12 +54,8 @@ class AutoPlan:
         memory_budget: Budget,
         options: PlanOptions | Mapping[str, Any],
     ) -> Plan:
-        """Plans for inputs like these."""
-        where = f"{self._step.name}.plan"
-        given = options.group if isinstance(options, PlanOptions) else options.get("group")
-        with planning_group(given) as group:
-            wanted = PlanOptions.of(options, where)
-            found = self._plan(fields, build, args, kwargs, memory_budget, wanted, group)
+        """Returns a plan for inputs like these, which is not applied yet."""
+        found = self._plan(fields, build, args, kwargs, memory_budget, options)
         self._is_unapplied = True
         self._step.readiness.is_settled = False
         return replace(found, apply_to_graph=self._apply)
@@ -71,9 +67,15 @@ class AutoPlan:
         args: Any,
         kwargs: dict[str, Any],
         memory_budget: Budget,
-        options: PlanOptions,
-        group: PlanGroup,
+        options: PlanOptions | Mapping[str, Any],
     ) -> Plan:
+        given = options.group if isinstance(options, PlanOptions) else options.get("group")
+        with planning_group(given) as group:
+            wanted = PlanOptions.of(options, f"{self._step.name}.plan")
+            real = RealStep(_Roots(self._step.roots), lambda: self._step.call(fields, build, args, kwargs))
+            return self._plan_step(real, memory_budget, wanted, group)
+
+    def _plan_step(self, real: RealStep, memory_budget: Budget, options: PlanOptions, group: PlanGroup) -> Plan:
         step = self._step
         if not step.update.optimizers:
             raise GraphError(f"{step.name}.plan: an evaluation graph saves nothing · fix: plan the training graph")
@@ -90,7 +92,6 @@ class AutoPlan:
         if step.recorded is not None:  # a plan drops the captures; until then their memory would count as taken
             step.recorded.release()
             torch.cuda.empty_cache()
-        real = RealStep(model, lambda: step.call(fields, build, args, kwargs))
         with step.bare():
             return plan_step(real, model, blocks, memory_budget, options, group, unchanged(step))
 
@@ -133,7 +134,7 @@ class AutoPlan:
         if key == self._in_force:
             return
         if key not in self._plans:
-            self._plans[key] = self.plan(fields, build, args, kwargs, config.memory_budget, config.plan_options)
+            self._plans[key] = self._plan(fields, build, args, kwargs, config.memory_budget, config.plan_options)
         self._apply(self._plans[key])
         self._in_force = key
 

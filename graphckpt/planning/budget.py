@@ -22,7 +22,7 @@ def check_budget(budget: Budget) -> int | str:
     """Returns ``budget`` if it can be read; a float becomes a percentage.
 
     Raises:
-        ConfigError: it is no size, no percentage and no word with a meaning.
+        ConfigError: it is neither a size nor a percentage nor a known word.
 
     >>> check_budget("12GiB"), check_budget("50%")
     ('12GiB', '50%')

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from weakref import ref
+
 import pytest
 import torch
 from torch import nn
@@ -124,6 +127,21 @@ def test_removing_a_plan_restores_the_flags_of_before():
     assert step.model.layers[5].config.fields() == {"activation_checkpointing": True}
     assert step.model.layers[5].up.config.fields() == {"offload": "disk"}
     assert [layer.config.fields() for layer in step.model.layers[:5]] == [{}] * 5
+
+
+def test_a_graph_that_was_planned_dies_with_its_last_reference():
+    step = made()
+    step.config.memory_budget = "min"
+    step(X)
+    assert step.explain(show=False)
+    alive = ref(step._step)
+    gc.collect()
+    gc.disable()
+    try:
+        del step
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_selectors_choose_what_is_planned():

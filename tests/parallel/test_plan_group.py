@@ -129,7 +129,7 @@ def part(rank: int, folder: Path) -> None:
 
 
 def predictions_hold() -> None:
-    """Whatever is mixed, the peak is to the byte as foretold."""
+    """The predicted peak of every mix is exact."""
     case = Case(*[Layer] * 3)
     case.x = shared(case.x)[0]
     options = with_partition(options_of(only=["full", {"rule": "selective", "save": "matmul"}]), True)
@@ -165,7 +165,13 @@ def parts_take_less(rank: int) -> None:
     assert shared(policies(found)) == [policies(found)] * 2
     with found.apply():
         assert peaks[1] <= case.peak() <= between
-    raises(None, 0, lambda: case.plan("min", partition=True, group=False), ConfigError, "have to plan together")
+    raises(
+        None,
+        0,
+        lambda: case.plan("min", partition=True, group=False),
+        ConfigError,
+        "expected the ranks to plan together",
+    )
     with pytest.raises(ConfigError, match=r"Plan\.save: .* · fix: partition=True"):
         case.plan("min", **FULL, partition=dist.group.WORLD, check=False).save(
             f"plan of {rank}.yaml"
@@ -284,7 +290,7 @@ def fail(rank: int, folder: Path) -> None:
     raises(rank, 1, lambda: case.plan("min", **FULL), ValueError, "rank 1: ValueError: out of data · fix: see the")
     dist.all_reduce = reduce
     layer.runs_left = -1
-    raises(None, 0, lambda: case.plan(plain // 4, **FULL), PlanError, "no plan fits · the least possible is")
+    raises(None, 0, lambda: case.plan(plain // 4, **FULL), PlanError, "no plan fits · the lowest possible peak is")
     raises(
         None, 0, lambda: case.plan("50%" if rank else "min"), PlanError, "memory_budget: rank 0 has 'min', rank 1 'a"
     )

@@ -1,4 +1,4 @@
-"""Layers that are compiled are planned as they run then: the bytes are foretold, and the code runs."""
+"""Compiled layers are planned as they run: the bytes are predicted, and the compiled code runs."""
 
 from __future__ import annotations
 

@@ -59,6 +59,7 @@ def test_layers_are_compiled_where_the_config_says_so(place):
         ),
         ([f"{BUDGET}=150%"], "memory_budget: expected above 0% and up to 100%, got '150%'"),
         ([f"{BUDGET}=12G"], "no unit is called 'G'"),
+        ([f"{BUDGET}=min", "train.activation_checkpoint.host_budget=12G"], "host_budget: '12G': no unit is called 'G'"),
         ([f"{BUDGET}=1KiB"], "no plan fits"),
         ([f"{BUDGET}=min", "train.activation_checkpoint.blocks={h.0: true}"], "the plan chooses, and blocks is set"),
         ([f"{BUDGET}=min", "train.dist.pipeline_parallel_size=2"], "the stages of a pipeline have different blocks"),

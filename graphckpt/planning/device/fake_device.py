@@ -64,7 +64,7 @@ class FakeDevice:
             stack.enter_context(swapped(torch.utils, {"swap_tensors": self._swap}))
             stack.enter_context(self._tensors)
             stack.enter_context(self._functions)
-            stack.enter_context(backward_within(self._functions))  # a second run must meet the same kernels
+            stack.enter_context(backward_within(self._functions))  # the recomputation must use the same kernels
             self._entered.append(stack.pop_all())
         return self
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 import torch
@@ -122,12 +123,13 @@ class _BlockHooks:
         self._stack = stack
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.is_grad_enabled() and not self._listener.is_in_block:
+        listener = self._listener  # all that a hook on a tensor keeps alive
+        if torch.is_grad_enabled() and not listener.is_in_block:
             tensors = _tensors(flatten_call(args, kwargs)[0])
-            call = self._listener.begin_call(self._block, tensors)
+            call = listener.begin_call(self._block, tensors)
             at_end = [tensor for tensor in tensors if tensor.requires_grad and not tensor.is_leaf]
             for tensor in at_end:
-                tensor.register_hook(_BackwardEndHook(self._listener, call))
+                tensor.register_hook(lambda _: listener.backward_ends(call))
             if not at_end:
                 self._watch_parameters(module, call)
 
@@ -138,7 +140,7 @@ class _BlockHooks:
             call = self._listener.end_call(tensors)
             for number, tensor in enumerate(tensors):
                 if tensor.requires_grad:
-                    tensor.register_hook(_GradientHook(self._listener, call, number))
+                    tensor.register_hook(partial(self._listener.gradient_of, call, number))
 
     def _watch_parameters(self, module: nn.Module, call: int) -> None:
         """Parameter gradients are the only sign that the backward of a first block is over."""
@@ -146,31 +148,6 @@ class _BlockHooks:
             if parameter.requires_grad:
                 hook = parameter.register_post_accumulate_grad_hook(lambda _: self._listener.parameter_done(call))
                 self._stack.callback(hook.remove)
-
-
-@final
-class _GradientHook:
-    """Reports the gradient of an output."""
-
-    def __init__(self, listener: StepListener, call: int, output: int) -> None:
-        self._at = call, output
-        self._listener = listener
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        self._listener.gradient_of(*self._at, gradient)
-
-
-@final
-class _BackwardEndHook:
-    """Reports the gradient of an argument: the backward of the block is over."""
-
-    def __init__(self, listener: StepListener, call: int) -> None:
-        self._listener = listener
-        self._call = call
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        del gradient
-        self._listener.backward_ends(self._call)
 
 
 def _tensors(leaves: Iterable[Any]) -> list[torch.Tensor]:

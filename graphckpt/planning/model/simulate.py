@@ -44,16 +44,16 @@ class EventSeq:
 
     Args:
         steps: the events.
-        walked: a cache of outcomes, shared by all intervals that may have equal events.
+        outcomes: a cache of outcomes, shared by all intervals that may have equal events.
     """
 
     __slots__ = ("_outcomes", "_steps", "storages")
 
-    def __init__(self, steps: Iterable[PrivateRun | Change], walked: OutcomeCache | None = None) -> None:
+    def __init__(self, steps: Iterable[PrivateRun | Change], outcomes: OutcomeCache | None = None) -> None:
         self._steps = tuple(steps)
         self.storages = tuple(dict.fromkeys(step.storage for step in self._steps if isinstance(step, Change)))
         """The shared storages of the events."""
-        self._outcomes = ({} if walked is None else walked).setdefault(self._renumbered(), {})
+        self._outcomes = ({} if outcomes is None else outcomes).setdefault(self._renumbered(), {})
 
     def __iter__(self) -> Iterator[PrivateRun | Change]:
         return iter(self._steps)

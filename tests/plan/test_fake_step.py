@@ -38,7 +38,7 @@ def made(num_layers=7):
 
 
 @pytest.fixture(scope="module")
-def pretended():
+def simulated():
     device = FakeDevice(load_profile("cpu"))
     with device:
         model, optimizer, step = made()
@@ -49,14 +49,14 @@ def pretended():
     return measure(fake, Blocks(find_blocks(model, None)), NEAR), runs, model
 
 
-def test_equal_layers_are_run_in_a_shorter_stack(pretended):
-    known, runs, model = pretended
+def test_equal_layers_are_run_in_a_shorter_stack(simulated):
+    known, runs, model = simulated
     assert runs == [7, len(NEAR)], "all layers once, and as many as there are options"
     assert len(model.model.layers) == 7
     assert not known.notes
 
 
-def test_it_foretells_what_the_real_step_takes(monkeypatch):
+def test_it_predicts_the_bytes_of_the_real_step(monkeypatch):
     monkeypatch.setitem(RealStep.sample.__globals__, "_TIMED_RUNS", 1)
     by_hand = options(False, ["full", *({"rule": "selective", "save": save} for save in ("attention", "matmul"))])
     by_hand += options(False, [{"rule": "selective", "save": "matmul+attention"}])[1:]  # levels depend on times

@@ -96,7 +96,7 @@ def test_predicted_is_tracked(architecture, monkeypatch):
     for choice in joined(planner, 4):
         plan = planner.to_plan(choice, choice.peak)
         really = tracked(plan.blocks)
-        # a bound where blocks leave something to a loss that is not foretold, or have buffers that are set back
+        # a bound where blocks leave something to a loss that is not predicted, or have buffers that are set back
         assert 0 <= choice.peak - really <= (0.02 if known.notes or list(model.buffers()) else 0.001) * really, plan
 
 
