@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from graphckpt.blocks.apply import Handle, apply
-from graphckpt.blocks.config import BlockConfig
+from graphckpt.blocks.config import BlockConfig, fields_of
 from graphckpt.blocks.proxy import Block, unwrap
 from graphckpt.blocks.select import Selector, select
 from graphckpt.errors import ConfigError, bullets
@@ -130,9 +130,6 @@ def _policies_by_name(model: Any, policies: Policies) -> dict[str, dict[str, Any
     for selector, value in policies.items():
         for name, _ in select(chain, selector):
             config = BlockConfig(name)
-            config.update(dict(value) if isinstance(value, Mapping) and "rule" not in value else {_FLAG: value})
+            config.update(fields_of(value))
             found[name] = {**found.get(name, {}), **config.fields()}
     return found
-
-
-_FLAG = "activation_checkpointing"

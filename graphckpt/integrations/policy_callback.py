@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 from torch import nn
 
 from graphckpt.blocks import BlockConfig, Handle, apply
+from graphckpt.blocks.config import fields_of
 from graphckpt.blocks.layers import layers
 from graphckpt.errors import ConfigError, GraphError
 from graphckpt.units import format_bytes
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from graphckpt.rules import Rule
 
     Value = Mapping[str, Any] | Rule | bool | str | None
-
-_FLAG = "activation_checkpointing"
 
 
 @final
@@ -51,11 +50,11 @@ class CallbackPolicies:
     ) -> None:
         self._owner = owner
         self._unit = unit
-        self._fields = {_FLAG: rule, **(fields or {})}
+        self._fields = {"activation_checkpointing": rule, **(fields or {})}
         self._blocks = dict(blocks or {})
         BlockConfig(owner).update(self._fields)
         for selector, value in self._blocks.items():
-            BlockConfig(f"{owner}.blocks[{selector!r}]").update(_as_fields(value))
+            BlockConfig(f"{owner}.blocks[{selector!r}]").update(fields_of(value))
 
     def apply_to(self, model: nn.Module) -> Handle:
         """Applies the policies to ``model``.
@@ -67,7 +66,7 @@ class CallbackPolicies:
         if any(value is not None for value in self._fields.values()):
             rules = dict.fromkeys(self._units(model), self._fields)
         for selector, value in self._blocks.items():
-            rules[selector] = {**rules.pop(selector, {}), **_as_fields(value)}  # last, so that it comes on top
+            rules[selector] = {**rules.pop(selector, {}), **fields_of(value)}  # last, so that it comes on top
         return apply(model, rules)
 
     def _units(self, model: nn.Module) -> list[Selector]:
@@ -150,10 +149,6 @@ def saved_metrics(seen: Explanation) -> dict[str, float]:
         "graphckpt/disk_bytes": float(seen.bytes_disk),
     }
     return metrics if seen.peak_bytes is None else {**metrics, "graphckpt/peak_bytes": float(seen.peak_bytes)}
-
-
-def _as_fields(value: Value) -> dict[str, Any]:
-    return dict(value) if isinstance(value, Mapping) and "rule" not in value else {_FLAG: value}
 
 
 def _of_class(model: nn.Module, selector: Selector) -> list[Selector]:
