@@ -15,7 +15,7 @@ from graphckpt.errors import ConfigError
 from graphckpt.train.batch_sizes import batch_sizes
 from graphckpt.train.settings import TrainConfig
 
-_ITERATIONS = 3  # of libai's 20: the second is the first that holds all of AdamW's state, the third goes on from it
+_ITERATIONS = 3  # of libai's 20: the second is the first that holds all of AdamW's state, the third starts from it
 _SET = {
     "train.train_epoch": 0,
     "train.train_samples": None,

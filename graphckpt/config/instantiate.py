@@ -63,7 +63,7 @@ class DeferredCall:
 def instantiate(node: Any, **further: Any) -> Any:
     """Makes the call that ``node`` describes, after those among its arguments, at any depth.
 
-    What describes no call comes back as it is, except that omegaconf containers become lists and dicts.
+    Anything but a call is returned as it is, except that omegaconf containers become lists and dicts.
 
     Args:
         node: a ``LazyCall`` node, a mapping with ``_target_``, or anything else.

@@ -26,7 +26,7 @@ def folders(config: DictConfig, path: Path) -> tuple[list[Path], list[str]]:
     beside = path.resolve().parent
     named = config.get(KEY)
     if not isinstance(named, str):
-        return [beside], []  # of what is no text, the schema tells
+        return [beside], []  # the schema reports values that are not text
     folder = Path(named).expanduser().resolve()
     if not folder.is_dir():
         return [beside], [f"{KEY}: {named}: no such folder · fix: name the folder of the modules: {KEY}=folder"]

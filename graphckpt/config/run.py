@@ -42,7 +42,7 @@ def trainer_from(
         overrides: words such as ``"optim.lr=3e-4"``; they win over the file and over ``fast_dev_run``.
         fast_dev_run: a run of a few small iterations, in a temporary folder unless ``overrides`` name one; its report
             says what was made smaller.
-        resume: go on from the last snapshot in the output folder.
+        resume: resume from the last snapshot in the output folder.
         eval_only: the trainer will evaluate and not train; the config beside its results stays.
 
     Raises:
