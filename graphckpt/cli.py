@@ -12,8 +12,8 @@ from rich.console import Console
 from graphckpt.cli_plan import add_plan, add_profile_device
 from graphckpt.errors import GraphckptError
 
-_FAULT = 2  # exit code for what the user can mend; argparse's own
-_INTERRUPTED = 130  # exit code after Ctrl-C: 128 + SIGINT, as shells have it
+_FAULT = 2  # exit code for user errors, as in argparse
+_INTERRUPTED = 130  # exit code after Ctrl-C: 128 + SIGINT, as in shells
 
 _TRAIN_EXAMPLES = """\
 examples:
@@ -28,18 +28,18 @@ examples:
   graphckpt train --config-file configs/quickstart.py \\
       'train.activation_checkpoint.blocks={"transformer.h.*": {"activation_checkpointing": "selective"}}'
 
-A key that does not exist, or a value of the wrong type, is an error before anything runs.
+Unknown keys and values of the wrong type are reported before anything runs.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns 0, 2 for what the user can mend, or 130 after Ctrl-C."""
+    """Runs the command line; returns 0, 2 for a user error, or 130 after Ctrl-C."""
     parser = _parser()
     parsed, rest = parser.parse_known_args(arguments)
     if not hasattr(parsed, "overrides") and rest:
-        parser.error(f"unknown word {rest[0]!r} · see 'graphckpt {parsed.command} --help'")
+        parser.error(f"unexpected argument {rest[0]!r} · see 'graphckpt {parsed.command} --help'")
     parsed.overrides = getattr(parsed, "overrides", [])
-    parsed.overrides += [word for word in rest if not word.startswith("-")]  # flags may stand between overrides
+    parsed.overrides += [word for word in rest if not word.startswith("-")]  # flags may be placed between overrides
     if unknown := [word for word in rest if word.startswith("-")]:
         parser.error(f"unknown option {', '.join(unknown)} · see 'graphckpt {parsed.command} --help'")
     try:
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="graphckpt",
-        description="Say, block by block, what a PyTorch training step keeps, recomputes or moves.",
+        description="Choose, block by block, what a PyTorch training step saves, recomputes or offloads.",
     )
     parser.add_argument("--version", action="version", version=f"graphckpt {_version()}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
@@ -71,8 +71,8 @@ def _parser() -> argparse.ArgumentParser:
 def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "train",
-        help="train a model that a config file describes",
-        description="Trains the model that a config file describes, and shows what checkpointing saved.",
+        help="train the model of a config file",
+        description="Trains the model of a config file, and shows what checkpointing saved.",
         epilog=_TRAIN_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -80,17 +80,17 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--fast-dev-run",
         action="store_true",
-        help="3 iterations and two evaluations of small batches, to see whether all parts work",
+        help="run 3 iterations and two evaluations of small batches, to check that all parts work",
     )
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="go on from the last snapshot in train.output_dir, to the same bits as without the break",
+        help="resume from the last snapshot in train.output_dir; results are bitwise equal to an uninterrupted run",
     )
     parser.add_argument(
         "--eval-only",
         action="store_true",
-        help="print the held-out perplexity of train.load_weight, or of the last snapshot, and train nothing",
+        help="evaluate train.load_weight, or the last snapshot, without training",
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="changes to the config, such as optim.lr=3e-4"
@@ -120,5 +120,5 @@ def _train(parsed: argparse.Namespace) -> int:
 def _version() -> str:
     try:
         return version("graphckpt")
-    except PackageNotFoundError:  # run from a checkout that is not installed
+    except PackageNotFoundError:  # a checkout that is not installed
         return "unknown"

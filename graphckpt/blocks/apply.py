@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self, final
 
 from torch import nn
 
-from graphckpt.blocks.config import BlockConfig
+from graphckpt.blocks.config import BlockConfig, fields_of
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.blocks.proxy import unwrap
 from graphckpt.blocks.resolve import resolve_policies
@@ -91,7 +91,7 @@ def apply(model: nn.Module, rules: Mapping[Selector, Mapping[str, Any] | Rule | 
         try:
             for name, module in select(model, selector):
                 config = configs.setdefault(module, BlockConfig(name or type(model).__name__))
-                config.update(dict(fields) if isinstance(fields, Mapping) and "rule" not in fields else {_FLAG: fields})
+                config.update(fields_of(fields))
         except ConfigError as error:
             faults.append(f"{describe(selector)!r}: {error}" if str(error)[:1] not in "'\"" else str(error))
     plan = None
@@ -106,6 +106,3 @@ def apply(model: nn.Module, rules: Mapping[Selector, Mapping[str, Any] | Rule | 
     if faults or plan is None:
         raise ConfigError("\n".join(f"- {fault}" for fault in faults) if len(faults) > 1 else faults[0])
     return Handle(model, plan.wrappers, plan.idle)
-
-
-_FLAG = "activation_checkpointing"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 from graphckpt.blocks.compiled import check_options
@@ -142,6 +142,17 @@ def _combine(block: str, values: dict[str, Any]) -> Rule | None:
         )
     cut: Rule = _parsed(block, field, Segments if segments is not None else Tiles, values[field])
     return cut
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """Returns the fields that a policy sets: a mapping of fields as it is, anything else is a rule.
+
+    >>> fields_of({"offload": True}), fields_of("full"), fields_of({"rule": "tiles", "num_tiles": 2})
+    ({'offload': True}, {'activation_checkpointing': 'full'}, \
+{'activation_checkpointing': {'rule': 'tiles', 'num_tiles': 2}})
+    """
+    is_fields = isinstance(value, Mapping) and "rule" not in value
+    return dict(value) if is_fields else {"activation_checkpointing": value}
 
 
 _PARSERS: dict[str, Callable[[Any], Any]] = {

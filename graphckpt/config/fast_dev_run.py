@@ -1,4 +1,4 @@
-"""Makes a run so short and small that it only tells whether all parts work. Knows keys of a config, and no trainer."""
+"""Shrinks a config to a run that only checks whether all parts work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphckpt.errors import ConfigError
 from graphckpt.train.batch_sizes import batch_sizes
 from graphckpt.train.settings import TrainConfig
 
-_ITERATIONS = 3  # of libai's 20: the second is the first that holds all of AdamW's state, the third goes on from it
+_ITERATIONS = 3  # of libai's 20: the second is the first that holds all of AdamW's state, the third starts from it
 _SET = {
     "train.train_epoch": 0,
     "train.train_samples": None,
@@ -35,7 +35,7 @@ _MISSING = object()
 
 
 def shrink(config: DictConfig, overrides: Iterable[str]) -> list[str]:
-    """Changes ``config`` in place, but no key that ``overrides`` name, and returns what to tell the user.
+    """Changes ``config`` in place, except keys in ``overrides``, and returns the lines that describe the changes.
 
     Args:
         config: the whole config, with the overrides in it.
@@ -64,7 +64,7 @@ def shrink(config: DictConfig, overrides: Iterable[str]) -> list[str]:
 
 
 def is_given(overrides: Iterable[str], key: str) -> bool:
-    """Returns whether words of the command line name ``key``, also within a section.
+    """Returns whether overrides set ``key``, directly or within a section.
 
     >>> is_given(["train={output_dir: here}"], "train.output_dir"), is_given(["train.seed=1"], "train.output_dir")
     (True, False)

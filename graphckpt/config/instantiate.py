@@ -1,4 +1,4 @@
-"""Turns a described call, a mapping with a ``_target_``, into the object that the call returns."""
+"""Makes the calls that a config describes: mappings with a ``_target_``."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def is_call(node: object) -> TypeGuard[Mapping[str, Any]]:
 @final
 @dataclass(frozen=True, slots=True)
 class DeferredCall:
-    """A described call that is made later, as often as wanted, with further arguments."""
+    """A described call, to be made later, any number of times, with further arguments."""
 
     target: Callable[..., Any]
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments as they stand in the config; calls among them are still descriptions."""
+    """Keyword arguments as in the config; calls among them are not made yet."""
     where: str = ""
     """The key in the config, for messages."""
 
     def __call__(self, **further: Any) -> Any:
-        """Makes the call. ``further`` goes in as it is, and wins over what the config says.
+        """Makes the call. ``further`` takes precedence over the arguments in the config.
 
         Raises:
             ConfigError: the target raised; its own error is the cause.
@@ -61,9 +61,9 @@ class DeferredCall:
 
 
 def instantiate(node: Any, **further: Any) -> Any:
-    """Makes the call that ``node`` describes, and first those among its arguments, however deep.
+    """Makes the call that ``node`` describes, after those among its arguments, at any depth.
 
-    What describes no call comes back as it is, except that omegaconf containers become lists and dicts.
+    Anything but a call is returned as it is, except that omegaconf containers become lists and dicts.
 
     Args:
         node: a ``LazyCall`` node, a mapping with ``_target_``, or anything else.
@@ -91,7 +91,7 @@ def _make(node: Any, where: str) -> Any:
 
 
 def locate(target: object) -> Callable[..., Any]:
-    """Returns the callable that a dotted name means; a callable stands for itself.
+    """Returns the callable of a dotted name; a callable is returned as it is.
 
     Raises:
         ConfigError: there is no such module or attribute, or it cannot be called.
@@ -138,7 +138,7 @@ def dotted_name(target: object) -> str:
 
 
 def importable(target: object) -> bool:
-    """Returns whether the dotted name of ``target`` leads back to it."""
+    """Returns whether ``target`` can be imported by its dotted name."""
     try:
         return isinstance(target, str) or locate(dotted_name(target)) is target
     except (ConfigError, ImportError, ValueError):  # ValueError: a name that starts with a dot, or is empty
@@ -146,7 +146,7 @@ def importable(target: object) -> bool:
 
 
 def parameters(target: Callable[..., Any]) -> tuple[dict[str, Any], bool]:
-    """Returns the keyword parameters of ``target`` with their types, and whether it takes any other name.
+    """Returns the keyword parameters of ``target`` with their types, and whether it has ``**kwargs``.
 
     Names that the target's class itself maps onto parameters (Transformers' ``attribute_map``) count too, and so do the
     properties of such a class that can be set.

@@ -1,4 +1,4 @@
-"""LazyCall describes a call without making it; LazyConfig loads, saves, overrides; as libai's do."""
+"""LazyCall describes a call without making it; LazyConfig loads, saves and overrides configs. Both as in libai."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class LazyConfig:
 
     @staticmethod
     def apply_overrides(config: DictConfig, overrides: Iterable[str]) -> DictConfig:
-        """Changes ``config`` in place by words such as ``"optim.lr=3e-4"`` and returns it.
+        """Applies overrides such as ``"optim.lr=3e-4"`` to ``config`` in place, and returns it.
 
         Raises:
             ConfigError: with every word that makes no sense.
@@ -89,7 +89,7 @@ class LazyConfig:
 
 
 def _plain(node: Any) -> Any:
-    """Returns ``node`` with a name or a text in place of each object that YAML does not know."""
+    """Returns ``node`` with objects that YAML cannot represent replaced by names or text."""
     if isinstance(node, Mapping):
         return {key: _plain(value) for key, value in node.items()}
     if isinstance(node, list | tuple):
@@ -105,7 +105,7 @@ def _plain(node: Any) -> Any:
 
 
 def try_get_key(config: DictConfig, *keys: str, default: Any = None) -> Any:
-    """Returns the value of the first of ``keys`` (dotted) that ``config`` holds, or ``default``.
+    """Returns the value of the first of ``keys`` (dotted) in ``config``, or ``default``.
 
     >>> try_get_key(OmegaConf.create({"train": {"seed": 7}}), "seed", "train.seed")
     7

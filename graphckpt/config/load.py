@@ -1,4 +1,4 @@
-"""Runs a config file: a Python file whose relative imports go by file, fresh each time, or a YAML file."""
+"""Loads a config file: YAML, or Python, whose relative imports are resolved by path and run anew each time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def load(path: Path) -> DictConfig:
 
 @contextmanager
 def importable_from(*folders: Path) -> Iterator[None]:
-    """Lets the modules in some folders be imported meanwhile, after those that are installed."""
+    """Makes modules in some folders importable, after installed ones, within the context."""
     places = [str(folder) for folder in folders]
     sys.path += places
     try:
@@ -99,14 +99,14 @@ def _is_config(value: object) -> bool:
 
 
 class _ConfigFiles:
-    """The config files that one load ran, and those that are still running."""
+    """The config files that one load has run, and those still running."""
 
     def __init__(self) -> None:
         self.files: list[str] = []
         self._running: list[Path] = []
 
     def execute(self, path: Path) -> ModuleType:
-        """Runs a config file as a module that is not kept, so that every load starts afresh."""
+        """Runs a config file as a module outside of ``sys.modules``, so that every load runs it anew."""
         self.files.append(str(path))
         linecache.checkcache(str(path))
         code = compile(path.read_text(encoding="utf-8"), str(path), "exec")

@@ -1,4 +1,4 @@
-"""Finds numbers that YAML 1.1 reads as another number than they look like: 12:30:45 is 45045, and 010 is 8."""
+"""Finds numbers that YAML 1.1 reads differently than they look: 12:30:45 is 45045, and 010 is 8."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def odd_numbers(text: str) -> Iterator[tuple[str, str, int]]:
 
 
 def fault_of(value: str) -> str:
-    """Returns what is wrong with such a value, and the fix."""
+    """Returns the fault message of such a value."""
     fix = "write it in digits, without ':' and without a zero in front, or quote it"
     return f"expected a plain number, got {value} · fix: {fix}"
 

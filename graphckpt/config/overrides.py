@@ -1,4 +1,4 @@
-"""Puts ``key=value`` words of the command line into a config. Values are YAML, as omegaconf reads it."""
+"""Applies ``key=value`` overrides to a config. Values are YAML, as omegaconf reads it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphckpt.config.numbers import fault_of, odd_numbers
 
 
 def apply(config: DictConfig, overrides: Iterable[str]) -> list[str]:
-    """Changes ``config`` in place, one override after the other, and returns what could not be done.
+    """Applies overrides in order, in place, and returns the faults.
 
     A mapping is merged into the mapping that stands there; any other value replaces what is there.
     A key that is not there yet is added: whether it may be there at all is for the schema to say.
@@ -49,7 +49,7 @@ def _apply_one(config: DictConfig, override: str) -> str:
 
 
 def _no_section(config: DictConfig, key: str) -> str:
-    """Returns a fault if the path to ``key`` leads through a plain value."""
+    """Returns a fault if a parent of ``key`` is a plain value."""
     node: object = config
     parts = key.split(".")
     for depth, part in enumerate(parts):

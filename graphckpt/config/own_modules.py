@@ -1,4 +1,4 @@
-"""Where the modules are that a config names and that are not installed: beside its file, or where it says."""
+"""Finds user modules that a config names: beside its file, or in the folder ``import_from``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from omegaconf.errors import OmegaConfBaseException
 from graphckpt.config.instantiate import TARGET, is_call
 
 KEY = "import_from"
-"""The key of a config that names a folder. A saved config has it if it needs it."""
+"""The config key of the folder; set in a saved config if needed."""
 
 
 def folders(config: DictConfig, path: Path) -> tuple[list[Path], list[str]]:
-    """Returns where to look for modules, and what is wrong with what the config says of it.
+    """Returns the folders of user modules, and the faults of ``import_from``.
 
     Args:
         config: which may have the key.
@@ -26,7 +26,7 @@ def folders(config: DictConfig, path: Path) -> tuple[list[Path], list[str]]:
     beside = path.resolve().parent
     named = config.get(KEY)
     if not isinstance(named, str):
-        return [beside], []  # of what is no text, the schema tells
+        return [beside], []  # the schema reports values that are not text
     folder = Path(named).expanduser().resolve()
     if not folder.is_dir():
         return [beside], [f"{KEY}: {named}: no such folder · fix: name the folder of the modules: {KEY}=folder"]
@@ -34,7 +34,7 @@ def folders(config: DictConfig, path: Path) -> tuple[list[Path], list[str]]:
 
 
 def remember(config: DictConfig, places: list[Path]) -> None:
-    """Notes in a config that is going to be saved elsewhere the folder that its modules come from, if there is one."""
+    """Sets ``import_from`` in a config that is saved elsewhere, if it uses user modules."""
     names = {target.partition(".")[0] for target in _targets(config) if isinstance(target, str)}
     for folder in places:
         if any(_is_in(folder, name) for name in names):
@@ -55,7 +55,7 @@ def _targets(config: DictConfig) -> Iterator[object]:
 
 
 def _is_in(folder: Path, name: str) -> bool:
-    """Returns whether the imported module ``name`` is a file or a package right in ``folder``."""
+    """Returns whether the imported module ``name`` is a file or a package directly in ``folder``."""
     module = sys.modules.get(name)
     file = getattr(module, "__file__", None)
     places = [Path(file).parent] if file else [Path(place) for place in getattr(module, "__path__", [])]

@@ -1,4 +1,4 @@
-"""From a config file and overrides to a trainer that is ready to start."""
+"""Builds a trainer from a config file and overrides."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def trainer_from(
     resume: bool = False,
     eval_only: bool = False,
 ) -> Trainer:
-    """Returns the trainer that a config file and overrides describe, which saves the config beside its results.
+    """Returns the trainer that a config file and overrides describe. It saves the config beside its results.
 
     Args:
         config_file: a path, or the name of a packaged config such as ``"configs/quickstart.py"``.
         overrides: words such as ``"optim.lr=3e-4"``; they win over the file and over ``fast_dev_run``.
         fast_dev_run: a run of a few small iterations, in a temporary folder unless ``overrides`` name one; its report
             says what was made smaller.
-        resume: go on from the last snapshot in the output folder.
+        resume: resume from the last snapshot in the output folder.
         eval_only: the trainer will evaluate and not train; the config beside its results stays.
 
     Raises:
@@ -79,7 +79,7 @@ def trainer_from(
 
 
 def _write_config(config: DictConfig, places: list[Path], folder: Path) -> None:
-    """Saves the config as it has to be to go on with the run; started again, it replaces nothing."""
+    """Saves the config for resuming the run, without ``overwrite``."""
     OmegaConf.update(config, "train.output_dir", str(folder))
     if OmegaConf.select(config, "train.overwrite"):
         OmegaConf.update(config, "train.overwrite", value=False)
@@ -89,7 +89,7 @@ def _write_config(config: DictConfig, places: list[Path], folder: Path) -> None:
 
 
 def existing(path: Path) -> Path:
-    """Returns ``path``, or the packaged config of this name where there is no checkout around."""
+    """Returns ``path``, or the packaged config of this name if it does not exist."""
     if path.exists() or path.is_absolute():
         return path
     try:
@@ -99,7 +99,7 @@ def existing(path: Path) -> Path:
 
 
 def optimizer_of(run: RunConfig, model: nn.Module, device: str | None = None) -> Optimizer:
-    """Returns the optimizer that a config describes, for ``model``; ``device`` is the kind that it will run on."""
+    """Returns the optimizer that a config describes, for ``model``; ``device`` is the device type."""
     assert isinstance(run.optim, DeferredCall)
     described = run.optim.arguments.get("params")
     params = DeferredCall.read(described, "optim.params")(model=model) if is_call(described) else model.parameters()
@@ -114,7 +114,7 @@ def optimizer_of(run: RunConfig, model: nn.Module, device: str | None = None) ->
 
 
 def fast_settings(optim: DeferredCall, device: str) -> dict[str, bool]:
-    """Returns what lets an optimizer of PyTorch step in one kernel, and within a CUDA graph, unless the config says.
+    """Returns ``fused`` and ``capturable`` for an optimizer of PyTorch on CUDA, unless set in the config.
 
     >>> from torch.optim import SGD, AdamW
     >>> fast_settings(DeferredCall(AdamW, {}), "cuda"), fast_settings(DeferredCall(AdamW, {}), "cpu")

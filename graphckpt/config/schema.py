@@ -1,4 +1,4 @@
-"""Which keys the config of a run may hold, and of which type; assembled from where each section is used."""
+"""The schema of a run's config: keys and types."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from graphckpt.train.tasks import CausalLM, Task
 @final
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """A checked config. The calls in it are not made yet."""
+    """A checked config, before its calls are made."""
 
     train: TrainConfig
     model: Callable[..., nn.Module]
     optim: Callable[..., Optimizer]
     data: Callable[..., Data]
     task: Callable[..., Task] = CausalLM
-    """What is learned; to continue text, if the config says nothing."""
+    """The task; causal language modeling by default."""
     hooks: list[Callable[..., HookBase]] = field(default_factory=list)
-    """Hooks of one's own. They run after the trainer's, in this order, and before a snapshot is taken."""
+    """Additional hooks. They run after the trainer's, in this order, and before a snapshot is taken."""
     import_from: str | None = None
-    """Folder of the modules that the config names, if they are neither installed nor beside its file."""
+    """Folder of the modules named in the config, if they are neither installed nor beside its file."""
 
     def faults(self) -> Iterator[str]:
-        """Yields what would be passed over: parameters of the optimizer that no call takes from the model."""
+        """Yields a fault for ``optim.params`` that is not a call taking the model."""
         params = self.optim.arguments.get("params") if isinstance(self.optim, DeferredCall) else None
         if params is not None and not is_call(params):
             fix = "write LazyCall(get_default_optimizer_params)(...), which takes the model, or leave the key out"
@@ -45,7 +45,7 @@ class RunConfig:
 
 
 def check(config: DictConfig) -> tuple[RunConfig | None, list[str]]:
-    """Reads a whole config, and returns every fault in it; with faults there is no ``RunConfig``."""
+    """Reads a whole config, and returns all its faults; with faults there is no ``RunConfig``."""
     try:
         plain: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -61,7 +61,7 @@ def checked(config: DictConfig, faults: list[str], source: str) -> RunConfig:
 
     Args:
         config: what the file and the overrides say.
-        faults: what is known to be wrong already.
+        faults: faults found earlier.
         source: where the config comes from, for the message.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Reads plain values into typed, frozen dataclasses, and collects every fault. Knows no key by name."""
+"""Reads plain values into typed, frozen dataclasses, and collects all faults."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _log = logging.getLogger("graphckpt")
 
 _PLAIN = (bool, int, float, str, bytes, type(None), Path)
 _LIMITS: dict[type, int] = {int: 2**64, float: 10**300}
-"""Beyond them, numbers mean nothing here; an int can be beyond every float."""
+"""Limits of valid numbers; an int can exceed every float."""
 
 Read = tuple[Any, list[str]]
-"""What was read, and the faults; with faults, the value means nothing."""
+"""The value and the faults; with faults, the value is undefined."""
 
 
 def read(hint: Any, value: Any, where: str) -> Read:  # noqa: PLR0911 - one for each kind of type
-    """Reads ``value`` as the type ``hint``, which a key ``where`` of the config asks for.
+    """Reads ``value`` as the type ``hint`` of the config key ``where``.
 
     A whole float is good as an int (``1e3``) and an int as a float; a bool is neither, and neither is nan. A described
     call is good where a callable is expected (it becomes a ``DeferredCall``) and where its result may be expected,
@@ -85,7 +85,7 @@ def read_section(section: type, value: Any, where: str) -> Read:
 
 
 def _read_field(hint: Any, value: Any, where: str) -> Read:
-    """As ``read``; but of a section no call is ever made, so one is good only where a callable is asked for."""
+    """As ``read``, but a described call is accepted only where a callable is expected: sections are never called."""
     choices = get_args(hint) if get_origin(hint) in {Union, types.UnionType} else (hint,)
     if is_call(value) and not any(choice is Callable or get_origin(choice) is Callable for choice in choices):
         return None, [f"{where}: expected {' or '.join(map(_name, choices))}, got a call of {value[TARGET]!r}"]
@@ -93,7 +93,7 @@ def _read_field(hint: Any, value: Any, where: str) -> Read:
 
 
 def _by_our_names(value: Mapping[str, Any], aliases: Mapping[str, str], where: str) -> Read:
-    """Puts our names for the keys that other programs call otherwise, with a note that says so."""
+    """Replaces aliases, the key names of other programs, with a warning."""
     ours = {key: item for key, item in value.items() if key not in aliases}
     faults = []
     for key in value:
@@ -109,7 +109,7 @@ def _by_our_names(value: Mapping[str, Any], aliases: Mapping[str, str], where: s
 
 
 def _own_faults(target: Callable[..., Any], made: dict[str, Any], where: str) -> list[str]:
-    """Asks a dataclass what the types cannot say; its defaults stand in for what is wrong already."""
+    """Collects a dataclass's own ``faults()``; fields that are already wrong have their defaults."""
     if not (is_dataclass(target) and callable(getattr(target, "faults", None))):
         return []
     missing = [field.name for field in fields(target) if _is_required(field) and field.name not in made]
@@ -125,7 +125,7 @@ def _is_required(field: Field[Any]) -> bool:
 
 
 def check_call(value: Any, where: str) -> Read:
-    """Reads a described call and checks its keywords against the target's signature; calls nothing."""
+    """Reads a described call and checks its keywords against the target's signature, without calling it."""
     if not is_call(value):
         return None, [f"{where}: expected a call · fix: write LazyCall(target)(...), or a mapping with _target_"]
     try:

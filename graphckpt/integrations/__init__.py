@@ -1,1 +1,1 @@
-"""Callbacks for the trainers of other libraries. Each module needs its library, and imports no other one."""
+"""Callbacks for the trainers of other libraries, and pipelines. Each module imports only its own library."""

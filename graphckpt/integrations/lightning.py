@@ -19,28 +19,28 @@ if TYPE_CHECKING:
 
 @final
 class GraphckptCallback(PolicyCallback, Callback):
-    """Puts policies on the module when ``fit`` starts, tells once what they save, and takes them off at its end.
+    """Applies policies when ``fit`` starts, reports once what they save, and removes them at its end.
 
     It acts after the strategy has set the model up, whatever the strategy is: one device, DDP, FSDP.
 
     Args:
-        rule: What every unit keeps: ``True`` or ``"full"``, ``"selective"``, a rule object; ``None`` for no rule.
+        rule: The rule of every unit: ``True`` or ``"full"``, ``"selective"``, a rule object; ``None`` for no rule.
         unit: Class names, name patterns or classes of the units; ``None`` is all layers.
         blocks: On top of that, by selector, as :func:`graphckpt.apply` takes them; names are the ``LightningModule``'s.
-        report: ``False`` neither measures the first batch nor says what it kept.
+        report: ``False`` neither measures the first batch nor reports it.
         **fields: Further fields for every unit: ``offload``, ``contiguous``, ``partition``, ``min_elements``.
 
     Raises:
-        ConfigError: A field does not exist, or a value means nothing for it.
+        ConfigError: A field does not exist, or a value is invalid for it.
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Puts the policies on."""
+        """Applies the policies."""
         del trainer
-        self._put_on(pl_module)
+        self._apply(pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Has the first batch watched op by op: Lightning may call ``training_step`` without the module's hooks."""
+        """Measures the first batch op by op: Lightning may call ``training_step`` without the module's hooks."""
         del trainer, pl_module, batch, batch_idx
         if self._report:
             self._measure()
@@ -48,9 +48,9 @@ class GraphckptCallback(PolicyCallback, Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Tells what the first batch kept."""
+        """Reports what the first batch saved."""
         del pl_module, outputs, batch, batch_idx
-        seen = self._look() if self._report else None
+        seen = self._explain_once() if self._report else None
         if seen is None:
             return
         for logger in trainer.loggers:
@@ -59,11 +59,11 @@ class GraphckptCallback(PolicyCallback, Callback):
             trainer.print(saved_line(seen))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Takes the policies off."""
+        """Removes the policies."""
         del trainer, pl_module
-        self._take_off()
+        self._remove()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Takes the policies off, as there will be no end of the fit."""
+        """Removes the policies: ``on_fit_end`` will not be called."""
         del trainer, pl_module, exception
-        self._take_off()
+        self._remove()

@@ -1,6 +1,6 @@
-"""Stages of a pipeline from the blocks of a chain: which rank runs which, and each with the policies set on it.
+"""Pipeline stages from the blocks of an ``nn.Sequential``, with the policies set on them.
 
-For a loop of one's own, with a schedule of ``torch.distributed.pipelining``; ``stages.py`` is the trainer's.
+For your own loop, with a schedule of ``torch.distributed.pipelining``; the trainer has its own stages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from graphckpt.blocks.apply import Handle, apply
-from graphckpt.blocks.config import BlockConfig
+from graphckpt.blocks.config import BlockConfig, fields_of
 from graphckpt.blocks.proxy import Block, unwrap
 from graphckpt.blocks.select import Selector, select
 from graphckpt.errors import ConfigError, bullets
@@ -28,23 +28,23 @@ Policies = Mapping[Selector, Any]
 @final
 @dataclass(frozen=True, slots=True)
 class PipelinePart:
-    """What this rank runs of a chain."""
+    """This rank's stage of a chain."""
 
     module: nn.Sequential
-    """Its blocks, under the names that they have in the chain: make the optimizer of their parameters."""
+    """Its blocks, under their names in the chain; pass their parameters to the optimizer."""
     stage: PipelineStage
-    """What a schedule takes, such as ``Schedule1F1B(part.stage, num_micro_batches, loss_fn)``."""
+    """The stage for a schedule, such as ``Schedule1F1B(part.stage, num_micro_batches, loss_fn)``."""
     handle: Handle
-    """The policies: ``explain()`` tells what they keep, ``remove()`` takes them off."""
+    """The handle of the policies: ``explain()`` reports what they save, ``remove()`` removes them."""
 
 
 def pipeline_part(
     model: Any, policies: Policies | None = None, *, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> PipelinePart:
-    """Returns this rank's stage of a chain of blocks, with their policies in force.
+    """Returns this rank's stage of a chain of blocks, with its policies applied.
 
-    A block without a stage is in that of the block before it. Blocks of other stages are not held, so their memory is
-    free once ``model`` is.
+    A block without a stage is in that of the previous block. Blocks of other stages are not referenced, so their memory
+    is free once ``model`` is.
 
     Args:
         model: an ``nn.Sequential`` with the same weights on every rank, or a Graph's block of one, on whose blocks
@@ -85,8 +85,8 @@ def stages_of(blocks: Iterable[str], fields: Mapping[str, Mapping[str, Any]], *,
 
     Args:
         blocks: names, in their order.
-        fields: what is set, by name; of modules within blocks too.
-        num_stages: how many there have to be.
+        fields: the fields, by name; also of modules within blocks.
+        num_stages: the number of stages.
 
     Raises:
         ConfigError: with every fault.
@@ -130,9 +130,6 @@ def _policies_by_name(model: Any, policies: Policies) -> dict[str, dict[str, Any
     for selector, value in policies.items():
         for name, _ in select(chain, selector):
             config = BlockConfig(name)
-            config.update(dict(value) if isinstance(value, Mapping) and "rule" not in value else {_FLAG: value})
+            config.update(fields_of(value))
             found[name] = {**found.get(name, {}), **config.fields()}
     return found
-
-
-_FLAG = "activation_checkpointing"

@@ -1,4 +1,4 @@
-"""Callbacks of any trainer: they put policies on a model, look once at what is saved, and take them off again."""
+"""The base of all callbacks: applies policies to a model, reports once what they save, and removes them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 from torch import nn
 
 from graphckpt.blocks import BlockConfig, Handle, apply
+from graphckpt.blocks.config import fields_of
 from graphckpt.blocks.find_layers import layers
 from graphckpt.errors import ConfigError, GraphError
 from graphckpt.rules import Keep
@@ -26,17 +27,16 @@ if TYPE_CHECKING:
 
     Value = Mapping[str, Any] | Rule | bool | str | None
 
-_FLAG = "activation_checkpointing"
 _OWN_FLAG = "gradient_checkpointing"
 
 
 @final
 class CallbackPolicies:
-    """The keys of a callback, checked where they are given, and put on a model when training starts.
+    """The arguments of a callback: checked at once, and applied to a model when training starts.
 
     Args:
         owner: The callback's name, for messages.
-        rule: What every unit keeps: a value of ``activation_checkpointing``; ``None`` for no rule.
+        rule: The rule of every unit: a value of ``activation_checkpointing``; ``None`` for no rule.
         unit: Class names, name patterns or classes of the units; ``None`` is the items of its stacks of layers.
         blocks: On top of that, by selector, as :func:`graphckpt.apply` takes them.
         fields: Further fields of a :class:`~graphckpt.BlockConfig` for every unit, such as ``offload``.
@@ -55,14 +55,14 @@ class CallbackPolicies:
     ) -> None:
         self._owner = owner
         self._unit = unit
-        self._fields = {_FLAG: rule, **(fields or {})}
+        self._fields = {"activation_checkpointing": rule, **(fields or {})}
         self._blocks = dict(blocks or {})
         BlockConfig(owner).update(self._fields)
         for selector, value in self._blocks.items():
-            BlockConfig(f"{owner}.blocks[{selector!r}]").update(_as_fields(value))
+            BlockConfig(f"{owner}.blocks[{selector!r}]").update(fields_of(value))
 
-    def install(self, model: nn.Module) -> Handle:
-        """Sets the policies on ``model``.
+    def apply_to(self, model: nn.Module) -> Handle:
+        """Applies the policies to ``model``.
 
         Raises:
             ConfigError: No unit can be found, a selector matches nothing, or a block has a policy already.
@@ -71,7 +71,7 @@ class CallbackPolicies:
         if any(value is not None for value in self._fields.values()):
             rules = dict.fromkeys(self._units(model), self._fields)
         for selector, value in self._blocks.items():
-            rules[selector] = {**rules.pop(selector, {}), **_as_fields(value)}  # last, so that it comes on top
+            rules[selector] = {**rules.pop(selector, {}), **fields_of(value)}  # last, so that it comes on top
         return apply(model, rules)
 
     def _units(self, model: nn.Module) -> list[Selector]:
@@ -86,7 +86,7 @@ class CallbackPolicies:
 
 
 class PolicyCallback:
-    """The keys that all callbacks take, and what is in force; when to act is for the trainer's own class to say."""
+    """The arguments of all callbacks, and the applied policies; subclasses decide when to act."""
 
     def __init__(
         self,
@@ -102,14 +102,14 @@ class PolicyCallback:
         self._measuring = ExitStack()
         self._disabled: Undo = []
         self.handle: Handle | None = None
-        """What is in force; ``None`` unless a training is under way."""
+        """The handle of the applied policies; ``None`` outside of training."""
         self.explanation: Explanation | None = None
-        """What the first step of the last training kept; ``None`` before it."""
+        """What the first step of the last training saved; ``None`` before it."""
 
-    def _put_on(self, model: nn.Module) -> None:
-        self._take_off()  # what a training that ended in an error has left
+    def _apply(self, model: nn.Module) -> None:
+        self._remove()  # left by a training that ended in an error
         self.explanation = None
-        self.handle = self._policies.install(model)
+        self.handle = self._policies.apply_to(model)
         self._disable_own_checkpointing()
 
     def _disable_own_checkpointing(self) -> None:
@@ -125,12 +125,12 @@ class PolicyCallback:
                 replace_item(block.__dict__, _OWN_FLAG, False, self._disabled)
 
     def _measure(self) -> None:
-        """Has the coming step watched op by op until :meth:`_look`, if nothing has shown yet what is kept."""
+        """Measures the next step op by op until :meth:`_explain_once`, unless that is done."""
         if self.handle is not None and self.explanation is None:
             self._measuring.enter_context(self.handle.measure())
 
-    def _look(self) -> Explanation | None:
-        """Returns what the first step kept, the first time only; ``None`` too if the model has not run."""
+    def _explain_once(self) -> Explanation | None:
+        """Returns what the first step saved, once; ``None`` afterwards, or if the model has not run."""
         self._measuring.close()
         if self.handle is None or self.explanation is not None:
             return None
@@ -140,7 +140,7 @@ class PolicyCallback:
             return None
         return self.explanation
 
-    def _take_off(self) -> None:
+    def _remove(self) -> None:
         self._measuring.close()
         put_back(self._disabled)
         if self.handle is not None:
@@ -171,11 +171,7 @@ def saved_metrics(seen: Explanation) -> dict[str, float]:
     return metrics if seen.peak_bytes is None else {**metrics, "graphckpt/peak_bytes": float(seen.peak_bytes)}
 
 
-def _as_fields(value: Value) -> dict[str, Any]:
-    return dict(value) if isinstance(value, Mapping) and "rule" not in value else {_FLAG: value}
-
-
 def _of_class(model: nn.Module, selector: Selector) -> list[Selector]:
-    """Returns the class of this name in ``model``, or else the selector as it is."""
+    """Returns the classes of this name in ``model``, or the selector itself."""
     classes: list[Selector] = list(dict.fromkeys(type(m) for m in model.modules() if type(m).__name__ == selector))
     return classes or [selector]

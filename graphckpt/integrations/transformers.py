@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 @final
 class GraphckptCallback(PolicyCallback, TrainerCallback):
-    """Puts policies on the model when ``Trainer.train`` starts, says what they save, and takes them off at its end.
+    """Applies policies when ``Trainer.train`` starts, reports what they save, and removes them at its end.
 
     PEFT, accelerate and ``torchrun`` need nothing more; ``enable_input_require_grads`` is not needed.
 
     Args:
-        rule: What every unit keeps: ``True`` or ``"full"``, ``"selective"``, a rule object; ``None`` for no rule.
+        rule: The rule of every unit: ``True`` or ``"full"``, ``"selective"``, a rule object; ``None`` for no rule.
         unit: Class names, name patterns or classes of the units; ``None`` is all layers.
         blocks: On top of that, by selector, as :func:`graphckpt.apply` takes them.
-        report: ``False`` says nothing after the first step.
+        report: ``False`` reports nothing.
         **fields: Further fields for every unit: ``offload``, ``contiguous``, ``partition``, ``min_elements``.
 
     Raises:
-        ConfigError: A field does not exist, or a value means nothing for it.
+        ConfigError: A field does not exist, or a value is invalid for it.
 
     >>> callback = GraphckptCallback(rule="selective", blocks={"*.h.0": False}, offload="cpu")
     >>> GraphckptCallback(cpu_checkpointing=True)
@@ -47,7 +47,7 @@ which means the same
 
     @classmethod
     def from_arguments(cls, arguments: GraphckptArguments) -> GraphckptCallback:
-        """Makes a callback of what ``HfArgumentParser`` read from the command line or a file."""
+        """Creates a callback from the arguments that ``HfArgumentParser`` has read."""
         return cls(**arguments.keys())
 
     def on_train_begin(
@@ -58,10 +58,10 @@ which means the same
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """Puts the policies on."""
+        """Applies the policies."""
         del args, state, control, kwargs
         assert model is not None
-        self._put_on(model)
+        self._apply(model)
         if any(module.__dict__.get("gradient_checkpointing") for module in model.modules()):
             text = "graphckpt acts on the blocks that have a policy, Transformers on the others"
             fix = "leave activation_checkpointing out of TrainingArguments"
@@ -69,9 +69,9 @@ which means the same
             warnings.warn(f"{found}: {text} · fix: {fix}", stacklevel=2)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Looks, after the first step, at what was kept."""
+        """Reports, after the first step, what was saved."""
         del args, control, kwargs
-        seen = self._look()
+        seen = self._explain_once()
         if seen is None or not self._report:
             return
         state.log_history.append({**saved_metrics(seen), "epoch": state.epoch, "step": state.global_step})
@@ -81,9 +81,9 @@ which means the same
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Takes the policies off."""
+        """Removes the policies."""
         del args, state, control, kwargs
-        self._take_off()
+        self._remove()
 
 
 @final
@@ -92,7 +92,7 @@ class GraphckptArguments:
     """The keys of :class:`GraphckptCallback` for ``HfArgumentParser((TrainingArguments, GraphckptArguments))``."""
 
     graphckpt_rule: str | None = field(
-        default="full", metadata={"help": "what every unit keeps: full, selective, keep, or none for no rule"}
+        default="full", metadata={"help": "rule of every unit: full, selective, keep, or none for no rule"}
     )
     graphckpt_unit: str | None = field(
         default=None, metadata={"help": "class name or name pattern of the units; all layers if left out"}
@@ -101,10 +101,10 @@ class GraphckptArguments:
         default=None, metadata={"help": """on top of that, as JSON: '{"*.h.0": false, "*.h.1": "selective"}'"""}
     )
     graphckpt_offload: str | None = field(default=None, metadata={"help": "cpu, disk, or disk:/a/folder"})
-    graphckpt_contiguous: bool | None = field(default=None, metadata={"help": "whether it lies in one slab"})
+    graphckpt_contiguous: bool | None = field(default=None, metadata={"help": "whether saved tensors are in one slab"})
 
     def keys(self) -> dict[str, Any]:
-        """Returns what :class:`GraphckptCallback` takes.
+        """Returns the arguments of :class:`GraphckptCallback`.
 
         Raises:
             ConfigError: ``graphckpt_blocks`` is no JSON object.

@@ -31,7 +31,7 @@ class Report:
     Args:
         console: where to print.
         log_file: the file, if any.
-        waits: write nothing into the file before ``open_log`` is called, and then all that was said until then.
+        waits: write nothing into the file before ``open_log`` is called, then everything since the start.
     """
 
     def __init__(self, console: Console | None = None, log_file: Path | None = None, *, waits: bool = False) -> None:

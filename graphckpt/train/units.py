@@ -7,14 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from graphckpt.blocks.config import BlockConfig
+from graphckpt.blocks.config import BlockConfig, fields_of
 from graphckpt.blocks.find_layers import marked_layers
 from graphckpt.blocks.select import select
 from graphckpt.errors import ConfigError, bullets, did_you_mean
 from graphckpt.train.settings import ActivationCheckpointConfig
 
 _WHERE = "train.activation_checkpoint"
-_FLAG = "activation_checkpointing"
 
 
 def block_policies(model: nn.Module, config: ActivationCheckpointConfig) -> dict[str, dict[str, Any]]:
@@ -31,16 +30,15 @@ def block_policies(model: nn.Module, config: ActivationCheckpointConfig) -> dict
     settings: dict[str, dict[str, Any]] = {}
     faults: list[str] = []
     try:
-        fields: dict[str, Any] = {_FLAG: config.rule} if config.rule is not None else {}
+        fields: dict[str, Any] = {} if config.rule is None else {"activation_checkpointing": config.rule}
         fields |= config.beside_rule
         settings = {name: dict(fields) for name in unit_names(model, config)} if fields else {}
     except ConfigError as error:
         faults.append(str(error))
     for pattern, value in (config.blocks or {}).items():
-        fields = value if isinstance(value, dict) and "rule" not in value else {_FLAG: value}
         try:
             for name, _ in select(model, pattern):
-                settings[name] = {**settings.get(name, {}), **fields}
+                settings[name] = {**settings.get(name, {}), **fields_of(value)}
         except ConfigError as error:
             faults.append(f"{_WHERE}.blocks: {error}")
     faults += _invalid_fields(settings)

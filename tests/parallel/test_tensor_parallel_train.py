@@ -115,7 +115,7 @@ def test_runs_agree_with_one_process_and_resume_at_any_number(place: Path) -> No
     assert same_weights(place / "whole", place / "recomputed")
     log = (place / "begun alone" / "log.txt").read_text()
     assert log.count("resumed from") == 1
-    assert "'tensor_parallel_size': 2} now; sums may round otherwise" in log
+    assert "'tensor_parallel_size': 2} now; sums may be rounded differently" in log
 
 
 class Leave(HookBase):

@@ -1,4 +1,4 @@
-"""Snapshots that are written while training goes on: the same files, and never half of one under its name."""
+"""Snapshots that are written while training continues: the same files, and never half of one under its name."""
 
 # ruff: noqa: F811 - pytest asks for the imported fixture by its name
 

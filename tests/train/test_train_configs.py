@@ -52,7 +52,10 @@ def _own(kinds):
     [
         (
             {"data": "builtins.list", "task": "builtins.dict", "model": "torch.nn.Identity"},
-            ["data: list cannot be opened · fix: wrap data sets of your own", "task: dict is no task · fix: call"],
+            [
+                "data: expected an object with a method open, got list · fix: wrap",
+                "task: expected a Task, got dict · fix: call",
+            ],
         ),
         (
             {"data": "graphckpt.train.data.TextData", "model": "builtins.list"},

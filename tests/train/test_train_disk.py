@@ -25,7 +25,7 @@ def test_a_disk_that_is_full_for_a_while_costs_snapshots_and_not_the_run(place, 
     capsys.readouterr()
     assert train() == 0
     printed = capsys.readouterr().out
-    assert printed.count("No space left on device · no snapshot was saved; training goes on") == 3
+    assert printed.count("No space left on device · no snapshot was saved; training continues") == 3
     assert "out/model_0000007: No space left" in printed
     assert same_weights(place / "whole", place / "out")
     assert snapshot.check(place / "out" / "model_0000003")["done"] == 4

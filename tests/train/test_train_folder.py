@@ -60,7 +60,7 @@ def test_a_run_is_not_replaced_unasked(place, capsys, words, is_finished):
     assert error.startswith(
         f"error: train.output_dir: out holds a run already: model_{'final' if is_finished else '0'}"
     )
-    assert "fix: --resume to go on with it, another train.output_dir, or train.overwrite=True to replace it" in error
+    assert "fix: --resume to continue it, another train.output_dir, or train.overwrite=True to replace it" in error
     assert len(error.splitlines()) == 1
     assert content(place / "out") == before
 
@@ -251,5 +251,5 @@ def test_a_snapshot_whose_companions_cannot_be_written_does_not_end_the_run(plac
     monkeypatch.setattr(GenerationConfig, "save_pretrained", refuse_later)
     assert train("train.evaluation.enabled=False") == 0
     out = capsys.readouterr().out
-    assert "a generation config that means nothing · no snapshot was saved; training goes on" in out
+    assert "a generation config that means nothing · no snapshot was saved; training continues" in out
     assert "saved model_final" in out

@@ -144,7 +144,7 @@ def test_a_broken_file_is_named_and_the_snapshot_before_it_is_offered(tmp_path, 
     break_it(tmp_path / "model_0000011" / name)
     _flip(tmp_path / "model_0000007" / "graph.pt")  # not whole either
     command = rf"echo model_0000003 > {tmp_path}/last_checkpoint, then --resume"
-    with pytest.raises(SnapshotError, match=rf"model_0000011/{name}: {message} · fix: go on from .*{command}$"):
+    with pytest.raises(SnapshotError, match=rf"model_0000011/{name}: {message} · fix: resume from .*{command}$"):
         Snapshots(tmp_path).checked_last()
     Snapshots(tmp_path).mark_last("model_0000003")  # what the command does
     assert Snapshots(tmp_path).checked_last()[0].name == "model_0000003"
@@ -169,7 +169,7 @@ def test_a_snapshot_that_is_alone_and_broken_says_so(tmp_path):
 def test_last_checkpoint_that_makes_no_sense(tmp_path, text, message):
     _write(tmp_path / "model_0000003")
     (tmp_path / "last_checkpoint").write_text(text)
-    with pytest.raises(SnapshotError, match=rf"{message}.* · fix: go on from model_0000003"):
+    with pytest.raises(SnapshotError, match=rf"{message}.* · fix: resume from model_0000003"):
         Snapshots(tmp_path).last()
 
 

@@ -169,7 +169,7 @@ def test_model_that_does_not_fit_the_text_is_told_all(data):
     known = f"model: it knows 100 tokens, and the tokenizer has {opened.text.vocab_size}"
     assert vocabulary == f"{known} · fix: set its vocab_size to ${{data.vocab_size}}"
     assert positions.startswith("model: it knows 16 positions, and data.seq_length is 48 · fix:")
-    assert labels == "model: it tells 1 classes, and the data has 2 · fix: set its num_labels to 2"
+    assert labels == "model: expected at least 2 classes, got 1 · fix: set its num_labels to 2"
 
 
 def test_one_document_has_no_second_text_from_another(texts, data):

@@ -68,7 +68,7 @@ def train_tokenizer(
         parts: what to train on.
         vocab_size: tokens in all, at least ``SMALLEST_VOCAB`` and the special tokens.
         special_tokens: those that no text yields; their ids follow that of ``END_OF_TEXT``, from 1 on.
-        advance: is told the bytes of each part that was read.
+        advance: called with the bytes of each part that was read.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

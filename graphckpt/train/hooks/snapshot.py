@@ -163,5 +163,5 @@ def _saves(save: SaveSnapshot, name: str, loop: Loop, then: Callable[[], None] =
 
 def _complain(loop: Loop, what: str) -> None:
     where = f"iteration: {loop.iteration}/{loop.train_iter}"
-    text = "no snapshot was saved; training goes on, and the last good snapshot stays"
+    text = "no snapshot was saved; training continues, and the last good snapshot is kept"
     loop.report.line(f"snapshot at {where}: {what} · {text}", "red")

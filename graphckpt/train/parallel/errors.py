@@ -36,7 +36,9 @@ def connection_errors(rank: int, timeout_seconds: int) -> Iterator[None]:
             raise
         first_line = str(error).split("\n", 1)[0]
         what = f"another process is gone, or has not answered for {timeout_seconds} s ({first_line})"
-        fix = "see what the other processes say, and go on with --resume; if one is slow: train.dist.timeout_seconds"
+        fix = (
+            "see the errors of the other processes, and use --resume; if one is slow, raise train.dist.timeout_seconds"
+        )
         raise ParallelError(f"rank {rank}: {what} · fix: {fix}") from error
 
 

@@ -1,1 +1,1 @@
-"""Saved training states: their folders, what is in them, and how a run goes on from one."""
+"""Saved training states: their folders and files, and resuming from one."""

@@ -27,7 +27,7 @@ class FieldError(ValueError):
 
 @final
 class MissingField:
-    """Stands for a field that is not there."""
+    """A field that is missing."""
 
     def __repr__(self) -> str:
         return "nothing"

@@ -111,7 +111,7 @@ def write(
         for path in (*fresh.rglob("*"), fresh):
             sync(path)
         _put_in_place(fresh, folder)
-    except Exception as error:  # also of what writes the companions: training goes on without this snapshot
+    except Exception as error:  # also of the companions: training continues without this snapshot
         remove_path(fresh)
         raise SnapshotWriteError(f"{folder}: {_reason(error)}") from error
 

@@ -74,7 +74,7 @@ class Snapshots:
         return self.folder / name
 
     def checked_last(self) -> tuple[Path, dict[str, Any]]:
-        """Returns the last snapshot, every byte of which was read once, and what it tells about itself.
+        """Returns the last snapshot, after reading every byte of it, and its metadata.
 
         Raises:
             SnapshotError: it is missing or broken; the message names the one before it.
@@ -132,10 +132,10 @@ class Snapshots:
         return f" · fix: {offer}" if offer else " · fix: no other snapshot here is whole; start without --resume"
 
     def _offer(self, broken: str = "") -> str:
-        """Returns how to go on from the newest whole snapshot before ``broken``, or an empty string."""
+        """Returns how to resume from the newest intact snapshot before ``broken``, or an empty string."""
         for name in self._whole_before(broken):
             command = f"echo {name} > {shlex.quote(str(self.folder / LAST))}"
-            return f"go on from {name}, the one before: {command}, then --resume"
+            return f"resume from {name}, the previous one: {command}, then --resume"
         return ""
 
     def _whole_before(self, broken: str) -> Iterator[str]:

@@ -20,7 +20,7 @@ _SCALARS = "events.out.tfevents.*"  # of TensorBoard
 _FILES = {
     "weights, config, tokenizer": FINAL,
     "best at the evaluation": BEST,
-    "to go on from, with --resume": LAST,
+    "last snapshot, for --resume": LAST,
     "memory of a step": PICTURE,
     "metrics": METRICS,
     "log": LOG,
@@ -112,7 +112,7 @@ class RunFolder:
             return
         listed = ", ".join(held[:4]) + (f" and {len(held) - 4} more" if len(held) > 4 else "")
         fixes = "another train.output_dir, or train.overwrite=True to replace it"
-        go_on = "--resume to go on with it, " if LAST in held else ""
+        go_on = "--resume to continue it, " if LAST in held else ""
         none = "" if LAST in held else " (--resume needs a snapshot, and there is none)"
         raise ConfigError(f"train.output_dir: {self.path} holds a run already: {listed} · fix: {go_on}{fixes}{none}")
 

@@ -81,7 +81,7 @@ class RunState:
         return self._ranks.stage_mesh is not None or any(map(is_sharded, self._parameters()))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns this process's shards of the weights, what of them is not cut, and names of what is elsewhere."""
+        """Returns this process's shards of the weights, unsharded tensors, and names of those on other stages."""
         return tensors_of(self._model)
 
     def _held(self) -> dict[str, Tensor]:

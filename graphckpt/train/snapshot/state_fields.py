@@ -1,4 +1,4 @@
-"""Checks ``graph.pt`` and ``trainer.pt`` of a snapshot field by field, against the run that is to go on from them."""
+"""Checks ``graph.pt`` and ``trainer.pt`` of a snapshot field by field, against the run that is resumed."""
 
 from __future__ import annotations
 

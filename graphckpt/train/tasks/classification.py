@@ -82,7 +82,7 @@ class SequenceClassification(TextTask):
             yield f"data: there is one class, {text.groups[0]!r}, and nothing to learn · fix: {fix}"
         elif isinstance(num_labels, int) and num_labels < len(text.groups):
             fix = f"set its num_labels to {len(text.groups)}"
-            yield f"model: it tells {num_labels} classes, and the data has {len(text.groups)} · fix: {fix}"
+            yield f"model: expected at least {len(text.groups)} classes, got {num_labels} · fix: {fix}"
 
 
 def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
