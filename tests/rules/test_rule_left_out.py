@@ -365,3 +365,28 @@ def test_explain_counts_no_result_that_is_not_kept():
         rows = {row.block: row.bytes_after for row in handle.explain(show=False).rows}
     hidden, width = 256 * 128 * 4, 256 * 32 * 4
     assert rows["1"] == hidden + width, "the product of the hidden size and the block's input"
+
+
+class Tries(nn.Module):
+    """Counts the failures of a part of its forward, of which there are none."""
+
+    failures = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            y = torch.where(x > 0, x * 2, x.exp())
+            y[:, 0] = x[:, 1]
+            y = y.masked_fill(x.abs() > 2, 0.0)
+        except RuntimeError:
+            self.failures += 1
+            raise
+        return y * 2
+
+
+def test_a_forward_that_catches_errors_catches_none_of_the_engine() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Tries())
+    with graphckpt.apply(model, {"1": {"activation_checkpointing": Selective(["aten.mul.Tensor[1]"])}}):
+        for _ in range(2):
+            model(torch.randn(4, 8)).sum().backward()
+    assert model[1].failures == 0

@@ -171,6 +171,10 @@ class StopRecomputation(BaseException):  # not an Exception: a forward that catc
         self.run = run
 
 
+class ScheduleMismatch(BaseException):  # likewise
+    """Ends a recomputation in which a skipped op turns out to be needed: none is skipped in the next one."""
+
+
 @final
 class Recomputation(Execution):
     """Fills the holders of a call while its block is recomputed."""
@@ -219,7 +223,7 @@ class Recomputation(Execution):
         if self.on_pack is not None:
             self.on_pack(position)
         if type(tensor) is WithoutValues:
-            raise RuntimeError(f"{self.frame.block.name}: tensor {position} is saved, but its op was skipped")
+            raise ScheduleMismatch(f"{self.frame.block.name}: tensor {position} is saved, but its op was skipped")
         fills = False  # `rrelu` saves its noise, which it fills only then, before its input
         if tensor.requires_grad:
             if self._unfilled is not None:

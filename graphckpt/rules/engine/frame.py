@@ -27,6 +27,7 @@ from graphckpt.rules.engine.execution import (
     Execution,
     RecomputableCall,
     Recomputation,
+    ScheduleMismatch,
     StopRecomputation,
     keep_rest_around,
     running,
@@ -249,7 +250,7 @@ class Frame:
         try:
             try:
                 run = self._recompute_once(early_stop=early_stop, returns_output=returns_output)
-            except Exception:
+            except (Exception, ScheduleMismatch):
                 if self.contexts is None or not self.contexts.run_all(self):
                     raise  # else code that is no op, such as a kernel, may have read a result that was skipped
                 run = self._recompute_once(early_stop=early_stop, returns_output=returns_output)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphckpt._compat import WithoutValues
 from graphckpt._compat_autocast import call_with_autocast
 from graphckpt._compat_compiler import never_compiled
-from graphckpt.rules.engine.execution import running
+from graphckpt.rules.engine.execution import ScheduleMismatch, running
 from graphckpt.rules.ops.op_graph import BY_SIZE, CAST
 from graphckpt.rules.ops.schedule import Action, OpSchedule
 
@@ -168,7 +168,7 @@ class ScheduledCachedMode(OpMode):
         schedule, position = self._schedule, self._position
         self._position = position + 1
         if position >= len(schedule.ops) or schedule.ops[position] is not func:
-            raise RuntimeError(f"{func} is not the op of the original forward")  # no op is skipped then
+            raise ScheduleMismatch(f"{func} is not the op of the original forward")  # no op is skipped then
         act = schedule.acts[position]
         if act is Action.SKIP and self._skips:
             return schedule.without_values(position, args)
