@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 
-from graphckpt.rng import random_devices, set_random_state, take_random_state
+from graphckpt.state.rng import random_devices, set_random_state, take_random_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from graphckpt._compat import FakeTensorMode
-from graphckpt.module_state import ModuleState
-from graphckpt.mutable_arguments import rewind_objects, settle_objects, take_objects
+from graphckpt.state.arguments import rewind_objects, settle_objects, take_objects
+from graphckpt.state.modules import ModuleState
 from graphckpt.undo import Undo, put_back
 
 

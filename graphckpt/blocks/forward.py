@@ -15,8 +15,8 @@ from torch.utils import checkpoint as torch_checkpoint
 from graphckpt._compat import is_transformed
 from graphckpt.blocks.compiled import CompiledForward
 from graphckpt.blocks.native_checkpointing import NativeCheckpointing
-from graphckpt.module_state import policy_changes
 from graphckpt.rules import BlockContext, Keep, Rule, running
+from graphckpt.state.modules import policy_changes
 from graphckpt.stores import Placement
 
 if TYPE_CHECKING:

@@ -108,7 +108,7 @@ class Plan(PlanSummary):
         ]
         try:
             text = yaml.dump(
-                {"blocks": self.blocks, "plan": {**numbers, "rows": rows}}, Dumper=_PlainDumper, sort_keys=False
+                {"blocks": self.blocks, "plan": {**numbers, "rows": rows}}, Dumper=_dumper(), sort_keys=False
             )
         except yaml.representer.RepresenterError as error:
             raise ConfigError(f"Plan.save: {error} · fix: partition=True, and plain values in `candidates`") from None
@@ -139,13 +139,9 @@ class Plan(PlanSummary):
         return replace(self, rows=tuple(rows), model=None, apply_to_graph=None)
 
 
-class _PlainDumper(yaml.SafeDumper):
-    """Writes equal policies out in full."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        """Returns True: no anchors."""
-        del data
-        return True
+def _dumper() -> type[yaml.SafeDumper]:
+    """Returns a dumper that writes equal policies out in full, without anchors."""
+    return type("_PlainDumper", (yaml.SafeDumper,), {"ignore_aliases": lambda self, data: True})
 
 
 _NUMBERS = tuple(number.name for number in fields(PlanSummary))

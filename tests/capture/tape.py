@@ -16,7 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-import graphckpt.rng
+import graphckpt.state.rng
 from graphckpt.capture import Capture, CaptureBackend
 from graphckpt.stores.host.copy_engine import CopyEngine, CopyEvent, HostBuffer
 
@@ -151,7 +151,7 @@ def seen_by_transformers() -> Iterator[None]:
 @contextmanager
 def taped_random_state(tape: Tape) -> Iterator[None]:
     """Makes taking and setting the random state a part of the tape, as they are of a CUDA graph."""
-    take, put = graphckpt.rng.take_random_state, graphckpt.rng.set_random_state
+    take, put = graphckpt.state.rng.take_random_state, graphckpt.state.rng.set_random_state
 
     def taped_take(devices: Any) -> Any:
         state = take(devices)

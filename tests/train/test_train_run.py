@@ -282,7 +282,7 @@ def test_model_without_marked_layers_asks_for_names(place, capsys):
             ],
         ),
         (["train.capture=cudagraph"], ["train.capture: expected one of", "did you mean 'cuda_graph'"]),
-        (["train.capture=cuda_graph"], ["'cuda_graph' needs modules on one CUDA device, and they are on cpu"]),
+        (["train.capture=cuda_graph"], ["'cuda_graph' expected modules on one CUDA device, got cpu"]),
         (["train.output_dir=tiny.py"], ["train.output_dir: tiny.py: File exists"]),
         (["model.config.n_embd=33"], ["model: error in call to 'transformers", "divisible"]),
         (["optim.lr=1e6"], ["the loss is", "fix: lower optim.lr"]),

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import torch
 
 from graphckpt.errors import RecomputeError
-from graphckpt.mutable_arguments import rewind_objects, settle_objects, take_objects
 from graphckpt.rules.engine.aliases import Aliases, alias_groups, has_storage
 from graphckpt.rules.engine.argument import Argument, Traits, as_edited
 from graphckpt.rules.engine.chained import BlockOutput, ChainedInput
 from graphckpt.rules.engine.mismatch import edited, edits_argument, iterator_argument, shares_with_buffer
 from graphckpt.rules.engine.saved import SameArgument
+from graphckpt.state.arguments import rewind_objects, settle_objects, take_objects
 from graphckpt.tree import ATOMS, flatten_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from graphckpt.moving import Moving, Snapshot
     from graphckpt.rules.engine.execution import RecomputableCall
+    from graphckpt.state.values import Moving, Snapshot
     from graphckpt.undo import Undo
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
-from graphckpt.module_state import ModuleState
-from graphckpt.rng import random_devices
+from graphckpt.state.modules import ModuleState
+from graphckpt.state.rng import random_devices
 from graphckpt.stores import DeviceStore, Group
 
 if TYPE_CHECKING:

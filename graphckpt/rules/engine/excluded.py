@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
-from graphckpt.mutable_arguments import take_objects
-from graphckpt.rng import set_random_state, take_random_state
 from graphckpt.rules.engine.argument import Traits, own_attributes
 from graphckpt.rules.engine.execution import Execution, Recomputation, running, unseen
 from graphckpt.rules.engine.guard import Guard
 from graphckpt.rules.engine.mismatch import excluded_differ
 from graphckpt.rules.engine.saved import SavedTensor
 from graphckpt.rules.engine.saved_hooks import IN_PLACE, StoredCall, hooks_around
+from graphckpt.state.arguments import take_objects
+from graphckpt.state.rng import set_random_state, take_random_state
 from graphckpt.stores import DeviceStore
 from graphckpt.tree import build_value, flatten_call, flatten_value
 from graphckpt.undo import differs
@@ -23,10 +23,10 @@ from graphckpt.undo import differs
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from graphckpt.moving import Snapshot
-    from graphckpt.rng import RandomState
     from graphckpt.rules.engine.context import BlockContext
     from graphckpt.rules.engine.execution import RecomputableCall
+    from graphckpt.state.rng import RandomState
+    from graphckpt.state.values import Snapshot
 
 
 @final

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from graphckpt.moving import Snapshot
     from graphckpt.rules.engine.context import BlockContext
     from graphckpt.rules.engine.saved import Holder
+    from graphckpt.state.values import Snapshot
     from graphckpt.stores import Group
 
 

@@ -16,9 +16,7 @@ import torch
 
 from graphckpt._compat import early_stop_in_force
 from graphckpt._compat_compiler import never_compiled
-from graphckpt.autocast_state import autocast_depth, enter_ambient, take_ambient
 from graphckpt.errors import EditedError, RecomputeError
-from graphckpt.rng import set_random_state, take_random_state
 from graphckpt.rules.engine.arguments import Arguments
 from graphckpt.rules.engine.chained import BlockOutput, last_output, tensors_in
 from graphckpt.rules.engine.execution import (
@@ -37,15 +35,17 @@ from graphckpt.rules.engine.guard import Guard
 from graphckpt.rules.engine.mismatch import differs, edited, edits_argument, edits_module
 from graphckpt.rules.engine.saved import Holder
 from graphckpt.rules.engine.saved_hooks import StoredCall, hooks_around
+from graphckpt.state.autocast import autocast_depth, enter_ambient, take_ambient
+from graphckpt.state.rng import set_random_state, take_random_state
 from graphckpt.stores import DeviceStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from graphckpt.module_state import Watch
-    from graphckpt.moving import Snapshot
-    from graphckpt.rng import RandomState
     from graphckpt.rules.engine.context import BlockContext
+    from graphckpt.state.modules import Watch
+    from graphckpt.state.rng import RandomState
+    from graphckpt.state.values import Snapshot
     from graphckpt.stores import Group
 
 

@@ -33,17 +33,17 @@ from graphckpt._compat import (
     push_saved_tensor_hooks,
     saved_tensor_hooks_in_force,
 )
-from graphckpt.autocast_state import restore_ambient
-from graphckpt.rng import set_random_state
 from graphckpt.rules.engine.execution import running
+from graphckpt.state.autocast import restore_ambient
+from graphckpt.state.rng import set_random_state
 from graphckpt.undo import put_back
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from graphckpt.autocast_state import Ambient
-    from graphckpt.rng import RandomState
     from graphckpt.rules.engine.execution import Execution
+    from graphckpt.state.autocast import Ambient
+    from graphckpt.state.rng import RandomState
     from graphckpt.undo import Undo
 
 

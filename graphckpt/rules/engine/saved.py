@@ -10,8 +10,8 @@ import torch
 from graphckpt.errors import EditedError
 
 if TYPE_CHECKING:
-    from graphckpt.rng import RandomState
     from graphckpt.rules.engine.context import BlockContext
+    from graphckpt.state.rng import RandomState
     from graphckpt.stores import Group, Store
 
 

@@ -10,9 +10,9 @@ import torch
 from graphckpt._compat import pytree, storage_of, version_sharing_detach
 from graphckpt._compat_autocast import above_dispatch_modes
 from graphckpt.errors import RecomputeError
-from graphckpt.rng import set_random_state, take_random_state
 from graphckpt.rules.engine.saved import SavedResult, SavedTensor
 from graphckpt.rules.ops.op_graph import CAST
+from graphckpt.state.rng import set_random_state, take_random_state
 from graphckpt.writes import edited_by
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from graphckpt.rng import RandomState, random_devices, set_random_state, take_random_state
+from graphckpt.state.rng import RandomState, random_devices, set_random_state, take_random_state
 
 # Note [One seed from the common stream]
 # The seed of the per-rank stream is drawn from the common one, so a recomputation, which starts from the random state

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from graphckpt import Graph
-from graphckpt.rng import random_devices, set_random_state, take_random_state
+from graphckpt.state.rng import random_devices, set_random_state, take_random_state
 from graphckpt.train.parallel.ranks import TrainRanks
 from graphckpt.train.parallel.sharding import (
     extract_sharded,

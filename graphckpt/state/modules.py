@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from graphckpt._compat import is_fake, pytree
-from graphckpt.moving import Moving, Snapshot
+from graphckpt.state.values import Moving, Snapshot
 from graphckpt.undo import ABSENT, CONTAINERS, Undo, differs, replace_item
 from graphckpt.writes import Writes
 

@@ -1,0 +1,1 @@
+"""What a recomputation restores: values of modules and arguments, random state, autocast."""
