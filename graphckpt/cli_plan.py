@@ -8,14 +8,18 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from graphckpt.extras import LazyPackage
 from graphckpt.planning.options import PlanOptions
 
 if TYPE_CHECKING:
+    import yaml
+
     from graphckpt.planning.planner import Planners
+else:
+    yaml = LazyPackage("yaml", "plan")
 
 _PLAN_EXAMPLES = """\
 examples:

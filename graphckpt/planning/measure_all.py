@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphckpt.blocks.apply import apply
 from graphckpt.errors import ConfigError, did_you_mean
+from graphckpt.extras import require
 from graphckpt.planning.candidates import can_join, parse_partition_request, with_partition
 from graphckpt.planning.candidates import options as candidates_of
 from graphckpt.planning.compiled import compiled_forwards, parse_compile
@@ -47,8 +48,10 @@ def measure_all(
 
     Raises:
         ConfigError: an option cannot be used.
+        MissingPackageError: the extra ``plan`` is not installed.
         PlanError: the step cannot be measured, or another process has failed.
     """
+    require("plan", "numpy", "networkx")  # before minutes of measuring
     modules = [module for _, module in blocks]
     ranks, found = parse_partition_request(options.partition, group)
     found = [*notes, *found]
