@@ -42,7 +42,7 @@ JOINED = Option("joined", {"activation_checkpointing": "joined"}, Joined())
 
 @final
 @dataclass(frozen=True)
-class SelectiveLevel(Rule):
+class SelectiveLevel(Rule, is_registered=False):
     """A placeholder for a level of ``selective`` that is not known yet; level 0 keeps most."""
 
     name: ClassVar[str] = "level"

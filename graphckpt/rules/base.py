@@ -6,6 +6,8 @@ import dataclasses
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from graphckpt.registry import Registry
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -13,16 +15,27 @@ if TYPE_CHECKING:
 
     from graphckpt.rules.engine.context import BlockContext
 
+ENTRY_POINTS = "graphckpt.rules"
+"""The entry-point group that installed packages use to name their rules."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Rule(ABC):
     """Decides what of a block is saved for backward.
 
-    A subclass is a frozen dataclass in a file of its own; the file's name is the rule's name in config files, and the
-    dataclass fields are its keys there.
+    A subclass is a frozen dataclass, registered by ``name``, under which config files find it; its fields are its keys
+    there. An installed package makes its rule known by an entry point of the group ``graphckpt.rules``, whose name is
+    the rule's. ``class MyRule(Rule, is_registered=False)`` can be used as an object only.
     """
 
     name: ClassVar[str]
+
+    _registry: ClassVar[Registry[Rule]]
+
+    def __init_subclass__(cls, *, is_registered: bool = True, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if is_registered and "name" in cls.__dict__:
+            Rule._registry.add(cls.name, cls)
 
     def check(self, module: nn.Module) -> str | None:
         """Returns why this rule cannot act on ``module`` and how to fix it, or ``None`` if it can."""
@@ -46,3 +59,6 @@ class Rule(ABC):
             if (value := getattr(self, field.name)) is not None and value != field.default
         ]
         return f"{self.name}({', '.join(settings)})" if settings else self.name
+
+
+Rule._registry = Registry("Rule", ENTRY_POINTS)

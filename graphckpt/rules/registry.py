@@ -1,10 +1,9 @@
-"""Finds every rule by the name of its file, and reads a rule from what a user writes."""
+"""Finds rules by name, and parses what a user writes for one."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
-import inspect
 import pkgutil
 from functools import cache
 from typing import Any
@@ -13,17 +12,17 @@ from graphckpt.errors import ConfigError, did_you_mean
 from graphckpt.rules.base import Rule
 
 
-@cache
 def rule_classes() -> dict[str, type[Rule]]:
-    """Returns every rule class by its name. A new rule is one new file in this folder."""
-    found: dict[str, type[Rule]] = {}
+    """Returns the loaded rules by name. A new rule of this package is one new file in this folder."""
+    _import_folder()
+    return Rule._registry.classes()
+
+
+@cache
+def _import_folder() -> None:
     package = __name__.rpartition(".")[0]
     for info in pkgutil.iter_modules(importlib.import_module(package).__path__):
-        module = importlib.import_module(f"{package}.{info.name}")
-        for _, value in inspect.getmembers(module, inspect.isclass):
-            if issubclass(value, Rule) and value is not Rule and value.__module__ == module.__name__:
-                found[value.name] = value
-    return found
+        importlib.import_module(f"{package}.{info.name}")
 
 
 def parse_rule(value: Any) -> Rule | None:
@@ -36,9 +35,8 @@ def parse_rule(value: Any) -> Rule | None:
     """
     if value is None or isinstance(value, Rule):
         return value
-    classes = rule_classes()
     if isinstance(value, bool):
-        return classes["full" if value else "keep"]()
+        return _class("full" if value else "keep")()
     if isinstance(value, dict) and "rule" in value:
         settings = {k: tuple(v) if isinstance(v, list) else v for k, v in value.items() if k != "rule"}
         rule = _class(value["rule"])
@@ -46,21 +44,24 @@ def parse_rule(value: Any) -> Rule | None:
         for key in settings:
             if key not in known:
                 raise ConfigError(
-                    f"rule {rule.name!r} has no setting {key!r}{did_you_mean(key, known)} · "
+                    f"rule {rule.name!r}: expected one of its settings, got {key!r}{did_you_mean(key, known)} · "
                     f"fix: use {', '.join(map(repr, known)) or 'none'}"
                 )
         return rule(**settings)
     if isinstance(value, str):
         return _class(value)()
-    raise ConfigError(f"{value!r} is no rule · fix: use True, False, None, {_names()} or a rule object")
+    raise ConfigError(f"expected a rule, got {value!r} · fix: use True, False, None, {_names()} or a rule object")
 
 
 def _class(name: Any) -> type[Rule]:
-    classes = rule_classes()
-    if name not in classes:
-        raise ConfigError(f"there is no rule {name!r}{did_you_mean(str(name), classes)} · fix: use {_names()}")
-    return classes[name]
+    _import_folder()
+    found = Rule._registry.find(name) if isinstance(name, str) else None
+    if found is None:
+        raise ConfigError(
+            f"expected a rule, got {name!r}{did_you_mean(str(name), Rule._registry.names())} · fix: use {_names()}"
+        )
+    return found
 
 
 def _names() -> str:
-    return ", ".join(repr(name) for name in sorted(rule_classes()))
+    return ", ".join(repr(name) for name in Rule._registry.names())

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
-from weakref import WeakValueDictionary
 
 from graphckpt.errors import ConfigError, did_you_mean
+from graphckpt.registry import Registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,17 +44,12 @@ class Offload(ABC):
     tier: ClassVar[Literal["host", "disk"]] = "host"
     """The kind of memory, which decides how the planner counts its bytes and estimates its copies."""
 
-    _targets: ClassVar[WeakValueDictionary[str, type[Offload]]] = WeakValueDictionary()
+    _registry: ClassVar[Registry[Offload]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "name" in cls.__dict__:
-            known = Offload._targets.get(cls.name)
-            if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-                raise TypeError(
-                    f"Offload.name: expected a new name, got {cls.name!r}, which is {known} · fix: rename it"
-                )
-            Offload._targets[cls.name] = cls
+            Offload._registry.add(cls.name, cls)
 
     @abstractmethod
     def byte_store_for(self, device: torch.device, note: Callable[[str], None]) -> ByteStore | None:
@@ -73,9 +67,12 @@ class Offload(ABC):
         raise ConfigError(f"{cls.name!r}: expected nothing after a colon, got {argument!r} · fix: use {cls.name!r}")
 
 
+Offload._registry = Registry("Offload", ENTRY_POINTS)
+
+
 def offload_targets() -> dict[str, type[Offload]]:
     """Returns the registered targets by name."""
-    return dict(sorted(Offload._targets.items()))
+    return Offload._registry.classes()
 
 
 def parse_offload(value: Any) -> Offload | None:
@@ -89,24 +86,11 @@ def parse_offload(value: Any) -> Offload | None:
     if isinstance(value, Offload):
         return value
     word, colon, argument = ("cpu" if value is True else str(value)).partition(":")
-    target = _find(word) if isinstance(value, (str, bool)) else None
+    target = Offload._registry.find(word) if isinstance(value, (str, bool)) else None
     if target is None:
-        known = sorted({*offload_targets(), *(point.name for point in entry_points(group=ENTRY_POINTS))})
+        known = Offload._registry.names()
         names = ", ".join(map(repr, known))
         raise ConfigError(
             f"expected an offload target, got {value!r}{did_you_mean(word, known)} · fix: use one of {names}, or False"
         )
     return target.parse(argument) if colon else target()
-
-
-def _find(name: str) -> type[Offload] | None:
-    if name not in Offload._targets:
-        for point in entry_points(group=ENTRY_POINTS, name=name):
-            try:
-                point.load()
-            except Exception as error:
-                raise ConfigError(
-                    f"{name!r}: expected an offload target at {point.value!r}, got {type(error).__name__}: {error} · "
-                    "fix: repair or uninstall that package"
-                ) from error
-    return Offload._targets.get(name)

@@ -142,7 +142,7 @@ def test_all_faults_are_told_at_once_and_nothing_is_set() -> None:
         [
             "- 'encodr.*' matches no module of Model · did you mean 'encoder.*'",
             "- 'encoder.1': encoder.1.activation_checkpoint: there is no such field · did you mean 'activation_che",
-            "- 'encoder.2': encoder.2.activation_checkpointing: there is no rule 'ful' · did you mean 'full'?",
+            "- 'encoder.2': encoder.2.activation_checkpointing: expected a rule, got 'ful' · did you mean 'full'?",
             "- 'encoder.3': encoder.3.segments: segments: expected a positive int, 'sqrt' or 'log', got 0 · fix:",
             "- 'Mlp': encoder.0.tiles: tiles: expected a positive int, got 'many' · fix: use the number of slices",
         ],

@@ -210,10 +210,10 @@ WRONG: list[tuple[str, Any, str]] = [
     (
         "activation_checkpointing",
         "yes",
-        "there is no rule 'yes' · fix: use 'full', 'joined', 'keep', 'segments', 'selective'",
+        "expected a rule, got 'yes' · fix: use 'full', 'joined', 'keep', 'segments', 'selective'",
     ),
-    ("activation_checkpointing", "ful", "there is no rule 'ful' · did you mean 'full'? · fix: use"),
-    ("activation_checkpointing", 1, "1 is no rule · fix: use True, False, None"),
+    ("activation_checkpointing", "ful", "expected a rule, got 'ful' · did you mean 'full'? · fix: use"),
+    ("activation_checkpointing", 1, "expected a rule, got 1 · fix: use True, False, None"),
     ("segments", 0, "segments: expected a positive int, 'sqrt' or 'log', got 0 · fix: use one of these"),
     ("segments", True, "segments: expected a positive int, 'sqrt' or 'log', got True"),
     ("tiles", "two", "tiles: expected a positive int, got 'two' · fix: use the number of slices"),

@@ -115,7 +115,7 @@ def test_a_graph_takes_it_and_lets_it_go_again():
         ({"": Tiles(4)}, "head: '' contains the layer 'layers.0'"),
         ({"layers": Tiles(4)}, "head: 'layers' contains the layer 'layers.0'"),
         ({"head": None}, "head: expected a rule, got None"),
-        ({"head": "tlies"}, "there is no rule 'tlies'"),
+        ({"head": "tlies"}, "expected a rule, got 'tlies'"),
     ],
 )
 def test_what_is_no_head_is_an_error(head, message):

@@ -16,7 +16,8 @@ from graphckpt.rules import rule_classes
 
 
 def test_every_rule_has_a_case() -> None:
-    assert set(ON_CHAIN) == set(rule_classes())
+    ours = {name for name, rule in rule_classes().items() if rule.__module__.startswith("graphckpt.")}
+    assert set(ON_CHAIN) == ours
 
 
 def both_types(policy: str, kind: str) -> list[bool]:

@@ -120,9 +120,9 @@ def test_blocks_come_on_top_of_the_rule():
     ("fields", "messages"),
     [
         ({"unit": "Blok"}, [r"unit: no class is called 'Blok' · did you mean 'Block'\?"]),
-        ({"rule": "ful"}, [r"body\.0\.activation_checkpointing: there is no rule 'ful' · did you mean 'full'\?"]),
+        ({"rule": "ful"}, [r"body\.0\.activation_checkpointing: expected a rule, got 'ful' · did you mean 'full'\?"]),
         ({"blocks": {"x": True, "y": 1}}, ["blocks: 'x' matches no module", "blocks: 'y' matches no module"]),
-        ({"rule": {"rule": "selective", "kep": 1}}, ["rule 'selective' has no setting 'kep'"]),
+        ({"rule": {"rule": "selective", "kep": 1}}, ["rule 'selective': expected one of its settings, got 'kep'"]),
         ({"blocks": {"body.*": {"tilse": 2}}}, ["there is no such field · did you mean 'tiles'"]),
     ],
 )

@@ -183,7 +183,7 @@ def last_loss(folder):
     ("words", "message"),
     [
         ([SLICED], "train.activation_checkpoint.head: no memory_budget is set to plan it for"),
-        ([f"{BUDGET}=min", f'{HEAD}={{"loss_head": "tlies"}}'], "head.loss_head: there is no rule 'tlies'"),
+        ([f"{BUDGET}=min", f'{HEAD}={{"loss_head": "tlies"}}'], "head.loss_head: expected a rule, got 'tlies'"),
         ([f"{BUDGET}=min", f'{HEAD}={{"loss_head": null}}'], "head.loss_head: expected a rule, got None"),
         (
             [f"{BUDGET}=min", SLICED],

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @final
 @dataclass(frozen=True, eq=False)
-class OpObserver(Rule):
+class OpObserver(Rule, is_registered=False):
     """Runs a block as it is and records its ops.
 
     Args:
