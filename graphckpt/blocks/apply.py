@@ -66,12 +66,12 @@ class Handle:
         self.remove()
 
 
-def apply(model: nn.Module, rules: Mapping[Selector, Mapping[str, Any] | Rule | bool | str]) -> Handle:
+def apply(model: nn.Module, policies: Mapping[Selector, Mapping[str, Any] | Rule | bool | str]) -> Handle:
     """Sets policies on the blocks of ``model`` that the selectors mean.
 
     Args:
         model: Any module; it keeps its type, its hooks and its ``state_dict`` keys.
-        rules: From a selector (a name pattern, a regular expression, a class) to the fields of a
+        policies: From a selector (a name pattern, a regular expression, a class) to the fields of a
             :class:`~graphckpt.BlockConfig`, or to a value of ``activation_checkpointing`` alone. A later selector
             overrides an earlier one, field by field.
 
@@ -87,7 +87,7 @@ def apply(model: nn.Module, rules: Mapping[Selector, Mapping[str, Any] | Rule | 
     model = unwrap(model)
     configs: dict[nn.Module, BlockConfig] = {}
     faults: list[str] = []
-    for selector, fields in rules.items():
+    for selector, fields in policies.items():
         try:
             for name, module in select(model, selector):
                 config = configs.setdefault(module, BlockConfig(name or type(model).__name__))
