@@ -110,7 +110,7 @@ class Recorder:
             self._live.track_as_old(state)
         self.phase("optimizer")
 
-    def first_run(self, block: str, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    def original_forward_began(self, block: str, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
         """Begins a block's original forward. Returns ``pack``, which also counts what the plain step would save."""
         if self._again:
             return pack
@@ -124,12 +124,12 @@ class Recorder:
 
         return look_and_pack
 
-    def first_run_ended(self, block: str) -> None:
+    def original_forward_ended(self, block: str) -> None:
         """Ends a block's original forward."""
         if not self._again:
             self._leave(block)
 
-    def kept_run(
+    def stored_forward_began(
         self, block: str, pack: Callable[[torch.Tensor], Any], *, is_stored: bool = False
     ) -> Callable[[torch.Tensor], Any]:
         """Begins a block that keeps its saved tensors: as they are, or in a store that counts them itself."""
@@ -146,16 +146,16 @@ class Recorder:
 
         return look_and_pack
 
-    def kept_run_ended(self, block: str) -> None:
+    def stored_forward_ended(self, block: str) -> None:
         """Ends a block that keeps its saved tensors."""
-        self.first_run_ended(block)
+        self.original_forward_ended(block)
 
     def kept(self, block: str, tensor: torch.Tensor) -> None:
         """Counts ``tensor``, which the rule of ``block`` saves for the recomputation."""
         if not self._again:
             self.bytes_after[block] += self._kept.add(tensor)
 
-    def let_go(self, block: str, tensor: torch.Tensor) -> None:
+    def released(self, block: str, tensor: torch.Tensor) -> None:
         """Uncounts ``tensor``, which the rule of ``block`` does not save after all."""
         if not self._again:
             self.bytes_after[block] -= self._kept.remove(tensor)
@@ -169,14 +169,14 @@ class Recorder:
         finally:
             self._is_passing_on = False
 
-    def second_run(self, block: str) -> None:
+    def recomputation_began(self, block: str) -> None:
         """Begins the recomputation of a block."""
         self._again += 1
         self.reruns[block] += 1
         self.phase("recompute", block)
         self._running.append((block, _now()))
 
-    def second_run_ended(self, block: str) -> None:
+    def recomputation_ended(self, block: str) -> None:
         """Ends the recomputation of a block."""
         self._again -= 1
         _, begin = self._running.pop()

@@ -90,7 +90,8 @@ def find_blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | Non
     """Returns the blocks to plan, none inside of another.
 
     Raises:
-        ConfigError: a selector matches nothing, or no layers were found.
+        ConfigError: A selector matches nothing, no layers were found, or a module has a policy, is compiled as a whole,
+            or has its own gradient checkpointing enabled.
     """
     if selectors is None:
         names = layers(model)
@@ -124,7 +125,7 @@ def find_blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | Non
 def _limit_of(budget: int | str, planner: Planner, step: RealStep, group: PlanGroup) -> int | None:
     """Returns the bytes that a step of any process may take; ``None`` is the lowest possible peak.
 
-    Of sizes it is the smallest of all processes, of percentages that of the leader.
+    With a percentage it is the leader's limit, otherwise the smallest of all processes.
     """
     if budget == "min":
         return None

@@ -53,16 +53,16 @@ class PlanOptions:
     contiguous: bool = False
     """Whether each layer keeps its saved tensors in one slab."""
     compile: bool | dict[str, Any] | None = field(default=None, metadata=_except("command"))
-    """Whether each layer is compiled inside of its policy: ``True``, or the arguments of ``torch.compile``. Levels of
-    ``selective`` are then replaced by layers of which the compiler saves 80, 50, 30 or 10 % of what it would save by
-    itself, unless ``candidates`` or that ``activation_memory_budget`` is given."""
+    """Whether each layer is compiled inside of its policy: ``True``, or the arguments of ``torch.compile``. The levels
+    of ``selective`` are then replaced by the compiler's ``activation_memory_budget`` at 0.8, 0.5, 0.3 and 0.1, unless
+    ``candidates`` or an ``activation_memory_budget`` is given."""
     group: Any = field(default=None, metadata=_except("config", "command"))
-    """The processes that run this step together, all of which must plan: a ``ProcessGroup``; ``None`` is all, where
-    ``torch.distributed`` is initialized; ``False`` is this process alone. All get the same plan."""
+    """The processes that run this step together: a ``ProcessGroup``, whose ranks must all plan and get the same plan.
+    ``None`` is the default group if ``torch.distributed`` is initialized; ``False`` is this process alone."""
     check: bool = field(default=True, metadata=_except("command"))
     """Run the step under the plan, and plan again if its peak exceeds the budget or differs by more than 1 %."""
     progress: Callable[[int, int], None] | None = field(default=None, metadata=_except("config", "command"))
-    """Called with the runs of the step that are done, and their number."""
+    """Called as ``progress(done, total)`` with the measuring runs of the step that are done, and how many there are."""
 
     def __post_init__(self) -> None:
         if self.candidates is not None:

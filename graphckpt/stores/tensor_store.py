@@ -42,7 +42,8 @@ class TensorStore(Store):
     Args:
         label: The name of the store in tables.
         byte_store_for: Returns the byte store for the tensors of a device, or ``None`` if they stay. Its second
-            argument says whether they are shards of a DTensor; its third is the group that asks first.
+            argument is whether they are inner tensors of a subclass other than a replicated DTensor; its third is the
+            first group that uses the store.
         min_elements: Smaller tensors stay.
     """
 
@@ -102,7 +103,7 @@ class TensorStore(Store):
             return tensor.detach()
         if hasattr(tensor, "__tensor_flatten__") and not isinstance(tensor, nn.Parameter):
             wait = getattr(tensor, "trigger_wait", None)
-            if wait is not None:  # the result of a functional collective, which may not have completed
+            if wait is not None:  # an AsyncCollectiveTensor, which may not have completed
                 return self.put(wait(), group, is_shard=is_shard)
             is_shard = is_shard or not _is_replicated(tensor)
             return WrappedKey(tensor, lambda inner: self.put(inner, group, is_shard=is_shard))
@@ -143,7 +144,7 @@ class TensorStore(Store):
             return tensor
 
     def close_group(self, group: Group | None) -> None:
-        """Ends the original forward of the block."""
+        """Closes ``group``: the forward of its block has ended, and no more tensors are added."""
         assert group is not None
         group.state.is_closed = True
         with self._lock:
@@ -231,7 +232,7 @@ class TensorStore(Store):
                 store.prefetch(handles, group)
 
     def _next_group(self, group: Group) -> Group | None:
-        """Returns the group that backward needs after ``group``; if that is freed already, the one before it."""
+        """Returns the group that backward likely needs next, or the last one before it that is still to be used."""
         number = self._order.next_after(group.number)
         while 0 <= number < len(self._groups):
             found = self._groups[number]()

@@ -123,7 +123,7 @@ def test_attention_is_named_in_a_way_that_holds_on_other_devices(known):
 def test_a_block_whose_ops_cannot_be_seen_has_the_presets():
     assert selective_levels([]) == []
     blind = OpTimes()
-    blind.log.is_whole = False
+    blind.log.is_complete = False
     assert selective_levels([blind]) == []
     some, own = with_levels(NEAR, [0], lambda: [[blind]])
     assert len(some) == 2 + 3

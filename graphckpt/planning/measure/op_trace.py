@@ -14,7 +14,7 @@ from graphckpt._compat_compiler import never_compiled
 from graphckpt.planning.model.op_times import OpTimes
 from graphckpt.planning.option import Option
 from graphckpt.rules import Rule
-from graphckpt.rules.engine.saved_hooks import IN_PLACE
+from graphckpt.rules.engine.saved_hooks import KEEP_ON_DEVICE
 from graphckpt.rules.ops.modes import is_counted
 
 if TYPE_CHECKING:
@@ -50,9 +50,9 @@ class OpObserver(Rule, is_registered=False):
         @never_compiled
         def pack(tensor: Any) -> Any:
             ops.log.saves(tensor)
-            return IN_PLACE[0](tensor)
+            return KEEP_ON_DEVICE[0](tensor)
 
-        with saved_tensors_hooks(pack, IN_PLACE[1]), _OpTimer(ops, self.clock, self.op_seconds):
+        with saved_tensors_hooks(pack, KEEP_ON_DEVICE[1]), _OpTimer(ops, self.clock, self.op_seconds):
             output = function(*args, **kwargs)
         ops.log.close()
         return output

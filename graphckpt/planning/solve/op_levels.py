@@ -46,8 +46,8 @@ def selective_levels(seen: Sequence[OpTimes], most: int = MOST) -> list[tuple[li
         most: the largest number of levels.
     """
     log = seen[0].log if seen else OpGraph()
-    alike = [ops for ops in seen if ops.log.is_whole and len(ops.log.calls) == len(log.calls)]
-    if not log.is_whole or not alike:
+    alike = [ops for ops in seen if ops.log.is_complete and len(ops.log.calls) == len(log.calls)]
+    if not log.is_complete or not alike:
         return []
     seconds = [min(each) for each in zip(*(ops.seconds for ops in alike), strict=True)]
     views = [took for took, call in zip(seconds, log.calls, strict=True) if call.is_view]

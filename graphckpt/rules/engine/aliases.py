@@ -1,4 +1,4 @@
-"""Arguments that share memory, of which forward edits one: the recomputation gets copies that share memory too."""
+"""Arguments that share memory and that forward modifies in place: their copies share memory in the same way."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Aliases:
         tensors: Their positions among the arguments, and the tensors.
 
     Raises:
-        RecomputeError: Their relation is one that cannot be made again: other dtypes, other layouts, or two of them
-            require grad that are not views of one tensor.
+        RecomputeError: The aliasing cannot be reproduced: their dtypes differ, one is a conjugate or negative view, or
+            two that require grad are not views of the same base.
     """
 
     __slots__ = ("_members", "_num_elements")
@@ -68,7 +68,7 @@ class Aliases:
         flat = torch.empty(self._num_elements, dtype=values[0].dtype, device=values[0].device)
         with torch.no_grad():
             for member, value in zip(self._members, values, strict=True):
-                once = tuple(slice(1) if step == 0 else slice(None) for step in member.stride)  # of an expanded one, 1
+                once = tuple(slice(1) if step == 0 else slice(None) for step in member.stride)  # 1 if expanded
                 flat.as_strided(member.size, member.stride, member.offset)[once].copy_(value[once])
         with torch.enable_grad():
             if any(member.has_history for member in self._members):

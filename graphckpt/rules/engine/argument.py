@@ -1,7 +1,7 @@
 """One tensor argument of a recomputed block, held so that the recomputation is called with the same tensor.
 
-Where it stays on the device, the recomputation gets the same object. Elsewhere it gets a new tensor with what the
-object had: class, Python attributes, whether it requires grad and whether it has history.
+If it stays on the device and forward does not edit it, the recomputation gets the same object. Otherwise it gets a new
+tensor with the same class, Python attributes and ``requires_grad``, which has a ``grad_fn`` if the original had one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Traits:
         self.requires_grad = tensor.requires_grad
         self._has_history = not tensor.is_leaf
         self._is_view = tensor._is_view()
-        arrives = hasattr(tensor, "trigger_wait")  # of a functional collective: once it is there, it is a plain tensor
+        arrives = hasattr(tensor, "trigger_wait")  # AsyncCollectiveTensor: a plain tensor once waited on
         self._kind = torch.Tensor if arrives else type(tensor)
         self._attributes: dict[str, Any] | None = own_attributes(tensor) if tensor.__dict__ else None
 
@@ -111,7 +111,7 @@ class Argument:
         self._version: int | None = None
         self._kept: SavedTensor | None = None
         block, outer = frame.block, frame.outer
-        # Hooks around the block are not asked to save a parameter: the module that holds it does.
+        # A parameter is not passed to the hooks around the block: its module keeps it alive.
         if isinstance(block.store, DeviceStore) if outer is None else isinstance(tensor, nn.Parameter):
             if outer is None and block.recorder is not None:
                 block.recorder.kept(block.name, value)

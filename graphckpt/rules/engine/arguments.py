@@ -13,7 +13,7 @@ import torch
 from graphckpt.errors import RecomputeError
 from graphckpt.rules.engine.aliases import Aliases, alias_groups, has_storage
 from graphckpt.rules.engine.argument import Argument, Traits, as_edited
-from graphckpt.rules.engine.chained import BlockOutput, ChainedInput
+from graphckpt.rules.engine.joined_input import BlockOutput, JoinedInput
 from graphckpt.rules.engine.mismatch import edited, edits_argument, iterator_argument, shares_with_buffer
 from graphckpt.rules.engine.saved import SameArgument
 from graphckpt.state.arguments import rewind_objects, settle_objects, take_objects
@@ -140,7 +140,7 @@ class Arguments:
             self._objects = settle_objects(self._objects)
 
     def drop(self) -> None:
-        """Drops all, after an error: one that was edited in place would hold what saves it, which holds this object."""
+        """Drops all tensors after an error: the ``grad_fn`` of one edited in place would make a reference cycle."""
         self._leaves, self._given, self._aliases = [], [], []
 
     def take(self, frame: RecomputableCall, undo: Undo) -> list[Any]:
@@ -184,7 +184,7 @@ class Arguments:
     def _take(self, frame: RecomputableCall, position: int, leaf: Any, undo: Undo) -> Any:
         if position in self._own:
             return None  # filled in by `assemble`
-        if isinstance(leaf, ChainedInput):
+        if isinstance(leaf, JoinedInput):
             return leaf.of(self.before)  # type: ignore[arg-type]
         for each in self._given:
             if each.position == position and each.copied is not None:
@@ -198,13 +198,13 @@ class Arguments:
 
     def _keep(
         self, frame: RecomputableCall, tensor: torch.Tensor, copied: torch.Tensor | None, returned: BlockOutput | None
-    ) -> Argument | ChainedInput:
+    ) -> Argument | JoinedInput:
         """Keeps a tensor, or notes that the block right before returns it."""
         number = None if returned is None or copied is not None else returned.number_of(tensor)
         if returned is None or number is None:
             return Argument(tensor, frame, copied)
         self.before = returned.frame()
-        return ChainedInput(number, tensor)
+        return JoinedInput(number, tensor)
 
     def _find_aliases(self, frame: RecomputableCall, tensors: list[tuple[int, torch.Tensor]]) -> None:
         """Finds the arguments that share memory with one that forward edits, and so are edited with it."""

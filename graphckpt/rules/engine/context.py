@@ -35,7 +35,7 @@ class BlockContext:
         "_parts",
         "_roots",
         "edited",
-        "fills_saved",
+        "has_rrelu",
         "is_placed",
         "learns",
         "name",
@@ -56,8 +56,8 @@ class BlockContext:
         self.store = store or DeviceStore()
         self.state = ModuleState(self._modules())
         self.learns = learns
-        self.fills_saved = any(isinstance(module, nn.RReLU) for module in self._modules())
-        """Whether an op of the block writes to a tensor after autograd has saved it, as that of ``nn.RReLU`` does."""
+        self.has_rrelu = any(isinstance(module, nn.RReLU) for module in self._modules())
+        """Whether the block has an ``nn.RReLU``, whose op writes its noise after autograd has saved it."""
         self.edited: frozenset[int] = frozenset()
         """Positions of the tensor arguments that forward edits in place, as first calls have shown."""
         self.schedules: dict[object, Any] = {}
@@ -80,7 +80,7 @@ class BlockContext:
         return part
 
     def present_state(self) -> ModuleState:
-        """Returns the state of the present submodules; what calls have shown of earlier ones is dropped."""
+        """Returns the state of the block's modules, rebuilt if a submodule was added, removed or replaced since."""
         if self.state.is_stale():
             self.state = ModuleState(self._modules())
         return self.state
@@ -103,7 +103,7 @@ class BlockContext:
         return self.state.tensors()
 
     def random_devices(self, leaves: Iterable[Any]) -> tuple[torch.device, ...]:
-        """Returns the devices that a call with ``leaves`` may draw random numbers on, but for the CPU."""
+        """Returns the devices, except the CPU, on which a call with ``leaves`` may draw random numbers."""
         if torch.accelerator.current_accelerator() is None:
             return ()
         return random_devices(chain(self.tensors(), (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))))

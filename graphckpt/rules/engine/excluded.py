@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from graphckpt.rules.engine.argument import Traits, own_attributes
-from graphckpt.rules.engine.execution import Execution, Recomputation, running, unseen
+from graphckpt.rules.engine.execution import Execution, Recomputation, modes_paused, running
 from graphckpt.rules.engine.guard import Guard
 from graphckpt.rules.engine.mismatch import excluded_differ
 from graphckpt.rules.engine.saved import SavedTensor
-from graphckpt.rules.engine.saved_hooks import IN_PLACE, StoredCall, hooks_around
+from graphckpt.rules.engine.saved_hooks import KEEP_ON_DEVICE, StoredCall, hooks_around
 from graphckpt.state.arguments import take_objects
 from graphckpt.state.rng import set_random_state, take_random_state
 from graphckpt.stores import DeviceStore
@@ -148,7 +148,7 @@ def _has_history(leaf: Any) -> bool:
 
 
 def _watch_node(tensor: torch.Tensor, frame: RecomputableCall) -> Any:
-    """Tells ``frame`` when a backward inside of its forward gets to what has made ``tensor``."""
+    """Calls ``frame.keep_rest()`` when a backward within its forward reaches the ``grad_fn`` of ``tensor``."""
     found = weakref.ref(frame)
 
     def note(_: Any) -> None:
@@ -170,12 +170,12 @@ def run_excluded(block: BlockContext, function: Callable[..., Any], args: Sequen
     outermost = around[-1]
     originals = around[:-1] if isinstance(outermost, Recomputation) else around
     inputs = stored = None
-    with unseen(around[0]):  # copies of a store, or of hooks, are no ops of the block
+    with modes_paused(around[0]):  # copies of a store, or of hooks, are no ops of the block
         answered, output = _ask(outermost, block) if isinstance(outermost, Recomputation) else (False, None)
     if not answered:
         stored = None if isinstance(outermost, Recomputation) or outermost.frame.outer is not None else _stored(block)
         keep = None if isinstance(outermost, Recomputation) else outermost.frame.outer
-        hooks = (stored.pack, stored.unpack) if stored is not None else keep or IN_PLACE
+        hooks = (stored.pack, stored.unpack) if stored is not None else keep or KEEP_ON_DEVICE
         inputs = _Inputs(args, kwargs) if originals else None
         try:
             output = _run_kept(around, hooks, block, function, args, kwargs, is_stored=stored is not None)
@@ -183,7 +183,7 @@ def run_excluded(block: BlockContext, function: Callable[..., Any], args: Sequen
             for run in originals:
                 run.frame.excluded.append(RepeatedCall(block.name))
             raise
-    with unseen(around[0]):
+    with modes_paused(around[0]):
         if stored is not None:
             stored.seal()
         is_repeated = inputs is not None and inputs.are_edited()
@@ -199,10 +199,10 @@ def _run_alone(block: BlockContext, function: Callable[..., Any], args: Sequence
         return function(*args, **kwargs)
     if hooks_around(block) is not None:
         if block.is_placed:
-            block.note("hooks of the caller are in force around it: what it saves goes to them, not to its store")
+            block.note("saved_tensors_hooks are active around it: its saved tensors go to them, not to its store")
         return function(*args, **kwargs)
     stored = _stored(block)
-    hooks = IN_PLACE if stored is None else (stored.pack, stored.unpack)
+    hooks = KEEP_ON_DEVICE if stored is None else (stored.pack, stored.unpack)
     output = _run_kept([], hooks, block, function, args, kwargs, is_stored=stored is not None)
     if stored is not None:
         stored.seal()
@@ -247,12 +247,12 @@ def _run_kept(
     is_stored: bool = False,
 ) -> Any:
     recorder = block.recorder
-    pack = keep[0] if recorder is None else recorder.kept_run(block.name, keep[0], is_stored=is_stored)
+    pack = keep[0] if recorder is None else recorder.stored_forward_began(block.name, keep[0], is_stored=is_stored)
     guard = Guard()
     try:
         # what runs in here belongs to what is around the outermost recomputed block
         guard.enter(around[-1].outer if around else running.get(), pack, keep[1])
-        with unseen(around[0] if around else None):
+        with modes_paused(around[0] if around else None):
             return function(*args, **kwargs)
     finally:
         try:
@@ -260,4 +260,4 @@ def _run_kept(
         finally:
             guard.leave()  # see Note [An interrupt at any moment]
             if recorder is not None:
-                recorder.kept_run_ended(block.name)
+                recorder.stored_forward_ended(block.name)

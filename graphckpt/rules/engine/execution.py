@@ -39,7 +39,7 @@ class Contexts(Protocol):
         """Is called after the original forward."""
 
     def run_all(self, frame: RecomputableCall) -> bool:
-        """Is called after a recomputation that raised: the next one skips no op. Returns whether any was skipped."""
+        """Called after a recomputation that raised: the next skips no op. Returns whether ops may have been skipped."""
 
     def paused(self) -> AbstractContextManager[None]:
         """Returns a context in which the one in force does nothing."""
@@ -66,7 +66,7 @@ class RecomputableCall(Protocol):
     contexts: Contexts | None
     group: Group | None
     outer: Any
-    """The saved-tensor hooks around the call, which what it saves passes through; ``None``: its store has it."""
+    """The saved-tensor hooks around the call, which receive what it keeps; ``None`` if its store does."""
     devices: tuple[torch.device, ...]
     """Whose random state the call may use, beside that of the CPU."""
     excluded: list[AnsweredCall]
@@ -108,7 +108,7 @@ class Execution:
         self.outer = outer
         self.is_recomputation: bool = is_recomputation or (outer is not None and outer.is_recomputation)
         self.backward = current_backward()
-        """The backward that it is a part of, if it is."""
+        """Id of the backward (autograd graph task) that it is a part of; -1 if none."""
         self.is_active = False
         """Whether it is going on now."""
 
@@ -139,11 +139,12 @@ def keep_rest_around(frame: RecomputableCall) -> None:
             run = run.outer
 
 
-def unseen(run: Execution | None) -> AbstractContextManager[None]:
-    """Returns a context that hides ops from the contexts of ``run`` and of the runs around it.
+def modes_paused(run: Execution | None) -> AbstractContextManager[None]:
+    """Returns a context in which the dispatch modes of ``run`` and of the executions around it ignore ops.
 
-    Those are the engine's own ops, such as copies of arguments, and those of a recomputation that a backward within
-    forward has started: they are no ops of the blocks around.
+    It is for ops that do not belong to those blocks: the engine's own, such as copies of arguments, and those of a
+
+    recomputation that was started by a backward within forward.
     """
     contexts = []
     while run is not None:
@@ -213,7 +214,7 @@ class Recomputation(Execution):
         while self._last >= 0 and holders[self._last]() is None:
             self._last -= 1
         self._first_fault: Fault | None = None
-        self._unfilled: tuple[int, torch.Size] | None = None  # an op, and the shape of what it may fill only later
+        self._unfilled: tuple[int, torch.Size] | None = None  # sequence number and shape of what is not written
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -224,7 +225,7 @@ class Recomputation(Execution):
             self.on_pack(position)
         if type(tensor) is WithoutValues:
             raise ScheduleMismatch(f"{self.frame.block.name}: tensor {position} is saved, but its op was skipped")
-        fills = False  # `rrelu` saves its noise, which it fills only then, before its input
+        fills = False  # `rrelu` saves its noise before writing it, then its input: stop only after that
         if tensor.requires_grad:
             if self._unfilled is not None:
                 fills = self._unfilled == (autograd_sequence_number(), tensor.shape)

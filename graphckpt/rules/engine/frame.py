@@ -18,7 +18,6 @@ from graphckpt._compat import early_stop_in_force
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.errors import EditedError, RecomputeError
 from graphckpt.rules.engine.arguments import Arguments
-from graphckpt.rules.engine.chained import BlockOutput, last_output, tensors_in
 from graphckpt.rules.engine.execution import (
     AnsweredCall,
     Contexts,
@@ -28,10 +27,11 @@ from graphckpt.rules.engine.execution import (
     ScheduleMismatch,
     StopRecomputation,
     keep_rest_around,
+    modes_paused,
     running,
-    unseen,
 )
 from graphckpt.rules.engine.guard import Guard
+from graphckpt.rules.engine.joined_input import BlockOutput, last_output, tensors_in
 from graphckpt.rules.engine.mismatch import differs, edited, edits_argument, edits_module
 from graphckpt.rules.engine.saved import Holder
 from graphckpt.rules.engine.saved_hooks import StoredCall, hooks_around
@@ -63,7 +63,7 @@ class Frame:
     """
 
     __slots__ = (
-        "__weakref__", "_ambient", "_arguments", "_early_stop", "_function", "_holders", "_is_complete", "_joins",
+        "__weakref__", "_ambient", "_arguments", "_early_stop", "_function", "_holders", "_is_complete", "_is_joined",
         "_random", "_rest", "_snapshot", "_state", "_strict", "_watch", "block", "contexts", "devices", "excluded",
         "group", "original", "outer", "outputs",
     )  # fmt: skip
@@ -82,12 +82,12 @@ class Frame:
         self.contexts = contexts
         self._early_stop = early_stop_in_force(early_stop)
         self._strict = strict
-        self._joins = joins
+        self._is_joined = joins
         self.outputs: list[torch.Tensor] | None = None
         self.excluded: list[AnsweredCall] = []
         self.outer: Any = None
         self.original: Execution | None = None
-        """The original forward while it runs; after that, the one around it."""
+        """The original forward while it runs; after that, the execution around it."""
         self._function = function
         self._is_complete = False
         self._rest: StoredCall | None = None
@@ -104,22 +104,22 @@ class Frame:
             self.group = block.open_group()
         arguments = self._arguments = Arguments(args, kwargs)
         self.devices = block.random_devices(arguments.leaves)
-        with unseen(running.get()):
+        with modes_paused(running.get()):
             self._random = take_random_state(self.devices)
             self._ambient = take_ambient(self.devices)
             run = running.get()
             self._snapshot = state.take(is_again=run is not None and run.is_recomputation)
             learning = block.learns and not state.has_learnt(self._snapshot)
-            self._early_stop &= not learning  # its recomputation runs to the end, and must save no more
+            self._early_stop &= not learning  # the first recomputation runs to its end: it must save no more
             watch = self._watch = state.watch() if learning else None
             function = self._function if watch is None else watch.around(self._function)
-            returned = last_output.get() if self._joins and self.outer is None else None
+            returned = last_output.get() if self._is_joined and self.outer is None else None
             arguments.keep(self, self._snapshot, returned, learning=learning)
 
         output = self._original_forward(function, args, kwargs)
         if isinstance(output, GeneratorType):
             block.note("its forward is a generator: what it yields is made outside of the block, and all of it is kept")
-        with unseen(running.get()):
+        with modes_paused(running.get()):
             moving = self._watch = None
             if watch is not None:
                 self._snapshot, moving = state.learn(watch, self._snapshot)
@@ -141,8 +141,8 @@ class Frame:
     def keep_rest(self) -> None:
         """Keeps what the block saves from now on, as a backward is running inside of its original forward.
 
-        A recomputation ends before that backward: one that repeated it could meet the nodes of the graph in another
-        order, as autograd runs them by when they were made.
+        The recomputation stops before that backward and does not repeat it: autograd orders nodes by their sequence
+        numbers, so a repeated backward might visit them in another order.
         """
         if self._rest is None and not self._is_complete:
             self._rest = StoredCall(self.block, self.group, self.outer)
@@ -180,7 +180,7 @@ class Frame:
     def _original_forward(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         block = self.block
         recorder = block.recorder
-        pack: Any = self.pack if recorder is None else recorder.first_run(block.name, self.pack)
+        pack: Any = self.pack if recorder is None else recorder.original_forward_began(block.name, self.pack)
         run = self.original = Execution(self, running.get(), is_recomputation=False)
         depth = autocast_depth()
         guard = Guard()
@@ -201,7 +201,7 @@ class Frame:
                 guard.leave()  # see Note [An interrupt at any moment]
                 self.original = run.outer
                 if recorder is not None:
-                    recorder.first_run_ended(block.name)
+                    recorder.original_forward_ended(block.name)
 
     def name_of(self, position: int) -> str:
         """Names the argument that leaf ``position`` belongs to."""
@@ -211,13 +211,13 @@ class Frame:
         """Drops what the recomputation does not need, after the original forward."""
         block = self.block
         self._arguments.settle(self, self._snapshot, returned, learning=learning)
-        if self._joins and self.before is None:
+        if self._is_joined and self.before is None:
             block.note("joined: no argument is the output of a recomputed block right before it; all are kept")
         for call in self.excluded:
             call.settle(self._snapshot)
         self._is_complete = True
         if self._rest is not None:
-            self._rest.keep_filled()
+            self._rest.keep_pending()
         if self.contexts is not None:
             self.contexts.settle(self)
         if self.group is not None:
@@ -245,14 +245,14 @@ class Frame:
         self._recompute_before()
         recorder = self.block.recorder
         if recorder is not None:
-            recorder.second_run(self.block.name)
+            recorder.recomputation_began(self.block.name)
         early_stop = not returns_output and (self._early_stop or self._rest is not None)
         try:
             try:
                 run = self._recompute_once(early_stop=early_stop, returns_output=returns_output)
             except (Exception, ScheduleMismatch):
                 if self.contexts is None or not self.contexts.run_all(self):
-                    raise  # else code that is no op, such as a kernel, may have read a result that was skipped
+                    raise  # a kernel that is not dispatched may have read a skipped result: run all ops
                 run = self._recompute_once(early_stop=early_stop, returns_output=returns_output)
             for position, tensor, version in run.given:
                 if tensor._version != version:
@@ -263,7 +263,7 @@ class Frame:
                 raise RecomputeError(differs(self.block.name, fault.located(self._watch_recomputation)))
         finally:
             if recorder is not None:
-                recorder.second_run_ended(self.block.name)
+                recorder.recomputation_ended(self.block.name)
 
     def _watch_recomputation(self, on_pack: Callable[[int], None]) -> None:
         """Recomputes the block once more, and calls ``on_pack`` with the number of each saved tensor."""
@@ -278,7 +278,7 @@ class Frame:
     ) -> Recomputation:
         run = Recomputation(self, self._holders, early_stop=early_stop, returns_output=returns_output)
         run.on_pack = on_pack
-        with unseen(run.outer):
+        with modes_paused(run.outer):
             self._repeat(run)
         return run
 

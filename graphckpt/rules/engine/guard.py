@@ -82,11 +82,11 @@ class Guard:
         push_saved_tensor_hooks(pack, unpack)
 
     def restore_random_state(self, random: RandomState) -> None:
-        """Has :meth:`leave` put back the random state."""
+        """Makes :meth:`leave` restore the RNG state."""
         self._random = random
 
     def restore_ambient(self, ambient: Ambient, autocast_depth: int) -> None:
-        """Has :meth:`leave` put back the settings for ops, which an exception may have kept from being put back."""
+        """Makes :meth:`leave` restore autocast and similar settings, which an exception may have left changed."""
         self._ambient = ambient, autocast_depth
 
     def leave(self) -> None:

@@ -47,7 +47,7 @@ class Keeper(Protocol):
 
 @final
 class SavedTensor:
-    """A tensor that is kept for the recomputation: an argument, an excluded child's output, an op's result.
+    """A kept tensor: an argument, an output or op result, or what a block that is not recomputed saves.
 
     It passes through the hooks around the block, if there are any: within a block that is recomputed itself, it is not
     kept, but recomputed.
@@ -90,7 +90,7 @@ class SavedTensor:
         """Drops the tensor, which :meth:`take` must not be called for any more."""
         recorder = keeper.block.recorder
         if recorder is not None and self._store is not None and isinstance(self._held, torch.Tensor):
-            recorder.let_go(keeper.block.name, self._held)
+            recorder.released(keeper.block.name, self._held)
         self._held = None
 
     def take(self) -> torch.Tensor | None:

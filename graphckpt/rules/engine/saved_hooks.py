@@ -19,42 +19,42 @@ if TYPE_CHECKING:
 
 @final
 class StoredCall:
-    """The pair of hooks around the call.
+    """The saved-tensor hooks (``pack``, ``unpack``) of one call that is not recomputed.
 
     Args:
         block: The block.
-        group: What belongs together in its store.
+        group: The group of the call's tensors in the store.
         outer: Hooks around the block that its tensors pass through, in place of its store.
     """
 
-    __slots__ = ("_outer", "_unfilled", "_unfilled_op", "block", "group")
+    __slots__ = ("_outer", "_pending", "_pending_op", "block", "group")
 
     def __init__(self, block: BlockContext, group: Group | None, outer: Any = None) -> None:
         self.block = block
         self.group = group
         self._outer = outer
-        self._unfilled: list[_Filled] = []
-        self._unfilled_op = -1
+        self._pending: list[_PendingTensor] = []
+        self._pending_op = -1
 
     @never_compiled
-    def pack(self, tensor: torch.Tensor) -> SavedTensor | _Filled:
+    def pack(self, tensor: torch.Tensor) -> SavedTensor | _PendingTensor:
         """Hook for a tensor that autograd saves."""
-        if self._unfilled and self._unfilled_op != autograd_sequence_number():
-            self.keep_filled()
-        if self.block.fills_saved and may_be_filled_later(tensor):
-            self._unfilled_op = autograd_sequence_number()
-            self._unfilled.append(_Filled(tensor))
-            return self._unfilled[-1]
+        if self._pending and self._pending_op != autograd_sequence_number():
+            self.keep_pending()
+        if self.block.has_rrelu and may_be_filled_later(tensor):
+            self._pending_op = autograd_sequence_number()
+            self._pending.append(_PendingTensor(tensor))
+            return self._pending[-1]
         return SavedTensor(tensor, self, self._outer)
 
     @never_compiled
-    def unpack(self, kept: SavedTensor | _Filled) -> torch.Tensor:
+    def unpack(self, kept: SavedTensor | _PendingTensor) -> torch.Tensor:
         """Hook for a saved tensor that autograd needs.
 
         Raises:
             RecomputeError: The tensor was edited in place since.
         """
-        if isinstance(kept, _Filled):
+        if isinstance(kept, _PendingTensor):
             kept = kept.keep(self)
         tensor = kept.take()
         if tensor is None:
@@ -63,17 +63,17 @@ class StoredCall:
 
     def seal(self) -> None:
         """Is called at the end of the call."""
-        self.keep_filled()
+        self.keep_pending()
         self.block.store.close_group(self.group)
 
-    def keep_filled(self) -> None:
+    def keep_pending(self) -> None:
         """Keeps the tensors that their ops have filled by now."""
-        while self._unfilled:
-            self._unfilled.pop(0).keep(self)
+        while self._pending:
+            self._pending.pop(0).keep(self)
 
 
 @final
-class _Filled:
+class _PendingTensor:
     """A tensor that goes to the store once the op that saved it has run."""
 
     __slots__ = ("_kept", "_tensor")
@@ -100,12 +100,12 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-IN_PLACE = (_without_history, _same)
+KEEP_ON_DEVICE = (_without_history, _same)
 """The hooks of a block whose saved tensors stay on the device whatever is around it."""
 
 
 def _are_own(hooks: Any) -> bool:
-    """Whether hooks in force are those of a block that is not recomputed, not a caller's or a recomputation's."""
+    """Whether ``hooks`` are those of a block that is not recomputed, rather than the user's or a recomputed block's."""
     return hooks[1] is _same or getattr(hooks[1], "__func__", None) is StoredCall.unpack
 
 

@@ -1,1 +1,1 @@
-"""What `selective` knows of the ops of a block: which results are kept, and what a recomputation does with each op."""
+"""The ops of a ``selective`` block: which results are kept, and what a recomputation does with each op."""

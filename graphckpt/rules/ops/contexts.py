@@ -105,7 +105,7 @@ class SelectiveContexts:
     def _record(self, graph: OpGraph, frame: RecomputableCall) -> None:
         results = self._results
         schedule = make_schedule(graph, set(results.results), results.num_saved)
-        schedule.is_valid = graph.is_whole and not frame.excluded
+        schedule.is_valid = graph.is_complete and not frame.excluded
         if not schedule.is_valid:
             self._note(frame)
         elif isinstance(results.policy, NamedOps):
@@ -134,7 +134,7 @@ class SelectiveContexts:
         self._schedule = None
 
     def run_all(self, frame: RecomputableCall) -> bool:
-        """Has the next recomputations skip no op. Returns whether any was skipped."""
+        """Makes later recomputations skip no op. Returns whether ops may have been skipped."""
         schedule = self._schedule
         if schedule is None or not schedule.is_valid:
             return False

@@ -12,7 +12,7 @@ from graphckpt._compat import WithoutValues
 from graphckpt._compat_autocast import call_with_autocast
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.rules.engine.execution import ScheduleMismatch, running
-from graphckpt.rules.ops.op_graph import BY_SIZE, CAST
+from graphckpt.rules.ops.op_graph import CAST, METADATA_ONLY_OPS
 from graphckpt.rules.ops.schedule import Action, OpSchedule
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class OpMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Sees nothing of what compiled code does."""
+        """Returns ``True``: the mode ignores ops that are compiled by ``torch.compile``."""
         return True
 
     @never_compiled
@@ -80,7 +80,7 @@ class CachingMode(CountingMode):
         graph = results.graph
         if graph is not None:
             run = running.get()
-            graph.is_whole &= (
+            graph.is_complete &= (
                 run is not None and run.frame is frame
             )  # the ops of a block inside have holders of their own
             graph.add(func, number, args, kwargs, output)
@@ -113,18 +113,18 @@ class ScheduledCachingMode(OpMode):
         self._schedule = schedule
         self._on_mismatch = on_mismatch
         self._position = 0
-        self._instead: CachingMode | None = None
+        self._fallback: CachingMode | None = None
 
     def _call(self, func: Op, args: Any, kwargs: dict[str, Any]) -> Any:
         output = call_with_autocast(func, args, kwargs)
-        if self._instead is not None:
-            return self._instead.see(self._instead._key(func), args, kwargs, output)
+        if self._fallback is not None:
+            return self._fallback.see(self._fallback._key(func), args, kwargs, output)
         results, schedule, position = self._results, self._schedule, self._position
         self._position = position + 1
         is_next = position < len(schedule.ops) and schedule.ops[position] is func
-        act = schedule.acts[position] if is_next else None
+        act = schedule.actions[position] if is_next else None
         if act is None or (act is Action.SKIP and not schedule.is_like(position, output)):
-            return self._leave(func, args, kwargs, output)
+            return self._fall_back(func, args, kwargs, output)
         if act is Action.CACHED:
             results.keep(schedule.keys[position], output, self._frame)
         else:
@@ -133,15 +133,15 @@ class ScheduledCachingMode(OpMode):
 
     def end(self) -> None:
         """Is called after the forward."""
-        if self._instead is None and self._position != len(self._schedule.ops):
+        if self._fallback is None and self._position != len(self._schedule.ops):
             self._on_mismatch(self._frame)
 
-    def _leave(self, func: Op, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    def _fall_back(self, func: Op, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         self._on_mismatch(self._frame)
-        self._instead = CachingMode(self._results, self._frame)
+        self._fallback = CachingMode(self._results, self._frame)
         for known, _ in self._schedule.keys[: self._position - 1]:
-            self._instead._key(known)
-        return self._instead.see(self._instead._key(func), args, kwargs, output)
+            self._fallback._key(known)
+        return self._fallback.see(self._fallback._key(func), args, kwargs, output)
 
 
 @final
@@ -169,19 +169,19 @@ class ScheduledCachedMode(OpMode):
         self._position = position + 1
         if position >= len(schedule.ops) or schedule.ops[position] is not func:
             raise ScheduleMismatch(f"{func} is not the op of the original forward")  # no op is skipped then
-        act = schedule.acts[position]
+        act = schedule.actions[position]
         if act is Action.SKIP and self._skips:
             return schedule.without_values(position, args)
         output = self._results.take(schedule.keys[position], self._frame) if act is Action.CACHED else None
         if output is not None:
             return output
-        if func in BY_SIZE and isinstance(args[0], WithoutValues):
-            args = (_with_any_values(args[0]), *args[1:])
+        if func in METADATA_ONLY_OPS and isinstance(args[0], WithoutValues):
+            args = (_uninitialized_like(args[0]), *args[1:])
         return call_with_autocast(func, args, kwargs)
 
 
-def _with_any_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor like it that has memory, and nothing in it that means anything."""
+def _uninitialized_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns an uninitialized tensor with the same size, stride, dtype and device."""
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
@@ -191,9 +191,9 @@ DETACH = torch.ops.aten.detach.default
 def is_counted(func: Op, args: Any) -> bool:
     """Whether an op is one of the block's own, and so part of the original forward and of the recomputation alike.
 
-    The hooks of the two detach unlike often, and ``prim`` ops ask a fake tensor for its device. Autocast keeps what it
-    casts of a leaf that requires gradients, for all blocks and up to the end of its region, so that a parameter may be
-    cast in one of the two alone.
+    ``detach`` is not: the saved-tensor hooks of the two call it a different number of times. Nor are ``prim`` ops,
+    which query the device of a fake tensor. Nor is the cast of a float32 leaf that requires grad: autocast caches it
+    until its region ends, so that a parameter may be cast in only one of the two.
 
     Args:
         func: the op.
@@ -206,6 +206,6 @@ def is_counted(func: Op, args: Any) -> bool:
 
 
 def _makes_new_tensors(func: Op) -> bool:
-    """Whether the op neither edits a tensor nor returns a view: recomputing those costs nothing."""
+    """Whether the op returns new tensors: it is neither an in-place op nor a view, whose results are never cached."""
     schema = getattr(func, "_schema", None)
     return schema is not None and not schema.is_mutable and all(r.alias_info is None for r in schema.returns)

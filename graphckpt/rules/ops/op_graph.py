@@ -34,18 +34,18 @@ class Kind(NamedTuple):
         return cls(tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
 
 
-BY_SIZE = frozenset(
+METADATA_ONLY_OPS = frozenset(
     getattr(torch.ops.aten, name).default
     for name in (
         "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
         "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full",
     )
 )  # fmt: skip
-"""Ops that read the size of a tensor and not its values, as for the mask of a dropout."""
+"""Factory ops that read the metadata of a tensor but not its values, as for a dropout mask."""
 
 CAST = torch.ops.aten._to_copy.default
 
-_COMMUNICATE = frozenset({"c10d", "c10d_functional", "_c10d_functional", "symm_mem"})
+_COLLECTIVE_NAMESPACES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "symm_mem"})
 
 
 @final
@@ -56,16 +56,16 @@ class OpCall:
     func: Op
     number: int
     inputs: frozenset[int]
-    """The calls in the block whose results it reads."""
+    """The earlier calls of the block whose results it reads; none if it reads only a size."""
     outputs: tuple[Any, ...]
     """The :class:`Kind` of each tensor that it returns, and what else it returns."""
     spec: Any
     """Of the value that holds the outputs; ``None`` if it is one tensor."""
     edits: bool = False
-    """Whether it edits its first argument, a result of the block, and returns it."""
+    """Whether it is an in-place op: it writes to its first argument alone and returns it."""
     is_view: bool = False
     must_run: bool = False
-    """Whether it has other effects: it writes to a tensor from outside, or communicates."""
+    """Whether it has side effects: writes to a tensor from outside the block, is a collective, returns no tensor."""
     is_random: bool = False
     is_edited: bool = False
     """Whether a later op writes to a result of it."""
@@ -92,10 +92,11 @@ class OpGraph:
     """Bytes of these results."""
     num_saving: int = 0
     """The number of calls before the last tensor that autograd saves, where a recomputation ends."""
-    is_whole: bool = True
-    """Whether all ops of the block are in the graph. Those on tensor subclasses, such as DTensor, are not."""
+    is_complete: bool = True
+    """Whether all ops of the block are in the graph. ``False`` with tensor subclasses such as DTensor, sparse tensors,
+    higher-order ops or a recomputed block inside of it."""
     _saved_storages: set[int] = field(default_factory=set)
-    _maker: dict[int, int] = field(default_factory=dict)  # by id of a storage: the call that has written it last
+    _producer: dict[int, int] = field(default_factory=dict)  # by id of a storage: the call that has written it last
 
     def add(self, func: Op, number: int, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Adds an op that has run."""
@@ -104,33 +105,33 @@ class OpGraph:
         leaves, spec = ([output], None) if isinstance(output, torch.Tensor) else pytree.tree_flatten(output)
         results = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if schema is None or not all(map(_is_plain, chain(given, results))):
-            self.is_whole = False
+            self.is_complete = False
             return
-        makers = frozenset(m for t in given if (m := self._maker.get(id(t.untyped_storage()))) is not None)
-        call = OpCall(func, number, makers, tuple(map(_kind, leaves)), spec)
+        producers = frozenset(m for t in given if (m := self._producer.get(id(t.untyped_storage()))) is not None)
+        call = OpCall(func, number, producers, tuple(map(_kind, leaves)), spec)
         own = len(self.calls)
         if schema.is_mutable:
             written = list(edited_by(func, args, kwargs))
             call.edits = len(written) == 1 and written[0] is output and args[0] is output
-            call.must_run = not call.edits or id(output.untyped_storage()) not in self._maker
+            call.must_run = not call.edits or id(output.untyped_storage()) not in self._producer
             for tensor in written:
-                maker = self._maker.get(id(tensor.untyped_storage()))
-                if maker is not None:
-                    self.calls[maker].is_edited = True
-                self._maker[id(tensor.untyped_storage())] = own
+                producer = self._producer.get(id(tensor.untyped_storage()))
+                if producer is not None:
+                    self.calls[producer].is_edited = True
+                self._producer[id(tensor.untyped_storage())] = own
         else:
             mine = {id(tensor.untyped_storage()) for tensor in given}
             call.is_view = any(id(result.untyped_storage()) in mine for result in results)
-        call.must_run |= not results or func.namespace in _COMMUNICATE
+        call.must_run |= not results or func.namespace in _COLLECTIVE_NAMESPACES
         call.is_random = torch.Tag.nondeterministic_seeded in func.tags
         if call.can_be_kept:
             storages = {id(s := result.untyped_storage()): s for result in results}
             call.num_bytes = sum(storage.nbytes() for storage in storages.values())
-            self._maker.update(dict.fromkeys(storages, own))
+            self._producer.update(dict.fromkeys(storages, own))
         if not call.is_view:
-            for maker in makers:
-                self.calls[maker].is_read = True
-        if func in BY_SIZE:
+            for producer in producers:
+                self.calls[producer].is_read = True
+        if func in METADATA_ONLY_OPS:
             call.inputs = frozenset()
         self.calls.append(call)
 
@@ -139,25 +140,25 @@ class OpGraph:
         # what an op fills after autograd has saved it is complete once the op has run
         self.num_saving = max(self.num_saving, len(self.calls) + may_be_filled_later(tensor))
         if not _is_plain(tensor):
-            self.is_whole = False
+            self.is_complete = False
             return
         storage = tensor.untyped_storage()
-        maker = self._maker.get(id(storage))
-        if maker is not None:
+        producer = self._producer.get(id(storage))
+        if producer is not None:
             self.saved_bytes += 0 if id(storage) in self._saved_storages else storage.nbytes()
             self._saved_storages.add(id(storage))
-            self.saved.add(maker)
+            self.saved.add(producer)
 
     def close(self) -> None:
         """Is called after the forward, when storages can no longer be identified by their ids."""
-        self._maker.clear()
+        self._producer.clear()
         self._saved_storages.clear()
 
     def roots(self) -> set[int]:
         """Returns the calls that a recomputation needs whatever is kept.
 
         Those are calls whose results autograd saves, calls with other effects, random ops, which advance the generator
-        for later ones, and calls whose results no op reads, as code that is no op may read them, such as a kernel.
+        for later ones, and calls whose results no op reads: a custom kernel that is not dispatched may read them.
         """
         roots = {
             number

@@ -58,7 +58,7 @@ class OpSchedule:
 
     ops: list[Op]
     keys: list[Key]
-    acts: list[Action]
+    actions: list[Action]
     skipped: dict[int, OpCall]
     num_saved: int
     """How many tensors autograd saves."""
@@ -96,16 +96,16 @@ def make_schedule(graph: OpGraph, kept: set[Key], num_saved: int) -> OpSchedule:
     for position, call in enumerate(graph.calls):
         is_late = position >= graph.num_saving  # no recomputation comes this far
         if call.is_view:
-            is_unused = any(schedule.acts[maker] is Action.SKIP for maker in call.inputs)
+            is_unused = any(schedule.actions[producer] is Action.SKIP for producer in call.inputs)
         else:
             is_unused = position not in needed
         if keys[position] in kept and not (is_unused or is_late):
-            schedule.acts.append(Action.CACHED)
+            schedule.actions.append(Action.CACHED)
         elif is_unused or is_late:
-            schedule.acts.append(Action.SKIP)
+            schedule.actions.append(Action.SKIP)
             schedule.skipped[position] = call
         else:
-            schedule.acts.append(Action.RUN)
+            schedule.actions.append(Action.RUN)
     return schedule
 
 

@@ -41,7 +41,7 @@ last_output: ContextVar[BlockOutput | None] = ContextVar("last_output", default=
 
 
 @final
-class ChainedInput:
+class JoinedInput:
     """An argument that is not kept: the recomputation of the block before returns it."""
 
     __slots__ = ("_kind", "_number", "_traits")
