@@ -157,7 +157,7 @@ def check_split(model: PreTrainedModel, stages: Stages, read: Read) -> None:
     finally:
         model.train(was_training)
         config._attn_implementation = kernel
-    if not torch.allclose(x, _stacked(whole), rtol=1e-3):
+    if not torch.allclose(x, _stacked(whole), rtol=1e-5):  # the same ops, so rounding is the same too
         what = f"model: the stages of {type(model).__name__}, run in sequence, differ from the whole model"
         raise ConfigError(f"{what}; more than hidden states passes between its layers · {_FIX}")
 
