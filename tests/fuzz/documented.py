@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Refusal(NamedTuple):
-    """A regular expression of messages or differences, the part of a programme that causes them, and the words of
+    """A regular expression of messages or differences, one of the programme that causes them, and the words of
     docs/limits.md."""
 
     message: str
@@ -22,12 +22,15 @@ DOCUMENTED = (
     Refusal("edited its argument `[^`]+` in place, and the recomputation has no copy of it", "", "has no copy of it"),
     Refusal("its argument `[^`]+` was edited in place", "EditsItsInputLater", "only from a later call on"),
     Refusal("a tensor that one of its ops saves was edited in place", "saved_on_cpu", "save_on_cpu"),
-    Refusal("left behind .*alive in a store", "spectral, by hook", "as `torch.nn.utils.spectral_norm` sets one"),
+    Refusal(r"left behind .*alive in a store'\]$", "spectral, by hook", "as `torch.nn.utils.spectral_norm` sets one"),
+    Refusal(r"^step \d+: gradient of", "inplace=True.*saved_on_cpu", "holds tensors of the CPU themselves"),
 )
 
 
 def reason_for(message: str, programme: Programme) -> str | None:
     """Returns the words that describe a refusal, or ``None`` if none do."""
     parts = f"{programme.model_expression()} {[step.shape for step in programme.steps]}"
-    found = (refusal for refusal in DOCUMENTED if refusal.part in parts and re.search(refusal.message, message))
+    found = (
+        refusal for refusal in DOCUMENTED if re.search(refusal.part, parts) and re.search(refusal.message, message)
+    )
     return next((refusal.words for refusal in found), None)

@@ -69,7 +69,7 @@ def execute(programme: Programme) -> Outcome:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         values = f" {ours['left behind']}" if names[0] == "left behind" else ""
         what = f"{names[0]}{values}{more}"
-        return Outcome("documented" if len(names) == 1 and reason_for(what, programme) else "differs", what)
+        return Outcome("documented" if reason_for(what, programme) else "differs", what)
 
 
 def evaluate(expression: str) -> Any:
