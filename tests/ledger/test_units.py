@@ -67,7 +67,7 @@ def test_a_wrong_size_says_what_to_write(text, message):
 @given(SIZES)
 def test_what_is_printed_reads_back_within_half_a_percent(num_bytes):
     again = parse_bytes(format_bytes(num_bytes))
-    assert abs(again - num_bytes) <= 0.005 * num_bytes
+    assert abs(again - num_bytes) <= 0.005 * num_bytes + 1  # parsing drops a fraction of a byte
     assert parse_bytes(f"{num_bytes} B") == num_bytes
 
 
