@@ -8,7 +8,7 @@ fills all of them, in the order in which they were made.
 from __future__ import annotations
 
 import weakref
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, final
 
@@ -267,7 +267,8 @@ class Frame:
 
     def _watch_recomputation(self, on_pack: Callable[[int], None]) -> None:
         """Recomputes the block once more, and calls ``on_pack`` with the number of each saved tensor."""
-        self._recompute_once(on_pack=on_pack)
+        with suppress(ScheduleMismatch):  # an op behind the tensor that is looked for
+            self._recompute_once(on_pack=on_pack)
 
     def _recompute_once(
         self,
