@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, final
 
 import torch
@@ -55,24 +56,18 @@ class AutoPlan:
         options: PlanOptions | Mapping[str, Any],
     ) -> Plan:
         """Returns a plan for inputs like these, which is not applied yet."""
-        found = self._plan(fields, build, args, kwargs, memory_budget, options)
+        found = self._plan(partial(self._step.call, fields, build, args, kwargs), memory_budget, options)
         self._is_unapplied = True
         self._step.readiness.is_settled = False
         return replace(found, apply_to_graph=self._apply)
 
     def _plan(
-        self,
-        fields: dict[str, Any],
-        build: Callable[..., Any],
-        args: Any,
-        kwargs: dict[str, Any],
-        memory_budget: Budget,
-        options: PlanOptions | Mapping[str, Any],
+        self, call: Callable[[], object], memory_budget: Budget, options: PlanOptions | Mapping[str, Any]
     ) -> Plan:
         given = options.group if isinstance(options, PlanOptions) else options.get("group")
         with planning_group(given) as group:
             wanted = PlanOptions.of(options, f"{self._step.name}.plan")
-            real = RealStep(_Roots(self._step.roots), lambda: self._step.call(fields, build, args, kwargs))
+            real = RealStep(_Roots(self._step.roots), call)
             return self._plan_step(real, memory_budget, wanted, group)
 
     def _plan_step(self, real: RealStep, memory_budget: Budget, options: PlanOptions, group: PlanGroup) -> Plan:
@@ -134,7 +129,8 @@ class AutoPlan:
         if key == self._in_force:
             return
         if key not in self._plans:
-            self._plans[key] = self._plan(fields, build, args, kwargs, config.memory_budget, config.plan_options)
+            call = partial(self._step.call, fields, build, args, kwargs)
+            self._plans[key] = self._plan(call, config.memory_budget, config.plan_options)
         self._apply(self._plans[key])
         self._in_force = key
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from third_party import BYTE_STORE, install
 from torch import nn
 
 import graphckpt
@@ -19,31 +20,11 @@ from graphckpt import ConfigError, Disk, Host
 from graphckpt.planning.candidates import options
 from graphckpt.stores import Offload, offload_targets, parse_offload
 
-PACKAGE = """
+PACKAGE = f"""{BYTE_STORE}
 from dataclasses import dataclass
 from typing import ClassVar
 
-from graphckpt.stores import ByteHandle, ByteStore, Offload
-
-
-class Copied(ByteHandle):
-    def __init__(self, data):
-        super().__init__(data.numel())
-        self.data = data
-
-
-class CopyStore(ByteStore):
-    label = "elsewhere"
-    tier = "disk"
-
-    def put(self, data, group):
-        return Copied(data.clone())
-
-    def get(self, handle, group):
-        return handle.data.clone()
-
-    def free(self, handle):
-        handle.data = None
+from graphckpt.stores import Offload
 
 
 @dataclass(frozen=True)
@@ -63,16 +44,7 @@ class Elsewhere(Offload):
     def parse(cls, argument):
         return cls(argument)
 """
-
-
-def install(folder: Path, entry_points: str, **modules: str) -> None:
-    """Writes what an installer writes: modules beside the metadata of a distribution."""
-    for name, source in modules.items():
-        (folder / f"{name}.py").write_text(source)
-    metadata = folder / "elsewhere-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: elsewhere\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(f"[graphckpt.offload]\n{entry_points}\n")
+ENTRY_POINTS = "[graphckpt.offload]\nelsewhere = elsewhere:Elsewhere\n"
 
 
 @pytest.fixture
@@ -84,7 +56,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_an_installed_target_is_used_by_its_name(packages: Path) -> None:
-    install(packages, "elsewhere = elsewhere:Elsewhere", elsewhere=PACKAGE)
+    install(packages, ENTRY_POINTS, elsewhere=PACKAGE)
     assert "elsewhere" not in offload_targets(), "it is imported when its name is used, not before"
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     x = torch.randn(64, 64)
@@ -102,7 +74,7 @@ def test_an_installed_target_is_used_by_its_name(packages: Path) -> None:
 
 
 def test_the_rates_of_a_target_are_its_own(packages: Path) -> None:
-    install(packages, "elsewhere = elsewhere:Elsewhere", elsewhere=PACKAGE)
+    install(packages, ENTRY_POINTS, elsewhere=PACKAGE)
     profile: Any = SimpleNamespace(copy_out=4.0, copy_in=3.0, disk_write=2.0, disk_read=1.0)
     target = parse_offload("elsewhere")
     assert target is not None
@@ -111,7 +83,7 @@ def test_the_rates_of_a_target_are_its_own(packages: Path) -> None:
 
 
 def test_a_name_that_is_not_known_lists_installed_targets(packages: Path) -> None:
-    install(packages, "elsewhere = elsewhere:Elsewhere", elsewhere=PACKAGE)
+    install(packages, ENTRY_POINTS, elsewhere=PACKAGE)
     with pytest.raises(
         ConfigError, match=r"did you mean 'elsewhere'. · fix: use one of 'cpu', 'disk', 'elsewhere', or"
     ):
@@ -120,7 +92,7 @@ def test_a_name_that_is_not_known_lists_installed_targets(packages: Path) -> Non
 
 
 def test_a_package_that_cannot_be_imported_is_named(packages: Path) -> None:
-    install(packages, "elsewhere = elsewhere:Elsewhere", elsewhere="import no_such_module")
+    install(packages, ENTRY_POINTS, elsewhere="import no_such_module")
     with pytest.raises(ConfigError, match=r"'elsewhere': .* at 'elsewhere:Elsewhere', got ModuleNotFoundError: .* fix"):
         parse_offload("elsewhere")
 

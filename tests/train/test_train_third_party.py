@@ -9,17 +9,16 @@ import subprocess
 import sys
 
 from small_run import CONFIG, place, same_weights, train  # noqa: F401 - a fixture
+from third_party import BYTE_STORE, install
 
-PACKAGE = """
+PACKAGE = f"""{BYTE_STORE}
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from graphckpt.rules import Full, Rule
-from graphckpt.stores import ByteHandle, ByteStore, Offload
+from graphckpt.stores import Offload
 from graphckpt.train import HookBase
-
-calls = {"rule": 0, "put": 0}
 
 
 @dataclass(frozen=True)
@@ -31,39 +30,18 @@ class Counted(Rule):
         return Full().run(block, function, args, kwargs)
 
 
-class Copied(ByteHandle):
-    def __init__(self, data):
-        super().__init__(data.numel())
-        self.data = data
-
-
-class Copies(ByteStore):
-    label = "copies"
-    tier = "disk"
-
-    def put(self, data, group):
-        calls["put"] += 1
-        return Copied(data.clone())
-
-    def get(self, handle, group):
-        return handle.data.clone()
-
-    def free(self, handle):
-        handle.data = None
-
-
 @dataclass(frozen=True)
 class CopiesTarget(Offload):
     name: ClassVar[str] = "copies"
     tier: ClassVar[str] = "disk"
 
     def byte_store_for(self, device, note):
-        return Copies()
+        return CopyStore()
 
 
 class Writes(HookBase):
     def after_step(self, loop):
-        Path("calls.txt").write_text(f"{loop.train_iter} {calls['rule']} {calls['put']}")
+        Path("calls.txt").write_text(f"{{loop.train_iter}} {{calls['rule']}} {{calls['put']}}")
 """
 ENTRY_POINTS = """
 [graphckpt.rules]
@@ -82,11 +60,7 @@ hooks = [{"_target_": "third_party_plugin.Writes"}]
 
 def test_a_config_names_a_rule_an_offload_target_and_a_hook_of_an_installed_package(place):
     folder = place / "site"
-    metadata = folder / "third_party_plugin-1.0.dist-info"
-    metadata.mkdir(parents=True)
-    (folder / "third_party_plugin.py").write_text(PACKAGE)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: third-party-plugin\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(ENTRY_POINTS)
+    install(folder, ENTRY_POINTS, third_party_plugin=PACKAGE)
     (place / "tiny.py").write_text(CONFIG + POLICY)
     assert train("train.activation_checkpoint.enabled=False", "hooks=[]", "train.output_dir=plain") == 0
     section = "train.activation_checkpoint"

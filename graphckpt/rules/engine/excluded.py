@@ -12,7 +12,7 @@ from graphckpt.rules.engine.argument import Traits, own_attributes
 from graphckpt.rules.engine.execution import Execution, Recomputation, modes_paused, running
 from graphckpt.rules.engine.guard import Guard
 from graphckpt.rules.engine.mismatch import excluded_differ
-from graphckpt.rules.engine.saved import SavedTensor
+from graphckpt.rules.engine.saved import SavedTensor, are_edited, versions_of
 from graphckpt.rules.engine.saved_hooks import KEEP_ON_DEVICE, StoredCall, hooks_around
 from graphckpt.state.arguments import take_objects
 from graphckpt.state.rng import set_random_state, take_random_state
@@ -40,11 +40,7 @@ class ExcludedCall:
         self._random = random
         leaves, self._spec = flatten_value(output)
         self._handles = [_watch_node(leaf, frame) for leaf in leaves if _has_history(leaf)]
-        self._versions = [
-            (leaf.detach(), leaf._version)
-            for leaf in leaves
-            if isinstance(leaf, torch.Tensor) and not leaf.is_inference()
-        ]
+        self._versions = [(tensor.detach(), version) for tensor, version in versions_of(leaves)]
         self._leaves: list[Any] | None = [
             _Output(leaf, frame) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
         ]
@@ -63,25 +59,25 @@ class ExcludedCall:
         the parent may read.
         """
         attributes = {id(place.owner) for place, _ in snapshot.moving if not place.in_place}
-        if self._has_changed() or (attributes and not attributes.isdisjoint(self._block.state.attribute_ids())):
+        if are_edited(self._versions) or (attributes and not attributes.isdisjoint(self._block.state.attribute_ids())):
             self._leaves = None
         self._versions = []
         while self._handles:
             self._handles.pop().remove()
 
-    def _has_changed(self) -> bool:
-        return any(tensor._version != version for tensor, version in self._versions)
-
     def answer(self) -> tuple[bool, Any]:
         """Returns ``(True, output)``, or ``(False, None)`` if the child has to be recomputed after all."""
-        if self._leaves is None or self._has_changed():
+        if self._leaves is None or are_edited(self._versions):
             return False, None
         leaves = []
         for leaf in self._leaves:
-            tensor = leaf.take() if isinstance(leaf, _Output) else leaf
-            if tensor is None and isinstance(leaf, _Output):
-                return False, None
-            leaves.append(tensor)
+            if isinstance(leaf, _Output):
+                tensor = leaf.take()
+                if tensor is None:
+                    return False, None
+                leaves.append(tensor)
+            else:
+                leaves.append(leaf)
         set_random_state(self._random)
         return True, build_value(self._spec, leaves)
 
@@ -127,15 +123,11 @@ class _Inputs:
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         leaves, _ = flatten_call(args, kwargs)
-        self._versions = [
-            (leaf, leaf._version) for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference()
-        ]
+        self._versions = versions_of(leaves)
         self._objects = take_objects([*args, *kwargs.values(), *leaves])
 
     def are_edited(self) -> bool:
-        return any(tensor._version != version for tensor, version in self._versions) or any(
-            differs(owner, then) for owner, then in self._objects
-        )
+        return are_edited(self._versions) or any(differs(owner, then) for owner, then in self._objects)
 
 
 def _is_special(leaf: Any) -> bool:

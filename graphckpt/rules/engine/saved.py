@@ -10,6 +10,8 @@ import torch
 from graphckpt.errors import EditedError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from graphckpt.rules.engine.context import BlockContext
     from graphckpt.state.rng import RandomState
     from graphckpt.stores import Group, Store
@@ -118,7 +120,7 @@ class SavedResult:
 
     def is_edited(self) -> bool:
         """Whether a tensor of it was edited in place since."""
-        return any(tensor._version != version for tensor, version in self.versions)
+        return are_edited(self.versions)
 
     def take(self) -> list[Any] | None:
         """Returns its leaves; ``None`` if one was edited."""
@@ -135,6 +137,16 @@ class SavedResult:
         for leaf in self.leaves:
             if isinstance(leaf, SavedTensor):
                 leaf.release(keeper)
+
+
+def versions_of(leaves: Iterable[Any]) -> list[tuple[torch.Tensor, int]]:
+    """Returns the tensors among ``leaves`` with their present versions; inference tensors have none."""
+    return [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
+
+
+def are_edited(versions: Iterable[tuple[torch.Tensor, int]]) -> bool:
+    """Whether one of the tensors was edited in place since its version was read."""
+    return any(tensor._version != version for tensor, version in versions)
 
 
 def may_be_filled_later(tensor: torch.Tensor) -> bool:
