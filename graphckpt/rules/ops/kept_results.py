@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from graphckpt._compat import pytree, storage_of, version_sharing_detach
-from graphckpt._compat_autocast import above_dispatch_modes
+from graphckpt._compat_autocast import above_dispatch_modes, call_with_autocast
 from graphckpt.errors import RecomputeError
 from graphckpt.rules.engine.saved import SavedResult, SavedTensor
 from graphckpt.rules.ops.op_graph import CAST
@@ -37,6 +37,8 @@ class KeptResults:
         """The ops of a call that no schedule exists for yet."""
         self.num_saved = 0
         """How many tensors autograd has saved."""
+        self.has_failed_op = False
+        """Whether an op has raised an exception, which forward may catch: nothing is kept then."""
         self._learns = learns
         self._storages: dict[int, list[Key]] = {}  # id of a storage: the kept results in it
         self._keys: list[Key] = []  # of all kept results, in order
@@ -48,6 +50,16 @@ class KeptResults:
         self._num_used = len(self._keys)
         if self.graph is not None:
             self.graph.saves(tensor)
+
+    def run(self, func: Op, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs an op of the original forward."""
+        try:
+            return call_with_autocast(func, args, kwargs)
+        except BaseException:
+            self.has_failed_op = True
+            if self.graph is not None:
+                self.graph.is_complete = False
+            raise
 
     def keep(self, key: Key, output: Any, frame: RecomputableCall) -> None:
         """Keeps the result of an op."""
@@ -89,7 +101,7 @@ class KeptResults:
     def settle(self, frame: RecomputableCall) -> None:
         """Drops the results that the block has edited in place since, and those that no recomputation reads."""
         self._storages.clear()
-        for key in self._keys[self._num_used :]:
+        for key in self._keys[0 if self.has_failed_op else self._num_used :]:
             self.release(key, frame)
         for key, result in list(self.results.items()):
             if result.is_edited():
