@@ -91,25 +91,8 @@ def unit_names(model: nn.Module, config: ActivationCheckpointConfig) -> list[str
             return found
         fix = f"name its class or its blocks: {_WHERE}.unit=Block, or {_WHERE}.unit='layers.*'"
         raise ConfigError(f"{_WHERE}: {type(model).__name__} marks no layer as a unit · fix: {fix}")
-    named = [config.unit] if isinstance(config.unit, str) else config.unit
-    return list(dict.fromkeys(name for unit in named for name in _named(model, unit)))
-
-
-def _named(model: nn.Module, unit: str) -> list[str]:
-    """Returns the modules of a class of this name, or else those that the pattern ``unit`` matches."""
-    short = unit.rpartition(".")[2]
-    of_class = [
-        name
-        for name, module in model.named_modules()
-        if name
-        and any(
-            kind.__name__ == short and unit in {short, f"{kind.__module__}.{short}"} for kind in type(module).__mro__
-        )
-    ]
-    if of_class:
-        return of_class
+    patterns = [config.unit] if isinstance(config.unit, str) else config.unit
     try:
-        return [name for name, _ in select(model, unit)]
+        return list(dict.fromkeys(name for pattern in patterns for name, _ in select(model, pattern)))
     except ConfigError as error:
-        hint = did_you_mean(unit, {type(module).__name__ for module in model.modules()})
-        raise ConfigError(f"{_WHERE}.unit: no class is called {unit!r}{hint}, and as a pattern {error}") from None
+        raise ConfigError(f"{_WHERE}.unit: {error}") from None

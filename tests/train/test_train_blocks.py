@@ -119,7 +119,7 @@ def test_blocks_come_on_top_of_the_rule():
 @pytest.mark.parametrize(
     ("fields", "messages"),
     [
-        ({"unit": "Blok"}, [r"unit: no class is called 'Blok' · did you mean 'Block'\?"]),
+        ({"unit": "Blok"}, [r"unit: 'Blok' matches no module of \w+ · did you mean 'Block'\?"]),
         ({"rule": "ful"}, [r"body\.0\.activation_checkpointing: expected a rule, got 'ful' · did you mean 'full'\?"]),
         ({"blocks": {"x": True, "y": 1}}, ["blocks: 'x' matches no module", "blocks: 'y' matches no module"]),
         ({"rule": {"rule": "selective", "kep": 1}}, ["rule 'selective': expected one of its settings, got 'kep'"]),
