@@ -42,6 +42,16 @@ def find(name: str) -> Path:
     raise ConfigError(f"no packaged config is called {name!r}{hint}")
 
 
+def existing(path: Path) -> Path:
+    """Returns ``path``, or the packaged config of this name if it does not exist."""
+    if path.exists() or path.is_absolute():
+        return path
+    try:
+        return find(path.relative_to("configs").as_posix() if path.parts[:1] == ("configs",) else path.as_posix())
+    except ConfigError as error:
+        raise ConfigError(f"{path}: no such config file; {error}") from error
+
+
 def get_config(name: str) -> DictConfig:
     """Loads a packaged config; ``get_config("common/train.py").train`` is its section ``train``.
 

@@ -307,8 +307,6 @@ class Trainer:
             yield eval_hook
         if self.ranks.is_main:
             yield MetricsHook(self.folder / METRICS)
-        if settings.tensorboard and self.ranks.is_main:
-            yield TensorBoardHook(self.folder)
         if settings.wandb.enabled and self.ranks.is_main:
             yield WandbHook(settings.wandb, self.folder, self.saved.run)
         yield from self._more_hooks
@@ -325,6 +323,8 @@ class Trainer:
         )
         if self.ranks.is_main:
             yield ExplainHook(graph, self.folder / PICTURE)
+        if settings.tensorboard and self.ranks.is_main:
+            yield TensorBoardHook(self.folder)
 
     def _eval_hook(self, built: BuiltModel, opened: Opened) -> EvalHook | None:
         heldout = opened.heldout

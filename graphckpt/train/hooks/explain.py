@@ -27,9 +27,11 @@ class ExplainHook(HookBase):
         try:
             with replacing(self._picture) as fresh:
                 explanation = self._graph.explain(str(fresh), show=False)
+            loop.picture = self._picture
         except OSError as error:
             loop.report.line(f"{self._picture}: {error.strerror or error}; there is no picture", "red")
             explanation = self._graph.explain(show=False)
+        loop.explanation = explanation
         print_table(explanation, loop.report.stream)
         plain = io.StringIO()
         print_table(explanation, plain)
