@@ -67,7 +67,7 @@ class Chain(nn.Module):
         return x_TD
 
 
-# ---- the variants: each returns what is to be in force while it runs
+# ---- the variants: each returns what is to be active while it runs
 
 
 def ours(model: Chain, **flags: Any) -> Any:

@@ -63,19 +63,19 @@ def saved_tensor_hooks_in_force() -> tuple[Callable[[torch.Tensor], Any], Callab
 
 
 # Note [Saved tensor hooks, pushed and popped]: `saved_tensors_hooks` is a context manager written in Python. An
-# interrupt inside of its `__enter__` or `__exit__` leaves the hooks in force for good. One call in C is atomic.
+# interrupt inside of its `__enter__` or `__exit__` leaves the hooks active for good. One call in C is atomic.
 
 push_saved_tensor_hooks = _push_saved_tensors_default_hooks
-"""Puts a pair of hooks, pack and unpack, in force."""
+"""Activates a pair of hooks, pack and unpack."""
 
 pop_saved_tensor_hooks = _pop_saved_tensors_default_hooks
 """Removes the innermost pair of saved tensor hooks."""
 
 num_dispatch_modes = _len_torch_dispatch_stack
-"""Returns the number of dispatch modes in force in this thread."""
+"""Returns the number of active dispatch modes in this thread."""
 
 num_function_modes = _len_torch_function_stack
-"""Returns the number of torch function modes in force in this thread."""
+"""Returns the number of active torch function modes in this thread."""
 
 pop_dispatch_mode = _pop_torch_dispatch_stack
 """Removes the innermost dispatch mode."""
@@ -175,7 +175,7 @@ def backward_within(mode: AbstractContextManager[Any]) -> Iterator[None]:
 
 
 def version_sharing_detach(tensor: torch.Tensor) -> torch.Tensor:
-    """Detaches inside ``__torch_dispatch__`` so that later in-place edits of ``tensor`` show in ``_version``.
+    """Detaches inside ``__torch_dispatch__`` so that later in-place modifications of ``tensor`` show in ``_version``.
 
     Below autograd a plain ``detach()`` makes an alias with a version counter of its own.
     """
@@ -186,7 +186,7 @@ def version_sharing_detach(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def share_version_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether an in-place edit of one tensor shows in the ``_version`` of the other.
+    """Whether an in-place modification of one tensor shows in the ``_version`` of the other.
 
     Two tensors may share their memory and yet not that: the results of ``unsafe_chunk``, or ``x`` and ``x.data``.
     """
@@ -217,7 +217,7 @@ def what_is_not_plain(tensor: torch.Tensor) -> str | None:
 
 
 def is_transformed() -> bool:
-    """Returns whether a transform of ``torch.func`` is in force in this thread, or forward-mode AD.
+    """Returns whether a transform of ``torch.func`` is active in this thread, or forward-mode AD.
 
     Neither can be asked by a public name.
     """
@@ -243,7 +243,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> bool:
 
 
 def has_function_modes() -> bool:
-    """Whether any torch function mode is in force in this thread, such as that of a default device.
+    """Whether any torch function mode is active in this thread, such as that of a default device.
 
     ``torch.get_default_device()`` walks them in Python, 2 us a call; without any there is nothing to find.
     """

@@ -58,7 +58,7 @@ def test_a_version_sharing_alias_sees_later_edits() -> None:
 
 
 class ReadsAutocast(TorchDispatchMode):
-    """Notes whether autocast is in force in a mode, and in what an op's kernel calls."""
+    """Notes whether autocast is active in a mode, and in what an op's kernel calls."""
 
     def __init__(self) -> None:
         super().__init__()

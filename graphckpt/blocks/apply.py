@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @final
 class Handle:
-    """Policies that are in force on a model, until :meth:`remove` or the end of the ``with`` block."""
+    """Policies that are active on a model, until :meth:`remove` or the end of the ``with`` block."""
 
     def __init__(self, model: nn.Module, wrappers: list[BlockForward], idle: dict[str, str]) -> None:
         self._wrappers = wrappers

@@ -1,4 +1,4 @@
-"""The wrapper around one module's forward that puts its rule in force."""
+"""The wrapper around one module's forward that applies its rule."""
 
 from __future__ import annotations
 

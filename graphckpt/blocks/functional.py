@@ -50,7 +50,7 @@ def checkpoint(
         debug: Without meaning here: an error always names op and line.
         early_stop: ``False`` runs ``function`` to its end in the recomputation; so does
             ``torch.utils.checkpoint.set_checkpoint_early_stop(False)`` around the forward, for blocks of any rule too.
-        preserve_rng_state: Without meaning here: random state costs a microsecond and is always restored.
+        preserve_rng_state: Without meaning here: RNG state costs a microsecond and is always restored.
         **kwargs: Its keyword arguments.
 
     Raises:
@@ -143,7 +143,7 @@ class _GivenContexts:
     def saves(self, tensor: torch.Tensor) -> None:
         """PyTorch's contexts do not ask."""
 
-    def settle(self, frame: RecomputableCall) -> None:
+    def after_forward(self, frame: RecomputableCall) -> None:
         """PyTorch's contexts look after themselves."""
 
     def run_all(self, frame: RecomputableCall) -> bool:

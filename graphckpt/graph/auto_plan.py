@@ -58,7 +58,7 @@ class AutoPlan:
         """Returns a plan for inputs like these, which is not applied yet."""
         found = self._plan(partial(self._step.call, fields, build, args, kwargs), memory_budget, options)
         self._is_unapplied = True
-        self._step.readiness.is_settled = False
+        self._step.setup.is_done = False
         return replace(found, apply_to_graph=self._apply)
 
     def _plan(

@@ -56,7 +56,7 @@ class Inspected:
     def verify(self, *args: Any, steps: int = 3, **kwargs: Any) -> Verification:
         """Compares ``steps`` steps on these inputs with plain ones, without policies and capture, in every bit.
 
-        Parameters, optimizers, schedules and random state are put back to what they were. Where the step is captured,
+        Parameters, optimizers, schedules and RNG state are put back to what they were. Where the step is captured,
         the calls before the recording come first, so that replays are what is compared.
 
         Raises:
@@ -67,7 +67,7 @@ class Inspected:
     def plan(self, *args: Any, memory_budget: Budget, **kwargs: Any) -> Plan:
         """Chooses the policies of the layers for inputs like these; ``plan.apply()`` sets them on the blocks.
 
-        The step runs a few times; parameters, optimizers, schedules and random state are restored at the end. Applying
+        The step runs a few times; parameters, optimizers, schedules and RNG state are restored at the end. Applying
         the plan replaces the flags of the layers and of the modules inside them. With ``config.memory_budget`` a Graph
         plans and applies by itself, for each new shape of inputs.
 

@@ -88,7 +88,7 @@ def test_a_policy_on_transformers_layers_acts_alone(when: str, policy: str) -> N
     model.zero_grad()
     theirs, runs = train(GPT2, model)
     assert equal(theirs, plain)
-    assert runs == [2, 2, 2], "the model's own checkpointing must be in force again"
+    assert runs == [2, 2, 2], "the model's own checkpointing must be active again"
     disable(model)
     assert train(GPT2, model)[1] == [1, 1, 1]
 

@@ -75,7 +75,7 @@ def run(
     schedule: bool = True,
     graph_class: type[Train] = Train,
 ) -> tuple[list[Any], Train]:
-    """Runs ten steps, and returns all that they left: outputs, parameters, buffers, rates, random state."""
+    """Runs ten steps, and returns all that they left: outputs, parameters, buffers, rates, RNG state."""
     model = chain(kind)
     optimizer = make(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) if schedule else None
@@ -545,14 +545,14 @@ def test_verify_passes_and_puts_everything_back() -> None:
     _, graph = run(runner)
     model = graph._roots["model"]
     before = [t.clone() for t in model.parameters()]
-    state, random_state = str(graph._update.optimizers[0].state_dict()), torch.get_rng_state()
+    state, rng_state = str(graph._update.optimizers[0].state_dict()), torch.get_rng_state()
     report = graph.verify(batches(1)[0], steps=2)
     assert report.is_captured
     assert report.num_steps == 2
     assert report.num_bytes > 2 * sum(p.nbytes for p in before)
     assert same(before, list(model.parameters()))
     assert str(graph._update.optimizers[0].state_dict()) == state
-    assert torch.equal(torch.get_rng_state(), random_state)
+    assert torch.equal(torch.get_rng_state(), rng_state)
 
 
 @pytest.mark.parametrize("capture", ["eager", "tape"])

@@ -114,7 +114,7 @@ def run(
     inputs: list[Tensor] | None = None,
     blocks: tuple[type[nn.Module], ...] = (),
 ) -> tuple[list[Any], Train]:
-    """Runs 20 steps, and returns all that they left: losses, rates, parameters, random state."""
+    """Runs 20 steps, and returns all that they left: losses, rates, parameters, RNG state."""
     model = model_of(*blocks)
     optimizer = make(model)
     graph = Train(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5), capture=capture)

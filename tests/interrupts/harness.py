@@ -102,7 +102,7 @@ def copy_state(source: nn.Module, target: nn.Module) -> None:
 
 
 def left_in_force() -> list[str]:
-    """Names what is in force that was not before."""
+    """Names what is active that was not before."""
     found = []
     if not torch.is_grad_enabled():
         found.append("gradients are off")
@@ -122,7 +122,7 @@ def left_in_force() -> list[str]:
 
 
 def _are_of_explain() -> bool:
-    """Whether the hooks in force are those that record the first forward for `explain()`.
+    """Whether the active hooks are those that record the first forward for `explain()`.
 
     They change nothing, and the next forward of the model removes them.
     """
@@ -206,7 +206,7 @@ class Trial:
         with torch.autocast("cpu", torch.bfloat16) if self._autocast else nullcontext():
             y = self._model(x)
         self._loss = y.float().pow(2).mean()
-        self._after_forward = state_of(self._model) | {"random state": torch.get_rng_state()}
+        self._after_forward = state_of(self._model) | {"RNG state": torch.get_rng_state()}
         self._loss.backward()
 
     def num_events(self, *, is_fresh: bool) -> int:
@@ -271,7 +271,7 @@ class Trial:
         ]
         if not moment.is_in_engine:
             clear_what_is_left()
-        ours = state_of(self._model) | {"random state": torch.get_rng_state()}
+        ours = state_of(self._model) | {"RNG state": torch.get_rng_state()}
         after = self._after_forward
         if after is not None and self.policy != RIVAL:
             found += [f"not put back: {name}" for name in after if not same(ours[name], after[name])]
@@ -306,7 +306,7 @@ class Trial:
             return {f"{type(error).__name__}: {str(error).splitlines()[0][:120]}": None}
         found = {"loss": frozen(loss), "gradient of the input": frozen(x.grad)}
         found |= {f"gradient of {name}": frozen(p.grad) for name, p in model.named_parameters()}
-        return found | state_of(model) | {"random state": torch.get_rng_state()}
+        return found | state_of(model) | {"RNG state": torch.get_rng_state()}
 
     def _alive(self) -> list[str]:
         stores = {wrapper.context.store for wrapper in self._handle._wrappers} if self._handle is not None else set()

@@ -158,11 +158,11 @@ def test_a_zero_tensor_on_disk_does_not_end_the_process() -> None:
     run_in_a_process(
         """
 import torch
-from graphckpt.stores import Group
+from graphckpt.stores import TensorGroup
 from graphckpt.stores.placement import placement_of
 
 store, notes = placement_of({"offload": "disk", "min_elements": 1}).store, []
-group = store.open_group(Group("block", list, notes.append))
+group = store.open_group(TensorGroup("block", list, notes.append))
 assert not store.get(store.put(torch._efficientzerotensor(64, 64), group)).any()
 assert notes == ["zero tensors stay on the device: only plain tensors can be moved"]
 """

@@ -68,7 +68,7 @@ def test_the_scaler_of_float16_goes_on_where_it_was(place):
     assert str(scales[0]) == str(scales[1])
 
 
-def test_without_the_random_state_it_would_not_be_the_same(place, monkeypatch):
+def test_without_the_rng_state_it_would_not_be_the_same(place, monkeypatch):
     """The test above sees what a resume leaves out."""
     assert train("train.output_dir=whole") == 0
     stopped("parts", 5)

@@ -35,7 +35,7 @@ from graphckpt._compat import (
 )
 from graphckpt.rules.engine.execution import running
 from graphckpt.state.autocast import restore_ambient
-from graphckpt.state.rng import set_random_state
+from graphckpt.state.rng import set_rng_state
 from graphckpt.undo import put_back
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from graphckpt.rules.engine.execution import Execution
     from graphckpt.state.autocast import Ambient
-    from graphckpt.state.rng import RandomState
+    from graphckpt.state.rng import RNGState
     from graphckpt.undo import Undo
 
 
@@ -59,7 +59,7 @@ class Guard:
     def __init__(self) -> None:
         self._is_entered = False
         self._ambient: tuple[Ambient, int] | None = None
-        self._random: RandomState | None = None
+        self._random: RNGState | None = None
         self._run: Execution | None = None
         self._grad = torch.is_grad_enabled()
         self.undo: Undo = []
@@ -81,7 +81,7 @@ class Guard:
             run.is_active = True
         push_saved_tensor_hooks(pack, unpack)
 
-    def restore_random_state(self, random: RandomState) -> None:
+    def restore_rng_state(self, random: RNGState) -> None:
         """Makes :meth:`leave` restore the RNG state."""
         self._random = random
 
@@ -105,7 +105,7 @@ class Guard:
                 self._run.is_active = self._was_active
             self._is_entered = False
         if self._random is not None:
-            set_random_state(self._random)
+            set_rng_state(self._random)
         if self._ambient is not None:
             restore_ambient(*self._ambient)
         if torch.is_grad_enabled() is not self._grad:
