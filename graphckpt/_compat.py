@@ -38,21 +38,20 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 __all__ = [
-    "FakeTensors", "NoValueError", "WithoutValues", "abandon_capture", "all_gather_bytes", "assert_on_device",
-    "at_end_of_backward", "autograd_sequence_number", "backward_within", "clear_cublas_workspaces",
-    "current_backward", "early_stop_in_force", "forget_fake", "forget_half_a_step",
-    "has_function_modes", "is_fake", "is_transformed", "is_watched", "num_dispatch_modes",
-    "num_function_modes", "override_stale_capture_stream", "packed_shard", "pop_dispatch_mode", "pop_function_mode",
-    "pop_saved_tensor_hooks", "push_saved_tensor_hooks", "pytree", "saved_tensor_hooks_in_force",
-    "share_version_counter", "silence_capturable", "storage_of", "torch_version", "unseen_by_modes",
-    "version_sharing_detach", "what_is_not_plain",
+    "FakeTensors", "NoValueError", "WithoutValues", "abandon_capture", "active_saved_tensor_hooks",
+    "all_gather_bytes", "assert_on_device", "at_end_of_backward", "autograd_sequence_number", "backward_within",
+    "clear_cublas_workspaces", "current_backward", "early_stop_active", "forget_fake", "forget_half_a_step",
+    "has_function_modes", "is_fake", "is_transformed", "is_watched", "num_dispatch_modes", "num_function_modes",
+    "override_stale_capture_stream", "packed_shard", "pop_dispatch_mode", "pop_function_mode",
+    "pop_saved_tensor_hooks", "push_saved_tensor_hooks", "pytree", "share_version_counter", "silence_capturable",
+    "storage_of", "torch_version", "unseen_by_modes", "version_sharing_detach", "what_is_not_plain",
 ]  # fmt: skip
 
 # `pytree` holds every container type that users and Transformers registered (ModelOutput among them). The public
 # `torch.utils.pytree` does not exist before torch 2.14.
 
 
-def saved_tensor_hooks_in_force() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+def active_saved_tensor_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
     """Returns the innermost ``saved_tensors_hooks`` pair of this thread, or ``None``.
 
     What a block keeps must pass through the hooks around it: an outer block's, or a user's ``save_on_cpu``. PyTorch
@@ -224,10 +223,10 @@ def is_transformed() -> bool:
     return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def early_stop_in_force(wanted: bool) -> bool:
+def early_stop_active(wanted: bool) -> bool:
     """Returns what ``torch.utils.checkpoint.set_checkpoint_early_stop`` says, which is public; else ``wanted``."""
-    in_force: bool | None = torch_checkpoint._enable_checkpoint_early_stop
-    return wanted if in_force is None else in_force
+    active: bool | None = torch_checkpoint._enable_checkpoint_early_stop
+    return wanted if active is None else active
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> bool:

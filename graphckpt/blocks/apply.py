@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from graphckpt.ledger.record import Explanation
-    from graphckpt.rules import Rule
+    from graphckpt.rules.base import Rule
 
 
 @final

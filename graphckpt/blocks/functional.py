@@ -15,8 +15,13 @@ from torch.utils.checkpoint import noop_context_fn
 from graphckpt.blocks.forward import BlockForward, checkpointing_is_off
 from graphckpt.blocks.proxy import unwrap
 from graphckpt.errors import ConfigError
-from graphckpt.rules import BlockContext, Frame, Full, run_segments, running
-from graphckpt.stores import Host, Placement
+from graphckpt.rules.engine.context import BlockContext
+from graphckpt.rules.engine.execution import running
+from graphckpt.rules.engine.frame import Frame
+from graphckpt.rules.full import Full
+from graphckpt.rules.segments import run_segments
+from graphckpt.stores.host.host import Host
+from graphckpt.stores.placement import Placement
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

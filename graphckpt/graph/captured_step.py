@@ -9,8 +9,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from graphckpt._compat import silence_capturable
-from graphckpt.capture import CaptureManager, Program, backend_for
+from graphckpt.capture.choose import backend_for
 from graphckpt.capture.learning_rates import LearningRates, constant_settings, is_capturable
+from graphckpt.capture.manager import CaptureManager, Program
 from graphckpt.graph.update import clip, has_gradient, zero
 from graphckpt.units import format_bytes
 

@@ -12,7 +12,6 @@ from torch import nn
 
 from graphckpt.blocks.proxy import BlockTree, unwrap
 from graphckpt.errors import GraphError
-from graphckpt.graph.auto_plan import AutoPlan
 from graphckpt.graph.config import GraphConfig
 from graphckpt.graph.inspected import Inspected
 from graphckpt.graph.state_dict import load_state, saved_state
@@ -81,7 +80,7 @@ class Graph(Inspected):
         fields["_update"] = Update(name)
         fields["_debug"] = DebugLog()
         fields["_step"] = Step(name, roots, self._tree, self._update, self.config, self._debug, setup)
-        fields["_auto_plan"] = AutoPlan(self._step, self._tree)
+        fields["_auto_plan"] = None
 
     # What a subclass defines ------------------------------------------------------------------------------------------
 
@@ -201,8 +200,8 @@ class Graph(Inspected):
         step = fields["_step"]
         if step.setup.is_done and running_graph.get() is None:
             return step.call(fields, self.build, args, kwargs)
-        if running_graph.get() is None:
-            fields["_auto_plan"].before_call(fields, self.build, args, kwargs)
+        if running_graph.get() is None and (self.config.memory_budget is not None or fields["_auto_plan"] is not None):
+            self._planner().before_call(fields, self.build, args, kwargs)
         return step.call_with_setup(fields, self.build, args, kwargs)
 
     @property

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from graphckpt.planning import Plan
+    from graphckpt.planning.plan import Plan
     from graphckpt.train.console import Report
     from graphckpt.train.graphs import TrainGraph
     from graphckpt.train.settings import ActivationCheckpointConfig

@@ -256,7 +256,7 @@ def test_a_replay_with_a_scaler_does_not_hold_up_the_host(schedule: bool, most: 
     assert graph._update.num_steps == 10
 
 
-def test_a_rate_that_the_user_sets_is_in_force_at_once() -> None:
+def test_a_rate_that_the_user_sets_is_active_at_once() -> None:
     def between(number: int, graph: Graph) -> None:
         if number in (2, 6):
             graph._update.optimizers[0].param_groups[0]["lr"] = torch.tensor(0.123 / number)
@@ -374,7 +374,7 @@ def test_a_module_that_takes_the_place_of_another_records_again() -> None:
     assert runner.num_warm == 3 + 2, "a module more has a mode more"
 
 
-def test_a_loaded_state_is_in_force() -> None:
+def test_a_loaded_state_is_active() -> None:
     saved: dict[str, Any] = {}
 
     def between(number: int, graph: Graph) -> None:
@@ -388,7 +388,7 @@ def test_a_loaded_state_is_in_force() -> None:
     both(between=between, schedule=False)
 
 
-def test_a_flag_set_later_is_in_force() -> None:
+def test_a_flag_set_later_is_active() -> None:
     def between(number: int, graph: Graph) -> None:
         if number == 5:
             graph.model[1].config.activation_checkpointing = True
@@ -693,7 +693,7 @@ def test_draws_of_the_host_are_seen(draw: Callable[[], Any], what: str) -> None:
     assert twice() == first
 
 
-def test_an_attribute_of_the_graph_that_is_set_later_is_in_force() -> None:
+def test_an_attribute_of_the_graph_that_is_set_later_is_active() -> None:
     class Scaled(Train):
         scale = 1.0
 

@@ -280,7 +280,7 @@ def test_masks_differ_between_replays_and_agree_within_one() -> None:
     assert all(0.4 < mask.float().mean() < 0.6 for mask in seen)
 
 
-def test_a_seed_set_between_replays_is_in_force() -> None:
+def test_a_seed_set_between_replays_is_active() -> None:
     graph = Masks()
     x = torch.ones(4096, device="cuda")
     for _ in range(4):

@@ -66,7 +66,7 @@ def test_the_schedule_moves_once_after_each_step(kind: str) -> None:
     assert optimizer.param_groups[0]["lr"] == plain_optimizer.param_groups[0]["lr"]
 
 
-def test_an_edited_learning_rate_is_in_force_at_the_next_call() -> None:
+def test_a_changed_learning_rate_takes_effect_at_the_next_call() -> None:
     ours, optimizer, plain, plain_optimizer = pair(lambda m: torch.optim.SGD(m.parameters(), lr=0.2))
     graph = Train(ours, optimizer)
     run_graph(graph)

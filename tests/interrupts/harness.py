@@ -101,7 +101,7 @@ def copy_state(source: nn.Module, target: nn.Module) -> None:
                 twin.__dict__[key] = copy.deepcopy(value)
 
 
-def left_in_force() -> list[str]:
+def left_active() -> list[str]:
     """Names what is active that was not before."""
     found = []
     if not torch.is_grad_enabled():
@@ -266,9 +266,7 @@ class Trial:
         return Fault(self.policy, place, is_fresh, moment.where(), tuple(what)) if what else None
 
     def _check(self, moment: Moment) -> list[str]:
-        found = [
-            f"left: {name}" for name in left_in_force() if not (name == "saved-tensor hooks" and _are_of_explain())
-        ]
+        found = [f"left: {name}" for name in left_active() if not (name == "saved-tensor hooks" and _are_of_explain())]
         if not moment.is_in_engine:
             clear_what_is_left()
         ours = state_of(self._model) | {"RNG state": torch.get_rng_state()}
@@ -287,7 +285,7 @@ class Trial:
             with nullcontext() if model is self._model else graphckpt.disable_checkpointing():
                 results.append(self._next_step(model))
             if model is self._model:
-                found += [f"left after the next step: {name}" for name in left_in_force()]
+                found += [f"left after the next step: {name}" for name in left_active()]
                 clear_what_is_left()
         names = [name for name in results[1] if not same(results[0].get(name), results[1][name])]
         found += [f"next step differs: {name}" for name in names[:3]]

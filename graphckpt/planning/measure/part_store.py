@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from graphckpt.stores import Placement, Store, TensorGroup, parse_partition
+from graphckpt.stores.base import Store, TensorGroup
+from graphckpt.stores.partition.partition import parse_partition
 from graphckpt.stores.partition.sharded import ShardedStore, whole_bytes
+from graphckpt.stores.placement import Placement
 from graphckpt.stores.storage_pieces import TensorKey, WrappedKey, pieces_of
 
 if TYPE_CHECKING:

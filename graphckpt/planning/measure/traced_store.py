@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, final
 import torch
 
 from graphckpt._compat import unseen_by_modes
-from graphckpt.stores import Store, TensorGroup
+from graphckpt.stores.base import Store, TensorGroup
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator

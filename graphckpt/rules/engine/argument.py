@@ -14,7 +14,7 @@ from torch import nn
 
 from graphckpt.errors import RecomputeError
 from graphckpt.rules.engine.saved import SavedTensor
-from graphckpt.stores import DeviceStore
+from graphckpt.stores.device import DeviceStore
 from graphckpt.undo import differs, fill
 
 if TYPE_CHECKING:

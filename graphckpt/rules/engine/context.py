@@ -11,13 +11,14 @@ from torch import nn
 
 from graphckpt.state.modules import ModuleState
 from graphckpt.state.rng import rng_devices
-from graphckpt.stores import DeviceStore, TensorGroup
+from graphckpt.stores.base import TensorGroup
+from graphckpt.stores.device import DeviceStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from graphckpt.ledger.recorder import Recorder
-    from graphckpt.stores import Store
+    from graphckpt.stores.base import Store
 
 
 @final

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from graphckpt.rules.engine.context import BlockContext
     from graphckpt.rules.engine.saved import Holder
     from graphckpt.state.values import Snapshot
-    from graphckpt.stores import TensorGroup
+    from graphckpt.stores.base import TensorGroup
 
 
 class Contexts(Protocol):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from graphckpt._compat import early_stop_in_force
+from graphckpt._compat import early_stop_active
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.errors import MutatedError, RecomputeError
 from graphckpt.rules.engine.arguments import Arguments
@@ -37,7 +37,7 @@ from graphckpt.rules.engine.saved import Holder
 from graphckpt.rules.engine.saved_hooks import StoredCall, hooks_around
 from graphckpt.state.autocast import autocast_depth, enter_ambient, take_ambient
 from graphckpt.state.rng import get_rng_state, set_rng_state
-from graphckpt.stores import DeviceStore
+from graphckpt.stores.device import DeviceStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from graphckpt.state.modules import Watch
     from graphckpt.state.rng import RNGState
     from graphckpt.state.values import Snapshot
-    from graphckpt.stores import TensorGroup
+    from graphckpt.stores.base import TensorGroup
 
 
 @final
@@ -80,7 +80,7 @@ class Frame:
     ) -> None:
         self.block = block
         self.contexts = contexts
-        self._early_stop = early_stop_in_force(early_stop)
+        self._early_stop = early_stop_active(early_stop)
         self._strict = strict
         self._is_joined = joins
         self.outputs: list[torch.Tensor] | None = None

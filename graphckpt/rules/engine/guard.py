@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from graphckpt._compat import (
+    active_saved_tensor_hooks,
     num_dispatch_modes,
     num_function_modes,
     pop_dispatch_mode,
     pop_function_mode,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
-    saved_tensor_hooks_in_force,
 )
 from graphckpt.rules.engine.execution import running
 from graphckpt.state.autocast import restore_ambient
@@ -69,7 +69,7 @@ class Guard:
         self, run: Execution | None, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
     ) -> None:
         """Makes ``run`` the present one, and passes what autograd saves through ``pack`` and ``unpack``."""
-        self._hooks = saved_tensor_hooks_in_force()
+        self._hooks = active_saved_tensor_hooks()
         self._num_dispatch_modes = num_dispatch_modes()
         self._num_function_modes = num_function_modes()
         self._outer = running.get()
@@ -98,7 +98,7 @@ class Guard:
                 pop_dispatch_mode(None)
             while num_function_modes() > self._num_function_modes:
                 pop_function_mode()
-            while not _are_same(saved_tensor_hooks_in_force(), self._hooks):
+            while not _are_same(active_saved_tensor_hooks(), self._hooks):
                 pop_saved_tensor_hooks()
             running.set(self._outer)
             if self._run is not None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from graphckpt.rules.engine.context import BlockContext
     from graphckpt.state.rng import RNGState
-    from graphckpt.stores import Store, TensorGroup
+    from graphckpt.stores.base import Store, TensorGroup
 
 
 @final

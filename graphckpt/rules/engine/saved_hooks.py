@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, final
 
-from graphckpt._compat import autograd_sequence_number, saved_tensor_hooks_in_force
+from graphckpt._compat import active_saved_tensor_hooks, autograd_sequence_number
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.errors import MutatedError
 from graphckpt.rules.engine.mismatch import modified_in_place
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from graphckpt.rules.engine.context import BlockContext
-    from graphckpt.stores import TensorGroup
+    from graphckpt.stores.base import TensorGroup
 
 
 @final
@@ -111,7 +111,7 @@ def _are_own(hooks: Any) -> bool:
 
 def hooks_around(block: BlockContext) -> Any:
     """Returns the hooks that what a block saves must pass through, or ``None`` if it goes to the block's store."""
-    hooks: Any = saved_tensor_hooks_in_force()
+    hooks: Any = active_saved_tensor_hooks()
     if hooks is None:
         return None
     if block.recorder is not None:

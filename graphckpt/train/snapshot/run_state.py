@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import random
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from graphckpt import Graph
 from graphckpt.state.rng import get_rng_state, rng_devices, set_rng_state
 from graphckpt.train.parallel.ranks import TrainRanks
 from graphckpt.train.parallel.sharding import (
@@ -30,6 +29,9 @@ from graphckpt.train.snapshot.fields import reading
 from graphckpt.train.snapshot.folder import STATE, SnapshotError, first_line
 from graphckpt.train.snapshot.state_fields import MismatchedStateError, check_graph, check_trainer
 from graphckpt.train.snapshot.weights import distinct_tensors, load_weights, tensors_of
+
+if TYPE_CHECKING:
+    from graphckpt.graph.graph import Graph
 
 _STAGES = "pipeline_parallel_size"
 
