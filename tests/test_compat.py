@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.hard_modules import Mlp
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch import config as functorch
@@ -17,7 +18,6 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
-from zoo import Mlp
 
 import graphckpt
 from graphckpt import _compat, _compat_compiler

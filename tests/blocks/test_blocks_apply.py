@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.hard_modules import Mlp, chain
 from torch import Tensor, nn
-from zoo import Mlp, chain
 
 import graphckpt
 from graphckpt import ConfigError, Graph, Segments, Selective

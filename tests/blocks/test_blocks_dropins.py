@@ -14,6 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from helpers.hard_modules import Mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -22,7 +23,6 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.checkpoint import checkpoint as torchs
 from torch.utils.checkpoint import checkpoint_sequential as torchs_sequential
-from zoo import Mlp
 
 import graphckpt
 from graphckpt import (

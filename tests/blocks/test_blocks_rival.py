@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, Architecture
+from helpers.architectures import ARCHITECTURES, Architecture
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from policies import HOLES, NESTED, ON_CHAIN
-from tape import TapeRunner
-from thinning import is_chosen, slow_unless
+from helpers.fake_capture import TapeRunner
+from helpers.hard_modules import ZOO, chain
+from helpers.policies import HOLES, NESTED, ON_CHAIN
+from helpers.thinning import is_chosen, slow_unless
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from zoo import ZOO, chain
 
 import graphckpt.blocks.select
 from graphckpt import ConfigError, Graph, GraphError

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from thinning import slow_unless
+from helpers.thinning import slow_unless
 
 from fuzz.apart import execute_apart
 from fuzz.documented import DOCUMENTED

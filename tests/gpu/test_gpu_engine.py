@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, Architecture
+from helpers.architectures import ARCHITECTURES, Architecture
+from helpers.hard_modules import ZOO, B, D, chain, differing, state_of
 from torch import nn
-from zoo import ZOO, B, D, chain, differing, state_of
 
 import graphckpt
 from graphckpt import Graph, Segments, Selective, Tiles

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.hard_modules import ZOO, B, D, chain, differing, state_of
 from torch import nn
-from zoo import ZOO, B, D, chain, differing, state_of
 
 import graphckpt
 from graphckpt import Segments, Selective

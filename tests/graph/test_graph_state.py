@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.train_graphs import Train, adamw, batches, mlp, run_graph, run_plain, same
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
-from train_graphs import Train, adamw, batches, mlp, run_graph, run_plain, same
 
 from graphckpt import Graph, GraphError
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.train_graphs import B, Train, adamw, batches, mlp, run_graph, run_plain, same
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
@@ -17,7 +18,6 @@ from torch.optim.lr_scheduler import (
     ReduceLROnPlateau,
     SequentialLR,
 )
-from train_graphs import B, Train, adamw, batches, mlp, run_graph, run_plain, same
 
 from graphckpt import ConfigError, Graph, GraphError
 

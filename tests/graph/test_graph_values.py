@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from helpers.train_graphs import Train, adamw, batches, mlp
 from torch import Tensor, nn
-from train_graphs import Train, adamw, batches, mlp
 from transformers.modeling_outputs import ModelOutput
 
 from graphckpt import ConfigError, Graph, GraphError

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from fuzz.bench import frozen, same
+from helpers.hard_modules import B, BatchNorm, Counts, D, EditsItsInput, Mlp, Noise
 from helpers.thread_copies import FakeHost, ThreadCopies
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
-from zoo import B, BatchNorm, Counts, D, EditsItsInput, Mlp, Noise
 
 import graphckpt
 from graphckpt import Segments, Selective

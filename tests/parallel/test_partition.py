@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launch import launch
+from helpers.hard_modules import ZOO, chain, differing, run_steps
+from helpers.launch import launch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from zoo import ZOO, chain, differing, run_steps
 
 import graphckpt
 import graphckpt.stores.partition.ranks

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, Architecture
-from thinning import slow_unless
+from helpers.architectures import ARCHITECTURES, Architecture
+from helpers.thinning import slow_unless
 from torch import nn
 
 import graphckpt

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.hard_modules import ZOO, chain, differing, plain_steps, run_steps
+from helpers.policies import HOLES, NESTED, ON_CHAIN, put
+from helpers.thinning import is_chosen, slow_unless
 from helpers.thread_copies import FakeHost, ThreadCopies
-from policies import HOLES, NESTED, ON_CHAIN, put
-from thinning import is_chosen, slow_unless
 from torch import nn
-from zoo import ZOO, chain, differing, plain_steps, run_steps
 
 import graphckpt
 from graphckpt import Disk, RecomputeError, Segments, Selective
