@@ -21,7 +21,8 @@ from graphckpt.errors import ConfigError
 from graphckpt.extras import LazyPackage
 from graphckpt.ledger.group_rows import group_rows
 from graphckpt.ledger.record import Row
-from graphckpt.rules import Rule, parse_rule
+from graphckpt.rules.base import Rule
+from graphckpt.rules.registry import parse_rule
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -40,7 +41,7 @@ _FILES = (".yaml", ".yml", ".json")
 
 @final
 class Handle:
-    """Policies that are in force on a model, until :meth:`remove` or the end of the ``with`` block."""
+    """Policies that are active on a model, until :meth:`remove` or the end of the ``with`` block."""
 
     def __init__(self, model: nn.Module, wrappers: list[BlockForward], idle: dict[str, str]) -> None:
         self._wrappers = wrappers

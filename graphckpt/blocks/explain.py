@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 from graphckpt.blocks.compiled import share_of
 from graphckpt.ledger.record import Explanation, Row
 from graphckpt.ledger.recorder import REST, Recorder
-from graphckpt.rules import Keep, Segments, Tiles
-from graphckpt.stores import Traffic
+from graphckpt.rules.keep import Keep
+from graphckpt.rules.segments import Segments
+from graphckpt.rules.tiles import Tiles
+from graphckpt.stores.base import Traffic
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-import graphckpt
 from graphckpt.config.load import load
 from graphckpt.errors import ConfigError, did_you_mean
 
@@ -17,7 +16,7 @@ def folder() -> Path:
     Raises:
         ConfigError: the installation holds none.
     """
-    package = Path(graphckpt.__file__).parent
+    package = Path(__file__).parents[1]
     for candidate in (
         package / "configs",
         package.parent / "configs",

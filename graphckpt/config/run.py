@@ -23,7 +23,7 @@ from graphckpt.errors import ConfigError
 from graphckpt.train.files import replacing
 from graphckpt.train.loop import HookBase
 from graphckpt.train.snapshot.run_folder import CONFIG
-from graphckpt.train.tasks import Task
+from graphckpt.train.tasks.base import Task
 from graphckpt.train.trainer import Trainer
 
 

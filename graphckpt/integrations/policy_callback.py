@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch import nn
 
-from graphckpt.blocks import BlockConfig, Handle, apply
-from graphckpt.blocks.config import fields_of
+from graphckpt.blocks.apply import Handle, apply
+from graphckpt.blocks.config import BlockConfig, fields_of
 from graphckpt.blocks.find_layers import layers
 from graphckpt.errors import ConfigError, GraphError
-from graphckpt.rules import Keep
+from graphckpt.rules.keep import Keep
 from graphckpt.undo import put_back, replace_item
 from graphckpt.units import format_bytes
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from graphckpt.blocks.select import Selector
     from graphckpt.ledger.record import Explanation
-    from graphckpt.rules import Rule
+    from graphckpt.rules.base import Rule
     from graphckpt.undo import Undo
 
     Value = Mapping[str, Any] | Rule | bool | str | None

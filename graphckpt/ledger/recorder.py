@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from graphckpt._compat import (
+    active_saved_tensor_hooks,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
-    saved_tensor_hooks_in_force,
     storage_of,
 )
 from graphckpt._compat_compiler import never_compiled
@@ -89,12 +89,12 @@ class Recorder:
 
     def begin(self) -> None:
         """Installs the saved-tensor hooks."""
-        self._outer = saved_tensor_hooks_in_force()
+        self._outer = active_saved_tensor_hooks()
         push_saved_tensor_hooks(self._save_plainly, self._give_back)
 
     def end(self) -> None:
         """Removes the hooks of :meth:`begin`, if they are still installed."""
-        hooks = saved_tensor_hooks_in_force()
+        hooks = active_saved_tensor_hooks()
         if hooks is not None and hooks[0] == self._save_plainly:
             pop_saved_tensor_hooks()
 

@@ -26,7 +26,7 @@ class Traffic:
 
 
 @final
-class Group:
+class TensorGroup:
     """The tensors saved by one call of a block. They are offloaded together and prefetched together. Data only.
 
     Args:
@@ -68,19 +68,19 @@ class Store(ABC):
         """The name of the store in tables."""
 
     @abstractmethod
-    def open_group(self, group: Group) -> Group | None:
+    def open_group(self, group: TensorGroup) -> TensorGroup | None:
         """Begins the tensors of one call of a block; ``None`` if this store has no groups."""
 
     @abstractmethod
-    def put(self, tensor: torch.Tensor, group: Group | None) -> object:
+    def put(self, tensor: torch.Tensor, group: TensorGroup | None) -> object:
         """Stores ``tensor`` and returns its key, or an alias of it if it stays where it is."""
 
     @abstractmethod
     def get(self, key: object) -> torch.Tensor | None:
-        """Returns the stored tensor, without autograd history; ``None`` if it was edited in place since."""
+        """Returns the stored tensor, without autograd history; ``None`` if it was modified in place since."""
 
     @abstractmethod
-    def close_group(self, group: Group | None) -> None:
+    def close_group(self, group: TensorGroup | None) -> None:
         """Ends the original forward of the block: no more tensors join the group."""
 
     def close(self) -> None:  # noqa: B027  # there may be nothing to release

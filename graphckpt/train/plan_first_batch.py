@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from graphckpt.planning import Plan
     from graphckpt.planning.budget import Budget
+    from graphckpt.planning.plan import Plan
     from graphckpt.train.console import Report
     from graphckpt.train.graphs import TrainGraph
     from graphckpt.train.settings import ActivationCheckpointConfig

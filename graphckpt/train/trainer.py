@@ -24,18 +24,14 @@ from graphckpt.train.data.sampling import ShuffledOrder, heldout_batches
 from graphckpt.train.data.text_data import Data
 from graphckpt.train.foreign_errors import attribute_errors, explain_out_of_memory
 from graphckpt.train.graphs import EvalGraph, TrainGraph
-from graphckpt.train.hooks import (
-    BestHook,
-    EvalHook,
-    ExplainHook,
-    LogHook,
-    MetricsHook,
-    SnapshotHook,
-    StartHook,
-    TensorBoardHook,
-    WandbHook,
-)
-from graphckpt.train.hooks.evaluate import format_metrics
+from graphckpt.train.hooks.evaluate import EvalHook, format_metrics
+from graphckpt.train.hooks.explain import ExplainHook
+from graphckpt.train.hooks.log import LogHook
+from graphckpt.train.hooks.metrics import MetricsHook
+from graphckpt.train.hooks.snapshot import BestHook, SnapshotHook
+from graphckpt.train.hooks.start import StartHook
+from graphckpt.train.hooks.tensorboard import TensorBoardHook
+from graphckpt.train.hooks.wandb import WandbHook
 from graphckpt.train.loop import HookBase, Loop
 from graphckpt.train.parallel.launch import resolve_device
 from graphckpt.train.parallel.ranks import TrainRanks

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.hard_modules import Mlp, chain
 from torch import Tensor, nn
-from zoo import Mlp, chain
 
 import graphckpt
 from graphckpt import ConfigError, Full, Graph, Segments, Selective
@@ -351,7 +351,7 @@ def accelerate_style(module: nn.Module, log: list[str]) -> None:
     module._old_forward = old
 
 
-def test_a_wrapper_of_another_library_beneath_stays_in_force() -> None:
+def test_a_wrapper_of_another_library_beneath_stays_active() -> None:
     model, log = build(), []
     accelerate_style(model.encoder[0], log)
     wrapped = model.encoder[0].forward
@@ -364,7 +364,7 @@ def test_a_wrapper_of_another_library_beneath_stays_in_force() -> None:
     assert log == ["before", "after"]
 
 
-def test_a_wrapper_of_another_library_on_top_stays_in_force() -> None:
+def test_a_wrapper_of_another_library_on_top_stays_active() -> None:
     model, log = build(), []
     handle = graphckpt.apply(model, {"encoder.0": True})
     accelerate_style(model.encoder[0], log)

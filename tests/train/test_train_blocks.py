@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from architectures import ARCHITECTURES
+from helpers.architectures import ARCHITECTURES
 from torch import nn
 from transformers import (
     BertConfig,

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from small_run import CONFIG, place, same_weights, train
+from helpers.small_run import CONFIG, place, same_weights, train
 
 from graphckpt.planning.plan import Plan
 from graphckpt.train import trainer

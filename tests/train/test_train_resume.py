@@ -10,7 +10,7 @@ import types
 
 import pytest
 import torch
-from small_run import CONFIG, TIMES, StopAfter, place, rows_of, same_weights, stopped, train  # noqa: F401
+from helpers.small_run import CONFIG, TIMES, StopAfter, place, rows_of, same_weights, stopped, train  # noqa: F401
 from transformers import AutoModelForCausalLM
 
 from graphckpt.config.run import trainer_from
@@ -69,7 +69,7 @@ def test_the_scaler_of_float16_goes_on_where_it_was(place):
     assert str(scales[0]) == str(scales[1])
 
 
-def test_without_the_random_state_it_would_not_be_the_same(place, monkeypatch):
+def test_without_the_rng_state_it_would_not_be_the_same(place, monkeypatch):
     """The test above sees what a resume leaves out."""
     assert train("train.output_dir=whole") == 0
     stopped("parts", 5)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import final
+from typing import TYPE_CHECKING, final
 
-from graphckpt import Graph
 from graphckpt.ledger.table import print_table
 from graphckpt.train.files import replacing
 from graphckpt.train.loop import HookBase, Loop
+
+if TYPE_CHECKING:
+    from graphckpt.graph.graph import Graph
 
 
 @final
