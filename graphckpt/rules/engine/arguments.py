@@ -55,7 +55,7 @@ class Arguments:
         kwargs: Keyword arguments.
     """
 
-    __slots__ = ("_aliases", "_given", "_leaves", "_objects", "_own", "_shape", "before", "edited")
+    __slots__ = ("_aliases", "_error", "_given", "_leaves", "_objects", "_own", "_shape", "before", "edited")
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self._leaves, self._shape = flatten_call(args, kwargs)
@@ -63,6 +63,7 @@ class Arguments:
         self._objects: Any = ()
         self._own: dict[int, Moving] = {}
         self._aliases: list[Aliases] = []
+        self._error: str | None = None
         self.before: RecomputableCall | None = None
         """The call of the recomputed block right before, if the two are recomputed as one."""
         self.edited: frozenset[int] = frozenset()
@@ -125,8 +126,9 @@ class Arguments:
             self.edited = moved | frame.block.edited
             frame.block.edited = self.edited
         elif not moved <= self.edited:
-            self.drop()
-            raise RecomputeError(edits_argument(frame.block.name, frame.name_of(min(moved - self.edited))))
+            message = edits_argument(frame.block.name, frame.name_of(min(moved - self.edited)))
+            self.drop(message)
+            raise RecomputeError(message)
         self._find_aliases(frame, tensors)
         if learning:
             for each in given:
@@ -139,16 +141,23 @@ class Arguments:
         if self._objects:
             self._objects = settle_objects(self._objects)
 
-    def drop(self) -> None:
-        """Drops all tensors after an error: the ``grad_fn`` of one edited in place would make a reference cycle."""
+    def drop(self, error: str) -> None:
+        """Drops all tensors after an error: the ``grad_fn`` of one edited in place would make a reference cycle.
+
+        Args:
+            error: The message of the error that :meth:`take` raises from now on.
+        """
         self._leaves, self._given, self._aliases = [], [], []
+        self._error = error
 
     def take(self, frame: RecomputableCall, undo: Undo) -> list[Any]:
         """Returns the leaves for the recomputation; :meth:`assemble` makes arguments of them.
 
         Raises:
-            RecomputeError: One was edited in place since.
+            RecomputeError: One was edited in place since, or they were dropped.
         """
+        if self._error is not None:
+            raise RecomputeError(self._error)
         taken: list[Any] = []
         if self._given:  # a backward within the original forward, which may edit others yet
             copied = [each for each in self._given if each.copied is not None]
