@@ -148,7 +148,7 @@ class _GivenContexts:
     def saves(self, tensor: torch.Tensor) -> None:
         """PyTorch's contexts do not ask."""
 
-    def after_forward(self, frame: RecomputableCall) -> None:
+    def after_forward(self, frame: RecomputableCall, *, has_failed: bool) -> None:
         """PyTorch's contexts look after themselves."""
 
     def run_all(self, frame: RecomputableCall) -> bool:

@@ -55,7 +55,17 @@ class Arguments:
         kwargs: Keyword arguments.
     """
 
-    __slots__ = ("_aliases", "_leaves", "_module_tensors", "_objects", "_originals", "_shape", "before", "mutated")
+    __slots__ = (
+        "_aliases",
+        "_error",
+        "_leaves",
+        "_module_tensors",
+        "_objects",
+        "_originals",
+        "_shape",
+        "before",
+        "mutated",
+    )
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self._leaves, self._shape = flatten_call(args, kwargs)
@@ -63,6 +73,7 @@ class Arguments:
         self._objects: Any = ()
         self._module_tensors: dict[int, ChangedValue] = {}
         self._aliases: list[AliasedArguments] = []
+        self._error: str | None = None
         self.before: RecomputableCall | None = None
         """The call of the recomputed block right before, if the two are recomputed as one."""
         self.mutated: frozenset[int] = frozenset()
@@ -127,8 +138,9 @@ class Arguments:
             self.mutated = moved | frame.block.mutated
             frame.block.mutated = self.mutated
         elif not moved <= self.mutated:
-            self.drop()
-            raise RecomputeError(mutates_argument(frame.block.name, frame.name_of(min(moved - self.mutated))))
+            message = mutates_argument(frame.block.name, frame.name_of(min(moved - self.mutated)))
+            self.drop(message)
+            raise RecomputeError(message)
         self._find_aliases(frame, tensors)
         if learning:
             for each in originals:
@@ -141,16 +153,23 @@ class Arguments:
         if self._objects:
             self._objects = drop_unchanged(self._objects)
 
-    def drop(self) -> None:
-        """Drops all tensors after an error: the ``grad_fn`` of one modified in place would make a reference cycle."""
+    def drop(self, error: str) -> None:
+        """Drops all tensors after an error: the ``grad_fn`` of one modified in place would make a reference cycle.
+
+        Args:
+            error: The message of the error that :meth:`take` raises from now on.
+        """
         self._leaves, self._originals, self._aliases = [], [], []
+        self._error = error
 
     def take(self, frame: RecomputableCall, undo: Undo) -> list[Any]:
         """Returns the leaves for the recomputation; :meth:`assemble` makes arguments of them.
 
         Raises:
-            RecomputeError: One was modified in place since.
+            RecomputeError: One was modified in place since, or they were dropped.
         """
+        if self._error is not None:
+            raise RecomputeError(self._error)
         taken: list[Any] = []
         if self._originals:  # a backward within the original forward, which may modify others yet
             copied = [each for each in self._originals if each.copied is not None]

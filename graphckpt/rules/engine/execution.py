@@ -35,8 +35,8 @@ class Contexts(Protocol):
     def saves(self, tensor: torch.Tensor) -> None:
         """Is called when autograd saves a tensor of the original forward."""
 
-    def after_forward(self, frame: RecomputableCall) -> None:
-        """Is called after the original forward."""
+    def after_forward(self, frame: RecomputableCall, *, has_failed: bool) -> None:
+        """Is called after the original forward; ``has_failed`` if it has raised an exception."""
 
     def run_all(self, frame: RecomputableCall) -> bool:
         """Called after a recomputation that raised: the next skips no op. Returns whether ops may have been skipped."""

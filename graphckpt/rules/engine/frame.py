@@ -63,9 +63,9 @@ class Frame:
     """
 
     __slots__ = (
-        "__weakref__", "_ambient", "_arguments", "_early_stop", "_function", "_holders", "_is_complete", "_is_joined",
-        "_random", "_rest", "_snapshot", "_state", "_strict", "_watch", "block", "contexts", "devices", "excluded",
-        "group", "original", "outer_hooks", "outputs",
+        "__weakref__", "_ambient", "_arguments", "_early_stop", "_failure", "_function", "_holders", "_is_complete",
+        "_is_joined", "_random", "_rest", "_snapshot", "_state", "_strict", "_watch", "block", "contexts", "devices",
+        "excluded", "group", "original", "outer_hooks", "outputs",
     )  # fmt: skip
 
     def __init__(
@@ -90,6 +90,7 @@ class Frame:
         """The original forward while it runs; after that, the execution around it."""
         self._function = function
         self._is_complete = False
+        self._failure: type[Exception] | None = None  # what the original forward has raised
         self._rest: StoredCall | None = None
         self._watch: Watch | None = None
         self._holders: list[weakref.ref[Holder]] = []
@@ -116,22 +117,36 @@ class Frame:
             returned = last_output.get() if self._is_joined and self.outer_hooks is None else None
             arguments.keep(self, self._snapshot, returned, learning=learning)
 
-        output = self._original_forward(function, args, kwargs)
+        try:
+            output = self._original_forward(function, args, kwargs)
+        except Exception as error:  # caught by the caller, it may leave history behind: that of an argument it edits
+            self._failure = type(error)
+            try:
+                self._end(returned)
+            except Exception as other:
+                self._arguments.drop(str(other))
+            raise
         if isinstance(output, GeneratorType):
             block.note("its forward is a generator: what it yields is made outside of the block, and all of it is kept")
+        self._end(returned)
+        last_output.set(BlockOutput(self, output) if self._rest is None else None)
+        return output
+
+    def _end(self, returned: BlockOutput | None) -> None:
+        """Learns from the original forward, and drops what the recomputation does not need."""
+        state, watch = self._state, self._watch
         with modes_paused(running.get()):
             places = self._watch = None
             if watch is not None:
                 self._snapshot, places = state.learn(watch, self._snapshot)
             mutated = state.mutates_unknown(self._snapshot)
             if mutated is not None:
-                self._arguments.drop()
-                raise RecomputeError(mutates_module(block.name, mutated))
-            self._finish_forward(returned, learning=learning)
-            if places is not None:
+                message = mutates_module(self.block.name, mutated)
+                self._arguments.drop(message)
+                raise RecomputeError(message)
+            self._finish_forward(returned, learning=watch is not None)
+            if places is not None and self._failure is None:
                 state.remember(self._snapshot, places)
-        last_output.set(BlockOutput(self, output) if self._rest is None else None)
-        return output
 
     @property
     def keeps_rest(self) -> bool:
@@ -190,9 +205,10 @@ class Frame:
                 return function(*args, **kwargs)
             with self.contexts.original_forward(self):
                 return function(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             guard.restore_ambient(self._ambient, depth)
-            self._arguments.drop()
+            if not isinstance(error, Exception):
+                self._arguments.drop(f"{block.name}: its forward was interrupted, and cannot be recomputed")
             raise
         finally:
             try:
@@ -219,7 +235,7 @@ class Frame:
         if self._rest is not None:
             self._rest.keep_pending()
         if self.contexts is not None:
-            self.contexts.after_forward(self)
+            self.contexts.after_forward(self, has_failed=self._failure is not None)
         if self.group is not None:
             block.store.close_group(self.group)
 
@@ -337,6 +353,11 @@ class Frame:
 
     def _call(self, run: Recomputation, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         torch.set_grad_enabled(True)  # until the guard leaves
-        output = self._function(*args, **kwargs)
+        try:
+            output = self._function(*args, **kwargs)
+        except Exception as error:
+            if type(error) is not self._failure:
+                raise
+            return
         if run.returns_output:
             self.outputs = [tensor.detach() for tensor in tensors_in(output)]

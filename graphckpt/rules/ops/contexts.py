@@ -93,12 +93,15 @@ class SelectiveContexts:
             yield
         mode.end()
 
-    def after_forward(self, frame: RecomputableCall) -> None:
+    def after_forward(self, frame: RecomputableCall, *, has_failed: bool) -> None:
         """Drops what the recomputation does not need, and records or checks the schedule of the ops."""
         results = self._results
+        results.has_failed_op |= has_failed
         results.after_forward(frame)
         graph, results.graph = results.graph, None
-        if graph is not None:
+        if has_failed:
+            self._schedule = None  # other calls may follow it
+        elif graph is not None:
             self._record(graph, frame)
         elif self._schedule is not None and results.num_saved != self._schedule.num_saved:
             self._drop_schedule(frame)
