@@ -18,13 +18,14 @@ from graphckpt._compat import (
 )
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.ledger.live_memory import inner_tensors
+from graphckpt.ledger.other_policies import levels_if_kept
 from graphckpt.ledger.record import Event
 from graphckpt.stores import Traffic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from graphckpt.ledger.live_memory import LiveBytes
+    from graphckpt.ledger.storage_log import StorageLog
 
 REST = "(outside of blocks)"
 """The row for tensors saved while no block of the table runs."""
@@ -38,7 +39,7 @@ class Recorder:
     step's inputs) are not counted: no policy could free them.
     """
 
-    def __init__(self, alive_anyway: Iterable[torch.Tensor] = (), live: LiveBytes | None = None) -> None:
+    def __init__(self, alive_anyway: Iterable[torch.Tensor] = (), live: StorageLog | None = None) -> None:
         self.bytes_before: Counter[str] = Counter()
         self.bytes_after: Counter[str] = Counter()
         """Bytes that stay on the device, except for those of a store, which are in ``traffic``."""
@@ -61,6 +62,12 @@ class Recorder:
     def timeline(self) -> tuple[Event, ...]:
         """The levels of live bytes, if they were counted."""
         return tuple(self._live.timeline) if self._live is not None else ()
+
+    def levels_if_kept(self, is_kept: Callable[[str], bool]) -> list[int]:
+        """Returns the predicted live bytes at each event of :attr:`timeline` if some blocks kept everything."""
+        if self._live is None:
+            return []
+        return levels_if_kept(self._live.lives, len(self._live.timeline), is_kept)
 
     @property
     def peak_bytes(self) -> int | None:
@@ -120,7 +127,10 @@ class Recorder:
         def look_and_pack(tensor: torch.Tensor) -> Any:
             if not self._is_passing_on:
                 self.bytes_before[self._running[-1][0]] += self._plain.add(tensor)
-            return pack(tensor)
+            held = pack(tensor)
+            if self._live is not None and not self._is_passing_on:
+                self._live.hold(tensor, block, held)
+            return held
 
         return look_and_pack
 
@@ -142,7 +152,10 @@ class Recorder:
             self.bytes_before[block] += self._plain.add(tensor)
             if not is_stored:
                 self.bytes_after[block] += self._kept.add(tensor)
-            return pack(tensor)
+            held = pack(tensor)
+            if self._live is not None:
+                self._live.hold(tensor, None, held)
+            return held
 
         return look_and_pack
 
@@ -150,10 +163,12 @@ class Recorder:
         """Ends a block that keeps its saved tensors."""
         self.original_forward_ended(block)
 
-    def kept(self, block: str, tensor: torch.Tensor) -> None:
-        """Counts ``tensor``, which the rule of ``block`` saves for the recomputation."""
+    def kept(self, block: str, tensor: torch.Tensor, owner: object) -> None:
+        """Counts ``tensor``, which the rule of ``block`` saves for the recomputation while ``owner`` is alive."""
         if not self._again:
             self.bytes_after[block] += self._kept.add(tensor)
+            if self._live is not None:
+                self._live.hold(tensor, block, owner, is_kept=True)
 
     def released(self, block: str, tensor: torch.Tensor) -> None:
         """Uncounts ``tensor``, which the rule of ``block`` does not save after all."""
@@ -174,6 +189,8 @@ class Recorder:
         self._again += 1
         self.reruns[block] += 1
         self.phase("recompute", block)
+        if self._live is not None and self._again == 1:
+            self._live.recomputed = block
         self._running.append((block, _now()))
 
     def recomputation_ended(self, block: str) -> None:
@@ -181,6 +198,8 @@ class Recorder:
         self._again -= 1
         _, begin = self._running.pop()
         self.again_seconds[block] += _now() - begin
+        if self._live is not None and not self._again:
+            self._live.recomputed = None
         self.phase("recompute" if self._again else "backward", self._running[-1][0] if self._again else block)
 
     def _enter(self, block: str) -> None:
@@ -205,20 +224,32 @@ class Recorder:
             self._leave(block)
 
     @never_compiled
-    def _save_plainly(self, tensor: torch.Tensor) -> tuple[str, Any]:
+    def _save_plainly(self, tensor: torch.Tensor) -> _Saved:
         block = self._running[-1][0] if self._running else REST
+        saved = _Saved(block, tensor.detach() if self._outer is None else self._outer[0](tensor))
         if not self._again:
             self.bytes_before[block] += self._plain.add(tensor)
             self.bytes_after[block] += self._kept.add(tensor)
-        return block, tensor.detach() if self._outer is None else self._outer[0](tensor)
+            if self._live is not None:
+                self._live.hold(tensor, None, saved)
+        return saved
 
     @never_compiled
-    def _give_back(self, saved: tuple[str, Any]) -> torch.Tensor:
-        block, held = saved
+    def _give_back(self, saved: _Saved) -> torch.Tensor:
         if not self._again:
-            self.phase("backward", "" if block == REST else block)
-        tensor: torch.Tensor = held if self._outer is None else self._outer[1](held)
+            self.phase("backward", "" if saved.block == REST else saved.block)
+        tensor: torch.Tensor = saved.held if self._outer is None else self._outer[1](saved.held)
         return tensor
+
+
+class _Saved:
+    """What autograd holds in place of a tensor saved outside of every block with a policy."""
+
+    __slots__ = ("__weakref__", "block", "held")
+
+    def __init__(self, block: str, held: Any) -> None:
+        self.block = block
+        self.held = held
 
 
 class _Storages:

@@ -102,7 +102,7 @@ class Argument:
         copied: A copy to keep in its place, where forward edits the argument or may do so.
     """
 
-    __slots__ = ("_kept", "_tensor", "_version", "traits")
+    __slots__ = ("__weakref__", "_kept", "_tensor", "_version", "traits")
 
     def __init__(self, tensor: torch.Tensor, frame: RecomputableCall, copied: torch.Tensor | None) -> None:
         self.traits = Traits(tensor)
@@ -114,7 +114,7 @@ class Argument:
         # A parameter is not passed to the hooks around the block: its module keeps it alive.
         if isinstance(block.store, DeviceStore) if outer is None else isinstance(tensor, nn.Parameter):
             if outer is None and block.recorder is not None:
-                block.recorder.kept(block.name, value)
+                block.recorder.kept(block.name, value, self)
         else:
             self._kept = SavedTensor(value, frame, outer)
             if not self._kept.stays:

@@ -60,7 +60,7 @@ class SavedTensor:
         outer: The hooks around the call; ``None`` if its store keeps the tensor.
     """
 
-    __slots__ = ("_held", "_requires_grad", "_store", "_unpack", "_version")
+    __slots__ = ("__weakref__", "_held", "_requires_grad", "_store", "_unpack", "_version")
 
     def __init__(self, tensor: torch.Tensor, keeper: Keeper, outer: Any) -> None:
         block = keeper.block
@@ -74,7 +74,7 @@ class SavedTensor:
             if self.stays:  # other stores see edits themselves
                 self._version = None if tensor.is_inference() else tensor._version
                 if recorder is not None:
-                    recorder.kept(block.name, tensor)
+                    recorder.kept(block.name, tensor, self)
         else:
             pack, self._unpack = outer
             if recorder is None:
