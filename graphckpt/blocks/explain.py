@@ -40,14 +40,13 @@ def explain_step(
         times: Has seen how long the blocks of a step took, if one was watched for that.
     """
     rows = list(_rows(title, wrappers, idle, kept, times))
-    at = [traffic.bytes_at for traffic in kept.traffic.values()]
     return Explanation(
         title=title,
         rows=tuple(rows),
-        bytes_before=kept.bytes_before.total(),
-        bytes_after=kept.bytes_after.total() + sum(b["device"] for b in at),
-        bytes_host=sum(b["host"] for b in at),
-        bytes_disk=sum(b["disk"] for b in at),
+        bytes_before=kept.plain_total.largest,
+        bytes_after=kept.totals["device"].largest,
+        bytes_host=kept.totals["host"].largest,
+        bytes_disk=kept.totals["disk"].largest,
         peak_bytes=live.peak_bytes if live else None,
         timeline=live.timeline if live else (),
         warnings=tuple(_warnings(title, roots, wrappers, idle, kept, live)),
@@ -59,23 +58,23 @@ def _rows(
 ) -> Iterator[Row]:
     wrapped = {wrapper.name: wrapper for wrapper in wrappers}
     names = dict.fromkeys((*kept.order, *wrapped))
-    if kept.bytes_before[REST] or kept.bytes_after[REST]:
+    if kept.bytes_before(REST) or kept.bytes_after(REST):
         names[REST] = None
     for name in names:
         wrapper = wrapped.get(name)
         notes = list(wrapper.context.notes) if wrapper is not None else []
         if name in idle:
             notes.insert(0, idle[name])
-        moved = kept.traffic.get(name) or Traffic()
+        stored = (kept.traffic.get(name) or Traffic()).bytes_at
         timed = (times or kept).traffic.get(name) or Traffic()
         yield Row(
             block=name or title,
             rule=_rule(wrapper),
             place=wrapper.context.store.label if wrapper is not None else "device",
-            bytes_before=kept.bytes_before[name],
-            bytes_after=kept.bytes_after[name] + moved.bytes_at["device"],
-            bytes_host=moved.bytes_at["host"],
-            bytes_disk=moved.bytes_at["disk"],
+            bytes_before=kept.bytes_before(name),
+            bytes_after=kept.bytes_after(name),
+            bytes_host=stored["host"],
+            bytes_disk=stored["disk"],
             runs=kept.runs[name],
             reruns=kept.reruns[name],
             forward_seconds=times.seconds[name] if times is not None and name in times.seconds else None,

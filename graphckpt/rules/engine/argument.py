@@ -119,6 +119,8 @@ class Argument:
             self._kept = SavedTensor(value, frame, outer)
             if not self._kept.stays:
                 return
+            if block.recorder is not None:
+                block.recorder.kept(block.name, value, self)
             self._kept = None
         self._hold(value)
 

@@ -92,7 +92,7 @@ class SavedTensor:
         """Drops the tensor, which :meth:`take` must not be called for any more."""
         recorder = keeper.block.recorder
         if recorder is not None and self._store is not None and isinstance(self._held, torch.Tensor):
-            recorder.released(keeper.block.name, self._held)
+            recorder.released(self._held, self)
         self._held = None
 
     def take(self) -> torch.Tensor | None:
