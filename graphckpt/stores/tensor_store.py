@@ -194,8 +194,9 @@ class TensorStore(Store):
         handle = store.put(data, group)
         if traffic is not None:
             traffic.wait_seconds += perf_counter() - started
-            traffic.bytes_at[store.tier] += store.stored_bytes(end - begin)
         piece = Piece(store, handle, VersionGuard(tensor), begin, end, self._freed)
+        if traffic is not None:
+            traffic.count(store.tier, store.stored_bytes(end - begin), piece)
         self._num_alive += 1
         self._known.add(tensor, piece)
         return piece

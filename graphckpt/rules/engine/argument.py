@@ -103,7 +103,7 @@ class Argument:
         copied: A copy to keep in its place, where forward modifies the argument in place or may do so.
     """
 
-    __slots__ = ("_kept", "_tensor", "_version", "properties")
+    __slots__ = ("__weakref__", "_kept", "_tensor", "_version", "properties")
 
     def __init__(self, tensor: torch.Tensor, frame: RecomputableCall, copied: torch.Tensor | None) -> None:
         self.properties = TensorProperties(tensor)
@@ -115,11 +115,13 @@ class Argument:
         # A parameter is not passed to the hooks around the block: its module keeps it alive.
         if isinstance(block.store, DeviceStore) if outer_hooks is None else isinstance(tensor, nn.Parameter):
             if outer_hooks is None and block.recorder is not None:
-                block.recorder.kept(block.name, value)
+                block.recorder.kept(block.name, value, self)
         else:
             self._kept = SavedTensor(value, frame, outer_hooks)
             if not self._kept.stays:
                 return
+            if block.recorder is not None:
+                block.recorder.kept(block.name, value, self)
             self._kept = None
         self._hold(value)
 

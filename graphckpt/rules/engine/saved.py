@@ -60,7 +60,7 @@ class SavedTensor:
         outer_hooks: The hooks around the call; ``None`` if its store keeps the tensor.
     """
 
-    __slots__ = ("_held", "_requires_grad", "_store", "_unpack", "_version")
+    __slots__ = ("__weakref__", "_held", "_requires_grad", "_store", "_unpack", "_version")
 
     def __init__(self, tensor: torch.Tensor, keeper: Keeper, outer_hooks: Any) -> None:
         block = keeper.block
@@ -74,7 +74,7 @@ class SavedTensor:
             if self.stays:  # other stores detect modifications themselves
                 self._version = None if tensor.is_inference() else tensor._version
                 if recorder is not None:
-                    recorder.kept(block.name, tensor)
+                    recorder.kept(block.name, tensor, self)
         else:
             pack, self._unpack = outer_hooks
             if recorder is None:
@@ -92,7 +92,7 @@ class SavedTensor:
         """Drops the tensor, which :meth:`take` must not be called for any more."""
         recorder = keeper.block.recorder
         if recorder is not None and self._store is not None and isinstance(self._held, torch.Tensor):
-            recorder.released(keeper.block.name, self._held)
+            recorder.released(self._held, self)
         self._held = None
 
     def take(self) -> torch.Tensor | None:

@@ -76,7 +76,7 @@ class StoredCall:
 class _PendingTensor:
     """A tensor that goes to the store once the op that saved it has run."""
 
-    __slots__ = ("_kept", "_tensor")
+    __slots__ = ("__weakref__", "_kept", "_tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor: torch.Tensor | None = tensor

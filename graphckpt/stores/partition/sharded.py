@@ -32,7 +32,7 @@ _ALIGN = 16  # bytes; slices begin where vectorised kernels may load
 class _ShardedHandle(ByteHandle):
     """Bytes as this rank stores them: whole, until the ranks have compared them."""
 
-    __slots__ = ("_gather", "_run", "inner", "is_split", "probe", "slice", "whole")
+    __slots__ = ("__weakref__", "_gather", "_run", "inner", "is_split", "probe", "slice", "whole")
 
     def __init__(self, data: torch.Tensor) -> None:
         super().__init__(data.numel())
@@ -204,7 +204,7 @@ class ShardedStore(ByteStore):
             own = data
             if group.traffic is not None:  # `TensorStore` has counted a slice
                 more = self._bytes_here(handle.num_bytes) - self.stored_bytes(handle.num_bytes)
-                group.traffic.bytes_at[self.tier] += more
+                group.traffic.count(self.tier, more, handle)
         if self._inner is not None:
             handle.inner = self._inner.put(own, group)
             handle.whole = None
