@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import islice
 from math import fsum
 from typing import TYPE_CHECKING, final
 
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
     from graphckpt.planning.model.measured_step import MeasuredStep
 
 Held = frozenset[int]
+
+_Release = int | tuple[int, int, int] | None
+"""Where a storage is released: the interval, the place in it, and the bytes; itself if unknown; ``None``: too late."""
 
 
 @final
@@ -58,6 +63,10 @@ class StepChain:
         self._stretches: dict[EventSeq, EventSeq] = {}
         self._order = {interval: number for number, interval in enumerate(model.intervals)}
         self._last_use = self._last_uses(len(measured.options))
+        self._release_of = self._releases()
+        self._released: dict[_Release, list[int]] = {}
+        for storage, release in self._release_of.items():
+            self._released.setdefault(release, []).append(storage)
         first = self._order[Interval(Phase.FORWARD, self._calls[0])]
         last = Interval(Phase.BACKWARD, self._calls[0])
         after = self._order[last] if last in self._order else len(model.intervals) - 1
@@ -190,9 +199,41 @@ class StepChain:
         return sum(self._model.base.sizes.get(storage, 0) for storage in held if storage not in others)
 
     def _still_of_use(self, held: Held, block: int, after: Interval) -> Held:
-        """Drops storages that later blocks do not use and only blocks hold: they count as private from here on."""
+        """Drops storages that later blocks do not use and only blocks hold: they count as private from here on.
+
+        What later blocks do not use and other code holds as well matters only where that code releases it. Of such
+        storages with equal bytes that are released at one place, the number matters, and the first ones stand for them.
+        """
         others = self._others[after]
-        return frozenset(s for s in held if self._last_use.get(s, -1) > block or s in others)
+        used = {s for s in held if self._last_use.get(s, -1) > block}
+        releases = Counter(self._release_of.get(s, s) for s in held - used if s in others)
+        unused = (s for release, count in releases.items() for s in self._first_unused(release, count, block, others))
+        return frozenset(used.union(unused))
+
+    def _first_unused(self, release: _Release, count: int, block: int, others: Held) -> Iterator[int]:
+        """Yields ``count`` storages of a release which code outside of blocks holds and no later block uses."""
+        if release is None:
+            return iter(())
+        alike = self._released.get(release, (release,))
+        return islice((s for s in alike if s in others and self._last_use.get(s, -1) <= block), count)
+
+    def _releases(self) -> dict[int, _Release]:
+        """Returns where code outside of blocks releases each storage: the interval, the place there, and the bytes.
+
+        Releases have one place if nothing is allocated between them. After the backward of the first block the place
+        does not matter.
+        """
+        model = self._model
+        end = self._order.get(Interval(Phase.BACKWARD, self._calls[0]), len(model.intervals))
+        releases: dict[int, _Release] = dict.fromkeys(s for s in model.base.shared if not model.base.is_gone(s))
+        for number, interval in enumerate(model.intervals):
+            allocations = 0
+            for step in () if interval.is_of_block else model.steps(interval, 0):
+                if isinstance(step, Change) and step.kind is EventKind.GONE:
+                    releases[step.storage] = (number, allocations, step.num_bytes) if number < end else None
+                else:
+                    allocations += isinstance(step, Change) or step.peak > 0
+        return releases
 
     def _last_uses(self, num_options: int) -> dict[int, int]:
         uses: dict[int, int] = {}
