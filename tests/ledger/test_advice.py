@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from architectures import ARCHITECTURES
-from thinning import slow_unless
+from helpers.architectures import ARCHITECTURES
+from helpers.hard_modules import ZOO, chain
+from helpers.thinning import slow_unless
 from torch import Tensor, nn
-from zoo import ZOO, chain
 
 import graphckpt
 from graphckpt import Selective, Tiles

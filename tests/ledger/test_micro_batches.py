@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.hard_modules import chain
 from torch import Tensor, nn
-from zoo import chain
 
 import graphckpt
 from graphckpt import Graph, Selective
