@@ -79,6 +79,7 @@ class Step:
         self.setup = setup
         self._bystanders: list[torch.Tensor] = []
         self.recorded: RecordedStep | None = None
+        self._is_measured = False
         self._is_watched = False
         self._is_plain = False
         self._num_groups = 0
@@ -87,10 +88,16 @@ class Step:
         self._trains = False
         self._wrappers: list[BlockForward] = []
 
-    def watch_again(self) -> None:
-        """Has the next calls watched as the first ones were."""
-        self._num_watched = 0
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Records the calls in the ``with`` block op by op. Later calls do not replace the record."""
+        self._is_measured = True
         self.setup.is_done = False
+        try:
+            yield
+        finally:
+            self._is_measured = False
+            self._num_watched = max(self._num_watched, _WATCHED_OPS)
 
     def call_with_setup(
         self, fields: dict[str, Any], build: Callable[..., Any], args: Any, kwargs: dict[str, Any]
@@ -107,7 +114,7 @@ class Step:
             raise GraphError(
                 f"{self.name}: {difference} · fix: keep inputs as they are, or config.strict_static = False"
             )
-        is_watched = self._num_watched < _WATCHED_TIMES and config.training and config.measure
+        is_watched = config.training and (self._is_measured or (config.measure and self._num_watched < _WATCHED_TIMES))
         with ExitStack() as stack:
             if self._debug.level >= 0:
                 stack.enter_context(self._debug.around(self.name, self.roots))
@@ -218,7 +225,7 @@ class Step:
         if self.watcher is None:
             _, idle, roots = self._seen
             self.watcher = StepRecorder(self.name, roots, self._wrappers, idle)
-        if self._num_watched >= _WATCHED_OPS:
+        if self._num_watched >= _WATCHED_OPS and not self._is_measured:
             return self.watcher.time()
         return self.watcher.measure(_tensors(args, kwargs))
 

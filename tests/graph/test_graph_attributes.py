@@ -209,8 +209,8 @@ def test_training_and_is_compiled() -> None:
     graph(*batches(1)[0])
     assert graph.is_compiled
     graph.model[1].config.activation_checkpointing = True
-    graph.measure()
-    assert graph.is_compiled
+    with graph.measure():
+        assert graph.is_compiled
 
 
 def test_a_failed_first_call_does_not_count() -> None:
