@@ -10,7 +10,8 @@ import torch
 from helpers.train_graphs import Train, adamw, batches, mlp
 from torch import nn
 
-from graphckpt import Block, Graph
+from graphckpt import Graph
+from graphckpt.blocks import Block
 
 
 def test_a_module_becomes_a_block_and_comes_back_as_itself_in_build() -> None:
