@@ -18,7 +18,7 @@ from graphckpt.graph.inputs import InputCheck
 from graphckpt.graph.micro_batches import fresh_outputs, is_new, micro_batches, pack_outputs
 from graphckpt.graph.update import ScaledBackward, leaving_grads
 from graphckpt.ledger.live_memory import inner_tensors
-from graphckpt.tree import flatten_call
+from graphckpt.tree import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -227,7 +227,7 @@ class Step:
             self.watcher = StepRecorder(self.name, roots, self._wrappers, idle)
         if self._num_watched >= _WATCHED_OPS and not self._is_measured:
             return self.watcher.time()
-        return self.watcher.measure(_tensors(args, kwargs))
+        return self.watcher.measure(tensors_in((args, kwargs)))
 
     def _train(self, build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         update = self.update
@@ -289,14 +289,10 @@ class Step:
 
     def _addresses(self, args: Any, kwargs: dict[str, Any]) -> set[int]:
         """Where the step's inputs and the modules' own tensors lie, which no output may be."""
-        tensors = _tensors(args, kwargs)
+        tensors = tensors_in((args, kwargs))
         for root in self.roots.values():
             for module in root.modules():
                 for own in (module._parameters, module._buffers, module.__dict__):
                     tensors += [value for value in own.values() if isinstance(value, torch.Tensor)]
         plain = [p for t in tensors for p in (inner_tensors(t) if hasattr(t, "__tensor_flatten__") else (t,))]
         return {t.untyped_storage().data_ptr() for t in plain if t.layout is torch.strided}
-
-
-def _tensors(args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    return [leaf for leaf in flatten_call(args, kwargs)[0] if isinstance(leaf, torch.Tensor)]
