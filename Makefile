@@ -37,7 +37,7 @@ slow: $(INSTALLED)
 
 # Every backward in a fresh context, as CUDA's thread for it has one: what a CPU can show of that. Not in other processes.
 fresh-context: $(INSTALLED)
-	PYTHONPATH=tests $(PYTEST) -p fresh_context -m "not slow and not multi_process" $(FRESH)
+	PYTHONPATH=tests $(PYTEST) -p helpers.fresh_context -m "not slow and not multi_process" $(FRESH)
 FRESH ?= tests
 
 # The lowest releases that pyproject.toml allows, in an environment of their own. torch is the one exception: PyPI has

@@ -28,8 +28,8 @@ class RecomputeError(GraphckptError, RuntimeError):
 
 
 @final
-class EditedError(RecomputeError):
-    """A tensor that backward needs was edited in place after the forward."""
+class MutatedError(RecomputeError):
+    """A tensor that backward needs was modified in place after the forward."""
 
 
 @final

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from fresh import run_script
+from helpers.subprocess_runner import run_script
 
 OVER_RANKS = {"05_tensor_parallel.py"}  # run by tests/parallel
 EXAMPLES = Path(__file__).parent.parent / "examples"

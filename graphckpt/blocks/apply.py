@@ -2,32 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Self, final
+import re
+from collections.abc import Iterable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, final
 
 from torch import nn
 
 from graphckpt.blocks.config import BlockConfig, fields_of
+from graphckpt.blocks.find_layers import layers
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.blocks.proxy import unwrap
 from graphckpt.blocks.resolve import resolve_policies
 from graphckpt.blocks.select import Selector, describe, select
 from graphckpt.blocks.step_recorder import StepRecorder
 from graphckpt.errors import ConfigError
+from graphckpt.extras import LazyPackage
+from graphckpt.ledger.group_rows import group_rows
+from graphckpt.ledger.record import Row
+from graphckpt.rules.base import Rule
+from graphckpt.rules.registry import parse_rule
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    import yaml
+
     from graphckpt.ledger.record import Explanation
-    from graphckpt.rules import Rule
+else:
+    yaml = LazyPackage("yaml", "plan")
+
+Policies: TypeAlias = Mapping[Selector, Any] | Iterable[Selector] | Selector | Rule | bool | str | PathLike[str]
+"""What :func:`apply` accepts."""
+
+_FILES = (".yaml", ".yml", ".json")
 
 
 @final
 class Handle:
-    """Policies that are in force on a model, until :meth:`remove` or the end of the ``with`` block."""
+    """Policies that are active on a model, until :meth:`remove` or the end of the ``with`` block."""
 
     def __init__(self, model: nn.Module, wrappers: list[BlockForward], idle: dict[str, str]) -> None:
         self._wrappers = wrappers
+        self._model_class = type(model).__name__
         self._watcher = StepRecorder(type(model).__name__, [("", model)], wrappers, idle)
         for wrapper in wrappers:
             wrapper.install()
@@ -59,6 +77,24 @@ class Handle:
             if wrapper.placement is not None:
                 wrapper.placement.store.close()
 
+    def __repr__(self) -> str:
+        rows = [
+            Row(
+                block=w.name or self._model_class,
+                rule=w.rule.describe(),
+                bytes_before=0,
+                bytes_after=0,
+                runs=0,
+                reruns=0,
+            )
+            for w in self._wrappers
+        ]
+        blocks_of: dict[str, list[str]] = {}
+        for row in group_rows(rows):
+            blocks_of.setdefault(row.rule, []).append(row.block)
+        parts = [f"{rule}: {', '.join(names)}" for rule, names in blocks_of.items()]
+        return f"Handle({'; '.join([self._model_class, *parts])})"
+
     def __enter__(self) -> Self:
         return self
 
@@ -66,28 +102,33 @@ class Handle:
         self.remove()
 
 
-def apply(model: nn.Module, policies: Mapping[Selector, Mapping[str, Any] | Rule | bool | str]) -> Handle:
-    """Sets policies on the blocks of ``model`` that the selectors mean.
+def apply(model: nn.Module, policies: Policies) -> Handle:
+    """Sets policies on blocks of ``model``.
 
     Args:
         model: Any module; it keeps its type, its hooks and its ``state_dict`` keys.
-        policies: From a selector (a name pattern, a regular expression, a class) to the fields of a
-            :class:`~graphckpt.BlockConfig`, or to a value of ``activation_checkpointing`` alone. A later selector
-            overrides an earlier one, field by field.
+        policies: A mapping from a selector (a name pattern, a regular expression, a class or its name, a module) to the
+            fields of a :class:`~graphckpt.BlockConfig`, or to a value of ``activation_checkpointing`` alone; a later
+            selector overrides an earlier one, field by field. A value of ``activation_checkpointing``, such as
+            ``True``, is set on the model's layers, which ``repr()`` of the handle lists. A list of selectors, a class
+            or a module is ``True`` for each of them. A path that ends in ``.yaml``, ``.yml`` or ``.json`` names a
+            file that contains a mapping, or a plan that :meth:`Plan.save` has written.
 
     Raises:
-        ConfigError: A selector matches nothing, a field or value is wrong, a block has a policy already. All faults are
-            told at once, and nothing is set.
+        ConfigError: A selector matches nothing, a field or value is wrong, a block has a policy already, or no layers
+            were found. All faults are reported at once, and nothing is set.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     >>> with apply(model, {"0": True, nn.Tanh: {"activation_checkpointing": "full"}}) as handle:
     ...     model(torch.ones(1, 4)).sum().backward()
+    >>> apply(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))))
+    Handle(Sequential; full: 1.0-3 (4x))
     """
     model = unwrap(model)
     configs: dict[nn.Module, BlockConfig] = {}
     faults: list[str] = []
-    for selector, fields in policies.items():
+    for selector, fields in policies_of(model, policies).items():
         try:
             for name, module in select(model, selector):
                 config = configs.setdefault(module, BlockConfig(name or type(model).__name__))
@@ -106,3 +147,48 @@ def apply(model: nn.Module, policies: Mapping[Selector, Mapping[str, Any] | Rule
     if faults or plan is None:
         raise ConfigError("\n".join(f"- {fault}" for fault in faults) if len(faults) > 1 else faults[0])
     return Handle(model, plan.wrappers, plan.idle)
+
+
+def policies_of(model: nn.Module, policies: Policies) -> Mapping[Selector, Any]:
+    """Returns policies in any form that :func:`apply` accepts as a mapping.
+
+    Raises:
+        ConfigError: They have another form, the file cannot be read, or the model has no layers.
+    """
+    if isinstance(policies, Mapping):
+        return policies
+    if isinstance(policies, PathLike) or (isinstance(policies, str) and policies.endswith(_FILES)):
+        return policies_from_file(policies)
+    if isinstance(policies, (type, re.Pattern, nn.Module)) and not isinstance(policies, nn.ModuleList):
+        return {policies: True}
+    if isinstance(policies, Iterable) and not isinstance(policies, str):
+        return dict.fromkeys(policies, True)
+    try:
+        rule = parse_rule(policies)
+    except ConfigError as error:
+        fix = "use True for all layers, ['layers.*'] for blocks by name, or a mapping"
+        raise ConfigError(f"apply: {error} · {fix}") from None
+    if rule is None:
+        raise ConfigError("apply: expected policies, got None · fix: use True for all layers, or a mapping")
+    found = layers(model)
+    if not found:
+        fix = "name the blocks, such as apply(model, {'blocks.*': True})"
+        raise ConfigError(f"apply: no list of layers was found in {type(model).__name__} · fix: {fix}")
+    return dict.fromkeys(found, rule)
+
+
+def policies_from_file(path: str | PathLike[str]) -> Mapping[Selector, Any]:
+    """Reads a mapping from name patterns to policies from a YAML or JSON file, or the ``blocks`` of a saved plan.
+
+    Raises:
+        ConfigError: The file is missing or contains no such mapping.
+    """
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error} · fix: name a file that Plan.save has written") from None
+    blocks = content.get("blocks", content) if isinstance(content, Mapping) else content
+    if not isinstance(blocks, Mapping):
+        fix = "write {'layers.*': True}, or a file that Plan.save has written"
+        raise ConfigError(f"{path}: expected a mapping of policies, got {type(blocks).__name__} · fix: {fix}")
+    return blocks

@@ -7,8 +7,13 @@ from typing import Any, final
 
 from graphckpt.blocks.compiled import check_options
 from graphckpt.errors import ConfigError, did_you_mean
-from graphckpt.rules import Rule, Segments, Tiles, parse_rule
-from graphckpt.stores import parse_contiguous, parse_min_elements, parse_offload, parse_partition
+from graphckpt.rules.base import Rule
+from graphckpt.rules.registry import parse_rule
+from graphckpt.rules.segments import Segments
+from graphckpt.rules.tiles import Tiles
+from graphckpt.stores.offload import parse_offload
+from graphckpt.stores.partition.partition import parse_partition
+from graphckpt.stores.placement import parse_contiguous, parse_min_elements
 
 FIELDS = {
     "activation_checkpointing": "what is kept: None, False, True, a rule's name or a rule object",

@@ -12,7 +12,7 @@ from graphckpt.undo import put_back, replace_item
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from graphckpt.rules import BlockContext
+    from graphckpt.rules.engine.context import BlockContext
     from graphckpt.undo import Undo
 
 _FLAG = "gradient_checkpointing"

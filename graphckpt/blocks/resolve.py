@@ -9,8 +9,11 @@ from torch import nn
 
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.errors import ConfigError
-from graphckpt.rules import Full, Keep, Rule, Selective
-from graphckpt.stores import Placement, placement_of
+from graphckpt.rules.base import Rule
+from graphckpt.rules.full import Full
+from graphckpt.rules.keep import Keep
+from graphckpt.rules.selective import Selective
+from graphckpt.stores.placement import Placement, placement_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -1,4 +1,4 @@
-"""Finds the modules that a selector means: a name pattern, a regular expression, or a class."""
+"""Finds the modules that a selector matches: by name, by class, or the module itself."""
 
 from __future__ import annotations
 
@@ -11,38 +11,62 @@ from torch import nn
 from graphckpt.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterator, Sequence
 
-Selector: TypeAlias = str | re.Pattern[str] | type[nn.Module]
-"""``"transformer.h.*"`` as for :mod:`fnmatch`, ``re.compile(r"h\\.[0-3]")`` or ``"re:h\\.[0-3]"``, or a class."""
+Selector: TypeAlias = str | re.Pattern[str] | type[nn.Module] | nn.Module
+"""A name or name pattern as for :mod:`fnmatch` (``"transformer.h.*"``), a regular expression
+(``re.compile(r"h\\.[0-3]")`` or ``"re:h\\.[0-3]"``), a class or its name (``"GPT2Block"``), or a module."""
 
 
 def select(model: nn.Module, selector: Selector) -> list[tuple[str, nn.Module]]:
-    """Returns the ``(name, module)`` pairs below ``model`` that ``selector`` means, in the model's order.
+    """Returns the ``(name, module)`` pairs of ``model`` that ``selector`` matches, in the model's order.
 
-    Modules inside of a matching module are not matched again, so that ``"layers.*"`` means the layers and not all that
-    is in them. ``""`` is the model itself; no pattern with a star means it.
+    Modules inside a matching module are not matched again, so that ``"layers.*"`` selects the layers and not everything
+    in them. ``""`` is the model itself; no other string selects it. A string that matches no name selects the modules
+    of the class of that name.
 
     Raises:
-        ConfigError: The selector is of another type, is no valid expression, or matches nothing.
+        ConfigError: The selector has another type, is not a valid expression, or matches nothing.
     """
     named = list(model.named_modules(remove_duplicate=False))
-    if isinstance(selector, type):
+    if isinstance(selector, nn.Module):
+        found = [(name, module) for name, module in named if module is selector][:1]
+    elif isinstance(selector, type):
         found = [(name, module) for name, module in named if isinstance(module, selector)]
-        known: Iterable[str] = {type(module).__name__ for _, module in named}
-        word, described = selector.__name__, f"class {selector.__name__}"
     elif isinstance(selector, (str, re.Pattern)):
         pattern = _pattern(selector)
         found = [(name, module) for name, module in named if pattern.fullmatch(name) and (name or selector == "")]
-        word = described = selector if isinstance(selector, str) else selector.pattern
-        known = {_with_stars(name) for name, _ in named} | {name for name, _ in named if "*" not in word}
-        described = repr(described)
+        if not found and isinstance(selector, str):
+            found = [(name, module) for name, module in named if name and selector in _class_names(module)]
     else:
-        raise ConfigError(f"{selector!r} is no selector · fix: use a name pattern, a regular expression or a class")
+        raise ConfigError(
+            f"expected a name pattern, a regular expression, a class or a module, got {selector!r} · fix: the selector"
+        )
     if not found:
-        near = did_you_mean(word, known) or f" · the model has {', '.join(map(repr, sorted(known)[:8]))}"
-        raise ConfigError(f"{described} matches no module of {type(model).__name__}{near} · fix: the selector")
+        raise ConfigError(_matches_nothing(model, selector, named))
     return _outermost(found)
+
+
+def _class_names(module: nn.Module) -> Iterator[str]:
+    for kind in type(module).__mro__:
+        yield kind.__name__
+        yield f"{kind.__module__}.{kind.__name__}"
+
+
+def _matches_nothing(model: nn.Module, selector: Selector, named: Sequence[tuple[str, nn.Module]]) -> str:
+    owner = type(model).__name__
+    if isinstance(selector, nn.Module):
+        return f"a {type(selector).__name__} is not a module of {owner} · fix: select a module of the model"
+    classes = {type(module).__name__ for _, module in named}
+    word = describe(selector)
+    if isinstance(selector, type):
+        described, known, near = f"class {word}", classes, did_you_mean(word, classes)
+    else:
+        described, known = repr(word), {_with_stars(name) for name, _ in named}
+        known |= {name for name, _ in named if "*" not in word}
+        near = did_you_mean(word, known) or did_you_mean(word, classes)
+    near = near or f" · the model has {', '.join(map(repr, sorted(known)[:8]))}"
+    return f"{described} matches no module of {owner}{near} · fix: the selector"
 
 
 def _pattern(selector: str | re.Pattern[str]) -> re.Pattern[str]:
@@ -53,7 +77,7 @@ def _pattern(selector: str | re.Pattern[str]) -> re.Pattern[str]:
     try:
         return re.compile(selector[3:])
     except re.error as error:
-        raise ConfigError(f"{selector!r} is no regular expression: {error} · fix: the selector") from None
+        raise ConfigError(f"{selector!r} is not a valid regular expression: {error} · fix: the selector") from None
 
 
 def _outermost(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
@@ -67,4 +91,6 @@ def _with_stars(name: str) -> str:
 
 def describe(selector: Any) -> str:
     """Names a selector in messages."""
+    if isinstance(selector, nn.Module):
+        return type(selector).__name__
     return selector.__name__ if isinstance(selector, type) else str(getattr(selector, "pattern", selector))

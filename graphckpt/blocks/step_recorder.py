@@ -15,9 +15,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from graphckpt._compat import is_transformed
 from graphckpt.blocks.explain import explain_step
 from graphckpt.errors import GraphError
-from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.ledger.plot import draw
 from graphckpt.ledger.recorder import Recorder
+from graphckpt.ledger.storage_log import StorageLog
 from graphckpt.ledger.table import print_table
 from graphckpt.tree import flatten_call
 
@@ -53,7 +53,7 @@ class StepRecorder:
         """Records one step op by op: saved bytes, live bytes."""
         self.close()
         known = [*self._state(), *inputs]
-        live = LiveBytes()
+        live = StorageLog()
         live.track([*known, *(t.grad for t in known if t.is_leaf and t.grad is not None)])
         recorder = Recorder(known, live)
         hook = register_optimizer_step_pre_hook(lambda optimizer, *_: recorder.optimizer_steps(_state_of(optimizer)))

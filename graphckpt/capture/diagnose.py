@@ -45,7 +45,7 @@ _TORCH = Path(torch.__file__).parent
 class ModuleAttributes:
     """Module attributes at the start of a capture. A step that sets others would do so once, not on every replay.
 
-    The same holds for a step that edits a tensor on another device than the ``device`` of the capture.
+    The same holds for a step that modifies a tensor on another device than the ``device`` of the capture.
     """
 
     def __init__(self, roots: Sequence[tuple[str, nn.Module]], device: torch.device | None) -> None:

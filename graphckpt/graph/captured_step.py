@@ -9,8 +9,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from graphckpt._compat import silence_capturable
-from graphckpt.capture import CaptureManager, Program, backend_for
+from graphckpt.capture.choose import backend_for
 from graphckpt.capture.learning_rates import LearningRates, constant_settings, is_capturable
+from graphckpt.capture.manager import CaptureManager, Program
 from graphckpt.graph.update import clip, has_gradient, zero
 from graphckpt.units import format_bytes
 
@@ -49,7 +50,7 @@ class RecordedUpdate:
         self._num_skipped: torch.Tensor | None = None  # on the device: steps counted that the scaler has skipped inside
 
     def before(self) -> None:
-        """Gradients that others left are dropped, and learning rates that others set are put in force."""
+        """Gradients that others left are dropped, and learning rates that others set are applied."""
         self._update.begin()
         self._rates.update_tensors()
 
@@ -96,7 +97,7 @@ class RecordedUpdate:
                 self._num_skipped = is_skipped.long() if before is None else before + is_skipped
         update.schedule()
 
-    def settle(self) -> None:
+    def count_steps(self) -> None:
         """Takes the steps that were skipped off the count."""
         if self._num_skipped is not None:
             self._update.num_steps -= int(self._num_skipped)
@@ -154,7 +155,7 @@ class GraphProgram(Program):
         return function(self.build, args, kwargs)
 
     def pre_replay(self) -> None:
-        """Puts in force what was changed outside."""
+        """Applies what was changed outside."""
         if self.update is not None:
             self.update.before()
 
@@ -174,7 +175,7 @@ class GraphProgram(Program):
             self.update.abandon()
 
     def fingerprint(self) -> tuple[Hashable, Hashable, Any]:
-        """Returns the modes in force, the identity of tensors and optimizer states, and these themselves."""
+        """Returns the active modes, the identity of tensors and optimizer states, and these themselves."""
         modules = self._modules()
         tensors = [t for m in modules for own in (m._parameters, m._buffers) for t in own.values() if t is not None]
         states = self.update.states() if self.update is not None else []
@@ -264,14 +265,14 @@ class RecordedStep:
             text += f"; {names} steps after it (fix: capturable=True or fused=True)"
         return "; ".join([text, *captures.notes])
 
-    def settle(self) -> None:
+    def count_steps(self) -> None:
         """Makes the count of steps exact, which waits for the device."""
         if self._program.update is not None:
-            self._program.update.settle()
+            self._program.update.count_steps()
 
     def release(self) -> None:
         """Gives the memory of the recordings back."""
-        self.settle()
+        self.count_steps()
         self.captures.release()
 
 

@@ -11,12 +11,13 @@ from graphckpt.planning.options import PlanOptions
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from graphckpt.blocks.proxy import BlockTree
     from graphckpt.graph.auto_plan import AutoPlan
     from graphckpt.graph.config import GraphConfig
     from graphckpt.graph.step import Step
     from graphckpt.ledger.record import Explanation
-    from graphckpt.planning import Plan
     from graphckpt.planning.budget import Budget
+    from graphckpt.planning.plan import Plan
 
 
 class Inspected:
@@ -25,8 +26,9 @@ class Inspected:
     build: Callable[..., Any]
     config: GraphConfig
     _name: str
-    _auto_plan: AutoPlan
+    _auto_plan: AutoPlan | None
     _step: Step
+    _tree: BlockTree
 
     def explain(self, plot: str | None = None, *, show: bool = True) -> Explanation:
         """Prints what each block keeps, where, and what it costs, as seen in the first calls; returns the rows.
@@ -56,7 +58,7 @@ class Inspected:
     def verify(self, *args: Any, steps: int = 3, **kwargs: Any) -> Verification:
         """Compares ``steps`` steps on these inputs with plain ones, without policies and capture, in every bit.
 
-        Parameters, optimizers, schedules and random state are put back to what they were. Where the step is captured,
+        Parameters, optimizers, schedules and RNG state are put back to what they were. Where the step is captured,
         the calls before the recording come first, so that replays are what is compared.
 
         Raises:
@@ -67,7 +69,7 @@ class Inspected:
     def plan(self, *args: Any, memory_budget: Budget, **kwargs: Any) -> Plan:
         """Chooses the policies of the layers for inputs like these; ``plan.apply()`` sets them on the blocks.
 
-        The step runs a few times; parameters, optimizers, schedules and random state are restored at the end. Applying
+        The step runs a few times; parameters, optimizers, schedules and RNG state are restored at the end. Applying
         the plan replaces the flags of the layers and of the modules inside them. With ``config.memory_budget`` a Graph
         plans and applies by itself, for each new shape of inputs.
 
@@ -84,4 +86,12 @@ class Inspected:
         """
         names = (*PlanOptions.names(), "rules")
         options = {name: kwargs.pop(name) for name in names if name in kwargs}
-        return self._auto_plan.plan(self.__dict__, self.build, args, kwargs, memory_budget, options)
+        return self._planner().plan(self.__dict__, self.build, args, kwargs, memory_budget, options)
+
+    def _planner(self) -> AutoPlan:
+        planner = self._auto_plan
+        if planner is None:
+            from graphckpt.graph.auto_plan import AutoPlan  # noqa: PLC0415  # a Graph without a budget needs no planner
+
+            planner = self.__dict__["_auto_plan"] = AutoPlan(self._step, self._tree)
+        return planner

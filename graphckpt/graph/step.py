@@ -37,18 +37,18 @@ running_graph: ContextVar[str | None] = ContextVar("running_graph", default=None
 
 
 @final
-class Readiness:
-    """Whether the next call has anything to do beside the step. It holds nothing: no cycle keeps a Graph alive."""
+class Setup:
+    """Whether the next call needs set-up first. Holds no references, so it cannot keep a Graph alive."""
 
-    __slots__ = ("is_settled", "is_stale")
+    __slots__ = ("is_done", "is_stale")
 
     def __init__(self) -> None:
-        self.is_settled = False
+        self.is_done = False
         self.is_stale = True
 
     def mark_stale(self) -> None:
         """A module, a flag or an optimizer was set: the next call prepares anew."""
-        self.is_settled = False
+        self.is_done = False
         self.is_stale = True
 
 
@@ -64,7 +64,7 @@ class Step:
         update: Update,
         config: GraphConfig,
         debug: DebugLog,
-        readiness: Readiness,
+        setup: Setup,
     ) -> None:
         self.inputs: InputCheck | None = None
         self.is_running = False
@@ -76,7 +76,7 @@ class Step:
         self.update = update
         self.config = config
         self._debug = debug
-        self.readiness = readiness
+        self.setup = setup
         self._bystanders: list[torch.Tensor] = []
         self.recorded: RecordedStep | None = None
         self._is_watched = False
@@ -90,9 +90,9 @@ class Step:
     def watch_again(self) -> None:
         """Has the next calls watched as the first ones were."""
         self._num_watched = 0
-        self.readiness.is_settled = False
+        self.setup.is_done = False
 
-    def unsettled_call(
+    def call_with_setup(
         self, fields: dict[str, Any], build: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         """A call with something to do beside the step; later ones pass it by, unless they are watched too."""
@@ -119,9 +119,9 @@ class Step:
         self.inputs = inputs
         self.num_calls += 1
         self._num_watched += is_watched
-        readiness = self.readiness
+        setup = self.setup
         has_more = is_watched or config.strict_static or config.memory_budget is not None or self._debug.level >= 0
-        readiness.is_settled = not (has_more or readiness.is_stale)
+        setup.is_done = not (has_more or setup.is_stale)
         return output
 
     def call(self, fields: dict[str, Any], build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -159,10 +159,10 @@ class Step:
         """How the step runs; empty where it could not be captured at all."""
         return self.recorded.describe() if self.recorded is not None else ""
 
-    def settle(self) -> None:
+    def count_steps(self) -> None:
         """Makes the count of steps exact, which waits for the device."""
         if self.recorded is not None:
-            self.recorded.settle()
+            self.recorded.count_steps()
 
     @contextmanager
     def bare(self) -> Iterator[None]:
@@ -181,8 +181,8 @@ class Step:
             yield
 
     def prepare(self) -> None:
-        """Puts in force what was set since the last call."""
-        if self.readiness.is_stale:
+        """Applies what was set since the last call."""
+        if self.setup.is_stale:
             self._prepare()
 
     def _prepare(self) -> None:
@@ -204,7 +204,7 @@ class Step:
         run, work = (self._train, self._forward_backward) if self._trains else (self._evaluate_only,) * 2
         update = self.update if self._trains else None
         self.recorded = RecordedStep.make(self.name, list(self.roots.items()), self.config, update, run, work)
-        self.readiness.is_stale = False
+        self.setup.is_stale = False
 
     def _sort_parameters(self) -> None:
         own = {id(p) for p in self.update.parameters()}
@@ -226,7 +226,7 @@ class Step:
         update = self.update
         update.begin()
         try:
-            if self.readiness.is_settled and self._is_plain:
+            if self.setup.is_done and self._is_plain:
                 output = build(*args, **kwargs)
             else:
                 output = self._forward_backward(build, args, kwargs)
@@ -250,7 +250,7 @@ class Step:
         scaler = self.update.scaler
         with ExitStack() as stack:
             stack.enter_context(leaving_grads(self._others()))
-            if not self.readiness.is_settled:
+            if not self.setup.is_done:
                 stack.enter_context(self.update.forbidding_steps())
             scaled = stack.enter_context(ScaledBackward(scaler)) if scaler is not None else None
             output = self._evaluate(build, args, kwargs)

@@ -91,7 +91,7 @@ class _State:
     """Copies of all that a step changes. They are put back in place: a recording knows the addresses."""
 
     def __init__(self, graph_step: Step) -> None:
-        graph_step.settle()
+        graph_step.count_steps()
         roots, update = graph_step.roots, graph_step.update
         self._step = graph_step
         self._update = update
@@ -117,12 +117,12 @@ class _State:
         """Returns the copies by name, in the order of the modules."""
         plain = {name: value for name, (_, _, value) in self._attributes.items() if isinstance(value, _ATOMS)}
         host, devices = self._state.random
-        random = {f"random state {number}": t for number, t in enumerate([host, *(t for _, t in devices)])}
+        random = {f"RNG state {number}": t for number, t in enumerate([host, *(t for _, t in devices)])}
         return {**self._tensors, **plain, **random}
 
     def put_back(self) -> bool:
         """Makes everything what it was. Returns whether optimizers had made states since, which are gone now."""
-        self._step.settle()
+        self._step.count_steps()
         has_removed = self._state.restore()
         for owner, key, attribute in self._attributes.values():
             owner[key] = attribute
@@ -179,7 +179,7 @@ def _difference(ours: Mapping[str, Any], plain: Mapping[str, Any]) -> str | None
         a, b = ours[what], plain[what]
         if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
             if a.shape != b.shape or a.dtype != b.dtype:
-                return f"`{what}` is {_kind(a)} and in the plain step {_kind(b)}"
+                return f"`{what}` is {_dtype_and_shape(a)} and in the plain step {_dtype_and_shape(b)}"
             if not torch.equal(a.nan_to_num(), b.nan_to_num()) or not torch.equal(a.isnan(), b.isnan()):
                 gap = (a.double() - b.double()).abs()
                 return (
@@ -191,5 +191,5 @@ def _difference(ours: Mapping[str, Any], plain: Mapping[str, Any]) -> str | None
     return None
 
 
-def _kind(tensor: torch.Tensor) -> str:
+def _dtype_and_shape(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch import nn
 
-from graphckpt.blocks import BlockConfig, Handle, apply
-from graphckpt.blocks.config import fields_of
+from graphckpt.blocks.apply import Handle, apply
+from graphckpt.blocks.config import BlockConfig, fields_of
 from graphckpt.blocks.find_layers import layers
 from graphckpt.errors import ConfigError, GraphError
-from graphckpt.rules import Keep
+from graphckpt.rules.keep import Keep
 from graphckpt.undo import put_back, replace_item
 from graphckpt.units import format_bytes
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from graphckpt.blocks.select import Selector
     from graphckpt.ledger.record import Explanation
-    from graphckpt.rules import Rule
+    from graphckpt.rules.base import Rule
     from graphckpt.undo import Undo
 
     Value = Mapping[str, Any] | Rule | bool | str | None
@@ -76,8 +76,7 @@ class CallbackPolicies:
 
     def _units(self, model: nn.Module) -> list[Selector]:
         if self._unit is not None:
-            given = [self._unit] if isinstance(self._unit, (str, type, re.Pattern)) else self._unit
-            return [found for selector in given for found in _of_class(model, selector)]
+            return [self._unit] if isinstance(self._unit, (str, type, re.Pattern, nn.Module)) else list(self._unit)
         found = layers(model)
         if not found and not self._blocks:
             fix = f"name its class or its blocks: {self._owner}(unit='Block'), or {self._owner}(unit='layers.*')"
@@ -169,9 +168,3 @@ def saved_metrics(seen: Explanation) -> dict[str, float]:
         "graphckpt/disk_bytes": float(seen.bytes_disk),
     }
     return metrics if seen.peak_bytes is None else {**metrics, "graphckpt/peak_bytes": float(seen.peak_bytes)}
-
-
-def _of_class(model: nn.Module, selector: Selector) -> list[Selector]:
-    """Returns the classes of this name in ``model``, or the selector itself."""
-    classes: list[Selector] = list(dict.fromkeys(type(m) for m in model.modules() if type(m).__name__ == selector))
-    return classes or [selector]

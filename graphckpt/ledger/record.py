@@ -16,9 +16,9 @@ class Row:
     place: str = "device"
     """The store of saved tensors."""
     bytes_before: int
-    """Bytes that the plain step would save for backward because of this block."""
+    """Bytes that the plain step would save for backward because of this block, when it saves most in all."""
     bytes_after: int
-    """Bytes that this block saves on its device after its forward, on this rank."""
+    """Bytes that this block saves on its device, on this rank, when the step saves most in all."""
     bytes_host: int = 0
     """Bytes that it saves in host memory besides them."""
     bytes_disk: int = 0
@@ -57,9 +57,12 @@ class Explanation:
     title: str
     rows: tuple[Row, ...]
     bytes_before: int
-    """Bytes that the plain step saves for backward, each storage counted once."""
+    """The most bytes that the plain step saves for backward at one time, each storage counted once."""
     bytes_after: int
-    """Bytes that this step saves on the device for backward, each storage counted once."""
+    """The most bytes that this step saves on the device at one time, each storage counted once.
+
+    With micro-batches it is that of one micro-batch, or of those in a pipeline that are between forward and backward.
+    """
     bytes_host: int = 0
     """Bytes saved in host memory besides them."""
     bytes_disk: int = 0

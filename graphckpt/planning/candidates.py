@@ -12,9 +12,14 @@ from graphckpt.errors import ConfigError
 from graphckpt.planning.compiled import NOT_COMPILED, LayerCompilation
 from graphckpt.planning.option import KEEP, MOST, Option, SelectiveLevel
 from graphckpt.planning.solve.op_levels import selective_levels
-from graphckpt.rules import Full, Joined, Keep, Rule, Selective, parse_rule
-from graphckpt.rules.selective import PRESETS
-from graphckpt.stores import parse_offload, parse_partition
+from graphckpt.rules.base import Rule
+from graphckpt.rules.full import Full
+from graphckpt.rules.joined import Joined
+from graphckpt.rules.keep import Keep
+from graphckpt.rules.registry import parse_rule
+from graphckpt.rules.selective import PRESETS, Selective
+from graphckpt.stores.offload import parse_offload
+from graphckpt.stores.partition.partition import parse_partition
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from graphckpt.blocks.select import Selector
-    from graphckpt.rules import Rule
+    from graphckpt.rules.base import Rule
 else:
     yaml = LazyPackage("yaml", "plan")
 

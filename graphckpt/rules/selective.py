@@ -80,8 +80,8 @@ class Selective(Rule):
         """Runs the block; backward will recompute it, except for the chosen ops."""
         policy: Policy = self._policy  # type: ignore[attr-defined]
         leaves, _ = flatten_call(args, kwargs)
-        kind = _kind(leaves) if isinstance(policy, NamedOps) else None
-        return Frame(block, function, SelectiveContexts(policy, kind)).run(args, kwargs)
+        signature = _signature(leaves) if isinstance(policy, NamedOps) else None
+        return Frame(block, function, SelectiveContexts(policy, signature)).run(args, kwargs)
 
     def describe(self) -> str:
         """Names the preset, the ops or the policy function."""
@@ -92,7 +92,7 @@ class Selective(Rule):
         return f"selective({', '.join(str(op) for op in self.save)})"
 
 
-def _kind(leaves: Iterable[Any]) -> object:
+def _signature(leaves: Iterable[Any]) -> object:
     """Returns what calls that run the same ops have in common, as a rule."""
     tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     return tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors)

@@ -13,7 +13,7 @@ from graphckpt.blocks.config import OTHER_NAMES, BlockConfig
 from graphckpt.errors import ConfigError
 from graphckpt.planning import budget
 from graphckpt.planning.options import PlanOptions
-from graphckpt.rules import parse_rule
+from graphckpt.rules.registry import parse_rule
 from graphckpt.train.batch_sizes import BatchSizes, batch_sizes
 from graphckpt.train.optim import warmup_cosine_lr
 from graphckpt.train.parallel.config import DistConfig, ZeroConfig
@@ -65,6 +65,8 @@ class ActivationCheckpointConfig:
     compile: bool | dict[str, Any] | None = None
     """Whether each unit is compiled inside of its policy; or what ``torch.compile`` is called with."""
 
+    plan: str | None = None
+    """A file that ``graphckpt plan --save`` or ``Plan.save`` has written: its policies, in place of ``rule``."""
     memory_budget: int | float | str | None = None
     """Bytes of each process, ``"12GiB"``, ``"50%"`` of what the plain step saves, ``"max"`` or ``"min"``: before the
     first update, each unit gets the policy with which the step is fastest within it. Beside it, ``offload`` says where
@@ -102,6 +104,9 @@ class ActivationCheckpointConfig:
                 yield str(error)
             if self.blocks is not None:
                 yield "memory_budget: the plan chooses, and blocks is set as well · fix: unset one of them"
+        if self.plan is not None and (self.blocks is not None or self.memory_budget is not None):
+            other = "blocks" if self.memory_budget is None else "memory_budget"
+            yield f"plan: expected no {other} beside a saved plan · fix: unset one of them"
         yield from self._head_faults()
         for name, value in self.beside_rule.items():
             try:

@@ -7,15 +7,17 @@ import functools
 import io
 import pickle
 import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.hard_modules import Mlp, chain
 from torch import Tensor, nn
-from zoo import Mlp, chain
 
 import graphckpt
-from graphckpt import ConfigError, Graph, Segments, Selective
+from graphckpt import ConfigError, Full, Graph, Segments, Selective
 
 
 class Model(nn.Module):
@@ -67,6 +69,7 @@ SELECTORS: dict[str, tuple[Any, list[str]]] = {
     "a compiled expression": (re.compile(r"encoder\.(1|11)"), ["encoder.1", "encoder.11"]),
     "an expression": (r"re:encoder\.[0-2]", ENCODER[:3]),
     "a class": (Mlp, [*ENCODER, "decoder.0", "decoder.1"]),
+    "a class's name": ("Mlp", [*ENCODER, "decoder.0", "decoder.1"]),
     "the model": ("", [*ENCODER, "decoder.0", "decoder.1"]),
     "a container with a forward": ("decoder", ["decoder.0", "decoder.1"]),
 }
@@ -82,6 +85,85 @@ def test_selectors_mean_what_they_say(case: str) -> None:
         assert recomputed(model) == names
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
     assert recomputed(model) == []
+
+
+def test_one_switch_selects_the_layers_and_names_them() -> None:
+    model = build()
+    with graphckpt.apply(model, True) as handle:
+        assert recomputed(model) == [*ENCODER, "decoder.0", "decoder.1"]
+        assert repr(handle) == "Handle(Model; full: encoder.0-11 (12x), decoder.0-2 (3x))"
+    with graphckpt.apply(model, "selective") as handle:
+        assert "selective(matmul+attention): encoder.0-11 (12x)" in repr(handle)
+    assert recomputed(model) == []
+
+
+FORMS: dict[str, tuple[Callable[[Model], Any], list[str]]] = {
+    "a list": (lambda _: ["encoder.1", "decoder"], ["encoder.1", "decoder.0", "decoder.1"]),
+    "a class": (lambda _: Mlp, [*ENCODER, "decoder.0", "decoder.1"]),
+    "a pattern": (lambda _: re.compile(r"encoder\.1."), ["encoder.10", "encoder.11"]),
+    "a module": (lambda model: model.encoder[3], ["encoder.3"]),
+    "a container": (lambda model: model.decoder, ["decoder.0", "decoder.1"]),
+    "modules": (lambda model: model.encoder[:2], ["encoder.0", "encoder.1"]),
+    "a module as a key": (lambda model: {"encoder.*": True, model.encoder[0]: False}, ENCODER[1:]),
+    "a rule": (lambda _: Full(), [*ENCODER, "decoder.0", "decoder.1"]),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_policies_in_other_forms(form: str) -> None:
+    policies_for, names = FORMS[form]
+    model = build()
+    with graphckpt.apply(model, policies_for(model)):
+        assert recomputed(model) == names
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("plan.yaml", "blocks:\n  encoder.1: true\n  Linear: false\nplan: {}\n"),
+        ("policies.yml", "encoder.1: {activation_checkpointing: full, offload: cpu}\n"),
+        ("policies.json", '{"encoder.1": {"rule": "full"}}'),
+    ],
+)
+def test_policies_from_a_file(tmp_path: Path, name: str, text: str) -> None:
+    model = build()
+    (tmp_path / name).write_text(text)
+    for path in (tmp_path / name, str(tmp_path / name)):
+        with graphckpt.apply(model, path):
+            assert recomputed(model) == ["encoder.1"]
+
+
+@pytest.mark.parametrize(
+    ("policies", "message"),
+    [
+        (None, "apply: expected policies, got None · fix: use True for all layers"),
+        ("encoder.*", r"apply: expected a rule, got 'encoder\.\*'.*\['layers\.\*'\] for blocks by name"),
+        (7, "apply: expected a rule, got 7 "),
+        ("missing.yaml", "missing.yaml: cannot be read: .* · fix: name a file that Plan.save has written"),
+        ([7], "expected a name pattern, a regular expression, a class or a module, got 7"),
+        (nn.Linear(2, 2), "a Linear is not a module of Model"),
+    ],
+)
+def test_policies_in_no_known_form(policies: Any, message: str) -> None:
+    model = build()
+    with pytest.raises(ConfigError, match=message):
+        graphckpt.apply(model, policies)
+    assert recomputed(model) == []
+
+
+def test_a_file_without_policies(tmp_path: Path) -> None:
+    path = tmp_path / "list.yaml"
+    path.write_text("- encoder.1\n")
+    with pytest.raises(ConfigError, match=r"list\.yaml: expected a mapping of policies, got list"):
+        graphckpt.apply(build(), path)
+    path.write_text("{")
+    with pytest.raises(ConfigError, match=r"list\.yaml: cannot be read"):
+        graphckpt.apply(build(), path)
+
+
+def test_a_model_without_layers_needs_names() -> None:
+    with pytest.raises(ConfigError, match=r"no list of layers was found in Tanh · fix: name the blocks"):
+        graphckpt.apply(nn.Tanh(), True)
 
 
 def test_a_pattern_means_the_outermost_modules() -> None:
@@ -104,11 +186,15 @@ UNMATCHED: list[tuple[Any, str]] = [
     ),
     ("zzz", "'zzz' matches no module of Model · the model has '', 'decoder', 'decoder.*'"),
     (re.compile("zzz"), "'zzz' matches no module of Model · the model has"),
-    ("re:(", "'re:(' is no regular expression: missing ), unterminated subpattern at position 0 · fix: the selector"),
+    (
+        "re:(",
+        "'re:(' is not a valid regular expression: missing ), unterminated subpattern at position 0 · fix:",
+    ),
     (nn.Conv2d, "class Conv2d matches no module of Model · the model has 'Dropout', 'GELU', 'Linear', 'Mlp'"),
+    ("Mpl", "'Mpl' matches no module of Model · did you mean 'Mlp'"),
     (nn.LSTM, "class LSTM matches no module of Model"),
-    (7, "7 is no selector · fix: use a name pattern, a regular expression or a class"),
-    (None, "None is no selector · fix: use a name pattern"),
+    (7, "expected a name pattern, a regular expression, a class or a module, got 7 · fix: the selector"),
+    (None, "expected a name pattern, a regular expression, a class or a module, got None"),
 ]
 
 
@@ -265,7 +351,7 @@ def accelerate_style(module: nn.Module, log: list[str]) -> None:
     module._old_forward = old
 
 
-def test_a_wrapper_of_another_library_beneath_stays_in_force() -> None:
+def test_a_wrapper_of_another_library_beneath_stays_active() -> None:
     model, log = build(), []
     accelerate_style(model.encoder[0], log)
     wrapped = model.encoder[0].forward
@@ -278,7 +364,7 @@ def test_a_wrapper_of_another_library_beneath_stays_in_force() -> None:
     assert log == ["before", "after"]
 
 
-def test_a_wrapper_of_another_library_on_top_stays_in_force() -> None:
+def test_a_wrapper_of_another_library_on_top_stays_active() -> None:
     model, log = build(), []
     handle = graphckpt.apply(model, {"encoder.0": True})
     accelerate_style(model.encoder[0], log)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.hard_modules import BatchNorm, Spectral, chain, differing, run_steps
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd.graph import saved_tensors_hooks
@@ -22,7 +23,6 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
 )
-from zoo import BatchNorm, Spectral, chain, differing, run_steps
 
 import graphckpt
 from graphckpt import ConfigError

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, Architecture
+from helpers.architectures import ARCHITECTURES, Architecture
+from helpers.fake_capture import TapeCopies, TapeRunner
 from helpers.thread_copies import FakeHost
-from tape import TapeCopies, TapeRunner
 from torch import Tensor, nn
 from transformers import masking_utils
 

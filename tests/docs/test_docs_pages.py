@@ -5,17 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import pages
 
 from graphckpt.stores import offload_targets
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import pages
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 RUN = [DOCS / "tutorial.md", *sorted((DOCS / "howto").glob("*.md"))]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.train_graphs import Train, adamw, batches, mlp
 from torch import nn
-from train_graphs import Train, adamw, batches, mlp
 
 from graphckpt import Block, Graph
 

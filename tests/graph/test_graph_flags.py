@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.train_graphs import Train, adamw, batches, mlp, run_graph, run_plain, same
 from torch import Tensor, nn
-from train_graphs import Train, adamw, batches, mlp, run_graph, run_plain, same
 
 from graphckpt import ConfigError, Graph, GraphError, GraphModule, Segments, Selective, Tiles
 

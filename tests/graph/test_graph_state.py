@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.train_graphs import Train, adamw, batches, mlp, run_graph, run_plain, same
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
-from train_graphs import Train, adamw, batches, mlp, run_graph, run_plain, same
 
 from graphckpt import Graph, GraphError
 
@@ -184,7 +184,7 @@ def test_an_evaluation_graph_sees_the_trained_weights_and_keeps_the_modes_of_tor
         assert torch.equal(predict(torch.ones(2, 4)) * 0, plain(torch.ones(2, 4)) * 0)
 
 
-def test_flags_of_one_graph_are_not_in_force_elsewhere() -> None:
+def test_flags_of_one_graph_are_not_active_elsewhere() -> None:
     model = mlp()
     runs: list[str] = []
     model[1].register_forward_pre_hook(lambda *_: runs.append("outer"))

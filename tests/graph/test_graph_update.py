@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.train_graphs import B, Train, adamw, batches, mlp, run_graph, run_plain, same
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
@@ -17,7 +18,6 @@ from torch.optim.lr_scheduler import (
     ReduceLROnPlateau,
     SequentialLR,
 )
-from train_graphs import B, Train, adamw, batches, mlp, run_graph, run_plain, same
 
 from graphckpt import ConfigError, Graph, GraphError
 
@@ -66,7 +66,7 @@ def test_the_schedule_moves_once_after_each_step(kind: str) -> None:
     assert optimizer.param_groups[0]["lr"] == plain_optimizer.param_groups[0]["lr"]
 
 
-def test_an_edited_learning_rate_is_in_force_at_the_next_call() -> None:
+def test_a_changed_learning_rate_takes_effect_at_the_next_call() -> None:
     ours, optimizer, plain, plain_optimizer = pair(lambda m: torch.optim.SGD(m.parameters(), lr=0.2))
     graph = Train(ours, optimizer)
     run_graph(graph)

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from helpers.train_graphs import Train, adamw, batches, mlp
 from torch import Tensor, nn
-from train_graphs import Train, adamw, batches, mlp
 from transformers.modeling_outputs import ModelOutput
 
 from graphckpt import ConfigError, Graph, GraphError
@@ -156,7 +156,7 @@ ALIASES: dict[str, Any] = {
 def test_outputs_are_fresh(case: str, needs_grad: bool) -> None:
     model = Holds()
     if needs_grad and case == "the input, edited":
-        pytest.skip("a leaf that requires gradients cannot be edited in place")
+        pytest.skip("a leaf that requires gradients cannot be modified in place")
     x = torch.ones(3, 3, requires_grad=needs_grad)
     graph = Echo(lambda x: ALIASES[case](model, x), model)
     owned = [x, model.linear.weight, model.average, model.plain, model.scale]

@@ -31,7 +31,7 @@ def drawn(seed):
         inputs = frozenset(rng.sample(range(number), min(number, rng.choice((1, 1, 2)))))
         call = OpCall("op", number, inputs, (), None, num_bytes=rng.choice((0, 40, 100, 400)), is_read=True)
         call.is_random = rng.random() < 0.1
-        call.is_edited = rng.random() < 0.1
+        call.is_mutated = rng.random() < 0.1
         log.calls.append(call)
     log.num_saving = 8
     log.saved = set(rng.sample(range(8), 4)) | {7}

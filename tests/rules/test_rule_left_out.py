@@ -1,5 +1,6 @@
 """What a second run under `selective` leaves out, and what the first one does not keep: ops counted, bytes measured."""
 
+import copy
 import weakref
 
 import pytest
@@ -390,6 +391,46 @@ def test_a_forward_that_catches_errors_catches_none_of_the_engine() -> None:
         for _ in range(2):
             model(torch.randn(4, 8)).sum().backward()
     assert model[1].failures == 0
+
+
+class CatchesFailedOp(nn.Module):
+    """In some calls, an op fails, and forward goes on; in some, another op runs first."""
+
+    def __init__(self, fails_in: set[int], adds_in: set[int]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.fails_in, self.adds_in, self.calls = fails_in, adds_in, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls in self.adds_in:
+            x = x + 1
+        if self.calls in self.fails_in:
+            try:
+                self.first(x[:, :3])
+            except RuntimeError:
+                x = x * 2
+        return self.second(self.first(x).tanh()).tanh()
+
+
+@pytest.mark.parametrize("policy", [Selective("matmul"), Selective(["aten.addmm.default[1]"])], ids=["all", "numbered"])
+@pytest.mark.parametrize(
+    ("fails_in", "adds_in"),
+    [({1}, set()), ({1, 2}, set()), ({2}, set()), ({2}, {2}), ({2, 3}, {3})],
+    ids=["first call", "each call", "later call", "later call with another op", "first call of another schedule"],
+)
+def test_ops_that_fail_are_counted_in_no_call(fails_in, adds_in, policy) -> None:
+    def gradients(model: nn.Module) -> list[torch.Tensor]:
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        outputs = [model(x) for _ in range(3)]
+        return list(torch.autograd.grad(sum(y.square().sum() for y in outputs), [x, *model.parameters()]))
+
+    torch.manual_seed(0)
+    plain = CatchesFailedOp(fails_in, adds_in)
+    model = copy.deepcopy(plain)
+    with graphckpt.apply(model, {"": policy}):
+        ours = gradients(model)
+    assert all(map(torch.equal, ours, gradients(plain)))
 
 
 class ChangesItsOps(nn.Module):

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from policies import put
+from helpers.hard_modules import chain, differing, plain_steps, run_steps
+from helpers.policies import put
 from torch import nn
-from zoo import chain, differing, plain_steps, run_steps
 
 import graphckpt
 from graphckpt.ledger.live_memory import LiveBytes

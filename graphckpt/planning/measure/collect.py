@@ -12,7 +12,7 @@ from graphckpt.planning.model.events import Interval, Phase
 from graphckpt.planning.model.measured_step import MeasuredStep, StepSample
 from graphckpt.planning.model.memory_model import MemoryModel
 from graphckpt.planning.model.program import BlockProgram, StepLog, StorageEnd, with_holds
-from graphckpt.rules import Selective
+from graphckpt.rules.selective import Selective
 
 if TYPE_CHECKING:
     from graphckpt.planning.measure.instrument import Blocks

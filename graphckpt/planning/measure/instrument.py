@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from graphckpt.planning.option import Option
-    from graphckpt.stores import Store
+    from graphckpt.stores.base import Store
 
 
 class StepListener(Protocol):

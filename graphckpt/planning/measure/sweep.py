@@ -17,7 +17,7 @@ from graphckpt.planning.model.program import StepLog
 from graphckpt.planning.option import KEEP, Option
 
 if TYPE_CHECKING:
-    from graphckpt.stores import Offload
+    from graphckpt.stores.offload import Offload
 
 
 class MeasurableStep(Protocol):

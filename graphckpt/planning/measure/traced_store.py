@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, final
 import torch
 
 from graphckpt._compat import unseen_by_modes
-from graphckpt.stores import Group, Store
+from graphckpt.stores.base import Store, TensorGroup
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -38,11 +38,11 @@ class TracedStore(Store):
         self._min_elements = min_elements
         self._sent: dict[int, weakref.ref[_Far]] = {}
 
-    def open_group(self, group: Group) -> Group:
+    def open_group(self, group: TensorGroup) -> TensorGroup:
         """Opens the group of one call."""
         return group
 
-    def put(self, tensor: torch.Tensor, group: Group | None) -> object:
+    def put(self, tensor: torch.Tensor, group: TensorGroup | None) -> object:
         """Stores ``tensor`` and returns its key."""
         assert group is not None
         if not self.is_far or self.trace is None or self._stays(tensor, group):
@@ -64,10 +64,10 @@ class TracedStore(Store):
         assert isinstance(key, _View)
         return key.take()
 
-    def close_group(self, group: Group | None) -> None:
+    def close_group(self, group: TensorGroup | None) -> None:
         """Closes the group."""
 
-    def _stays(self, tensor: torch.Tensor, group: Group) -> bool:
+    def _stays(self, tensor: torch.Tensor, group: TensorGroup) -> bool:
         return (
             tensor.numel() < self._min_elements
             or isinstance(tensor, torch.nn.Parameter)

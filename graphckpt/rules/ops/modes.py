@@ -68,14 +68,15 @@ class CachingMode(CountingMode):
     """Keeps the results that the policy chooses, and records the ops if the call has a graph."""
 
     def _call(self, func: Op, args: Any, kwargs: dict[str, Any]) -> Any:
-        return self.see(self._key(func), args, kwargs, call_with_autocast(func, args, kwargs))
+        return self.see(self._key(func), args, kwargs, self._results.run(func, args, kwargs))
 
     def see(self, key: Key, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         """Is called after an op."""
         func, number = key
         results, frame = self._results, self._frame
-        results.drop_edited(func, args, kwargs)
-        if _makes_new_tensors(func) and results.policy(output, func, args, kwargs, number) and self._is_of_use(func):
+        results.drop_mutated(func, args, kwargs)
+        is_wanted = _makes_new_tensors(func) and results.policy(output, func, args, kwargs, number)
+        if is_wanted and self._is_of_use(func) and not results.has_failed_op:
             results.keep(key, output, frame)
         graph = results.graph
         if graph is not None:
@@ -116,24 +117,24 @@ class ScheduledCachingMode(OpMode):
         self._fallback: CachingMode | None = None
 
     def _call(self, func: Op, args: Any, kwargs: dict[str, Any]) -> Any:
-        output = call_with_autocast(func, args, kwargs)
+        output = self._results.run(func, args, kwargs)
         if self._fallback is not None:
             return self._fallback.see(self._fallback._key(func), args, kwargs, output)
         results, schedule, position = self._results, self._schedule, self._position
         self._position = position + 1
-        is_next = position < len(schedule.ops) and schedule.ops[position] is func
+        is_next = position < len(schedule.ops) and schedule.ops[position] is func and not results.has_failed_op
         act = schedule.actions[position] if is_next else None
         if act is None or (act is Action.SKIP and not schedule.is_like(position, output)):
             return self._fall_back(func, args, kwargs, output)
         if act is Action.CACHED:
             results.keep(schedule.keys[position], output, self._frame)
         else:
-            results.drop_edited(func, args, kwargs)
+            results.drop_mutated(func, args, kwargs)
         return output
 
     def end(self) -> None:
         """Is called after the forward."""
-        if self._fallback is None and self._position != len(self._schedule.ops):
+        if self._fallback is None and (self._results.has_failed_op or self._position != len(self._schedule.ops)):
             self._on_mismatch(self._frame)
 
     def _fall_back(self, func: Op, args: Any, kwargs: dict[str, Any], output: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, final
 import torch
 
 from graphckpt._compat import WithoutValues, pytree
-from graphckpt.rules.ops.op_graph import Kind
+from graphckpt.rules.ops.op_graph import TensorMeta
 
 if TYPE_CHECKING:
     from graphckpt.rules.ops.op_graph import Op, OpCall, OpGraph
@@ -69,16 +69,16 @@ class OpSchedule:
         """Whether an op that the recomputation will skip has returned what it did when this was recorded."""
         call = self.skipped[position]
         if call.spec is None:
-            return bool(call.outputs[0] == Kind.of(output))
+            return bool(call.outputs[0] == TensorMeta.of(output))
         leaves, spec = pytree.tree_flatten(output)
         return spec == call.spec and all(map(_is_same, leaves, call.outputs))
 
     def without_values(self, position: int, args: Any) -> Any:
         """Returns the result of a skipped op, as tensors without values."""
         call = self.skipped[position]
-        if call.edits:
+        if call.mutates:
             return args[0]
-        leaves = [WithoutValues.like(kind) if isinstance(kind, Kind) else kind for kind in call.outputs]
+        leaves = [WithoutValues.like(meta) if isinstance(meta, TensorMeta) else meta for meta in call.outputs]
         return leaves[0] if call.spec is None else pytree.tree_unflatten(leaves, call.spec)
 
 
@@ -110,4 +110,4 @@ def make_schedule(graph: OpGraph, kept: set[Key], num_saved: int) -> OpSchedule:
 
 
 def _is_same(leaf: Any, known: Any) -> bool:
-    return bool((Kind.of(leaf) if isinstance(leaf, torch.Tensor) else leaf) == known)
+    return bool((TensorMeta.of(leaf) if isinstance(leaf, torch.Tensor) else leaf) == known)

@@ -1,0 +1,103 @@
+"""A block whose forward raises an exception that its caller catches, after it has left history behind."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphckpt
+from graphckpt import Disk, RecomputeError, Selective
+
+
+class Fails(nn.Module):
+    """Edits its argument in place, appends a result to a list, and raises in some calls."""
+
+    def __init__(self, fails_in: set[int], edits_in: set[int]) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.fails_in, self.edits_in, self.calls = fails_in, edits_in, 0
+
+    def forward(self, x: Tensor, results: list[Tensor]) -> Tensor:
+        self.calls += 1
+        if self.calls in self.edits_in:
+            x.sigmoid_()
+        y = self.norm(self.linear(x).tanh())
+        results.append(y)
+        if self.calls in self.fails_in:
+            raise ValueError("this call fails")
+        return y.sin() + torch.rand(8)
+
+
+class Tries(nn.Module):
+    """Calls its block twice, and uses what a call that raised has left behind."""
+
+    def __init__(self, fails_in: set[int], edits_in: set[int]) -> None:
+        super().__init__()
+        self.first, self.block = nn.Linear(8, 8), Fails(fails_in, edits_in)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x = self.first(x)
+        results: list[Tensor] = []
+        for _ in range(3):
+            given = x.clone()
+            try:
+                total = total + self.block(given, results)
+            except ValueError:
+                total = total * torch.rand(8)
+            total = total + given.cos()
+        return total + torch.stack(results).sum(0)
+
+
+def _gradients(model: nn.Module) -> list[Tensor]:
+    torch.manual_seed(1)
+    x = torch.randn(4, 8, requires_grad=True)
+    loss = model(x).square().sum()
+    return [*torch.autograd.grad(loss, [x, *model.parameters()]), *model.buffers(), torch.get_rng_state()]
+
+
+POLICIES: dict[str, Any] = {
+    "full": {"block": {"activation_checkpointing": True}},
+    "all": {"": {"activation_checkpointing": True}},
+    "nested": {"": {"activation_checkpointing": True}, "block": {"activation_checkpointing": True}},
+    "selective": {"block": {"activation_checkpointing": Selective("matmul")}},
+    "disk": {"block": {"activation_checkpointing": True, "offload": Disk()}},
+}
+
+
+@pytest.mark.parametrize("policies", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("fails_in", [{1}, {2}, {1, 2, 3}, {4}], ids=str)
+def test_what_a_failed_call_leaves_behind_has_the_gradients_of_the_plain_step(fails_in, policies) -> None:
+    torch.manual_seed(0)
+    plain = Tries(fails_in, edits_in={1, 2, 3, 4, 5, 6})
+    model = copy.deepcopy(plain)
+    with graphckpt.apply(model, policies):
+        for _ in range(2):
+            assert all(map(torch.equal, _gradients(model), _gradients(plain)))
+
+
+def test_a_failed_call_that_cannot_be_recomputed_is_an_error() -> None:
+    block = Fails(fails_in={2}, edits_in={2})
+    with graphckpt.apply(block, {"": {"activation_checkpointing": True}}):
+        block(torch.rand(4, 8, requires_grad=True), [])
+        x = torch.rand(4, 8, requires_grad=True).clone()
+        with pytest.raises(ValueError, match="this call fails"):
+            block(x, [])
+        with pytest.raises(RecomputeError, match="edited its argument `x` in place, and the recomputation has no copy"):
+            x.sum().backward()
+
+
+def test_a_failed_call_keeps_nothing_in_a_store() -> None:
+    block = Fails(fails_in={1, 2}, edits_in={1, 2})
+    with graphckpt.apply(block, {"": {"activation_checkpointing": True, "offload": Disk()}}) as handle:
+        store: Any = handle._wrappers[0].context.store
+        for _ in range(2):
+            x = torch.rand(4096, 8, requires_grad=True).clone()
+            with pytest.raises(ValueError, match="this call fails"):
+                block(x, [])
+            assert store.num_alive > 0
+            del x
+            assert store.num_alive == 0
