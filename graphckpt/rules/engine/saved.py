@@ -77,6 +77,7 @@ class SavedTensor:
                     recorder.kept(block.name, tensor)
         else:
             pack, self._unpack = outer
+            tensor = tensor.detach()  # as one with history is saved by an op, which may fill another one after that
             if recorder is None:
                 self._held = pack(tensor)
             else:
