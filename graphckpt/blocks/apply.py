@@ -17,7 +17,7 @@ from graphckpt.blocks.proxy import unwrap
 from graphckpt.blocks.resolve import resolve_policies
 from graphckpt.blocks.select import Selector, describe, select
 from graphckpt.blocks.step_recorder import StepRecorder
-from graphckpt.errors import ConfigError
+from graphckpt.errors import ConfigError, without_repeats
 from graphckpt.extras import LazyPackage
 from graphckpt.ledger.group_rows import group_rows
 from graphckpt.ledger.record import Row
@@ -145,7 +145,8 @@ def apply(model: nn.Module, policies: Policies) -> Handle:
         if module in configs and isinstance(module.forward, BlockForward):
             faults.append(f"{name or type(model).__name__}: it has a policy already · fix: remove() the handle first")
     if faults or plan is None:
-        raise ConfigError("\n".join(f"- {fault}" for fault in faults) if len(faults) > 1 else faults[0])
+        lines = without_repeats(faults)
+        raise ConfigError("\n".join(f"- {line}" for line in lines) if len(lines) > 1 else lines[0])
     return Handle(model, plan.wrappers, plan.idle)
 
 

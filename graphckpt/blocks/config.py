@@ -128,8 +128,8 @@ def _combine(block: str, values: dict[str, Any]) -> Rule | None:
             raise ConfigError(
                 f"{block}.{field}: there is no such field{ours or did_you_mean(field, FIELDS) + f' · {_FIX}'}"
             )
-        if field == "stage_id" and value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise ConfigError(f"{block}.stage_id: {value!r} is no stage · fix: use an int")
+        if field == "stage_id" and value is not None and not (type(value) is int and value >= 0):
+            raise ConfigError(f"{block}.stage_id: expected an int from 0 on, got {value!r} · fix: the stage's number")
         if field == "compile":
             check_options(block, value)
         if field in PLACEMENT and value is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 from torch import nn
 
 from graphckpt.blocks.forward import BlockForward
-from graphckpt.errors import ConfigError
+from graphckpt.errors import ConfigError, warn_once, without_repeats
 from graphckpt.rules.base import Rule
 from graphckpt.rules.full import Full
 from graphckpt.rules.keep import Keep
@@ -43,8 +43,12 @@ def resolve_policies(
     walk = _Resolver(configs)
     for name, root in roots:
         walk.visit(name, root, _Inherited())
+    for name, why in walk.plan.idle.items():
+        if "does nothing" in why:
+            warn_once(name, why)
     if walk.faults:
-        raise ConfigError("\n".join(f"- {fault}" for fault in walk.faults) if len(walk.faults) > 1 else walk.faults[0])
+        lines = without_repeats(walk.faults)
+        raise ConfigError("\n".join(f"- {line}" for line in lines) if len(lines) > 1 else lines[0])
     return walk.plan
 
 

@@ -19,6 +19,14 @@ _WITHOUT_EFFECT = (
     "enable_choose_best_memory_allocation", "enable_cudnn_conv_heuristic_search_algo", "enable_fused_model_update_cast",
     "enable_multi_tensor_update", "enable_straighten_algorithm", "set_outputs_buffer_size",
 )  # fmt: skip
+_METHOD_FOR = {
+    "amp": "enable_amp(dtype=torch.bfloat16)",
+    "autocast": "enable_amp(dtype=torch.bfloat16)",
+    "gradient_accumulation_steps": "set_gradient_accumulation_steps(4)",
+    "accumulation_steps": "set_gradient_accumulation_steps(4)",
+    "micro_batches": "set_gradient_accumulation_steps(4)",
+}
+"""What others call these settings, and the method that sets them."""
 _IMPOSSIBLE = {
     "enable_auto_parallel": "set torch.distributed's parallelism on the module",
     "enable_zero": "use fully_shard or ZeroRedundancyOptimizer",
@@ -69,9 +77,11 @@ class GraphConfig:
     def __setattr__(self, name: str, value: Any) -> None:
         known = _FIELDS
         if name not in known:
-            raise ConfigError(
-                f"Graph.config has no field {name!r}{did_you_mean(name, known)} · fix: use one of {', '.join(known)}"
-            )
+            choices = [*known[4:], *dict.fromkeys(_METHOD_FOR.values())]  # the first are set by methods
+            fix, near = f"use {', '.join(choices)}", did_you_mean(name, known)
+            if name in _METHOD_FOR:
+                fix, near = f"config.{_METHOD_FOR[name]}", ""
+            raise ConfigError(f"Graph.config has no field {name!r}{near} · fix: {fix}")
         if name in ("training", "strict_static", "measure") and not isinstance(value, bool):
             raise ConfigError(f"Graph.config.{name}: {value!r} is neither True nor False · fix: use one of them")
         if name == "capture" and not isinstance(value, CaptureBackend) and value not in CHOICES:
@@ -109,9 +119,7 @@ class GraphConfig:
         if not isinstance(mode, bool):
             raise ConfigError(f"enable_amp: mode {mode!r} is no bool · fix: use True or False")
         if dtype not in (torch.float16, torch.bfloat16):
-            raise ConfigError(
-                f"enable_amp: dtype {dtype} is not for autocast · fix: use torch.float16 or torch.bfloat16"
-            )
+            raise ConfigError(f"enable_amp: expected torch.float16 or torch.bfloat16, got {dtype!r} · fix: the dtype")
         self.amp_dtype = dtype if mode else None
 
     def set_gradient_accumulation_steps(self, value: int) -> None:

@@ -219,6 +219,7 @@ class Step:
         self._bystanders = [p for p in held if p.requires_grad and id(p) not in own]
         self._num_groups = self.update.num_groups()
         self._trains = bool(own)
+        self.update.is_of_graph = not own.isdisjoint(map(id, held))
         self._is_plain = self.config.is_plain and not (self._trains and self._bystanders)
 
     def _watch(self, args: Any, kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
@@ -266,8 +267,16 @@ class Step:
         return output
 
     def _evaluate_only(self, build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        with torch.no_grad():  # its outputs are cut off anyway: nothing could ever run backward
-            return build(*args, **kwargs) if self._is_plain else self._evaluate(build, args, kwargs)
+        try:
+            with torch.no_grad():  # its outputs are cut off anyway: nothing could ever run backward
+                return build(*args, **kwargs) if self._is_plain else self._evaluate(build, args, kwargs)
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
+            raise GraphError(
+                f"{self.name}.build: backward() was called, but without an optimizer the Graph evaluates, without "
+                "gradients · fix: call self.add_optimizer(...) in __init__, or leave backward() out of build"
+            ) from error
 
     def _evaluate(self, build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         dtype = self.config.amp_dtype

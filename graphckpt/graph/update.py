@@ -36,6 +36,8 @@ class Update:
         self.total_norm: TotalNorm | None = None
         """Of gradients that other processes hold in part; ``None`` where this one has all."""
         self.num_steps = 0
+        self.is_of_graph = True
+        """Whether a parameter of the optimizers is in a module of the Graph."""
         self._graph_name = graph_name
         self._num_keys = 0  # in the param groups, when their clipping keys were checked
 
@@ -103,6 +105,9 @@ class Update:
             if has_gradient(optimizer):
                 break
         else:
+            if not self.is_of_graph:
+                what = "the parameters of its optimizers are not those of its modules"
+                raise GraphError(f"{self._graph_name}: {what} · fix: create the optimizer from the Graph's model")
             raise GraphError(
                 f"{self._graph_name}.build ran no backward that reached a parameter of its optimizers · "
                 "fix: call loss.backward() in build"
