@@ -129,7 +129,7 @@ def _combine(block: str, values: dict[str, Any]) -> Rule | None:
                 f"{block}.{field}: there is no such field{ours or did_you_mean(field, FIELDS) + f' · {_FIX}'}"
             )
         if field == "stage_id" and value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise ConfigError(f"{block}.stage_id: {value!r} is no stage · fix: use an int")
+            raise ConfigError(f"{block}.stage_id: expected an int, got {value!r} · fix: use the number of the stage")
         if field == "compile":
             check_options(block, value)
         if field in PLACEMENT and value is not None:

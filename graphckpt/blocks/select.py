@@ -38,7 +38,9 @@ def select(model: nn.Module, selector: Selector) -> list[tuple[str, nn.Module]]:
         known = {_with_stars(name) for name, _ in named} | {name for name, _ in named if "*" not in word}
         described = repr(described)
     else:
-        raise ConfigError(f"{selector!r} is no selector · fix: use a name pattern, a regular expression or a class")
+        raise ConfigError(
+            f"expected a selector, got {selector!r} · fix: use a name pattern, a regular expression or a class"
+        )
     if not found:
         near = did_you_mean(word, known) or f" · the model has {', '.join(map(repr, sorted(known)[:8]))}"
         raise ConfigError(f"{described} matches no module of {type(model).__name__}{near} · fix: the selector")
@@ -53,7 +55,7 @@ def _pattern(selector: str | re.Pattern[str]) -> re.Pattern[str]:
     try:
         return re.compile(selector[3:])
     except re.error as error:
-        raise ConfigError(f"{selector!r} is no regular expression: {error} · fix: the selector") from None
+        raise ConfigError(f"{selector!r}: expected a regular expression: {error} · fix: correct the selector") from None
 
 
 def _outermost(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:

@@ -104,11 +104,11 @@ UNMATCHED: list[tuple[Any, str]] = [
     ),
     ("zzz", "'zzz' matches no module of Model · the model has '', 'decoder', 'decoder.*'"),
     (re.compile("zzz"), "'zzz' matches no module of Model · the model has"),
-    ("re:(", "'re:(' is no regular expression: missing ), unterminated subpattern at position 0 · fix: the selector"),
+    ("re:(", "'re:(': expected a regular expression: missing ), unterminated subpattern at position 0 · fix: correct"),
     (nn.Conv2d, "class Conv2d matches no module of Model · the model has 'Dropout', 'GELU', 'Linear', 'Mlp'"),
     (nn.LSTM, "class LSTM matches no module of Model"),
-    (7, "7 is no selector · fix: use a name pattern, a regular expression or a class"),
-    (None, "None is no selector · fix: use a name pattern"),
+    (7, "expected a selector, got 7 · fix: use a name pattern, a regular expression or a class"),
+    (None, "expected a selector, got None · fix: use a name pattern"),
 ]
 
 
