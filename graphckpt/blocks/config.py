@@ -8,9 +8,7 @@ from typing import Any, final
 from graphckpt.blocks.compiled import check_options
 from graphckpt.errors import ConfigError, did_you_mean
 from graphckpt.rules.base import Rule
-from graphckpt.rules.registry import parse_rule
-from graphckpt.rules.segments import Segments
-from graphckpt.rules.tiles import Tiles
+from graphckpt.rules.registry import parse_rule, rule_classes
 from graphckpt.stores.offload import parse_offload
 from graphckpt.stores.partition.partition import parse_partition
 from graphckpt.stores.placement import parse_contiguous, parse_min_elements
@@ -145,7 +143,7 @@ def _combine(block: str, values: dict[str, Any]) -> Rule | None:
         raise ConfigError(
             f"{block}.{field}: it needs activation_checkpointing = True or None, which is {flag!r} · fix: unset one"
         )
-    cut: Rule = _parsed(block, field, Segments if segments is not None else Tiles, values[field])
+    cut: Rule = _parsed(block, field, rule_classes()[field], values[field])
     return cut
 
 

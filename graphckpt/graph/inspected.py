@@ -62,7 +62,7 @@ class Inspected:
         """Compares ``steps`` steps on these inputs with plain ones, without policies and capture, in every bit.
 
         Parameters, optimizers, schedules and RNG state are put back to what they were. Where the step is captured,
-        the calls before the recording come first, so that replays are what is compared.
+        the calls before the capture come first, so that replays are what is compared.
 
         Raises:
             GraphError: Something differs; the message names the step, the block and the tensor.

@@ -13,10 +13,10 @@ from graphckpt.blocks.forward import disable_checkpointing
 from graphckpt.blocks.resolve import resolve_policies
 from graphckpt.blocks.step_recorder import StepRecorder
 from graphckpt.errors import GraphError
-from graphckpt.graph.captured_step import RecordedStep
+from graphckpt.graph.captured_step import CapturedStep
 from graphckpt.graph.inputs import InputCheck
 from graphckpt.graph.micro_batches import fresh_outputs, is_new, micro_batches, pack_outputs
-from graphckpt.graph.update import ScaledBackward, leaving_grads
+from graphckpt.graph.update import ScaledBackward, preserve_grads
 from graphckpt.ledger.live_memory import inner_tensors
 from graphckpt.tree import tensors_in
 
@@ -77,8 +77,8 @@ class Step:
         self.config = config
         self._debug = debug
         self.setup = setup
-        self._bystanders: list[torch.Tensor] = []
-        self.recorded: RecordedStep | None = None
+        self._unmanaged_parameters: list[torch.Tensor] = []
+        self.captured: CapturedStep | None = None
         self._is_measured = False
         self._is_watched = False
         self._is_plain = False
@@ -142,8 +142,8 @@ class Step:
             for wrapper in wrappers:
                 wrapper.install()
             fields.update(roots)
-            if self.recorded is not None:
-                output, is_fresh = self.recorded.call(build, args, kwargs, must_run=self._is_watched)
+            if self.captured is not None:
+                output, is_fresh = self.captured.call(build, args, kwargs, must_run=self._is_watched)
                 if is_fresh:
                     return output
             elif self._trains:
@@ -164,27 +164,27 @@ class Step:
     @property
     def capture_text(self) -> str:
         """How the step runs; empty where it could not be captured at all."""
-        return self.recorded.describe() if self.recorded is not None else ""
+        return self.captured.describe() if self.captured is not None else ""
 
     def count_steps(self) -> None:
         """Makes the count of steps exact, which waits for the device."""
-        if self.recorded is not None:
-            self.recorded.count_steps()
+        if self.captured is not None:
+            self.captured.count_steps()
 
     @contextmanager
-    def bare(self) -> Iterator[None]:
-        """Runs the calls in the ``with`` block without the Graph's own policies and without recordings."""
-        recorded, wrappers = self.recorded, self._wrappers
-        self.recorded, self._wrappers = None, []
+    def without_own_policies(self) -> Iterator[None]:
+        """Runs the calls in the ``with`` block without the Graph's own policies and without captures."""
+        captured, wrappers = self.captured, self._wrappers
+        self.captured, self._wrappers = None, []
         try:
             yield
         finally:
-            self.recorded, self._wrappers = recorded, wrappers
+            self.captured, self._wrappers = captured, wrappers
 
     @contextmanager
-    def plainly(self) -> Iterator[None]:
-        """Runs the calls in the ``with`` block without any policies and without recordings."""
-        with self.bare(), disable_checkpointing():
+    def without_policies(self) -> Iterator[None]:
+        """Runs the calls in the ``with`` block without any policies and without captures."""
+        with self.without_own_policies(), disable_checkpointing():
             yield
 
     def prepare(self) -> None:
@@ -206,21 +206,21 @@ class Step:
             self._num_watched = 0
             self.watcher = None
         self._sort_parameters()
-        if self.recorded is not None:
-            self.recorded.release()
+        if self.captured is not None:
+            self.captured.release()
         run, work = (self._train, self._forward_backward) if self._trains else (self._evaluate_only,) * 2
         update = self.update if self._trains else None
-        self.recorded = RecordedStep.make(self.name, list(self.roots.items()), self.config, update, run, work)
+        self.captured = CapturedStep.make(self.name, list(self.roots.items()), self.config, update, run, work)
         self.setup.is_stale = False
 
     def _sort_parameters(self) -> None:
         own = {id(p) for p in self.update.parameters()}
         held = [p for module in self.roots.values() for p in module.parameters()]
-        self._bystanders = [p for p in held if p.requires_grad and id(p) not in own]
+        self._unmanaged_parameters = [p for p in held if p.requires_grad and id(p) not in own]
         self._num_groups = self.update.num_groups()
         self._trains = bool(own)
         self.update.is_of_graph = not own.isdisjoint(map(id, held))
-        self._is_plain = self.config.is_plain and not (self._trains and self._bystanders)
+        self._is_plain = self.config.is_plain and not (self._trains and self._unmanaged_parameters)
 
     def _watch(self, args: Any, kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
         if self.watcher is None:
@@ -257,7 +257,7 @@ class Step:
     def _build(self, build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         scaler = self.update.scaler
         with ExitStack() as stack:
-            stack.enter_context(leaving_grads(self._others()))
+            stack.enter_context(preserve_grads(self._unmanaged()))
             if not self.setup.is_done:
                 stack.enter_context(self.update.forbidding_steps())
             scaled = stack.enter_context(ScaledBackward(scaler)) if scaler is not None else None
@@ -285,10 +285,10 @@ class Step:
         with torch.autocast(self._device_type(), dtype):
             return build(*args, **kwargs)
 
-    def _others(self) -> list[torch.Tensor]:
-        if self._bystanders and self.update.num_groups() != self._num_groups:  # the user has added a group since
-            self._sort_parameters()
-        return self._bystanders
+    def _unmanaged(self) -> list[torch.Tensor]:
+        if self._unmanaged_parameters and self.update.num_groups() != self._num_groups:
+            self._sort_parameters()  # the user has added a group since
+        return self._unmanaged_parameters
 
     def _device_type(self) -> str:
         for module in self.roots.values():
