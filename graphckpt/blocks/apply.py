@@ -10,7 +10,7 @@ from torch import nn
 from graphckpt.blocks.config import BlockConfig, fields_of
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.blocks.proxy import unwrap
-from graphckpt.blocks.resolve import resolve_policies
+from graphckpt.blocks.resolve import ResolvedPolicies, resolve_policies
 from graphckpt.blocks.select import Selector, describe, select
 from graphckpt.blocks.step_recorder import StepRecorder
 from graphckpt.errors import ConfigError
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 class Handle:
     """Policies that are in force on a model, until :meth:`remove` or the end of the ``with`` block."""
 
-    def __init__(self, model: nn.Module, wrappers: list[BlockForward], idle: dict[str, str]) -> None:
-        self._wrappers = wrappers
-        self._watcher = StepRecorder(type(model).__name__, [("", model)], wrappers, idle)
-        for wrapper in wrappers:
+    def __init__(self, model: nn.Module, policies: ResolvedPolicies) -> None:
+        self._wrappers = policies.wrappers
+        self._watcher = StepRecorder(type(model).__name__, [("", model)], policies)
+        for wrapper in self._wrappers:
             wrapper.install()
         self._watcher.watch_next_forward()
 
@@ -105,4 +105,4 @@ def apply(model: nn.Module, policies: Mapping[Selector, Mapping[str, Any] | Rule
             faults.append(f"{name or type(model).__name__}: it has a policy already · fix: remove() the handle first")
     if faults or plan is None:
         raise ConfigError("\n".join(f"- {fault}" for fault in faults) if len(faults) > 1 else faults[0])
-    return Handle(model, plan.wrappers, plan.idle)
+    return Handle(model, plan)

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import itertools
 import re
+import textwrap
 
 import pytest
 import torch
@@ -573,19 +574,37 @@ def test_explain_prints_policies_costs_and_notes(capsys):
     FIXED.explain()
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert printed == [
-        "",
-        " block   policy        blocks     costs      moves",
-        " ─────────────────────────────────────────────────",
-        " h.0-2   full               3   6.00 ms          -",
-        " h.3     full + host        1   1.00 ms   3.00 MiB",
-        " h.4-5   keep               2         -          -",
-        "",
+        "block  policy       blocks    costs     moves",
+        "---------------------------------------------",
+        "h.0-2  full              3  6.00 ms         -",
+        "h.3    full + host       1  1.00 ms  3.00 MiB",
+        "h.4-5  keep              2        -         -",
         "memory budget 12.0 MiB on h200",
-        PEAK_OF_FIXED,
+        *textwrap.wrap(PEAK_OF_FIXED, 80),
         "step 110 ms, +10.0 % over keeping everything",
         "everything kept: 20.0 MiB; lowest possible: 5.00 MiB",
-        "note: something to [know]",
+        "* something to [know]",
     ]
+
+
+def test_levels_have_one_name_in_all_tables_and_their_ops_stand_below(capsys, tmp_path):
+    case = gpt2()
+    planner = case.planner()
+    choices = [planner.to_plan(choice, choice.peak) for _, choice in planner.search.uniform()]
+    found = next(choice for choice in choices if choice.rows[0].option.startswith("selective(level"))
+    found.save(tmp_path / "plan.yaml")
+    for each in (found, Plan.load(tmp_path / "plan.yaml")):
+        each.explain()
+        with each.apply(case.model) as handle:
+            with handle.measure():
+                case.step()
+            seen = handle.explain()
+        rules = {row.block: row.rule for row in seen.rows}
+        assert {row.block: rules[row.block] for row in found.rows} == {row.block: row.option for row in found.rows}
+        printed = capsys.readouterr().out.splitlines()
+        assert max(map(len, printed)) <= 80
+        assert sum("keeps the results of" in line for line in printed) == 2 * len(seen.legend) > 0
+        assert not any("aten." in line for line in printed if line.startswith(found.rows[0].block[:2]))
 
 
 @pytest.mark.parametrize("name", ["plan.png", "plan.svg"])
