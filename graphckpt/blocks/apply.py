@@ -18,7 +18,7 @@ from graphckpt.errors import ConfigError
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from graphckpt.ledger.record import Explanation
+    from graphckpt.ledger.explanation import Explanation
     from graphckpt.rules import Rule
 
 
@@ -34,13 +34,15 @@ class Handle:
         self._watcher.watch_next_forward()
 
     def explain(self, plot: str | None = None, *, show: bool = True) -> Explanation:
-        """Prints what each block keeps and returns the rows. See :meth:`measure` for peaks, times and the picture.
+        """Prints what each block keeps, and returns it. See :meth:`measure` for peaks, times and the plot.
 
-        Without :meth:`measure`, the rows tell of the first forward and backward after ``apply``.
+        Without :meth:`measure`, the rows are those of the first forward and backward after ``apply``.
+        It prints the table unless ``show`` is false. The object that it returns prints as the same table, and a
+        notebook shows it as one: there, ``explain(show=False)`` as the last line of a cell suffices.
 
         Args:
-            plot: File for a picture of the live bytes over the step, ``.png`` or ``.svg``.
-            show: ``False`` returns the rows and prints nothing.
+            plot: File for a plot of the live bytes over the step, ``.png`` or ``.svg``.
+            show: Whether to print.
 
         Raises:
             GraphError: No step has run yet.

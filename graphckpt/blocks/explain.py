@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from graphckpt.blocks.compiled import share_of
-from graphckpt.ledger.record import Explanation, Row
+from graphckpt.ledger.explanation import Explanation
+from graphckpt.ledger.record import Row
 from graphckpt.ledger.recorder import REST, Recorder
 from graphckpt.rules import Full, Joined, Keep, Segments, Selective, Tiles
 from graphckpt.stores import Traffic

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from graphckpt.blocks.forward import BlockForward
     from graphckpt.blocks.resolve import ResolvedPolicies
-    from graphckpt.ledger.record import Explanation
+    from graphckpt.ledger.explanation import Explanation
 
 
 @final

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from graphckpt.blocks.select import Selector
-    from graphckpt.ledger.record import Explanation
+    from graphckpt.ledger.explanation import Explanation
     from graphckpt.rules import Rule
     from graphckpt.undo import Undo
 

@@ -52,9 +52,9 @@ class Event:
     """``"forward"``, ``"backward"``, ``"recompute"`` or ``"optimizer"``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """What ``explain()`` returns: one row per block, the totals and the warnings."""
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """What was seen of a step: one row per block, the totals and the warnings."""
 
     title: str
     rows: tuple[Row, ...]

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from graphckpt.ledger.group_rows import group_rows, total_seconds
-from graphckpt.ledger.record import Explanation, Row
+from graphckpt.ledger.record import Row, StepRecord
 from graphckpt.ledger.table_style import WIDTH, Column, bullet, show, table_of, width_of
 from graphckpt.units import format_bytes, format_seconds
 
@@ -64,7 +64,7 @@ _COLUMNS = (
 )
 
 
-def print_table(explanation: Explanation, file: TextIO | None = None) -> None:
+def print_table(explanation: StepRecord, file: TextIO | None = None) -> None:
     """Prints the rows, the totals, the peak and the warnings.
 
     Equal consecutive layers are printed as one line of sums; the rows of the explanation are not changed.
@@ -77,7 +77,7 @@ def print_table(explanation: Explanation, file: TextIO | None = None) -> None:
     >>> from dataclasses import replace
     >>> row = Row(block="layers.0", rule="full", bytes_before=4096, bytes_after=1024, runs=1, reruns=1)
     >>> rows = (row, replace(row, block="layers.1"))
-    >>> print_table(Explanation(title="TrainStep", rows=rows, bytes_before=8192, bytes_after=2048))
+    >>> print_table(StepRecord(title="TrainStep", rows=rows, bytes_before=8192, bytes_after=2048))
     TrainStep: bytes kept for backward, before and after
     block            rule    before     after  reruns
     -------------------------------------------------
@@ -89,7 +89,7 @@ def print_table(explanation: Explanation, file: TextIO | None = None) -> None:
     show(parts_of(explanation), file)
 
 
-def parts_of(explanation: Explanation) -> Iterator[RenderableType]:
+def parts_of(explanation: StepRecord) -> Iterator[RenderableType]:
     """Yields what :func:`print_table` prints."""
     yield Text(f"{explanation.title}: bytes kept for backward, before and after", style="bold")
     short, legend = _short_rules(explanation)
@@ -112,13 +112,13 @@ def parts_of(explanation: Explanation) -> Iterator[RenderableType]:
         yield bullet(warning)
 
 
-def _table(columns: Sequence[_Cells], rows: Sequence[Row], explanation: Explanation) -> Table:
+def _table(columns: Sequence[_Cells], rows: Sequence[Row], explanation: StepRecord) -> Table:
     total = _total(explanation)
     cells = [[column.cell(row) for column in columns] for row in rows]
     return table_of([c.column for c in columns], cells, [column.cell(total) for column in columns])
 
 
-def _short_rules(explanation: Explanation) -> tuple[dict[str, str], list[tuple[str, str]]]:
+def _short_rules(explanation: StepRecord) -> tuple[dict[str, str], list[tuple[str, str]]]:
     """Returns short names of rules that are long lists, and what stands below the table for all that need it."""
     short: dict[str, str] = {}
     for rule in dict.fromkeys(row.rule for row in explanation.rows):
@@ -147,7 +147,7 @@ def _has_content(cells: _Cells, rows: Sequence[Row]) -> bool:
     return not is_optional or any(cells.cell(row) not in ("", "-") for row in rows)
 
 
-def _total(explanation: Explanation) -> Row:
+def _total(explanation: StepRecord) -> Row:
     """Returns the last line: bytes of the explanation, other sums over outermost rows."""
     names = {row.block for row in explanation.rows}
     rows = [row for row in explanation.rows if not _is_inside(row.block, names)]
@@ -179,7 +179,7 @@ def _is_inside(block: str, names: Collection[str]) -> bool:
     return block != "" and not outer.isdisjoint(names)
 
 
-def _summary(explanation: Explanation) -> Iterator[str]:
+def _summary(explanation: StepRecord) -> Iterator[str]:
     yield _change("kept for backward", explanation.bytes_before, explanation.bytes_after)
     moved = [(explanation.bytes_host, "in host memory"), (explanation.bytes_disk, "on disk")]
     if any(num_bytes for num_bytes, _ in moved):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -77,9 +77,9 @@ def text_of(parts: Iterable[RenderableType]) -> str:
     return "".join(f"{line.rstrip()}\n" for line in lines.getvalue().splitlines())
 
 
-def html_of(parts: Callable[[], Iterable[RenderableType]]) -> str:
+def html_of(parts: Iterable[RenderableType]) -> str:
     """Returns tables and lines for a notebook."""
     console = Console(file=io.StringIO(), width=WIDTH, record=True, force_terminal=True, highlight=False)
-    for part in parts():
+    for part in parts:
         console.print(part)
     return console.export_html(inline_styles=True, code_format='<pre style="line-height: 1.2">{code}</pre>')

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
 from graphckpt.integrations import lightning, transformers
-from graphckpt.ledger.record import Explanation
+from graphckpt.ledger.explanation import Explanation
 
 # accelerate before 1.15 shards tied weights in two groups, which torch 2.13 refuses
 TIED = Version(accelerate.__version__) >= Version("1.15") or Version(torch.__version__) < Version("2.13")

@@ -17,7 +17,7 @@ from zoo import ZOO, chain
 
 import graphckpt
 from graphckpt import Selective, Tiles
-from graphckpt.ledger.record import Explanation
+from graphckpt.ledger.explanation import Explanation
 
 Step = Callable[[nn.Module], Any]
 

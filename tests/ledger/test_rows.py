@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from zoo import chain
 
 import graphckpt
-from graphckpt.ledger.record import Explanation
+from graphckpt.ledger.explanation import Explanation
 
 
 class Stages(nn.Module):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import io
+import json
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphckpt.ledger.explanation import Explanation
 from graphckpt.ledger.group_rows import group_rows
-from graphckpt.ledger.record import Event, Explanation, Row
+from graphckpt.ledger.record import Event, Row
 from graphckpt.ledger.table import print_table
 
 MIB = 2**20
@@ -168,6 +170,22 @@ def test_a_terminal_gets_every_number_whole(monkeypatch, width):
         assert number in text
     assert "transformer.h.0-11 (12x)" in text
     assert "one more" in text
+
+
+def test_an_explanation_shows_itself(tmp_path):
+    assert str(GPT) + "\n" == printed(GPT)
+    assert repr(GPT) == "<Explanation of TrainStep: 14 rows, kept for backward 84.0 MiB -> 12.5 MiB>"
+    html = GPT._repr_html_()
+    assert html.startswith("<pre")
+    assert "transformer.h.0-11 (12x)" in html
+    assert "#008000" in html or "color" in html
+    record = explanation(layers(2), timeline=(Event(5 * MIB, "h.0", "forward"),), plain_levels=(6 * MIB,))
+    values = json.loads(json.dumps(record.to_dict()))
+    assert values["bytes_before"] == record.bytes_before
+    assert values["peak_at"] == "forward of h.0"
+    assert [row["block"] for row in values["rows"]] == [row.block for row in record.rows]
+    assert "timeline" not in values
+    assert record.plot(tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_text_in_brackets_is_no_markup(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import json
 import re
 import textwrap
 
@@ -511,7 +512,7 @@ def test_save_and_load(planned, tmp_path):
     assert "&" not in path.read_text(encoding="utf-8"), "any line may be copied"
     loaded = Plan.load(path)
     assert loaded.blocks == found.blocks != {}
-    assert loaded.explain(show=False) == found.rows
+    assert loaded.explain(show=False).rows == found.rows
     assert loaded == dataclasses.replace(found, stages=(), notes=())
     with pytest.raises(
         ConfigError, match=r"Plan\.apply: expected a model, since the plan is from a file · fix: plan\.apply\(model\)"
@@ -569,7 +570,7 @@ PEAK_OF_FIXED = (
 
 
 def test_explain_prints_policies_costs_and_notes(capsys):
-    assert FIXED.explain(show=False) == FIXED.rows
+    assert FIXED.explain(show=False) is FIXED
     assert capsys.readouterr().out == ""
     FIXED.explain()
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
@@ -585,6 +586,10 @@ def test_explain_prints_policies_costs_and_notes(capsys):
         "everything kept: 20.0 MiB; lowest possible: 5.00 MiB",
         "* something to [know]",
     ]
+    assert str(FIXED).splitlines() == printed
+    assert "h.0-2" in FIXED._repr_html_()
+    assert repr(FIXED) == "<Plan of 6 blocks: peak 11.0 MiB of a budget of 12.0 MiB>"
+    assert json.loads(json.dumps(FIXED.to_dict()))["plan"]["rows"][3]["option"] == "full + host"
 
 
 def test_levels_have_one_name_in_all_tables_and_their_ops_stand_below(capsys, tmp_path):
