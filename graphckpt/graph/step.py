@@ -10,7 +10,7 @@ from weakref import ref
 import torch
 
 from graphckpt.blocks.forward import disable_checkpointing
-from graphckpt.blocks.resolve import resolve_policies
+from graphckpt.blocks.resolve import ResolvedPolicies, resolve_policies
 from graphckpt.blocks.step_recorder import StepRecorder
 from graphckpt.errors import GraphError
 from graphckpt.graph.captured_step import CapturedStep
@@ -84,7 +84,8 @@ class Step:
         self._is_plain = False
         self._num_groups = 0
         self._num_watched = 0
-        self._seen: tuple[list[Any], dict[str, str], list[tuple[str, nn.Module]]] = ([], {}, [])
+        self._seen: tuple[list[Any], dict[str, str], list[str], list[tuple[str, nn.Module]]] = ([], {}, [], [])
+        self._policies = ResolvedPolicies([], {}, [])
         self._trains = False
         self._wrappers: list[BlockForward] = []
 
@@ -199,9 +200,10 @@ class Step:
             for w in plan.wrappers
             if w.module is not None
         ]
-        seen = blocks, plan.idle, list(self.roots.items())
+        seen = blocks, plan.idle, plan.selected, list(self.roots.items())
         if seen != self._seen:  # what the wrappers have learnt, and what was watched, is still true otherwise
             self._seen = seen
+            self._policies = plan
             self._wrappers = plan.wrappers
             self._num_watched = 0
             self.watcher = None
@@ -224,8 +226,7 @@ class Step:
 
     def _watch(self, args: Any, kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
         if self.watcher is None:
-            _, idle, roots = self._seen
-            self.watcher = StepRecorder(self.name, roots, self._wrappers, idle)
+            self.watcher = StepRecorder(self.name, self._seen[-1], self._policies)
         if self._num_watched >= _WATCHED_OPS and not self._is_measured:
             return self.watcher.time()
         return self.watcher.measure(tensors_in((args, kwargs)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
@@ -63,6 +63,7 @@ class Selective(Rule):
             call in the block, and ``"attention[0]"`` that of the first call of whichever op of the preset; or a
             policy ``(context, op, *args, **kwargs)`` that returns a bool or
             a ``CheckpointPolicy``, as for ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
+        label: a name for tables, in place of the ops: the planner calls its choices "level 1 of 4", and so on.
 
     Raises:
         ConfigError: There is no such preset or op.
@@ -70,12 +71,13 @@ class Selective(Rule):
 
     name: ClassVar[str] = "selective"
     save: str | tuple[Any, ...] | list[Any] | Callable[..., Any] = "matmul+attention"
+    label: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_policy", _policy(self.save))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Selective, (self.save,)  # the policy made from `save` need not be picklable
+        return Selective, (self.save, self.label)  # the policy made from `save` need not be picklable
 
     def run(self, block: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs the block; backward will recompute it, except for the chosen ops."""
@@ -86,6 +88,8 @@ class Selective(Rule):
 
     def describe(self) -> str:
         """Names the preset, the ops or the policy function."""
+        if self.label:
+            return f"selective({self.label})"
         if isinstance(self.save, str):
             return f"selective({self.save})"
         if callable(self.save):
