@@ -61,8 +61,8 @@ class BlockConfig:
             outermost, ``False``.
         min_elements (int | None): Tensors with fewer elements are not offloaded, partitioned or put into the slab.
             ``None``: as the block around it; outermost, 1024.
-        compile (bool | dict | None): Whether the block's forward is compiled by ``torch.compile``, inside of its policy,
-            or the options to call it with. The option ``activation_memory_budget``, from 0 to 1, is the share that
+        compile (bool | dict | None): Whether ``torch.compile`` compiles the block's forward, inside of its policy, or
+            the options to call it with. The option ``activation_memory_budget``, from 0 to 1, is the share that
             is saved of what the compiler would save for backward. ``None`` and ``False``: not compiled.
         stage_id (int | None): The pipeline stage of the block, for ``graphckpt.integrations.pipelining`` and
             ``train.dist.pipeline_parallel_size``. ``None``: the stage of the block before it.
