@@ -19,7 +19,7 @@ from graphckpt.ledger.plot import draw
 from graphckpt.ledger.recorder import Recorder
 from graphckpt.ledger.storage_log import StorageLog
 from graphckpt.ledger.table import print_table
-from graphckpt.tree import flatten_call
+from graphckpt.tree import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -86,7 +86,7 @@ class StepRecorder:
         if not torch.is_grad_enabled() or is_transformed():
             return
         self.close()
-        recorder = self._bytes = Recorder([*self._state(), *_tensors(args, kwargs)])
+        recorder = self._bytes = Recorder([*self._state(), *tensors_in((args, kwargs))])
         rows = _rows_for_modules(recorder, self._wrappers, self._plain_modules())
         rows.__enter__()
         end = root.register_forward_hook(_Hook(lambda: recorder.end), always_call=True)
@@ -125,7 +125,7 @@ class StepRecorder:
         """Ignores the model's inputs, which the caller keeps alive anyway."""
 
         def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            recorder.ignore(_tensors(args, kwargs))
+            recorder.ignore(tensors_in((args, kwargs)))
 
         name, root = self._roots[0]
         hook = None if name else root.register_forward_pre_hook(see, with_kwargs=True)
@@ -188,10 +188,6 @@ def _state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def _nothing() -> None:
     return None
-
-
-def _tensors(args: Iterable[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    return [leaf for leaf in flatten_call(tuple(args), kwargs)[0] if isinstance(leaf, torch.Tensor)]
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from graphckpt.planning.options import PlanOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from graphckpt.blocks.proxy import BlockTree
     from graphckpt.graph.auto_plan import AutoPlan
@@ -31,14 +32,16 @@ class Inspected:
     _tree: BlockTree
 
     def explain(self, plot: str | None = None, *, show: bool = True) -> Explanation:
-        """Prints what each block keeps, where, and what it costs, as seen in the first calls; returns the rows.
+        """Prints what each block keeps, where, and what it costs, and returns the rows.
+
+        Without :meth:`measure`, the rows are those of the first calls.
 
         Args:
             plot: File for a picture of the live bytes over the step, ``.png`` or ``.svg``.
             show: ``False`` returns the rows and prints nothing.
 
         Raises:
-            GraphError: The graph has no optimizer, was never called, or ``config.measure`` is off.
+            GraphError: The graph has no optimizer, or no call was recorded.
         """
         if not self.config.training:
             raise GraphError(
@@ -47,13 +50,13 @@ class Inspected:
         watcher = self._step.watcher
         if watcher is None:
             raise GraphError(
-                f"{self._name}.explain: no step was watched · fix: call the graph, with config.measure = True"
+                f"{self._name}.explain: no step was watched · fix: call the graph inside `with graph.measure():`"
             )
         return watcher.explain(plot, show=show, capture=self._step.capture_text)
 
-    def measure(self) -> None:
-        """Has the next three calls watched again for :meth:`explain`, as the first three were."""
-        self._step.watch_again()
+    def measure(self) -> AbstractContextManager[None]:
+        """Records the calls in the ``with`` block op by op; :meth:`explain` then shows the last of them."""
+        return self._step.measure()
 
     def verify(self, *args: Any, steps: int = 3, **kwargs: Any) -> Verification:
         """Compares ``steps`` steps on these inputs with plain ones, without policies and capture, in every bit.

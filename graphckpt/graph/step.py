@@ -18,7 +18,7 @@ from graphckpt.graph.inputs import InputCheck
 from graphckpt.graph.micro_batches import fresh_outputs, is_new, micro_batches, pack_outputs
 from graphckpt.graph.update import ScaledBackward, leaving_grads
 from graphckpt.ledger.live_memory import inner_tensors
-from graphckpt.tree import flatten_call
+from graphckpt.tree import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -79,6 +79,7 @@ class Step:
         self.setup = setup
         self._bystanders: list[torch.Tensor] = []
         self.recorded: RecordedStep | None = None
+        self._is_measured = False
         self._is_watched = False
         self._is_plain = False
         self._num_groups = 0
@@ -87,10 +88,16 @@ class Step:
         self._trains = False
         self._wrappers: list[BlockForward] = []
 
-    def watch_again(self) -> None:
-        """Has the next calls watched as the first ones were."""
-        self._num_watched = 0
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Records the calls in the ``with`` block op by op. Later calls do not replace the record."""
+        self._is_measured = True
         self.setup.is_done = False
+        try:
+            yield
+        finally:
+            self._is_measured = False
+            self._num_watched = max(self._num_watched, _WATCHED_OPS)
 
     def call_with_setup(
         self, fields: dict[str, Any], build: Callable[..., Any], args: Any, kwargs: dict[str, Any]
@@ -107,7 +114,7 @@ class Step:
             raise GraphError(
                 f"{self.name}: {difference} · fix: keep inputs as they are, or config.strict_static = False"
             )
-        is_watched = self._num_watched < _WATCHED_TIMES and config.training and config.measure
+        is_watched = config.training and (self._is_measured or (config.measure and self._num_watched < _WATCHED_TIMES))
         with ExitStack() as stack:
             if self._debug.level >= 0:
                 stack.enter_context(self._debug.around(self.name, self.roots))
@@ -218,9 +225,9 @@ class Step:
         if self.watcher is None:
             _, idle, roots = self._seen
             self.watcher = StepRecorder(self.name, roots, self._wrappers, idle)
-        if self._num_watched >= _WATCHED_OPS:
+        if self._num_watched >= _WATCHED_OPS and not self._is_measured:
             return self.watcher.time()
-        return self.watcher.measure(_tensors(args, kwargs))
+        return self.watcher.measure(tensors_in((args, kwargs)))
 
     def _train(self, build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         update = self.update
@@ -282,14 +289,10 @@ class Step:
 
     def _addresses(self, args: Any, kwargs: dict[str, Any]) -> set[int]:
         """Where the step's inputs and the modules' own tensors lie, which no output may be."""
-        tensors = _tensors(args, kwargs)
+        tensors = tensors_in((args, kwargs))
         for root in self.roots.values():
             for module in root.modules():
                 for own in (module._parameters, module._buffers, module.__dict__):
                     tensors += [value for value in own.values() if isinstance(value, torch.Tensor)]
         plain = [p for t in tensors for p in (inner_tensors(t) if hasattr(t, "__tensor_flatten__") else (t,))]
         return {t.untyped_storage().data_ptr() for t in plain if t.layout is torch.strided}
-
-
-def _tensors(args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    return [leaf for leaf in flatten_call(args, kwargs)[0] if isinstance(leaf, torch.Tensor)]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
+from graphckpt.capture.diagnose import modules_of
 from graphckpt.errors import GraphError
 from graphckpt.training_state import TrainingState
 from graphckpt.tree import flatten_value
@@ -106,7 +107,7 @@ class _State:
             self._tensors[f"{owners.get(parameter, 'a parameter')}, optimizer's {key}"] = copied
         self._attributes = {
             f"{name}.{key}": (module.__dict__, key, copy.copy(value) if isinstance(value, CONTAINERS) else value)
-            for name, module in _modules(roots)
+            for name, module in modules_of(roots.items())
             for key, value in module.__dict__.items()
             if key not in _OF_TORCH and isinstance(value, (*_ATOMS, *CONTAINERS, torch.Tensor))
         }
@@ -138,14 +139,8 @@ class _State:
 _OF_TORCH = frozenset(torch.nn.Module().__dict__) - {"training"} | {"forward"}
 
 
-def _modules(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    for root, top in roots.items():
-        for name, module in top.named_modules():
-            yield f"{root}.{name}" if name else root, module
-
-
 def _tensors(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    for path, module in _modules(roots):
+    for path, module in modules_of(roots.items()):
         for own in (module._parameters, module._buffers):
             for key, tensor in own.items():
                 if tensor is not None:

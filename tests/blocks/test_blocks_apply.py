@@ -517,13 +517,13 @@ def test_explain_before_a_step() -> None:
 def test_disable_checkpointing_is_for_one_with_block() -> None:
     model = build()
     with graphckpt.apply(model, {"encoder.*": True}):
-        with graphckpt.disable_checkpointing():
+        with graphckpt.blocks.disable_checkpointing():
             assert recomputed(model) == []
-            with graphckpt.disable_checkpointing():
+            with graphckpt.blocks.disable_checkpointing():
                 pass
             assert recomputed(model) == []
         assert recomputed(model) == ENCODER
-        with pytest.raises(KeyboardInterrupt), graphckpt.disable_checkpointing():
+        with pytest.raises(KeyboardInterrupt), graphckpt.blocks.disable_checkpointing():
             raise KeyboardInterrupt
         assert recomputed(model) == ENCODER
 

@@ -31,9 +31,8 @@ from graphckpt import (
     checkpoint,
     checkpoint_sequential,
     checkpoint_wrapper,
-    disable_checkpointing,
-    is_recomputing,
 )
+from graphckpt.blocks import disable_checkpointing, is_recomputing
 
 
 def module() -> nn.Sequential:

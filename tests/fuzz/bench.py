@@ -130,7 +130,7 @@ def run(
     bench = Bench(model, handle)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.5)
     torch.manual_seed(5)
-    with graphckpt.disable_checkpointing() if rules is None else nullcontext():
+    with graphckpt.blocks.disable_checkpointing() if rules is None else nullcontext():
         for number, (shape, options) in enumerate(steps):
             bench.begin(number, **options)
             shape(bench)

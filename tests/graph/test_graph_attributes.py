@@ -10,7 +10,8 @@ import torch
 from helpers.train_graphs import Train, adamw, batches, mlp
 from torch import nn
 
-from graphckpt import Block, Graph
+from graphckpt import Graph
+from graphckpt.blocks import Block
 
 
 def test_a_module_becomes_a_block_and_comes_back_as_itself_in_build() -> None:
@@ -209,8 +210,8 @@ def test_training_and_is_compiled() -> None:
     graph(*batches(1)[0])
     assert graph.is_compiled
     graph.model[1].config.activation_checkpointing = True
-    graph.measure()
-    assert graph.is_compiled
+    with graph.measure():
+        assert graph.is_compiled
 
 
 def test_a_failed_first_call_does_not_count() -> None:

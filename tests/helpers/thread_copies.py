@@ -138,8 +138,7 @@ class ThreadCopies(CopyEngine):
         """Waits until the copy is made."""
         assert isinstance(event, Copy)
         if not event.joined_at:
-            self._lanes[event.what].allow(event.number)
-            event.is_done.wait()
+            self._lanes[event.what].wait(event)
             event.joined_at = time.perf_counter()
 
     def is_on_current_stream(self, event: CopyEvent) -> bool:
@@ -210,13 +209,23 @@ class _Lane:
         self._thread: threading.Thread | None = None
 
     def issue(self, make: Callable[[int], Copy]) -> Copy:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, daemon=True, name="graphckpt-copies")
-            self._thread.start()
         self._last = make(self._num_issued)
         self._num_issued += 1
         self._jobs.put(self._last)
+        self._start()
         return self._last
+
+    def _start(self) -> None:
+        """Starts the thread, if there is none: the garbage collector may end it at any moment, with a store."""
+        thread = self._thread or threading.Thread(target=self._work, daemon=True, name="graphckpt-copies")
+        if self._thread is None:
+            self._thread = thread
+            thread.start()
+
+    def wait(self, copy: Copy) -> None:
+        self.allow(copy.number)
+        self._start()
+        copy.is_done.wait()
 
     def allow(self, number: int) -> None:
         with self._gate:
@@ -228,9 +237,8 @@ class _Lane:
             self._gate.wait_for(lambda: number < self._num_allowed)
 
     def finish(self) -> None:
-        self.allow(self._num_issued - 1)
-        if self._last is not None:
-            self._last.is_done.wait()
+        if self._last is not None and not self._last.is_done.is_set():
+            self.wait(self._last)
 
     def stop(self) -> None:
         self.finish()

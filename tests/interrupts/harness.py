@@ -116,7 +116,7 @@ def left_active() -> list[str]:
         found.append("autocast")
     if running.get() is not None:
         found.append("a run")
-    if graphckpt.is_recomputing():
+    if graphckpt.blocks.is_recomputing():
         found.append("is_recomputing()")
     return found
 
@@ -282,7 +282,7 @@ class Trial:
         results = []
         for model in (self._model, twin):
             torch.manual_seed(7)
-            with nullcontext() if model is self._model else graphckpt.disable_checkpointing():
+            with nullcontext() if model is self._model else graphckpt.blocks.disable_checkpointing():
                 results.append(self._next_step(model))
             if model is self._model:
                 found += [f"left after the next step: {name}" for name in left_active()]

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 
+from graphckpt import cli_plan
 from graphckpt.cli import main
 from graphckpt.planning.api import find_blocks
 from graphckpt.planning.candidates import NEAR, options
@@ -18,6 +19,7 @@ from graphckpt.planning.measure.sweep import measure
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.planner import Planner
 from graphckpt.planning.solve.search import CopyRates
+from graphckpt.units import format_bytes
 
 
 def made(num_layers=7):
@@ -105,6 +107,26 @@ def test_the_command_plans_a_config_for_another_device(tmp_path, capsys):
     plan = Plan.load(saved)
     assert plan.predicted_peak_bytes <= plan.budget_bytes
     assert set(plan.blocks) <= {f"transformer.h.{n}" for n in range(4)}
+
+
+@pytest.mark.parametrize("patience", [0.0, 1e6])
+def test_the_command_says_what_takes_long_and_which_budget_it_takes(patience, monkeypatch, capsys):
+    monkeypatch.setattr(cli_plan, "_PATIENCE", patience)
+    words = ["model.config.n_layer=2", "train.train_micro_batch_size=2"]
+    assert main(["plan", "--config-file", "configs/quickstart.py", "--device", "h200", *words]) == 0
+    err = capsys.readouterr().err
+    size = format_bytes(load_profile("h200").memory_bytes)
+    assert f"--memory-budget is not set: planning for all memory of h200, {size}\n" in err
+    said = [line.partition(" s: ")[2] for line in err.splitlines() if line.startswith("planning, ")]
+    assert (said[-1:] == ["choosing the policies of 2 blocks"]) is (patience == 0.0)
+    assert any(line.startswith("simulated run ") for line in said) is (patience == 0.0)
+
+
+def test_the_command_says_nothing_of_a_budget_that_is_given(capsys):
+    flags = ["--device", "h200", "--memory-budget", "max"]
+    words = ["model.config.n_layer=2", "train.train_micro_batch_size=2"]
+    assert main(["plan", "--config-file", "configs/quickstart.py", *flags, *words]) == 0
+    assert "--memory-budget" not in capsys.readouterr().err
 
 
 @pytest.mark.slow

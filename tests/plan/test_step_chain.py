@@ -45,7 +45,8 @@ class Stack(nn.Module):
 
 
 @pytest.fixture
-def known(monkeypatch):
+def measured(monkeypatch):
+    """Returns a step and its measurements, near and offloaded."""
     monkeypatch.setattr(real_step, "_TIMED_RUNS", 1)
     model, x = Stack([32] * NUM_BLOCKS), torch.randn(64, 32)
 
@@ -54,12 +55,13 @@ def known(monkeypatch):
             loss = model(x)
         loss.backward()
 
-    some = options(False, ["full", {"rule": "selective", "save": "matmul"}])
-    return measure(RealStep(model, step), Blocks(find_blocks(model, None)), some)
+    some = options("cpu", ["full", {"rule": "selective", "save": "matmul"}])
+    step, blocks = RealStep(model, step), Blocks(find_blocks(model, None))
+    return step, blocks, measure(step, blocks, some)
 
 
-def test_tensors_that_other_code_holds_do_not_multiply_the_states(known):
-    chain = StepChain(known)
+def test_tensors_that_other_code_holds_do_not_multiply_the_states(measured):
+    chain = StepChain(measured[2])
     states = {chain.start}
     for block in range(NUM_BLOCKS):
         moves = (chain.move(block, option, held) for held in states for option in range(len(chain.options(block))))
@@ -67,8 +69,16 @@ def test_tensors_that_other_code_holds_do_not_multiply_the_states(known):
         assert len(states) <= 4 * (block + 2)
 
 
-def test_the_peak_of_a_plan_is_that_of_the_memory_model(known):
+def test_the_peak_of_a_plan_is_that_of_the_memory_model(measured):
+    known = measured[2]
     chain, rng = StepChain(known), random.Random(1)
     for _ in range(50):
-        choices = [rng.randrange(3) for _ in range(NUM_BLOCKS)]
+        choices = [rng.randrange(6) for _ in range(NUM_BLOCKS)]
         assert peak(chain, choices) == known.model.highest(choices).peak, choices
+
+
+def test_the_peak_of_a_plan_is_that_of_the_step(measured):
+    step, blocks, known = measured
+    for plan in ([3] * NUM_BLOCKS, [0, 1, 2, 3, 4, 5, 0, 3], [3, 0, 5, 1, 4, 2, 3, 1]):
+        chosen = [own[option] for own, option in zip(known.options_of, plan, strict=True)]
+        assert known.model.highest(plan).peak == step.sample(blocks, chosen).trace.peak_bytes, plan

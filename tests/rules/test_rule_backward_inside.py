@@ -65,22 +65,28 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-def steps(model: nn.Module, *, amp: bool, rules: dict[str, Any] | None = None, times: int = 3) -> list[Tensor]:
+def steps(
+    model: nn.Module, *, amp: bool = False, rules: dict[str, Any] | None = None, times: int = 3, needs_grad: bool = True
+) -> list[Tensor]:
     """Returns the outputs and gradients of steps with two backward calls each, within the autocast region."""
     model = copy.deepcopy(model)
     seen = []
     handle = None if rules is None else graphckpt.apply(model, rules)
     generator = torch.Generator().manual_seed(1)
     for _ in range(times):
-        x = torch.randn(4, 8, generator=generator, requires_grad=True)
+        x = torch.randn(4, 8, generator=generator, requires_grad=needs_grad)
         with torch.autocast("cpu", torch.bfloat16, enabled=amp):
             y = model(x)
             y.sum().backward(retain_graph=True)
             y.pow(2).sum().backward()
-        seen += [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        seen += [y.detach(), *(p.grad.clone() for p in [x, *model.parameters()] if p.grad is not None)]
         seen += [b.clone() for b in model.buffers()]
     if handle is not None:
-        assert all(wrapper.context.store.num_alive == 0 for wrapper in handle._wrappers if wrapper.context.is_placed)
+        assert all(
+            getattr(wrapper.context.store, "num_alive", 0) == 0
+            for wrapper in handle._wrappers
+            if wrapper.context.is_placed
+        )
         handle.remove()
     return seen
 
@@ -94,6 +100,59 @@ def test_every_bit_is_that_of_the_plain_step(kind: str, rules: str, amp: bool) -
     expected = steps(model, amp=amp)
     found = steps(model, amp=amp, rules=RULES[rules])
     assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+
+
+class GradientOfChild(nn.Module):
+    """Differentiates its child by its input."""
+
+    def __init__(self, child: nn.Module) -> None:
+        super().__init__()
+        self.child = child
+
+    def forward(self, x: Tensor) -> Tensor:
+        energy = self.child(x)
+        (force,) = torch.autograd.grad(energy.pow(2).sum(), x, retain_graph=True)
+        return energy + force.tanh()
+
+
+class KeepsState(nn.Module):
+    """Sets an attribute, so that it is recomputed although it is an excluded child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.state = torch.zeros(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x + self.state)
+        self.state = y.detach().mean(0)
+        return y
+
+
+ON, OFF = {"activation_checkpointing": True}, {"activation_checkpointing": False}
+KEEPS_NOTHING = {"activation_checkpointing": Selective("attention")}
+
+
+@pytest.mark.parametrize("needs_grad", [False, True], ids=["no gradient of the input", "a gradient of the input"])
+@pytest.mark.parametrize(
+    ("model", "rules"),
+    [
+        (
+            nn.Sequential(nn.Linear(8, 8), nn.Sequential(GradientOfChild(nn.Linear(8, 8)), nn.Linear(8, 8))),
+            {"": ON, "1": KEEPS_NOTHING, "1.1": OFF},
+        ),
+        (Twice(nn.Linear(8, 8), nn.Sequential(Force("weight"))), {"": ON, "1": OFF, "1.0": ON}),
+        (
+            nn.Sequential(nn.Linear(8, 8), KeepsState(), nn.Sequential(nn.Linear(8, 8), Force())),
+            {"": ON, "1": OFF, "1.linear": {"min_elements": 1}, "2": KEEPS_NOTHING, "2.1.linear": OFF},
+        ),
+    ],
+    ids=["behind it", "around it, called twice", "recomputed after all"],
+)
+def test_excluded_children(model: nn.Module, rules: dict[str, Any], needs_grad: bool) -> None:
+    expected = steps(model, needs_grad=needs_grad)
+    found = steps(model, needs_grad=needs_grad, rules=rules)
     assert all(map(torch.equal, found, expected))
 
 

@@ -203,7 +203,7 @@ def test_a_failed_second_run_leaves_the_module_as_it_was() -> None:
     assert torch.equal(model[0].norm.running_mean, stats)
     assert model[0].norm.num_batches_tracked == 1
     assert torch.equal(torch.get_rng_state(), random)
-    assert not graphckpt.is_recomputing()
+    assert not graphckpt.blocks.is_recomputing()
 
 
 def test_a_kept_result_that_later_code_edits_is_made_again() -> None:

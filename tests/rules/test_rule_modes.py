@@ -282,8 +282,7 @@ def test_a_graph_keeps_the_same_bytes_with_amp_as_without() -> None:
         graph = Step(model, Selective(["aten.tanh.default[0]"]), amp=amp)
         for _ in range(5):
             graph(x)
-        graph.measure()
-        for _ in range(3):
+        with graph.measure():
             graph(x)
         explanation = graph.explain(show=False)
         assert "by number are not kept" not in str(explanation)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.thread_copies import FakeHost, ThreadCopies
+from helpers.thread_copies import Copy, FakeHost, ThreadCopies
 from torch import nn
 
 from graphckpt.errors import ConfigError, StoreError
@@ -49,6 +49,21 @@ def place_of(copies: ThreadCopies, in_flight_bytes: int | None = None) -> HostSt
     place = FakeHost(in_flight_bytes, copies).byte_store_for(CPU, print)
     assert isinstance(place, HostStore)
     return place
+
+
+def test_a_store_that_is_collected_during_a_copy_of_another_does_not_end_it(copies: ThreadCopies) -> None:
+    """Several stores share the threads, and the garbage collector may close one of them at any moment."""
+    source, target = data(8), torch.empty(8, dtype=torch.uint8)
+    copies.offload(source, target)
+    lane = copies._lanes["out"]
+
+    def make(number: int) -> Copy:
+        copies.close()
+        return Copy("out", number, source, target, None)
+
+    copy = lane.issue(make)
+    lane.allow(copy.number)
+    assert copy.is_done.wait(10)
 
 
 def test_bytes_go_and_come_back(copies: ThreadCopies) -> None:

@@ -244,8 +244,7 @@ def _run_kept(
     pack = keep[0] if recorder is None else recorder.stored_forward_began(block.name, keep[0], is_stored=is_stored)
     guard = Guard()
     try:
-        # what runs in here belongs to what is around the outermost recomputed block
-        guard.enter(around[-1].outer if around else running.get(), pack, keep[1])
+        guard.enter(None, pack, keep[1])  # what runs in here belongs to no recomputed block
         with modes_paused(around[0] if around else None):
             return function(*args, **kwargs)
     finally:

@@ -130,11 +130,11 @@ def innermost(frame: RecomputableCall) -> Execution | None:
 
 def keep_rest_around(frame: RecomputableCall) -> None:
     """Keeps the rest of the original forwards within which a backward is running that needs tensors of ``frame``."""
-    run = innermost(frame)
-    if run is not None:
-        backward = current_backward()
+    # both: in an excluded child, the former knows nothing of the block around the child
+    for innermost_run in (running.get(), frame.original):
+        run = innermost_run
         while run is not None:
-            if run.backward != backward:  # else the engine itself asks, within a recomputation
+            if run.is_active and run.backward != current_backward():  # else the engine asks, within a recomputation
                 run.frame.keep_rest()
             run = run.outer
 

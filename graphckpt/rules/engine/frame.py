@@ -31,13 +31,14 @@ from graphckpt.rules.engine.execution import (
     running,
 )
 from graphckpt.rules.engine.guard import Guard
-from graphckpt.rules.engine.joined_input import BlockOutput, last_output, tensors_in
+from graphckpt.rules.engine.joined_input import BlockOutput, last_output
 from graphckpt.rules.engine.mismatch import differs, modified_in_place, mutates_argument, mutates_module
 from graphckpt.rules.engine.saved import Holder
 from graphckpt.rules.engine.saved_hooks import StoredCall, hooks_around
 from graphckpt.state.autocast import autocast_depth, enter_ambient, take_ambient
 from graphckpt.state.rng import get_rng_state, set_rng_state
 from graphckpt.stores.device import DeviceStore
+from graphckpt.tree import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -11,7 +11,7 @@ import torch
 from graphckpt.errors import RecomputeError
 from graphckpt.rules.engine.argument import TensorProperties
 from graphckpt.rules.engine.mismatch import returns_differ
-from graphckpt.tree import flatten_value
+from graphckpt.tree import tensors_in
 
 if TYPE_CHECKING:
     from graphckpt.rules.engine.execution import RecomputableCall
@@ -61,10 +61,3 @@ class JoinedInput:
         if found[self._number : self._number + 1] != [self._dtype_and_shape]:
             raise RecomputeError(returns_differ(before.block.name, self._number, self._dtype_and_shape, found))
         return self._properties.apply_to(before.outputs[self._number])  # type: ignore[index]
-
-
-def tensors_in(output: Any) -> list[torch.Tensor]:
-    """Returns the tensors in what a block returns, in order."""
-    if isinstance(output, torch.Tensor):
-        return [output]
-    return [leaf for leaf in flatten_value(output)[0] if isinstance(leaf, torch.Tensor)]

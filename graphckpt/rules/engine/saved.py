@@ -77,6 +77,7 @@ class SavedTensor:
                     recorder.kept(block.name, tensor, self)
         else:
             pack, self._unpack = outer_hooks
+            tensor = tensor.detach()  # as one with history is saved by an op, which may fill another one after that
             if recorder is None:
                 self._held = pack(tensor)
             else:
