@@ -91,8 +91,11 @@ def _default(field: dataclasses.Field[Any]) -> str:
 def _arguments(target: Callable[..., Any], prefix: str, without: str | None) -> str:
     text = inspect.cleandoc(target.__doc__ or "")
     meanings = dict(re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", text, re.MULTILINE))
-    parameters = [p for p in inspect.signature(target).parameters.values() if p.default is not p.empty and p.name != without]
-    rows = [_row(f"{prefix}.{p.name}", str(p.annotation), repr(p.default), meanings[p.name][:1].upper() + meanings[p.name][1:]) for p in parameters]
+    rows = [
+        _row(f"{prefix}.{name}", str(parameter.annotation), repr(parameter.default), meanings[name])
+        for name, parameter in inspect.signature(target).parameters.items()
+        if parameter.default is not parameter.empty and name != without
+    ]
     return _HEAD + "\n".join(rows) + "\n"
 
 
@@ -101,5 +104,6 @@ def _row(key: str, kind: str, default: str, meaning: str) -> str:
 
 
 def _as_markdown(text: str) -> str:
-    """Returns a docstring as one line of Markdown."""
-    return re.sub(r":\w+:`~?([^`]+)`", r"`\1`", " ".join(text.split()).replace("``", "`"))
+    """Returns a docstring as one line of Markdown, which begins with a capital letter."""
+    line = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", " ".join(text.split()).replace("``", "`"))
+    return line[:1].upper() + line[1:]
