@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.hard_modules import chain
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from zoo import chain
 
 import graphckpt
 from graphckpt.ledger.explanation import Explanation
