@@ -23,10 +23,10 @@ from graphckpt.planning.solve.search import CopyRates
 from graphckpt.units import format_bytes
 
 
-def made(num_layers=7):
+def made(num_layers=7, vocab_size=64):
     config = transformers.LlamaConfig(
         num_hidden_layers=num_layers, hidden_size=32, intermediate_size=64, num_attention_heads=4,
-        num_key_value_heads=4, vocab_size=64, use_cache=False,
+        num_key_value_heads=4, vocab_size=vocab_size, use_cache=False,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
@@ -67,6 +67,26 @@ def test_the_ops_of_a_few_equal_layers_are_timed(monkeypatch):
     real.ops = lambda blocks: timed.append(blocks.names) or ops(blocks)
     measure(real, Blocks(find_blocks(model, None)), NEAR)
     assert [len(names) for names in timed] == [2], "of seven"
+
+
+def test_a_shorter_stack_shows_where_autocast_frees_its_copies_of_weights():
+    device = FakeDevice(load_profile("h200"))
+    with device:
+        model, optimizer, _ = made(vocab_size=4096)  # so that the loss sets the peak
+        x = torch.ones(2, 64, dtype=torch.long)
+
+    def step():
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(input_ids=x, labels=x).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    fake, blocks = FakeStep(device, model, step, optimizer), Blocks(find_blocks(model, None))
+    known = measure(fake, blocks, options(False, ["full"]))
+    for plan in ([1] * 7, [0, 1, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0]):
+        chosen = [own[option] for own, option in zip(known.options_of, plan, strict=True)]
+        assert known.model.highest(plan).peak == fake.sample(blocks, chosen).trace.peak_bytes, plan
 
 
 def test_it_predicts_the_bytes_of_the_real_step(monkeypatch):
