@@ -126,6 +126,39 @@ class Catches(nn.Module):
         return self.inner(x)
 
 
+class Retries(nn.Module):
+    """Uses what its children have left behind in a call that raised."""
+
+    def __init__(self, *children: nn.Module) -> None:
+        super().__init__()
+        self.inner = RaisesAtTimes(*children)
+
+    def forward(self, x: Tensor) -> Tensor:
+        results: list[Tensor] = []
+        try:
+            x = self.inner(x, results)
+        except ValueError:
+            x = x * 0.5
+        return x + results[0].cos()
+
+
+class RaisesAtTimes(nn.Module):
+    """Raises at the end of every other call."""
+
+    def __init__(self, *children: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(*children)
+        self.calls = 0
+
+    def forward(self, x: Tensor, results: list[Tensor]) -> Tensor:
+        self.calls += 1
+        y = self.inner(x)
+        results.append(y.tanh())
+        if self.calls % 2:
+            raise ValueError(f"call {self.calls}")
+        return y.sin()
+
+
 class Caches(nn.Module):
     """Passes an object by reference to a child, which fills it."""
 

@@ -74,6 +74,7 @@ CONTAINERS: dict[str, tuple[str, ...]] = {
     "WithoutGradients": ("",),
     "Autocasted": ("", "enabled=False"),
     "Catches": ("",),
+    "Retries": ("",),
     "Caches": ("",),
     "Hooked": ("",),
     "DropIn": ("", "how='closure'", "how='sequence'"),
@@ -117,7 +118,7 @@ class Node:
     def rules(self, path: str) -> dict[str, Fields]:
         """Returns the policies by the names of their modules, if this one is called ``path``."""
         inner = path if self.kind == "Chain" or not path else f"{path}.inner"
-        inner = {"Caches": f"{path}.inner.inner"}.get(self.kind, inner)
+        inner = f"{path}.inner.inner" if self.kind in ("Caches", "Retries") else inner
         found = {f"{path}.{name}".strip("."): fields for name, fields in self.policies}
         for number, child in enumerate(self.children):
             found |= child.rules(f"{inner}.{number}".strip("."))
@@ -201,7 +202,7 @@ class _Generator:
             children = tuple(self._node(depth + 1) for _ in range(rng.randint(1, 3)))
             if kind == "Chain":
                 return Node(kind, arguments, children, self._policies((), is_chain=True))
-            chains = () if kind in ("Listed", "Caches") else ("inner",)
+            chains = () if kind in ("Listed", "Caches", "Retries") else ("inner",)
             return Node(kind, arguments, children, self._policies(("inner",), chains=chains))
         kind = rng.choice(self._kinds)
         arguments = rng.choice(LAYERS[kind])
