@@ -1,4 +1,4 @@
-"""Makes the benchmark pages of the site from `benchmarks/results`, and links what lies outside of `docs`."""
+"""Makes the benchmark pages of the site from `benchmarks/results`, and adds what lies outside of `docs`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ GROUPS = {
     "planner": "Planner",
     "solve": "Solvers",
 }
+TESTS = re.compile(r"\]\(\.\./(tests/[\w/]+\.py)\)")
+"""A link to a test. The site has its source as text, since it is not known where the repository can be read."""
 OUTSIDE = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
 
 
@@ -57,6 +59,8 @@ def on_files(files: Files, config: Any) -> Files:
 
     for source, name in OUTSIDE.items():
         add(name, (ROOT / source).read_text(encoding="utf-8").replace("](docs/", "]("))
+    for test in set(TESTS.findall((ROOT / "docs" / "comparison.md").read_text(encoding="utf-8"))):
+        add(f"{test}.txt", (ROOT / test).read_text(encoding="utf-8"))
     readme = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
     for group, title in GROUPS.items():
         page = [f"# {title}", ""]
@@ -76,6 +80,12 @@ def on_files(files: Files, config: Any) -> Files:
         readme = readme.replace(f"`results/{group}*.md`", f"[{title}]({group}.md)")
     add("benchmarks/index.md", readme)
     return files
+
+
+def on_page_markdown(markdown: str, **kwargs: Any) -> str:
+    """Leads links to tests to their text."""
+    del kwargs
+    return TESTS.sub(r"](\1.txt)", markdown)
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
