@@ -42,7 +42,7 @@ __all__ = [
     "all_gather_bytes", "assert_on_device", "at_end_of_backward", "autograd_sequence_number", "backward_within",
     "clear_cublas_workspaces", "current_backward", "early_stop_active", "forget_fake", "forget_half_a_step",
     "has_function_modes", "is_fake", "is_transformed", "is_watched", "num_dispatch_modes", "num_function_modes",
-    "override_stale_capture_stream", "packed_shard", "pop_dispatch_mode", "pop_function_mode",
+    "op_names", "override_stale_capture_stream", "packed_shard", "pop_dispatch_mode", "pop_function_mode",
     "pop_saved_tensor_hooks", "push_saved_tensor_hooks", "pytree", "share_version_counter", "silence_capturable",
     "storage_of", "torch_version", "unseen_by_modes", "version_sharing_detach", "what_is_not_plain",
 ]  # fmt: skip
@@ -373,3 +373,8 @@ def assert_on_device(ok: torch.Tensor, message: str) -> None:
     There is no public form of it.
     """
     torch._assert_async(ok, message)
+
+
+def op_names() -> list[str]:
+    """Returns the names of all registered ops, such as ``"aten.mm"``. No public function lists them."""
+    return sorted({name.partition(".")[0].replace("::", ".") for name in torch._C._dispatch_get_all_op_names()})

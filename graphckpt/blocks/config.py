@@ -8,9 +8,7 @@ from typing import Any, final
 from graphckpt.blocks.compiled import check_options
 from graphckpt.errors import ConfigError, did_you_mean
 from graphckpt.rules.base import Rule
-from graphckpt.rules.registry import parse_rule
-from graphckpt.rules.segments import Segments
-from graphckpt.rules.tiles import Tiles
+from graphckpt.rules.registry import parse_rule, rule_classes
 from graphckpt.stores.offload import parse_offload
 from graphckpt.stores.partition.partition import parse_partition
 from graphckpt.stores.placement import parse_contiguous, parse_min_elements
@@ -158,8 +156,8 @@ def _combine(block: str, values: dict[str, Any]) -> Rule | None:
             raise ConfigError(
                 f"{block}.{field}: there is no such field{ours or did_you_mean(field, FIELDS) + f' · {_FIX}'}"
             )
-        if field == "stage_id" and value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise ConfigError(f"{block}.stage_id: {value!r} is no stage · fix: use an int")
+        if field == "stage_id" and value is not None and not (type(value) is int and value >= 0):
+            raise ConfigError(f"{block}.stage_id: expected an int from 0 on, got {value!r} · fix: the stage's number")
         if field == "compile":
             check_options(block, value)
         if field in PLACEMENT and value is not None:
@@ -175,7 +173,7 @@ def _combine(block: str, values: dict[str, Any]) -> Rule | None:
         raise ConfigError(
             f"{block}.{field}: it needs activation_checkpointing = True or None, which is {flag!r} · fix: unset one"
         )
-    cut: Rule = _parsed(block, field, Segments if segments is not None else Tiles, values[field])
+    cut: Rule = _parsed(block, field, rule_classes()[field], values[field])
     return cut
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from graphckpt.blocks.compiled import share_of
-from graphckpt.ledger.record import Explanation, Row
+from graphckpt.ledger.explanation import Explanation
+from graphckpt.ledger.record import Row
 from graphckpt.ledger.recorder import REST, Recorder
 from graphckpt.rules.full import Full
 from graphckpt.rules.joined import Joined
@@ -22,13 +23,13 @@ if TYPE_CHECKING:
     from torch import nn
 
     from graphckpt.blocks.forward import BlockForward
+    from graphckpt.blocks.resolve import ResolvedPolicies
 
 
 def explain_step(
     title: str,
     roots: Sequence[tuple[str, nn.Module]],
-    wrappers: Sequence[BlockForward],
-    idle: Mapping[str, str],
+    policies: ResolvedPolicies,
     kept: Recorder,
     live: Recorder | None,
     times: Recorder | None,
@@ -38,13 +39,18 @@ def explain_step(
     Args:
         title: Name of the model or graph.
         roots: The modules that were watched, with their names.
-        wrappers: The blocks with a policy.
-        idle: Why the flags of some modules do nothing.
+        policies: Those of the blocks.
         kept: Has seen what a step keeps.
         live: Has seen the live bytes of a step, if one was watched op by op.
         times: Has seen how long the blocks of a step took, if one was watched for that.
     """
-    rows = list(_rows(title, wrappers, idle, kept, times))
+    elsewhere = {w.name for w in policies.wrappers if w.module is not None and is_elsewhere(w.module)}
+    wrappers = [w for w in policies.wrappers if w.name not in elsewhere]
+    idle = policies.idle
+    empty = {name for name in kept.weightless if not (kept.bytes_before(name) or kept.bytes_after(name))}
+    omitted = elsewhere | (empty - {*policies.selected})
+    rows = [row for row in _rows(title, wrappers, idle, kept, times) if row.block not in omitted]
+    levels = plain_levels(wrappers, live)
     return Explanation(
         title=title,
         rows=tuple(rows),
@@ -53,7 +59,11 @@ def explain_step(
         bytes_host=kept.totals["host"].largest,
         bytes_disk=kept.totals["disk"].largest,
         peak_bytes=live.peak_bytes if live else None,
+        plain_peak_bytes=max(levels) if levels else None,
+        static_bytes=live.static_bytes if live else 0,
         timeline=live.timeline if live else (),
+        plain_levels=levels,
+        legend=_legend(wrappers),
         warnings=tuple(_warnings(title, roots, wrappers, idle, kept, live)),
     )
 
@@ -68,13 +78,15 @@ def _rows(
     for name in names:
         wrapper = wrapped.get(name)
         notes = list(wrapper.context.notes) if wrapper is not None else []
+        if name in kept.own_checkpointing:
+            notes.append("the model's own gradient checkpointing recomputes it")
         if name in idle:
             notes.insert(0, idle[name])
         stored = (kept.traffic.get(name) or Traffic()).bytes_at
         timed = (times or kept).traffic.get(name) or Traffic()
         yield Row(
             block=name or title,
-            rule=_rule(wrapper),
+            rule="own checkpointing" if name in kept.own_checkpointing else _rule(wrapper),
             place=wrapper.context.store.label if wrapper is not None else "device",
             bytes_before=kept.bytes_before(name),
             bytes_after=kept.bytes_after(name),
@@ -82,12 +94,26 @@ def _rows(
             bytes_disk=stored["disk"],
             runs=kept.runs[name],
             reruns=kept.reruns[name],
+            is_own=name in kept.own_checkpointing,
             forward_seconds=times.seconds[name] if times is not None and name in times.seconds else None,
             recompute_seconds=times.again_seconds[name] if times and name in times.again_seconds else None,
             copy_seconds=timed.copy_seconds or None,
             wait_seconds=timed.wait_seconds if timed.copy_seconds else None,
             note=" · ".join(notes),
         )
+
+
+def is_elsewhere(module: nn.Module) -> bool:
+    """Returns whether a module belongs to another pipeline stage: all its weights are on the meta device."""
+    weights = list(module.parameters())
+    return bool(weights) and all(weight.is_meta for weight in weights)
+
+
+def _legend(wrappers: Sequence[BlockForward]) -> tuple[tuple[str, str], ...]:
+    """Returns the ops that levels of ``selective`` keep."""
+    rules = dict.fromkeys(w.rule for w in wrappers if isinstance(w.rule, Selective) and w.rule.label)
+    ops = {rule.describe(): ", ".join(map(str, rule.save)) for rule in rules if isinstance(rule.save, (list, tuple))}
+    return tuple((name, f"keeps the results of {text}") for name, text in sorted(ops.items()))
 
 
 def _rule(wrapper: BlockForward | None) -> str:
@@ -115,7 +141,7 @@ def _warnings(
     yield from _useless_flags(title, flagged)
     ran = [w for w in flagged if kept.reruns[w.name]]
     tops = {id(root) for _, root in roots}
-    plain_peak = plain_peak_bytes(wrappers, live)
+    plain_peak = max(plain_levels(wrappers, live), default=None)
     is_as_high = live is None or live.peak_bytes is None or plain_peak is None or plain_peak <= 1.02 * live.peak_bytes
     for wrapper in ran:
         if id(wrapper.module) in tops and not isinstance(wrapper.rule, (Segments, Tiles)) and is_as_high:
@@ -163,11 +189,11 @@ def _last_block(
         )
 
 
-def plain_peak_bytes(wrappers: Sequence[BlockForward], live: Recorder | None) -> int | None:
-    """Returns the predicted peak of the step without policies; ``None`` if it cannot be predicted."""
-    if live is None or live.peak_bytes is None or not can_predict(wrappers):
-        return None
-    return max(live.levels_if_kept(lambda block: True), default=0)
+def plain_levels(wrappers: Sequence[BlockForward], live: Recorder | None) -> tuple[int, ...]:
+    """Returns the predicted live bytes of the step without policies; empty if they cannot be predicted."""
+    if live is None or live.own_checkpointing or not can_predict(wrappers):
+        return ()
+    return tuple(live.levels_if_kept(lambda block: True))
 
 
 def can_predict(wrappers: Sequence[BlockForward]) -> bool:

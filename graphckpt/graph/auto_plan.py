@@ -84,10 +84,10 @@ class AutoPlan:
         blocks = find_blocks(model, selectors)
         if options.compile is None:
             options = replace(options, compile=self._compile_of(blocks))
-        if step.recorded is not None:  # a plan drops the captures; until then their memory would count as taken
-            step.recorded.release()
+        if step.captured is not None:  # a plan drops the captures; until then their memory would count as taken
+            step.captured.release()
             torch.cuda.empty_cache()
-        with step.bare():
+        with step.without_own_policies():
             return plan_step(real, model, blocks, memory_budget, options, group, unchanged(step))
 
     def _compile_of(self, blocks: Sequence[tuple[str, nn.Module]]) -> Any:

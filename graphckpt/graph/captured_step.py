@@ -1,4 +1,4 @@
-"""A Graph's step as a recording needs it: what the device does, apart from what Python does in every call."""
+"""A Graph's step as a capture needs it: what the device does, apart from what Python does in every call."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from graphckpt.graph.config import GraphConfig
     from graphckpt.graph.update import Update
 
-_WARM_UP, _WARM_UP_DDP = 3, 11  # calls before a recording; DDP settles its buckets and communicators in its first ten
+_WARM_UP, _WARM_UP_DDP = 3, 11  # calls before a capture; DDP settles its buckets and communicators in its first ten
 
 _Gradients = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 @final
-class RecordedUpdate:
-    """The update of a recorded step: some optimizers step inside of the recording, the others after it.
+class CapturedUpdate:
+    """The update of a captured step: some optimizers step inside of the capture, the others after it.
 
     With a scaler it is all or none: an overflow is known inside only to optimizers that can skip a step by themselves.
     """
@@ -108,7 +108,7 @@ class RecordedUpdate:
         self._update.abandon()
 
     def settings(self) -> tuple[Hashable, ...]:
-        """Returns what a recording has built in."""
+        """Returns the values that a capture holds as constants."""
         scaler = self._update.scaler
         if scaler is None or not scaler.is_enabled():
             return constant_settings(self.inside)
@@ -128,7 +128,7 @@ class GraphProgram(Program):
         self,
         name: str,
         roots: Sequence[tuple[str, nn.Module]],
-        update: RecordedUpdate | None,
+        update: CapturedUpdate | None,
         run: WeakMethod[Callable[..., Any]],
         forward_backward: WeakMethod[Callable[..., Any]],
     ) -> None:
@@ -160,7 +160,7 @@ class GraphProgram(Program):
             self.update.before()
 
     def body(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Runs `build`, and what of the update can be recorded."""
+        """Runs `build`, and what of the update can be captured."""
         output = self._called(self._forward_backward, args, kwargs)
         return output, self.update.work() if self.update is not None else None
 
@@ -201,8 +201,8 @@ class GraphProgram(Program):
 
 
 @final
-class RecordedStep:
-    """The step of one Graph, and the recordings of it."""
+class CapturedStep:
+    """The step of one Graph, and its captures."""
 
     def __init__(self, program: GraphProgram, captures: CaptureManager) -> None:
         self._program = program
@@ -217,7 +217,7 @@ class RecordedStep:
         update: Update | None,
         run: Callable[..., Any],
         work: Callable[..., Any],
-    ) -> RecordedStep | None:
+    ) -> CapturedStep | None:
         """Gets ready to record, where ``config.capture`` asks for it and the device can; else returns ``None``.
 
         Raises:
@@ -228,7 +228,7 @@ class RecordedStep:
         if backend is None:
             return None
         program = GraphProgram(
-            name, roots, RecordedUpdate(update) if update else None, WeakMethod(run), WeakMethod(work)
+            name, roots, CapturedUpdate(update) if update else None, WeakMethod(run), WeakMethod(work)
         )
         is_ddp = any(isinstance(module, DistributedDataParallel) for _, root in roots for module in root.modules())
         captures = CaptureManager(
@@ -251,7 +251,7 @@ class RecordedStep:
             self._program.build = None  # it is a method of the Graph, which holds this
 
     def describe(self) -> str:
-        """Says how many recordings there are, what they take, which optimizers step outside of them; or why none."""
+        """Says how many captures there are, what they take, which optimizers step outside of them; or why none."""
         captures = self.captures
         if captures.reason is not None:
             return f"none, {captures.reason}"
@@ -271,7 +271,7 @@ class RecordedStep:
             self._program.update.count_steps()
 
     def release(self) -> None:
-        """Gives the memory of the recordings back."""
+        """Frees the memory of the captures."""
         self.count_steps()
         self.captures.release()
 

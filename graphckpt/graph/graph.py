@@ -103,17 +103,19 @@ class Graph(Inspected):
         if name in _OWN:
             raise AttributeError(f"{where}: the Graph itself uses this name · fix: choose another")
         if isinstance(value, torch.optim.Optimizer):
-            raise AttributeError(f"{where}: an Optimizer is no attribute of a Graph · fix: use add_optimizer(...)")
+            raise AttributeError(
+                f"{where}: an Optimizer cannot be an attribute of a Graph · fix: use add_optimizer(...)"
+            )
         if isinstance(value, torch.Tensor):
             raise AttributeError(
-                f"{where}: a Tensor is no attribute of a Graph · fix: hold it in an nn.Module and assign that"
+                f"{where}: a Tensor cannot be an attribute of a Graph · fix: hold it in an nn.Module and assign that"
             )
         if not isinstance(value, nn.Module):
             if name in self._roots:
                 del self._roots[name]
                 self._step.setup.mark_stale()
-            elif self._step.recorded is not None and not self._step.is_running and self.__dict__.get(name) is not value:
-                self._step.setup.mark_stale()  # a recording has built in what `build` reads
+            elif self._step.captured is not None and not self._step.is_running and self.__dict__.get(name) is not value:
+                self._step.setup.mark_stale()  # a capture holds what `build` reads as constants
             super().__setattr__(name, value)
             return
         if self._step.is_running:
@@ -173,7 +175,7 @@ class Graph(Inspected):
         """
         if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
             raise GraphError(
-                f"{self._name}.set_grad_scaler: {type(grad_scaler).__name__} is no GradScaler · "
+                f"{self._name}.set_grad_scaler: expected a GradScaler, got {type(grad_scaler).__name__} · "
                 "fix: pass a torch.amp.GradScaler"
             )
         self._update.scaler = grad_scaler
@@ -258,7 +260,7 @@ class Graph(Inspected):
     def trace(func: Callable[..., Any]) -> Graph:
         """Makes an evaluation graph of a plain function; used as a decorator."""
         if not inspect.isroutine(func):
-            raise GraphError(f"Graph.trace: {type(func).__name__} is no function · fix: decorate a function")
+            raise GraphError(f"Graph.trace: expected a function, got {type(func).__name__} · fix: decorate a function")
         kind = type(func.__name__, (Graph,), {"build": staticmethod(func), "__doc__": func.__doc__})
         return kind()  # type: ignore[no-any-return]
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from graphckpt.graph.auto_plan import AutoPlan
     from graphckpt.graph.config import GraphConfig
     from graphckpt.graph.step import Step
-    from graphckpt.ledger.record import Explanation
+    from graphckpt.ledger.explanation import Explanation
     from graphckpt.planning.budget import Budget
     from graphckpt.planning.plan import Plan
 
@@ -32,13 +32,14 @@ class Inspected:
     _tree: BlockTree
 
     def explain(self, plot: str | None = None, *, show: bool = True) -> Explanation:
-        """Prints what each block keeps, where, and what it costs, and returns the rows.
+        """Prints what each block keeps, where, and what it costs, as seen in the first calls, and returns it.
 
-        Without :meth:`measure`, the rows are those of the first calls.
+        It prints the table unless ``show`` is false. The object that it returns prints as the same table, and a
+        notebook shows it as one: there, ``explain(show=False)`` as the last line of a cell suffices.
 
         Args:
-            plot: File for a picture of the live bytes over the step, ``.png`` or ``.svg``.
-            show: ``False`` returns the rows and prints nothing.
+            plot: File for a plot of the live bytes over the step, ``.png`` or ``.svg``.
+            show: Whether to print.
 
         Raises:
             GraphError: The graph has no optimizer, or no call was recorded.
@@ -62,7 +63,7 @@ class Inspected:
         """Compares ``steps`` steps on these inputs with plain ones, without policies and capture, in every bit.
 
         Parameters, optimizers, schedules and RNG state are put back to what they were. Where the step is captured,
-        the calls before the recording come first, so that replays are what is compared.
+        the calls before the capture come first, so that replays are what is compared.
 
         Raises:
             GraphError: Something differs; the message names the step, the block and the tensor.

@@ -34,20 +34,20 @@ class Verification:
     num_tensors: int
     num_bytes: int
     is_captured: bool
-    """Whether the steps were replays of a recording."""
+    """Whether the steps were replays of a capture."""
 
 
 def verify(graph_step: Step, call: Callable[[], Any], steps: int) -> Verification:
     """Runs each step twice from one state, as the Graph does it and plainly, and compares outputs and state.
 
-    With recordings, the Graph runs until one is replayed before anything is compared.
+    With captures, the Graph runs until one is replayed before anything is compared.
 
     Raises:
         GraphError: Something differs. The message names the step, the block and the tensor that differ first, or says
             that two plain steps differ as well.
     """
     graph_step.prepare()
-    captures = graph_step.recorded.captures if graph_step.recorded is not None else None
+    captures = graph_step.captured.captures if graph_step.captured is not None else None
     start = _State(graph_step)
     try:
         num_tensors = num_bytes = num_replays = 0
@@ -58,12 +58,12 @@ def verify(graph_step: Step, call: Callable[[], Any], steps: int) -> Verificatio
             before = _State(graph_step)
             ours = {**_outputs(call()), **_State(graph_step).values()}
             before.put_back()
-            with graph_step.plainly():
+            with graph_step.without_policies():
                 plain = {**_outputs(call()), **_State(graph_step).values()}
             difference = _difference(ours, plain)
             if difference is not None:
                 before.put_back()
-                with graph_step.plainly():
+                with graph_step.without_policies():
                     again = {**_outputs(call()), **_State(graph_step).values()}
                 what = _two_plain_steps(_difference(again, plain)) or f"{difference} · {_FIX}"
                 raise GraphError(f"{graph_step.name}.verify: step {number}: {what}")
@@ -89,7 +89,7 @@ def unchanged(graph_step: Step) -> Iterator[None]:
 
 @final
 class _State:
-    """Copies of all that a step changes. They are put back in place: a recording knows the addresses."""
+    """Copies of all that a step changes. They are put back in place: a capture holds the addresses."""
 
     def __init__(self, graph_step: Step) -> None:
         graph_step.count_steps()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from graphckpt.blocks.select import Selector
-    from graphckpt.ledger.record import Explanation
+    from graphckpt.ledger.explanation import Explanation
     from graphckpt.planning.budget import Budget
     from graphckpt.planning.plan import Plan
     from graphckpt.rules.base import Rule

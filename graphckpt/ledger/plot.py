@@ -15,7 +15,7 @@ from typing import Any
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.legend import legend_names, shades
 from graphckpt.ledger.plot_style import INK, figure_of, file_of, frame, legend, mark, unit_of
-from graphckpt.ledger.record import Event, Explanation
+from graphckpt.ledger.record import Event, StepRecord
 from graphckpt.units import format_bytes
 
 _MAX_STEPS = 3000  # points on the curve; the plot is 1650 pixels wide
@@ -25,7 +25,7 @@ _PHASES = {"forward": "#7fa7d6", "recompute": "#f2a65a", "backward": "#86bf86", 
 _Steps = list[tuple[int, Event]]  # Legend: where on the x axis the level begins, and the level
 
 
-def draw(explanation: Explanation, path: str | Path) -> Path:
+def draw(explanation: StepRecord, path: str | Path) -> Path:
     """Plots the live bytes after each allocation and free of the step.
 
     The area has the colour of the running block; layers of one stack have shades of one colour.
@@ -44,7 +44,7 @@ def draw(explanation: Explanation, path: str | Path) -> Path:
     target = file_of(path)
     if not explanation.timeline:
         record = f"the record of {explanation.title!r}"
-        raise ConfigError(f"{target}: expected a timeline, {record} has none · fix: record the step with one")
+        raise ConfigError(f"{target}: expected a timeline, {record} has none · fix: `with handle.measure(): step()`")
     steps = thin(explanation.timeline, _MAX_STEPS)
     end = len(explanation.timeline)
     with figure_of(target) as figure:
@@ -130,6 +130,6 @@ def _mark_peak(axes: Any, steps: _Steps) -> None:
     mark(axes, at, peak.live_bytes / scale, f"peak {format_bytes(peak.live_bytes)}  ({where})")
 
 
-def _kept(explanation: Explanation) -> str:
+def _kept(explanation: StepRecord) -> str:
     before, after = format_bytes(explanation.bytes_before), format_bytes(explanation.bytes_after)
     return f"kept for backward: {before} → {after}" if before != after else f"kept for backward: {before}"

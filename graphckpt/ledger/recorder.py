@@ -11,6 +11,7 @@ import torch
 
 from graphckpt._compat import (
     active_saved_tensor_hooks,
+    current_backward,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
 )
@@ -57,6 +58,11 @@ class Recorder:
         self._again = 0
         self._is_passing_on = False
         self._outer: Any = None
+        self._own: list[str] = []
+        self.own_checkpointing: set[str] = set()
+        """Modules that the model's own gradient checkpointing recomputes."""
+        self.weightless: set[str] = set()
+        """Modules without weights, as those of other pipeline stages may be."""
         self.ignore(alive_anyway)
 
     @property
@@ -69,6 +75,11 @@ class Recorder:
         if self._live is None:
             return []
         return levels_if_kept(self._live.lives, len(self._live.timeline), is_kept)
+
+    @property
+    def static_bytes(self) -> int:
+        """The bytes of weights, buffers and optimizer states, if they were counted."""
+        return self._live.static_bytes if self._live is not None else 0
 
     @property
     def peak_bytes(self) -> int | None:
@@ -124,7 +135,9 @@ class Recorder:
     def optimizer_steps(self, state: Iterable[torch.Tensor]) -> None:
         """Begins an optimizer step; its state was alive before."""
         if self._live is not None:
-            self._live.track_as_old(state)
+            tensors = list(state)
+            self._live.track_as_old(tensors)
+            self._live.mark_static(tensors)
         self.phase("optimizer")
 
     def original_forward_began(self, block: str, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
@@ -225,12 +238,17 @@ class Recorder:
 
     def enter_plain(self, block: str) -> None:
         """Begins the forward of a module without a policy that has its own row."""
-        if not self._again:
+        if block in self.own_checkpointing and current_backward() != -1:
+            self.recomputation_began(block)
+            self._own.append(block)
+        elif not self._again:
             self._enter(block)
 
     def leave_plain(self, block: str) -> None:
         """Ends the forward of a module without a policy that has its own row."""
-        if not self._again and self._running and self._running[-1][0] == block:
+        if self._own and self._own[-1] == block:
+            self.recomputation_ended(self._own.pop())
+        elif not self._again and self._running and self._running[-1][0] == block:
             self._leave(block)
 
     @never_compiled

@@ -39,6 +39,7 @@ class StorageLog(LiveBytes):
         """All storages so far, in order of allocation."""
         self.recomputed: str | None = None
         """The outermost block that is being recomputed."""
+        self._static: dict[int, int] = {}
         self._life_of: dict[int, StorageLife] = {}
         self._releases: list[_Release] = []
         self._is_old = False
@@ -62,6 +63,20 @@ class StorageLog(LiveBytes):
         release = _Release(owner, _end_hold)
         release.hold, release.log = hold, weakref.ref(self)
         self._releases.append(release)
+
+    @property
+    def static_bytes(self) -> int:
+        """The bytes that :meth:`mark_static` has seen."""
+        return sum(self._static.values())
+
+    def mark_static(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Counts tensors that stay alive: weights and optimizer states."""
+        for tensor in tensors:
+            storage = storage_of(tensor)
+            if storage is None or hasattr(tensor, "__tensor_flatten__"):
+                self.mark_static(inner_tensors(tensor))
+            elif storage.device.type != "meta":
+                self._static[id(storage)] = storage.nbytes()
 
     def track_as_old(self, tensors: Iterable[torch.Tensor | None]) -> None:
         """Counts tensors that were alive all the time."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import warnings
 from typing import TypeAlias
@@ -12,6 +13,7 @@ import torch
 from graphckpt.errors import ConfigError
 from graphckpt.units import parse_bytes
 
+_FRACTION = re.compile(r"\s*\d*\.\d*\s*")
 _SHARED = (0, 0)  # the pool of tensors that are not in a private one
 
 Budget: TypeAlias = int | float | str
@@ -41,6 +43,8 @@ def check_budget(budget: Budget) -> int | str:
         return percentage
     if is_percentage(budget):
         _percentage(str(budget))
+    elif isinstance(budget, str) and _FRACTION.fullmatch(budget):
+        raise ConfigError(f"memory_budget: expected a unit, got {budget!r} · fix: '{budget.strip()}GiB', or '50%'")
     elif budget not in ("max", "min"):
         try:
             parse_bytes(budget)

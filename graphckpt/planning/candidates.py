@@ -142,8 +142,11 @@ def _own(option: Option, found: Sequence[tuple[Sequence[str], float | None]]) ->
         number = min(option.rule.number, len(between) - 1)
         names, again = between[number]
         save = names[0] if names[0] in PRESETS else list(names)
-        label = f"selective({save})" if isinstance(save, str) else f"selective(level {number + 1} of {len(between)})"
         value, rule = {"rule": "selective", "save": save}, Selective(save)
+        if not isinstance(save, str):
+            value["label"] = f"level {number + 1} of {len(between)}"
+            rule = Selective(save, label=value["label"])
+        label = rule.describe()
     return replace(
         option,
         name=option.name.replace(option.rule.describe(), label),

@@ -20,7 +20,7 @@ from graphckpt.train.console import Report
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from graphckpt.ledger.record import Explanation
+    from graphckpt.ledger.explanation import Explanation
 
 
 @final

@@ -53,7 +53,7 @@ class Train(Graph):
 
 
 def captured(graph: Graph) -> Any:
-    return graph._step.recorded.captures
+    return graph._step.captured.captures
 
 
 def batches(count: int, rows: int = 6) -> list[Tensor]:
@@ -622,7 +622,7 @@ def test_capture_takes_known_words_only() -> None:
     graph = Train(chain("mlp"), plain_sgd(chain("mlp")))
     with pytest.raises(ConfigError, match=r"capture: there is no 'cudagraph' · did you mean 'cuda_graph'"):
         graph.config.capture = "cudagraph"
-    with pytest.raises(ConfigError, match=r"max_captures: 0 is no number of recordings"):
+    with pytest.raises(ConfigError, match=r"max_captures: expected a positive int, got 0"):
         graph.config.max_captures = 0
     graph.config.capture = "cuda_graph"
     with pytest.raises(ConfigError, match=r"'cuda_graph' expected modules on one CUDA device, got cpu"):

@@ -98,7 +98,7 @@ class Train(Graph):
 
 
 def captures(graph: Graph) -> Any:
-    return graph._step.recorded.captures
+    return graph._step.captured.captures
 
 
 def batches(count: int, rows: int = 32) -> list[Tensor]:

@@ -177,13 +177,13 @@ def test_several_backwards_add_up() -> None:
 
 WRONG_OPTIMIZERS: dict[str, tuple[Any, Any, str]] = {
     "none": (lambda m: None, None, "optimizer cannot be None · fix: pass a torch.optim.Optimizer"),
-    "module": (lambda m: m, None, "Sequential is no Optimizer · fix: pass a torch.optim.Optimizer"),
+    "module": (lambda m: m, None, "expected a torch.optim.Optimizer, got Sequential · fix: pass one"),
     "lbfgs": (
         lambda m: torch.optim.LBFGS(m.parameters()),
         None,
         "LBFGS runs the forward itself, several times a step · fix: use it without a Graph, with graphckpt.apply",
     ),
-    "no scheduler": (adamw, lambda o: "cosine", "lr_sch str is no LRScheduler · fix: pass one, or None"),
+    "no scheduler": (adamw, lambda o: "cosine", "expected an LRScheduler as lr_sch, got str · fix: pass one, or None"),
     "plateau": (
         adamw,
         ReduceLROnPlateau,
@@ -461,8 +461,8 @@ def test_amp_in_an_evaluation_graph_and_off_again() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"mode": "yes"}, "enable_amp: mode 'yes' is no bool · fix: use True or False"),
-        ({"mode": 1}, "enable_amp: mode 1 is no bool · fix: use True or False"),
+        ({"mode": "yes"}, "enable_amp: expected a bool as mode, got 'yes' · fix: use True or False"),
+        ({"mode": 1}, "enable_amp: expected a bool as mode, got 1 · fix: use True or False"),
         (
             {"dtype": torch.float32},
             "enable_amp: dtype torch.float32 is not for autocast · fix: use torch.float16 or torch.bfloat16",
@@ -544,7 +544,9 @@ def test_a_scaler_with_two_optimizers_of_which_one_is_not_reached() -> None:
 def test_what_set_grad_scaler_refuses_and_unset() -> None:
     ours, optimizer, plain, plain_optimizer = pair()
     graph = Train(ours, optimizer)
-    with pytest.raises(GraphError, match=r"set_grad_scaler: str is no GradScaler · fix: pass a torch.amp.GradScaler"):
+    with pytest.raises(
+        GraphError, match=r"set_grad_scaler: expected a GradScaler, got str · fix: pass a torch.amp.GradScaler"
+    ):
         graph.set_grad_scaler("dynamic")
     graph.set_grad_scaler(scaler())
     graph.set_grad_scaler(None)
@@ -662,7 +664,7 @@ def test_micro_batches_must_return_the_same_structure() -> None:
 def test_what_accumulation_refuses(value: Any) -> None:
     with pytest.raises(
         ConfigError,
-        match=re.escape(f"set_gradient_accumulation_steps: {value!r} is no number of steps · fix: a positive int"),
+        match=re.escape(f"set_gradient_accumulation_steps: expected a positive int, got {value!r} · fix: use 1"),
     ):
         Train(mlp()).config.set_gradient_accumulation_steps(value)
 

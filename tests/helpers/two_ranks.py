@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
 from graphckpt.integrations import lightning, transformers
-from graphckpt.ledger.record import Explanation
+from graphckpt.ledger.explanation import Explanation
 from tests.integrations.test_lightning_callback import differences, fit
 from tests.integrations.test_trainer_callback import RandomTokens, arguments, gpt2
 

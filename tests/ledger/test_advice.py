@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import graphckpt
 from graphckpt import Selective, Tiles
-from graphckpt.ledger.record import Explanation
+from graphckpt.ledger.explanation import Explanation
 
 Step = Callable[[nn.Module], Any]
 

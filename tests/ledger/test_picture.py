@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphckpt.errors import ConfigError
+from graphckpt.ledger.explanation import Explanation
 from graphckpt.ledger.legend import legend_names, shades
 from graphckpt.ledger.plot import draw, thin
-from graphckpt.ledger.record import Event, Explanation
+from graphckpt.ledger.record import Event
 
 PHASES = ("forward", "backward", "recompute", "optimizer")
 
@@ -93,7 +94,7 @@ def test_a_path_that_cannot_be_written_says_why(tmp_path, name, message):
 
 def test_a_record_without_timeline_says_so():
     empty = Explanation(title="TrainStep", rows=(), bytes_before=0, bytes_after=0)
-    with pytest.raises(ConfigError, match=r"expected a timeline, the record of 'TrainStep' has none · fix: record"):
+    with pytest.raises(ConfigError, match=r"the record of 'TrainStep' has none · fix: `with handle\.measure"):
         draw(empty, Path("step.png"))
 
 

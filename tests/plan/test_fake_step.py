@@ -12,6 +12,7 @@ from graphckpt.planning.api import find_blocks
 from graphckpt.planning.candidates import NEAR, options
 from graphckpt.planning.device.fake_device import FakeDevice
 from graphckpt.planning.device.profile import load_profile
+from graphckpt.planning.measure import sweep
 from graphckpt.planning.measure.fake_step import FakeStep
 from graphckpt.planning.measure.instrument import Blocks
 from graphckpt.planning.measure.real_step import RealStep
@@ -56,6 +57,16 @@ def test_equal_layers_are_run_in_a_shorter_stack(simulated):
     assert runs == [7, len(NEAR)], "all layers once, and as many as there are options"
     assert len(model.model.layers) == 7
     assert not known.notes
+
+
+def test_the_ops_of_a_few_equal_layers_are_timed(monkeypatch):
+    monkeypatch.setattr(sweep, "_MOST_TIMED", 2)
+    model, _, step = made()
+    real, timed = RealStep(model, step), []
+    ops = real.ops
+    real.ops = lambda blocks: timed.append(blocks.names) or ops(blocks)
+    measure(real, Blocks(find_blocks(model, None)), NEAR)
+    assert [len(names) for names in timed] == [2], "of seven"
 
 
 def test_it_predicts_the_bytes_of_the_real_step(monkeypatch):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
+from graphckpt.errors import warn_once
 from graphckpt.state.modules import ModuleState
 from graphckpt.state.rng import rng_devices
 from graphckpt.stores.base import TensorGroup
@@ -96,8 +97,10 @@ class BlockContext:
         return dict.fromkeys(found)
 
     def note(self, text: str) -> None:
-        """Adds a line about the block to ``explain()``."""
+        """Adds a line about the block to ``explain()``; that a field has no effect is logged once as well."""
         self.notes.setdefault(text)
+        if "does nothing" in text:
+            warn_once(self.name, text)
 
     def tensors(self) -> list[torch.Tensor]:
         """Returns the block's parameters and buffers."""

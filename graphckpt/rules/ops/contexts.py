@@ -114,7 +114,7 @@ class SelectiveContexts:
         if not schedule.is_valid:
             self._note(frame)
         elif isinstance(results.policy, NamedOps):
-            for word in results.policy.missing(schedule.ops):
+            for word in results.policy.missing(schedule.keys):
                 frame.block.note(f"selective: the block runs no {word}, so no result of it is kept")
         schedules = frame.block.schedules
         schedules[self._signature] = schedule

@@ -31,16 +31,21 @@ class NamedOps:
     """Ops of which every result is kept."""
     numbered: Mapping[Op, Collection[int]] = field(default_factory=dict)
     """Ops of which the results with these numbers are kept."""
-    names: Mapping[str, Collection[Op]] = field(default_factory=dict)
-    """The names that the user has given, and the ops that each means."""
+    names: Mapping[str, tuple[Collection[Op], Collection[int] | None]] = field(default_factory=dict)
+    """The names that the user has given, the ops that each means, and which of their results, if not all."""
 
     def __call__(self, output: Any, func: Op, args: Any, kwargs: dict[str, Any], number: int) -> bool:
         """Returns whether the result is named."""
         return func in self.whole or number in self.numbered.get(func, ())
 
-    def missing(self, ops: Collection[Op]) -> list[str]:
-        """Returns the names that stand for none of ``ops``."""
-        return [name for name, meant in self.names.items() if not any(op in ops for op in meant)]
+    def missing(self, keys: Collection[Key]) -> list[str]:
+        """Returns the names that mean a result which is not among ``keys``, or none of them."""
+        missing = []
+        for name, (ops, numbers) in self.names.items():
+            found = {number for op, number in keys if op in ops}
+            if not found or (numbers is not None and not found.issuperset(numbers)):
+                missing.append(name)
+        return missing
 
 
 class Action(Enum):
