@@ -31,17 +31,15 @@ OUTSIDE = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md",
 
 
 def on_config(config: Any) -> Any:
-    """Leaves pages out of the menu that have nothing to show yet, and lists the decisions."""
+    """Leaves pages out of the menu that have nothing to show yet."""
     there = {f"benchmarks/{group}.md" for group in GROUPS if any(RESULTS.glob(f"{group}*.md"))}
-    there |= {"benchmarks/index.md", *OUTSIDE.values()}
+    there |= {"benchmarks/index.md", "decisions/index.md", *OUTSIDE.values()}
 
     def kept(node: Any) -> Any:
         if isinstance(node, list):
             return [item for item in map(kept, node) if item]
         if isinstance(node, dict):
             return {title: value for title, value in ((title, kept(value)) for title, value in node.items()) if value}
-        if node == "decisions/":
-            return [f"decisions/{path.name}" for path in sorted((ROOT / "docs" / node).glob("*.md"))]
         return node if node in there or (ROOT / "docs" / node).exists() else None
 
     config.nav = kept(config.nav)
@@ -61,6 +59,11 @@ def on_files(files: Files, config: Any) -> Files:
         add(name, (ROOT / source).read_text(encoding="utf-8").replace("](docs/", "]("))
     for test in set(TESTS.findall((ROOT / "docs" / "comparison.md").read_text(encoding="utf-8"))):
         add(f"{test}.txt", (ROOT / test).read_text(encoding="utf-8"))
+    decisions = ["# Decisions", ""]
+    for path in sorted((ROOT / "docs" / "decisions").glob("0*.md")):
+        title = path.read_text(encoding="utf-8").splitlines()[0].strip("# ")
+        decisions.append(f"- [{title}]({path.name})")
+    add("decisions/index.md", "\n".join(decisions))
     readme = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
     for group, title in GROUPS.items():
         page = [f"# {title}", ""]
