@@ -46,6 +46,7 @@ class Event:
     """The level of live bytes right after a tensor was allocated or freed."""
 
     live_bytes: int
+    """Bytes of all tensor storages that are alive."""
     block: str
     """The block that was running; ``""`` outside of every block."""
     phase: str
@@ -57,7 +58,9 @@ class StepRecord:
     """What was seen of a step: one row per block, the totals and the warnings."""
 
     title: str
+    """The name of the Graph or the class of the model."""
     rows: tuple[Row, ...]
+    """One for each selected block, and for what the other modules save, in the order of the model."""
     bytes_before: int
     """The most bytes that the plain step saves for backward at one time, each storage counted once."""
     bytes_after: int
@@ -79,11 +82,13 @@ class StepRecord:
     static_bytes: int = 0
     """Bytes of weights, buffers and optimizer states, which no policy changes."""
     timeline: tuple[Event, ...] = field(default=(), repr=False)
+    """Every change of the live bytes in the measured step; empty if it was not measured."""
     plain_levels: tuple[int, ...] = field(default=(), repr=False)
     """The predicted live bytes of the step without policies, at each event of :attr:`timeline`."""
     legend: tuple[tuple[str, str], ...] = ()
     """Names of rules in the rows, and what they stand for."""
     warnings: tuple[str, ...] = ()
+    """Advice and notes, as they are printed below the table."""
     capture: str = ""
     """How the step runs: captured, with what outside of the capture, or why not; empty without capture."""
 

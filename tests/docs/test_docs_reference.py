@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig
 
+import graphckpt
+from graphckpt import blocks, graph, planning, train
 from graphckpt.cli import main
 from graphckpt.config.load import load
 from graphckpt.config.schema import RunConfig
@@ -78,3 +80,10 @@ def test_the_page_of_the_command_line_shows_the_help(
     with pytest.raises(SystemExit):
         main([command, "--help"])
     assert f"```text\n{capsys.readouterr().out}```" in page("cli.md")
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    pages = [path.read_text(encoding="utf-8") for path in (ROOT / "docs/reference").glob("*.md")]
+    shown = {name.rpartition(".")[2] for text in pages for name in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)}
+    public = {*graphckpt.__all__, *blocks.__all__, *planning.__all__, *graph.__all__, *train.__dict__["_PUBLIC"]}
+    assert public - shown == set()
