@@ -27,6 +27,8 @@ GROUPS = {
 }
 TESTS = re.compile(r"\]\(\.\./(tests/[\w/]+\.py)\)")
 """A link to a test. The site has its source as text, since it is not known where the repository can be read."""
+FIRST = ("graph.md", "reference/policies.md", "reference/cli.md", "reference/config.md")
+"""Pages that come first in the results of a search."""
 OUTSIDE = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
 
 
@@ -85,9 +87,11 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **kwargs: Any) -> str:
-    """Leads links to tests to their text."""
+def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:
+    """Leads links to tests to their text, and lets the search prefer the pages that describe names."""
     del kwargs
+    if page.file.src_uri in FIRST:
+        page.meta["search"] = {"boost": 2}
     return TESTS.sub(r"](\1.txt)", markdown)
 
 
