@@ -247,7 +247,7 @@ def saved_line(seen: Explanation) -> str:
         for num_bytes, where in ((seen.bytes_host, "in host memory"), (seen.bytes_disk, "on disk"))
         if num_bytes
     ]
-    blocks = sum(1 for row in seen.rows if row.reruns or row.place != "device")
+    blocks = sum(1 for row in seen.rows if (row.reruns and not row.is_own) or row.place != "device")
     return f"graphckpt: policies act on {blocks} blocks; kept for backward: {', '.join(parts)}"
 
 

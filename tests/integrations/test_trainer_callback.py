@@ -26,6 +26,7 @@ from transformers import (
 
 from graphckpt import ConfigError
 from graphckpt.blocks.find_layers import layers
+from graphckpt.integrations.policy_callback import saved_line
 from graphckpt.integrations.transformers import GraphckptArguments, GraphckptCallback
 from graphckpt.ledger.live_memory import LiveBytes
 
@@ -201,7 +202,9 @@ def test_checkpointing_in_call_is_switched_off_where_a_policy_recomputes(tmp_pat
     model(torch.ones(2, 4)).sum().backward()
     assert [layer.gradient_checkpointing for layer in model] == [False, True, True]
     assert callback.handle is not None
-    assert [row.reruns for row in callback.handle.explain(show=False).rows][:2] == [1, 0]
+    rows = callback.handle.explain(show=False).rows
+    assert [(row.rule, row.reruns) for row in rows[:2]] == [("full", 1), ("own checkpointing", 1)]
+    assert "policies act on 1 blocks" in saved_line(callback.handle.explain(show=False))
     callback.on_train_end(arguments(tmp_path), TrainerState(), TrainerControl())
     assert [layer.gradient_checkpointing for layer in model] == [True] * 3
 
