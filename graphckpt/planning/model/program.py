@@ -99,9 +99,8 @@ class StepLog:
         """Where non-block code releases a shared storage, if the trace shows it; a block may still hold it."""
 
     def made(self, call: int) -> list[int]:
-        """Returns the storages that the forward of a call allocates, in order; a store may add some without bytes."""
-        entries = self.entries(Interval(Phase.FORWARD, call))
-        return [e.storage for e in entries if e.kind is EventKind.BORN and e.num_bytes > 0]
+        """Returns the storages that the forward of a call allocates, in order."""
+        return [e.storage for e in self.entries(Interval(Phase.FORWARD, call)) if e.kind is EventKind.BORN]
 
     def leaving(self, call: int) -> set[int]:
         """Returns which storages that the forward of a call allocates outlive the call, by their numbers."""
