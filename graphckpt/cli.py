@@ -60,6 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         who = f" on rank {rank}" if (rank := os.environ.get("RANK", "0")) != "0" else ""  # torchrun's name for it
         text = f"error{who}: {error}"
         Console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun ends its own report with this
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler  # noqa: PLC0415 - as below
+
+            get_error_handler().record_exception(error)
         return _FAULT
     except KeyboardInterrupt:
         Console(stderr=True).print("interrupted", style="yellow")

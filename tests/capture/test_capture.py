@@ -1,4 +1,4 @@
-"""N calls of a captured Graph equal N plain steps, in every bit; what changes between calls is in force in the next."""
+"""N calls of a captured Graph equal N plain steps, in every bit; changes between calls take effect in the next one."""
 
 from __future__ import annotations
 

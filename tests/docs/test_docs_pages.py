@@ -14,7 +14,8 @@ from helpers import pages
 from graphckpt.stores import offload_targets
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
-RUN = [DOCS / "tutorial.md", DOCS / "graph.md", DOCS / "reference/selectors.md", *sorted((DOCS / "howto").glob("*.md"))]
+NAMES = ("tutorial.md", "graph.md", "reference/selectors.md", "reference/policies.md")
+RUN = [*(DOCS / name for name in NAMES), *sorted((DOCS / "howto").glob("*.md"))]
 
 
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)

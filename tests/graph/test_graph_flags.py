@@ -217,7 +217,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("segments", 0, "segments: expected a positive int, 'sqrt' or 'log', got 0 · fix: use one of these"),
     ("segments", True, "segments: expected a positive int, 'sqrt' or 'log', got True"),
     ("tiles", "two", "tiles: expected a positive int, got 'two' · fix: use the number of slices"),
-    ("stage_id", 1.5, "expected an int, got 1.5 · fix: use the number of the stage"),
+    ("stage_id", 1.5, "expected an int from 0 on, got 1.5 · fix: the stage's number"),
     (
         "activation_checkpoint",
         True,

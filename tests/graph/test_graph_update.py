@@ -465,7 +465,7 @@ def test_amp_in_an_evaluation_graph_and_off_again() -> None:
         ({"mode": 1}, "enable_amp: expected a bool as mode, got 1 · fix: use True or False"),
         (
             {"dtype": torch.float32},
-            "enable_amp: dtype torch.float32 is not for autocast · fix: use torch.float16 or torch.bfloat16",
+            "enable_amp: expected torch.float16 or torch.bfloat16, got torch.float32 · fix: the dtype",
         ),
     ],
 )
