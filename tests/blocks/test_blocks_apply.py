@@ -17,7 +17,7 @@ from helpers.hard_modules import Mlp, chain
 from torch import Tensor, nn
 
 import graphckpt
-from graphckpt import ConfigError, Full, Graph, Segments, Selective
+from graphckpt import ConfigError, Full, Graph, Segments, Selective, errors
 
 
 class Model(nn.Module):
@@ -553,3 +553,28 @@ def test_it_works_through_functional_call_and_vmap_free_grad(kind: str) -> None:
     with graphckpt.apply(model, {"[123]": True}):
         ours = torch.autograd.grad(loss(), parameters.values())
     assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+
+
+def test_faults_that_differ_in_numbers_are_one_line() -> None:
+    with pytest.raises(ConfigError) as error:
+        graphckpt.apply(build(), {f"layer{number}": True for number in range(80)})
+    assert len(str(error.value).splitlines()) <= 2
+    assert "more like it" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"partition": True}, "partition does nothing: torch.distributed is not initialized"),
+        ({"offload": True}, "offload to 'cpu' does nothing: the tensors are in host memory already"),
+    ],
+)
+def test_a_field_without_effect_is_logged_once(
+    fields: dict[str, Any], text: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(errors, "_WARNED", set())
+    for _ in range(2):
+        model = build()
+        with graphckpt.apply(model, {"encoder.*": {"activation_checkpointing": True, "min_elements": 1, **fields}}):
+            run(model)
+    assert [record.message for record in caplog.records] == [f"encoder.0: {text}"]

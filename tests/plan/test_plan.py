@@ -292,6 +292,7 @@ def test_plan_takes_budgets_of_every_kind(budget):
     ("budget", "message"),
     [
         ("0%", r"memory_budget: expected above 0% and up to 100%, got '0%' · fix: "),
+        ("0.5", r"memory_budget: expected a unit, got '0\.5' · fix: '0\.5GiB', or '50%'"),
         ("150%", r"memory_budget: expected above 0% and up to 100%, got '150%'"),
         (1.5, r"memory_budget: expected above 0% and up to 100%, got 1\.5"),
         ("a%", r"memory_budget: expected a percentage, got 'a%' · fix: '50%', or '12GiB'"),

@@ -131,8 +131,29 @@ def test_numbers_of_one_op_may_be_named_apart():
 
 @pytest.mark.parametrize("name", ["aten.addmm.default[0,]", "aten.addmm.default[]", "aten.addmm.default[a]"])
 def test_numbers_that_mean_nothing_are_refused(name):
-    with pytest.raises(graphckpt.ConfigError, match="expected an op such as"):
+    with pytest.raises(graphckpt.ConfigError, match=r"expected the numbers of calls in brackets, .* fix: write aten\.addmm\.default\[0,2\]"):
         Selective([name])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("aten.softmx", r"did you mean 'aten\.softmax'"),
+        ("softmx", r"expected an op or one of matmul, attention"),
+        ("aten.addmm.defualt", r"'aten\.addmm' has no such overload, .* fix: use .*aten\.addmm\.default"),
+    ],
+)
+def test_misspelt_ops_have_near_misses(name, message):
+    with pytest.raises(graphckpt.ConfigError, match=message):
+        Selective([name])
+
+
+def test_a_number_that_is_never_reached_is_noted():
+    model, x = made(num=1)
+    with under(model, ["aten.addmm.default[0,9]"]) as handle:
+        step(model, x)
+        (row,) = [row for row in handle.explain(show=False).rows if row.block == "0"]
+    assert "the block runs no aten.addmm.default[0,9]" in row.note
 
 
 def test_the_first_call_of_a_block_keeps_what_its_own_second_run_asks_for():
