@@ -33,6 +33,17 @@ examples:
 
 The device need not be present, and no tensor allocates memory. The file of --save has a section `blocks` for
 train.activation_checkpoint.
+
+exit codes: 0 done, 2 error of the user, such as a budget that no plan fits, 130 stopped by Ctrl-C
+"""
+
+_PROFILE_EXAMPLES = """\
+examples:
+  graphckpt profile-device my_gpu.yaml
+  graphckpt profile-device my_cpu.yaml --device cpu --seconds 0.1
+  graphckpt plan --config-file quickstart.py --device my_gpu.yaml
+
+exit codes: 0 done, 2 error of the user, 130 stopped by Ctrl-C
 """
 
 
@@ -95,6 +106,8 @@ def add_profile_device(commands: argparse._SubParsersAction[argparse.ArgumentPar
         "profile-device",
         help="measure the device of this machine for the planner",
         description="Measures the rates and the allocator of a device, and writes a profile for 'graphckpt plan'.",
+        epilog=_PROFILE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("file", metavar="FILE", help="where to write the profile: a .yaml")
     parser.add_argument("--device", default=None, metavar="NAME", help="such as cuda:0; the accelerator by default")

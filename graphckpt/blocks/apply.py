@@ -124,7 +124,7 @@ def apply(model: nn.Module, policies: Policies) -> Handle:
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     >>> with apply(model, {"0": True, nn.Tanh: {"activation_checkpointing": "full"}}) as handle:
     ...     model(torch.ones(1, 4)).sum().backward()
-    >>> apply(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))))
+    >>> apply(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))), True)
     Handle(Sequential; full: 1.0-3 (4x))
     """
     model = unwrap(model)
