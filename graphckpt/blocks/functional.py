@@ -143,6 +143,9 @@ class _GivenContexts:
     def saves(self, tensor: torch.Tensor) -> None:
         """PyTorch's contexts do not ask."""
 
+    def drop_edited(self, tensors: Iterable[torch.Tensor]) -> None:
+        """PyTorch's contexts check versions."""
+
     def settle(self, frame: RecomputableCall, *, has_failed: bool) -> None:
         """PyTorch's contexts look after themselves."""
 

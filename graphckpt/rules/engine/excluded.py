@@ -126,6 +126,9 @@ class _Inputs:
         self._versions = versions_of(leaves)
         self._objects = take_objects([*args, *kwargs.values(), *leaves])
 
+    def edited(self) -> list[torch.Tensor]:
+        return [tensor for tensor, version in self._versions if tensor._version != version]
+
     def are_edited(self) -> bool:
         return are_edited(self._versions) or any(differs(owner, then) for owner, then in self._objects)
 
@@ -179,6 +182,10 @@ def run_excluded(block: BlockContext, function: Callable[..., Any], args: Sequen
         if stored is not None:
             stored.seal()
         is_repeated = inputs is not None and inputs.are_edited()
+        if inputs is not None and is_repeated:
+            for run in originals:
+                if run.frame.contexts is not None:
+                    run.frame.contexts.drop_edited(inputs.edited())
         for frame in (run.frame for run in originals if not run.frame.keeps_rest):
             call = RepeatedCall(block.name) if is_repeated else None
             frame.excluded.append(call or ExcludedCall(block, output, frame, take_random_state(frame.devices)))

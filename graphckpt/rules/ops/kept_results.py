@@ -16,6 +16,8 @@ from graphckpt.state.rng import set_random_state, take_random_state
 from graphckpt.writes import edited_by
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from graphckpt.rules.engine.execution import RecomputableCall
     from graphckpt.rules.ops.op_graph import Op, OpGraph
     from graphckpt.rules.ops.schedule import Key, Policy
@@ -94,9 +96,13 @@ class KeptResults:
         GRU edits what ``unsafe_chunk`` returns, which is such a view.
         """
         if self._storages:
-            for tensor in edited_by(func, args, kwargs):
-                for key in self._storages.pop(id(storage_of(tensor)), ()):
-                    self.results.pop(key, None)
+            self.drop_sharing(edited_by(func, args, kwargs))
+
+    def drop_sharing(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Drops the kept results that share memory with one of ``tensors``, which were edited."""
+        for tensor in tensors:
+            for key in self._storages.pop(id(storage_of(tensor)), ()):
+                self.results.pop(key, None)
 
     def settle(self, frame: RecomputableCall) -> None:
         """Drops the results that the block has edited in place since, and those that no recomputation reads."""
