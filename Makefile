@@ -1,6 +1,7 @@
 # Two commands do everything: `make demo` (install, train, show the result), `make test` (install, check, test).
 # Before a release also: `make slow` (the tests that `make test` leaves out; `make test-all` runs both parts in one),
-# `make docs` (the site, into build/site), `make wheel` (build it, install it, use it). `.ci/run` runs everything.
+# `make docs` (the site, into build/site, and every page in Chromium if it is installed), `make wheel` (build it,
+# install it, use it). `.ci/run` runs everything.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -37,7 +38,7 @@ slow: $(INSTALLED)
 
 # Every backward in a fresh context, as CUDA's thread for it has one: what a CPU can show of that. Not in other processes.
 fresh-context: $(INSTALLED)
-	PYTHONPATH=tests $(PYTEST) -p fresh_context -m "not slow and not multi_process" $(FRESH)
+	PYTHONPATH=tests $(PYTEST) -p helpers.fresh_context -m "not slow and not multi_process" $(FRESH)
 FRESH ?= tests
 
 # The lowest releases that pyproject.toml allows, in an environment of their own. torch is the one exception: PyPI has
@@ -78,6 +79,7 @@ format: $(INSTALLED)
 
 docs: $(SITE)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python docs/_build_hooks/check_site.py build/site
 
 wheel: $(SITE)
 	rm -rf build/dist

@@ -67,7 +67,7 @@ class Chain(nn.Module):
         return x_TD
 
 
-# ---- the variants: each returns what is to be in force while it runs
+# ---- the variants: each returns what is to be active while it runs
 
 
 def ours(model: Chain, **flags: Any) -> Any:
@@ -155,13 +155,13 @@ def measure(rank: int, port: int, shape: tuple[int, int], turns: int, folder: st
     for name, make in VARIANTS.items():
         torch.manual_seed(0)
         model = Chain(width)
-        in_force = make(model)
+        active = make(model)
         try:
             step(model, x_TD)
         except AssertionError as error:
             found[name] = {"fails": f"{type(error).__name__}: {error}"}
             continue
-        models[name] = model, in_force
+        models[name] = model, active
         kept, peak = bytes_of(model, x_TD)
         grads = [p.grad.clone() for p in model.parameters()]
         plain = found["plain step"]["grads"] if found else grads

@@ -22,7 +22,7 @@ import torch
 from report import header, spread, table, write
 from torch.autograd.graph import save_on_cpu
 
-from graphckpt.stores import Group, Store
+from graphckpt.stores import Store, TensorGroup
 from graphckpt.stores.host.copy_engine import CopyEngine, CopyEvent, HostBuffer
 from graphckpt.stores.host.host import HostStore
 from graphckpt.stores.tensor_store import TensorStore
@@ -102,7 +102,7 @@ def through_store(store: Store, tensors: list[torch.Tensor], own: list[torch.nn.
     began = process_time()
     blocks = []
     while tensors:
-        group = store.open_group(Group(f"layers.{len(blocks)}", lambda: own, print))
+        group = store.open_group(TensorGroup(f"layers.{len(blocks)}", lambda: own, print))
         keys = [store.put(tensors.pop(), group) for _ in range(min(A_BLOCK, len(tensors)))]
         store.close_group(group)
         blocks.append(keys)

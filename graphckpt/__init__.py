@@ -1,27 +1,22 @@
 """Say, block by block, what a training step keeps, recomputes or moves."""
 
-from graphckpt.blocks import BlockConfig, Handle, apply
-from graphckpt.blocks.forward import disable_checkpointing
-from graphckpt.blocks.functional import checkpoint, checkpoint_sequential, checkpoint_wrapper, is_recomputing
-from graphckpt.blocks.graph_module import GraphModule
-from graphckpt.blocks.proxy import Block
+from graphckpt.blocks import BlockConfig, GraphModule, Handle, apply
+from graphckpt.blocks.functional import checkpoint, checkpoint_sequential, checkpoint_wrapper
 from graphckpt.errors import ConfigError, GraphckptError, GraphError, RecomputeError, StoreError
-from graphckpt.graph import Graph, GraphConfig
+from graphckpt.graph import Graph
 from graphckpt.planning import Plan, PlanError
 from graphckpt.planning.api import plan
-from graphckpt.rules import Full, Joined, Keep, Rule, Segments, Selective, Tiles
-from graphckpt.stores import Disk, Host, Partition
+from graphckpt.rules import Full, Joined, Keep, Segments, Selective, Tiles
+from graphckpt.stores import Disk, Host
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Block",
     "BlockConfig",
     "ConfigError",
     "Disk",
     "Full",
     "Graph",
-    "GraphConfig",
     "GraphError",
     "GraphModule",
     "GraphckptError",
@@ -29,11 +24,9 @@ __all__ = [
     "Host",
     "Joined",
     "Keep",
-    "Partition",
     "Plan",
     "PlanError",
     "RecomputeError",
-    "Rule",
     "Segments",
     "Selective",
     "StoreError",
@@ -42,7 +35,5 @@ __all__ = [
     "checkpoint",
     "checkpoint_sequential",
     "checkpoint_wrapper",
-    "disable_checkpointing",
-    "is_recomputing",
     "plan",
 ]

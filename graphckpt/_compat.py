@@ -38,21 +38,20 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 __all__ = [
-    "FakeTensors", "NoValueError", "WithoutValues", "abandon_capture", "all_gather_bytes", "assert_on_device",
-    "at_end_of_backward", "autograd_sequence_number", "backward_within", "clear_cublas_workspaces",
-    "current_backward", "early_stop_in_force", "forget_fake", "forget_half_a_step",
-    "has_function_modes", "is_fake", "is_transformed", "is_watched", "num_dispatch_modes",
-    "num_function_modes", "override_stale_capture_stream", "packed_shard", "pop_dispatch_mode", "pop_function_mode",
-    "pop_saved_tensor_hooks", "push_saved_tensor_hooks", "pytree", "saved_tensor_hooks_in_force",
-    "share_version_counter", "silence_capturable", "storage_of", "torch_version", "unseen_by_modes",
-    "version_sharing_detach", "what_is_not_plain",
+    "FakeTensors", "NoValueError", "WithoutValues", "abandon_capture", "active_saved_tensor_hooks",
+    "all_gather_bytes", "assert_on_device", "at_end_of_backward", "autograd_sequence_number", "backward_within",
+    "clear_cublas_workspaces", "current_backward", "early_stop_active", "forget_fake", "forget_half_a_step",
+    "has_function_modes", "is_fake", "is_transformed", "is_watched", "num_dispatch_modes", "num_function_modes",
+    "op_names", "override_stale_capture_stream", "packed_shard", "pop_dispatch_mode", "pop_function_mode",
+    "pop_saved_tensor_hooks", "push_saved_tensor_hooks", "pytree", "share_version_counter", "silence_capturable",
+    "storage_of", "torch_version", "unseen_by_modes", "version_sharing_detach", "what_is_not_plain",
 ]  # fmt: skip
 
 # `pytree` holds every container type that users and Transformers registered (ModelOutput among them). The public
 # `torch.utils.pytree` does not exist before torch 2.14.
 
 
-def saved_tensor_hooks_in_force() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+def active_saved_tensor_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
     """Returns the innermost ``saved_tensors_hooks`` pair of this thread, or ``None``.
 
     What a block keeps must pass through the hooks around it: an outer block's, or a user's ``save_on_cpu``. PyTorch
@@ -63,19 +62,19 @@ def saved_tensor_hooks_in_force() -> tuple[Callable[[torch.Tensor], Any], Callab
 
 
 # Note [Saved tensor hooks, pushed and popped]: `saved_tensors_hooks` is a context manager written in Python. An
-# interrupt inside of its `__enter__` or `__exit__` leaves the hooks in force for good. One call in C is atomic.
+# interrupt inside of its `__enter__` or `__exit__` leaves the hooks active for good. One call in C is atomic.
 
 push_saved_tensor_hooks = _push_saved_tensors_default_hooks
-"""Puts a pair of hooks, pack and unpack, in force."""
+"""Activates a pair of hooks, pack and unpack."""
 
 pop_saved_tensor_hooks = _pop_saved_tensors_default_hooks
 """Removes the innermost pair of saved tensor hooks."""
 
 num_dispatch_modes = _len_torch_dispatch_stack
-"""Returns the number of dispatch modes in force in this thread."""
+"""Returns the number of active dispatch modes in this thread."""
 
 num_function_modes = _len_torch_function_stack
-"""Returns the number of torch function modes in force in this thread."""
+"""Returns the number of active torch function modes in this thread."""
 
 pop_dispatch_mode = _pop_torch_dispatch_stack
 """Removes the innermost dispatch mode."""
@@ -175,7 +174,7 @@ def backward_within(mode: AbstractContextManager[Any]) -> Iterator[None]:
 
 
 def version_sharing_detach(tensor: torch.Tensor) -> torch.Tensor:
-    """Detaches inside ``__torch_dispatch__`` so that later in-place edits of ``tensor`` show in ``_version``.
+    """Detaches inside ``__torch_dispatch__`` so that later in-place modifications of ``tensor`` show in ``_version``.
 
     Below autograd a plain ``detach()`` makes an alias with a version counter of its own.
     """
@@ -186,7 +185,7 @@ def version_sharing_detach(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def share_version_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether an in-place edit of one tensor shows in the ``_version`` of the other.
+    """Whether an in-place modification of one tensor shows in the ``_version`` of the other.
 
     Two tensors may share their memory and yet not that: the results of ``unsafe_chunk``, or ``x`` and ``x.data``.
     """
@@ -217,17 +216,17 @@ def what_is_not_plain(tensor: torch.Tensor) -> str | None:
 
 
 def is_transformed() -> bool:
-    """Returns whether a transform of ``torch.func`` is in force in this thread, or forward-mode AD.
+    """Returns whether a transform of ``torch.func`` is active in this thread, or forward-mode AD.
 
     Neither can be asked by a public name.
     """
     return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def early_stop_in_force(wanted: bool) -> bool:
+def early_stop_active(wanted: bool) -> bool:
     """Returns what ``torch.utils.checkpoint.set_checkpoint_early_stop`` says, which is public; else ``wanted``."""
-    in_force: bool | None = torch_checkpoint._enable_checkpoint_early_stop
-    return wanted if in_force is None else in_force
+    active: bool | None = torch_checkpoint._enable_checkpoint_early_stop
+    return wanted if active is None else active
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> bool:
@@ -243,7 +242,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> bool:
 
 
 def has_function_modes() -> bool:
-    """Whether any torch function mode is in force in this thread, such as that of a default device.
+    """Whether any torch function mode is active in this thread, such as that of a default device.
 
     ``torch.get_default_device()`` walks them in Python, 2 us a call; without any there is nothing to find.
     """
@@ -374,3 +373,8 @@ def assert_on_device(ok: torch.Tensor, message: str) -> None:
     There is no public form of it.
     """
     torch._assert_async(ok, message)
+
+
+def op_names() -> list[str]:
+    """Returns the names of all registered ops, such as ``"aten.mm"``. No public function lists them."""
+    return sorted({name.partition(".")[0].replace("::", ".") for name in torch._C._dispatch_get_all_op_names()})

@@ -21,7 +21,7 @@ __all__ = ["above_dispatch_modes", "call_with_autocast"]
 # Before it calls a mode, PyTorch sets aside all that comes before kernels, autocast among it, and so also for what a
 # kernel calls itself: `bilinear` on a CPU is the op `_trilinear`, whose kernel multiplies matrices, in bfloat16 under
 # autocast, and in float32 below a mode. An op that autocast casts the arguments of has set it aside itself: what its
-# kernel calls is not cast. So below a mode autocast is put in force again for all other ops, but for those that such an
+# kernel calls is not cast. So below a mode autocast is made active again for all other ops, but for those that such an
 # op calls: `cdist` casts, and `_euclidean_dist` is a part of it.
 
 _PARTS = {"aten::_euclidean_dist": "aten::cdist", "aten::_trilinear": "aten::bilinear"}
@@ -65,7 +65,7 @@ def call_with_autocast(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def above_dispatch_modes() -> Any:
-    """Returns a context, to be entered below a dispatch mode, in which autograd and autocast are in force again.
+    """Returns a context, to be entered below a dispatch mode, in which autograd and autocast are active again.
 
     Autocast is as it was when Python called the op that the mode is called for.
     """
@@ -81,7 +81,7 @@ def above_dispatch_modes() -> Any:
 def _keys_without_casts(func: Any) -> list[tuple[str, DispatchKey]]:
     """Returns the kinds of device, with their keys, for which an op calls others and autocast leaves its arguments."""
     if not isinstance(func, torch._ops.OpOverload) or any(r.alias_info is not None for r in func._schema.returns):
-        return []  # what returns a view or edits in place calls nothing that casts
+        return []  # what returns a view or modifies in place calls nothing that casts
     accelerator = torch.accelerator.current_accelerator()
     name, found = func.name(), []
     for kind in ["cpu"] if accelerator is None else ["cpu", accelerator.type]:

@@ -115,7 +115,7 @@ def _is_random(node: Any) -> bool:
     """Whether a call draws numbers that nothing can draw again, as far as can be seen."""
     op = node.target
     if any(map(_draws, (*node.args, *node.kwargs.values()))):
-        return True  # a custom op that edits its arguments stands among those of a call that does not
+        return True  # a custom op that modifies its arguments stands among those of a call that does not
     if not _draws(op):
         return False
     names = [argument.name for argument in op._schema.arguments]

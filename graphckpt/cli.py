@@ -28,7 +28,19 @@ examples:
   graphckpt train --config-file configs/quickstart.py \\
       'train.activation_checkpoint.blocks={"transformer.h.*": {"activation_checkpointing": "selective"}}'
 
-Unknown keys and values of the wrong type are reported before anything runs.
+sections of a config:
+  data    texts or a data set, tokenizer, sequence length
+  model   the model and its arguments
+  optim   the optimizer and its arguments, weight decay, gradient clipping
+  train   iterations, batch sizes, evaluation, snapshots, parallelism, train.activation_checkpoint
+  task    how the loss is computed
+  hooks   more hooks of the training loop
+
+--print-config lists every key with its value. docs/reference/config.md describes them. The packaged configs
+(quickstart, bert_large_pretrain, gpt2_pretrain, llama_pretrain, text_classification) are found by name from any folder:
+--config-file quickstart.py. Unknown keys and values of the wrong type are reported before anything runs.
+
+exit codes: 0 done, 2 error of the user, 130 stopped by Ctrl-C after a snapshot
 """
 
 
@@ -48,6 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         who = f" on rank {rank}" if (rank := os.environ.get("RANK", "0")) != "0" else ""  # torchrun's name for it
         text = f"error{who}: {error}"
         Console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun ends its own report with this
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler  # noqa: PLC0415 - as below
+
+            get_error_handler().record_exception(error)
         return _FAULT
     except KeyboardInterrupt:
         Console(stderr=True).print("interrupted", style="yellow")
@@ -76,7 +92,12 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         epilog=_TRAIN_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config-file", required=True, metavar="FILE", help="config to run: .py or .yaml")
+    parser.add_argument(
+        "--config-file",
+        required=True,
+        metavar="FILE",
+        help="config to run: .py or .yaml, or the name of a packaged one",
+    )
     parser.add_argument(
         "--fast-dev-run",
         action="store_true",
@@ -93,12 +114,22 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="evaluate train.load_weight, or the last snapshot, without training",
     )
     parser.add_argument(
+        "--print-config",
+        action="store_true",
+        help="print the config with the overrides as YAML, and where each value is set, and exit",
+    )
+    parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="changes to the config, such as optim.lr=3e-4"
     )
     parser.set_defaults(run=_train)
 
 
 def _train(parsed: argparse.Namespace) -> int:
+    if parsed.print_config:
+        from graphckpt.config.describe import describe_config  # noqa: PLC0415 - as below
+
+        print(describe_config(parsed.config_file, parsed.overrides, fast_dev_run=parsed.fast_dev_run), end="")
+        return 0
     from graphckpt.config.run import trainer_from  # noqa: PLC0415 - seconds of imports that --help can do without
 
     trainer = trainer_from(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+import threading
+import time
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, final
 
 from graphckpt.extras import LazyPackage
 from graphckpt.planning.options import PlanOptions
@@ -34,6 +33,17 @@ examples:
 
 The device need not be present, and no tensor allocates memory. The file of --save has a section `blocks` for
 train.activation_checkpoint.
+
+exit codes: 0 done, 2 error of the user, such as a budget that no plan fits, 130 stopped by Ctrl-C
+"""
+
+_PROFILE_EXAMPLES = """\
+examples:
+  graphckpt profile-device my_gpu.yaml
+  graphckpt profile-device my_cpu.yaml --device cpu --seconds 0.1
+  graphckpt plan --config-file quickstart.py --device my_gpu.yaml
+
+exit codes: 0 done, 2 error of the user, 130 stopped by Ctrl-C
 """
 
 
@@ -76,10 +86,10 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     parser.add_argument(
         "--memory-budget",
-        default="max",
+        default=None,
         metavar="SIZE",
-        help="the peak of the whole step: bytes, 24GiB, max (the device's memory), min, or 50%% of the activations of "
-        "the plain step",
+        help="the peak of the whole step: bytes, 24GiB, max (all memory of the device, the default), min, or 50%% of "
+        "the activations of the plain step",
     )
     for name in PlanOptions.names("command"):
         parser.add_argument(f"--{name.replace('_', '-')}", dest=name, default=None, **_FLAGS[name])
@@ -96,6 +106,8 @@ def add_profile_device(commands: argparse._SubParsersAction[argparse.ArgumentPar
         "profile-device",
         help="measure the device of this machine for the planner",
         description="Measures the rates and the allocator of a device, and writes a profile for 'graphckpt plan'.",
+        epilog=_PROFILE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("file", metavar="FILE", help="where to write the profile: a .yaml")
     parser.add_argument("--device", default=None, metavar="NAME", help="such as cuda:0; the accelerator by default")
@@ -108,17 +120,27 @@ def add_profile_device(commands: argparse._SubParsersAction[argparse.ArgumentPar
 def _plan(parsed: argparse.Namespace) -> int:
     from graphckpt.config.planning import planner_from  # noqa: PLC0415 - seconds of imports that --help can do without
     from graphckpt.planning.budget import check_budget  # noqa: PLC0415
+    from graphckpt.units import format_bytes  # noqa: PLC0415
 
-    budget = check_budget(_budget(parsed.memory_budget))
+    budget = check_budget(_budget(parsed.memory_budget or "max"))
     given = {name: getattr(parsed, name) for name in PlanOptions.names("command")}
     options = {name: _READ.get(name, lambda value: value)(value) for name, value in given.items() if value is not None}
-    with _bar("simulated runs") as progress:
+    with _Progress() as progress:
+        progress.begin("loading the config and its model")
         planner, target = planner_from(
-            parsed.config_file, parsed.overrides, device=parsed.device, options=options, progress=progress
+            parsed.config_file,
+            parsed.overrides,
+            device=parsed.device,
+            options=options,
+            progress=lambda done, total: progress.begin(f"simulated run {done} of {total}"),
         )
-    if parsed.sweep:
-        _sweep(planner, parsed.sweep)
-    plan = planner.plan(planner.bytes_of(budget, target.memory_bytes))
+        if parsed.memory_budget is None:
+            size = format_bytes(target.memory_bytes)
+            print(f"--memory-budget is not set: planning for all memory of {target.name}, {size}", file=sys.stderr)
+        progress.begin(f"choosing the policies of {len(planner.plain.measured.names)} blocks")
+        if parsed.sweep:
+            _sweep(planner, parsed.sweep)
+        plan = planner.plan(planner.bytes_of(budget, target.memory_bytes))
     plan.explain()
     if parsed.save:
         plan.save(parsed.save)
@@ -198,13 +220,38 @@ def _heads(words: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+_PATIENCE = 2.0
+"""The seconds after which a command says what it is doing."""
+
 _READ: dict[str, Callable[[Any], Any]] = {"candidates": _rules, "head": _heads}
 
 
-@contextmanager
-def _bar(text: str) -> Iterator[Callable[[int, int], None]]:
-    columns = (TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(file=sys.stderr)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(text, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+@final
+class _Progress:
+    """Prints on stderr what is being done, once it has taken a while."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._text = ""
+        self._timer = threading.Timer(_PATIENCE, self._show)
+        self._timer.daemon = True
+
+    def __enter__(self) -> Self:
+        """Starts the clock."""
+        self._timer.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Prints nothing more."""
+        self._timer.cancel()
+
+    def begin(self, text: str) -> None:
+        """Names what begins now."""
+        self._text = text
+        if time.monotonic() - self._began >= _PATIENCE:
+            self._show()
+
+    def _show(self) -> None:
+        print(f"planning, {time.monotonic() - self._began:.0f} s: {self._text}", file=sys.stderr, flush=True)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+_log = logging.getLogger("graphckpt")
+_WARNED: set[str] = set()
+_NUMBER = re.compile(r"\d+")
 
 
 class GraphckptError(Exception):
@@ -28,8 +34,8 @@ class RecomputeError(GraphckptError, RuntimeError):
 
 
 @final
-class EditedError(RecomputeError):
-    """A tensor that backward needs was edited in place after the forward."""
+class MutatedError(RecomputeError):
+    """A tensor that backward needs was modified in place after the forward."""
 
 
 @final
@@ -38,14 +44,33 @@ class StoreError(GraphckptError, RuntimeError):
 
 
 def bullets(head: str, faults: Iterable[str]) -> str:
-    """Returns one message that lists every fault.
+    """Returns one message that lists every fault; those that differ in numbers alone are one line.
 
     >>> print(bullets("two faults", ["a", "b"]))
     two faults:
       • a
       • b
     """
-    return "\n".join([f"{head}:", *(f"  • {fault}" for fault in faults)])
+    return "\n".join([f"{head}:", *(f"  • {fault}" for fault in without_repeats(faults))])
+
+
+def without_repeats(faults: Iterable[str]) -> list[str]:
+    """Returns faults of which those that differ in numbers alone are one.
+
+    >>> without_repeats([f"layers.{n}: not found" for n in range(80)] + ["lr: negative"])
+    ['layers.0: not found (and 79 more like it)', 'lr: negative']
+    """
+    alike: dict[str, list[str]] = {}
+    for fault in faults:
+        alike.setdefault(_NUMBER.sub("#", fault), []).append(fault)
+    return [found[0] + (f" (and {len(found) - 1} more like it)" if found[1:] else "") for found in alike.values()]
+
+
+def warn_once(block: str, text: str) -> None:
+    """Logs a warning about a block, unless another block has caused the same one in this process."""
+    if text not in _WARNED:
+        _WARNED.add(text)
+        _log.warning("%s: %s", block, text)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

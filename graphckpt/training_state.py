@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 
-from graphckpt.state.rng import random_devices, set_random_state, take_random_state
+from graphckpt.state.rng import get_rng_state, rng_devices, set_rng_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -21,7 +21,7 @@ class _Tensor(NamedTuple):
 
 @final
 class TrainingState:
-    """Copies of tensors, optimizers and the random state of their devices.
+    """Copies of tensors, optimizers and the RNG state of their devices.
 
     They are restored in place, since a capture holds the addresses.
 
@@ -36,7 +36,7 @@ class TrainingState:
         self._optimizers: dict[Optimizer, tuple[dict[Any, dict[str, Any]], list[dict[str, Any]]]] = {}
         for optimizer in optimizers:
             self.add(optimizer)
-        self.random = take_random_state(random_devices(tensor for tensor, _ in self.tensors))
+        self.random = get_rng_state(rng_devices(tensor for tensor, _ in self.tensors))
 
     def add(self, optimizer: Optimizer) -> None:
         """Copies the state and the settings of an optimizer, unless it was added before."""
@@ -68,7 +68,7 @@ class TrainingState:
                 optimizer.state[parameter].update(_restored(state))
             for group, settings in zip(optimizer.param_groups, groups, strict=True):
                 group.update(_restored(settings))
-        set_random_state(self.random)
+        set_rng_state(self.random)
         return has_removed
 
 

@@ -74,6 +74,11 @@ def flatten_value(value: Any) -> tuple[list[Any], Any]:
     return _split(value)
 
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Returns the tensors among the leaves of one value, such as an output or ``(args, kwargs)``, in order."""
+    return [leaf for leaf in flatten_value(value)[0] if isinstance(leaf, torch.Tensor)]
+
+
 def build_value(spec: Any, leaves: Sequence[Any]) -> Any:
     """Puts the leaves of :func:`flatten_value` together again."""
     return leaves[0] if spec is None else _join(spec, leaves)

@@ -1,4 +1,4 @@
-"""Finds the tensors that ops edit in place, by their schemas."""
+"""Finds the tensors that ops modify in place, by their schemas."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Writes(TorchDispatchMode):
     @never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        for tensor in chain(edited_by(func, args, kwargs), _running_statistics(func, args, kwargs)):
+        for tensor in chain(mutated_by(func, args, kwargs), _running_statistics(func, args, kwargs)):
             storage = tensor.untyped_storage()
             self.storages[id(storage)] = storage
         return func(*args, **kwargs)
 
 
-def edited_by(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Yields the arguments that an op says it edits in place."""
+def mutated_by(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """Yields the arguments that an op says it modifies in place."""
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.is_mutable:
         return
@@ -46,7 +46,7 @@ def edited_by(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Te
 
 
 def _running_statistics(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Yields what the kernels of BatchNorm edit without saying so, unless they are told not to train."""
+    """Yields what the kernels of BatchNorm modify without saying so, unless they are told not to train."""
     schema = getattr(func, "_schema", None)
     given = {} if schema is None else {**dict(zip([a.name for a in schema.arguments], args, strict=False)), **kwargs}
     if given.get("training", given.get("train", True)):

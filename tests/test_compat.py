@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.hard_modules import Mlp
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch import config as functorch
@@ -17,7 +18,6 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
-from zoo import Mlp
 
 import graphckpt
 from graphckpt import _compat, _compat_compiler
@@ -25,17 +25,17 @@ from graphckpt._compat_autocast import call_with_autocast
 from graphckpt._compat_compiler import never_compiled
 
 
-def test_hooks_in_force_are_the_innermost_pair() -> None:
-    assert _compat.saved_tensor_hooks_in_force() is None
+def test_active_hooks_are_the_innermost_pair() -> None:
+    assert _compat.active_saved_tensor_hooks() is None
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
     with saved_tensors_hooks(lambda t: t, lambda t: t), saved_tensors_hooks(pack, pack):
-        hooks = _compat.saved_tensor_hooks_in_force()
+        hooks = _compat.active_saved_tensor_hooks()
     assert hooks is not None
     assert hooks[0] is pack
-    assert _compat.saved_tensor_hooks_in_force() is None
+    assert _compat.active_saved_tensor_hooks() is None
 
 
 def test_a_version_sharing_alias_sees_later_edits() -> None:
@@ -58,7 +58,7 @@ def test_a_version_sharing_alias_sees_later_edits() -> None:
 
 
 class ReadsAutocast(TorchDispatchMode):
-    """Notes whether autocast is in force in a mode, and in what an op's kernel calls."""
+    """Notes whether autocast is active in a mode, and in what an op's kernel calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,10 +111,10 @@ def test_transforms_and_tensors_that_are_not_plain_are_known() -> None:
 
 
 def test_early_stop_is_what_the_context_manager_says() -> None:
-    assert [_compat.early_stop_in_force(wanted) for wanted in (True, False)] == [True, False]
+    assert [_compat.early_stop_active(wanted) for wanted in (True, False)] == [True, False]
     for enabled in (True, False):
         with set_checkpoint_early_stop(enabled):
-            assert [_compat.early_stop_in_force(wanted) for wanted in (True, False)] == [enabled, enabled]
+            assert [_compat.early_stop_active(wanted) for wanted in (True, False)] == [enabled, enabled]
 
 
 def test_batch_norm_moves_its_statistics_without_a_version_bump() -> None:

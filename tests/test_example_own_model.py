@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from fresh import run_script
+from helpers.subprocess_runner import run_script
 
 ROOT = Path(__file__).parent.parent
 FILES = [ROOT / "examples" / "04_own_model" / name for name in ("waves.py", "config.py")]

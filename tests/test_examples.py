@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from fresh import run_script
+from helpers.subprocess_runner import run_script
 
 OVER_RANKS = {"05_tensor_parallel.py"}  # run by tests/parallel
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -34,7 +34,7 @@ def test_blocks_learns_and_shows_the_recomputed_block(tmp_path: Path) -> None:
     output = run(tmp_path, "01_blocks.py")
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", output)]
     assert losses[-1] < losses[0] / 2
-    assert re.search(r"model\.0 +full +device +\S+ KiB +0 B +1 +1 ", output)
+    assert re.search(r"model\.0 +full +\S+ KiB +0 B +1 ", output)
 
 
 def test_huggingface_mixes_rules_and_draws_the_step(tmp_path: Path) -> None:
@@ -58,9 +58,10 @@ def test_places_moves_what_is_kept(tmp_path: Path) -> None:
     output = run(tmp_path, "07_places.py")
     tables = output.split("GPT2LMHeadModel")[1:]
     on_disk, inputs_on_disk, in_slab = tables[1:]
-    assert re.search(r"transformer\.h\.0-2 \(3x\) +keep +disk +\S+ MiB +\S+ KiB +\S+ MiB +3 +0 ", on_disk)
-    assert re.search(r"transformer\.h\.0-2 \(3x\) +full +disk +\S+ MiB +0 B +\S+ KiB +3 +3 ", inputs_on_disk)
-    assert re.search(r"transformer\.h\.0-2 \(3x\) +selective\(matmul\+attention\) +slab ", in_slab)
+    assert re.search(r"transformer\.h\.0-2 \(3x\) +keep \+ disk +\S+ MiB +\S+ KiB +\S+ MiB +0\n", on_disk)
+    assert re.search(r"transformer\.h\.0-2 \(3x\) +full \+ disk +\S+ MiB +0 B +\S+ KiB +3\n", inputs_on_disk)
+    assert re.search(r"transformer\.h\.0-2 \(3x\) +selective\(matmul\+attention\) ", in_slab)
+    assert "slab" in in_slab
     assert "the gradients are equal in every bit" in output
 
 
@@ -75,5 +76,5 @@ def test_hf_trainer_peaks_lower_with_a_policy(tmp_path: Path) -> None:
 
 def test_torchtitan_style_recomputes_every_second_layer(tmp_path: Path) -> None:
     output = run(tmp_path, "08_torchtitan_style.py")
-    assert re.search(r"^layers\.0,2,\.\.,4 \(3x\) +full +disk ", output, re.M)
-    assert re.search(r"^layers\.1,3,\.\.,5 \(3x\) +keep +device ", output, re.M)
+    assert re.search(r"^layers\.0,2,\.\.,4 \(3x\) +full \+ disk ", output, re.M)
+    assert re.search(r"^layers\.1,3,\.\.,5 \(3x\) +keep +\S+ [KM]iB ", output, re.M)

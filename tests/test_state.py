@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from graphckpt._compat import FakeTensorMode
-from graphckpt.state.arguments import rewind_objects, settle_objects, take_objects
+from graphckpt.state.arguments import copy_objects, drop_unchanged, rewind_objects
 from graphckpt.state.modules import ModuleState
 from graphckpt.undo import Undo, put_back
 
@@ -95,7 +95,7 @@ def test_what_does_not_move_is_not_copied() -> None:
     state = ModuleState([module])
     state.remember(*state.learn(state.watch(), state.take()))
     snapshot = state.take()
-    assert snapshot.moving == ()
+    assert snapshot.changed == ()
     assert [t.data_ptr() for t in snapshot.tensors if t is not None] == [
         module.weight.data_ptr(),
         module.average.data_ptr(),
@@ -168,11 +168,11 @@ def seen(o: Argument) -> str:
 def test_objects_among_the_arguments_are_put_back_too(case: str) -> None:
     change, argument = OBJECT_CHANGES[case], Argument()
     before = seen(argument)
-    objects = take_objects([argument, 1, torch.ones(1), None])
+    objects = copy_objects([argument, 1, torch.ones(1), None])
     change(argument)
     after = seen(argument)
     assert after != before
-    objects = settle_objects(objects)
+    objects = drop_unchanged(objects)
     undo: Undo = []
     rewind_objects(objects, undo)
     assert seen(argument) == before
@@ -183,40 +183,44 @@ def test_objects_among_the_arguments_are_put_back_too(case: str) -> None:
 
 def test_objects_that_the_first_run_leaves_alone_hold_no_tensors() -> None:
     argument = Argument()
-    objects = settle_objects(take_objects([argument]))
+    objects = drop_unchanged(copy_objects([argument]))
     held = [v for _, then in objects for v in (then.values() if isinstance(then, dict) else then or ())]
     assert not any(isinstance(value, torch.Tensor) for value in held)
 
 
 @pytest.mark.parametrize("value", [nn.Linear(1, 1), Argument, print, lambda: None, 3, "text", None, torch.ones(1)])
 def test_modules_functions_and_atoms_are_not_taken(value: Any) -> None:
-    assert take_objects([value]) == []
+    assert copy_objects([value]) == []
 
 
 class TestFakeTensors:
     """They hold no bits to compare: what an op writes to is taken to move."""
 
     @staticmethod
-    def _moving(module: nn.Module, call: Callable[[], object]) -> list[str]:
+    def _changed_keys(module: nn.Module, call: Callable[[], object]) -> list[str]:
         state = ModuleState(module.modules())
         snapshot, watch = state.take(), state.watch()
         watch.around(call)()
-        return [place.key for place, _ in state.learn(watch, snapshot)[0].moving]
+        return [place.key for place, _ in state.learn(watch, snapshot)[0].changed]
 
     def test_the_running_statistics_of_batch_norm_move_in_training_alone(self) -> None:
         with FakeTensorMode():
             norm, image = nn.BatchNorm2d(3), torch.randn(2, 3, 4, 4)
-            assert self._moving(norm, lambda: norm(image)) == ["running_mean", "running_var", "num_batches_tracked"]
+            assert self._changed_keys(norm, lambda: norm(image)) == [
+                "running_mean",
+                "running_var",
+                "num_batches_tracked",
+            ]
             norm.eval()
-            assert self._moving(norm, lambda: norm(image)) == []
+            assert self._changed_keys(norm, lambda: norm(image)) == []
 
     def test_a_buffer_that_is_edited_through_a_view_without_its_version_moves(self) -> None:
         with FakeTensorMode():
             module = nn.Module()
             module.register_buffer("seen", torch.zeros(4))
             module.register_buffer("left_alone", torch.zeros(4))
-            assert self._moving(module, lambda: module.seen.data[1:].add_(1)) == ["seen"]
+            assert self._changed_keys(module, lambda: module.seen.data[1:].add_(1)) == ["seen"]
 
     def test_the_same_places_move_with_values(self) -> None:
         norm, image = nn.BatchNorm2d(3), torch.randn(2, 3, 4, 4)
-        assert self._moving(norm, lambda: norm(image)) == ["running_mean", "running_var", "num_batches_tracked"]
+        assert self._changed_keys(norm, lambda: norm(image)) == ["running_mean", "running_var", "num_batches_tracked"]

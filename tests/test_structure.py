@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import graphckpt
@@ -12,6 +14,7 @@ PACKAGE = Path(graphckpt.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 MOST_MODULES = 16
 MOST_LINES = 400
+LONGEST_CHAIN = 16
 ONE_MEANING = {"GraphckptCallback"}
 """What each integration calls its callback: the same thing for another trainer."""
 
@@ -34,3 +37,33 @@ def test_a_class_name_is_defined_once() -> None:
                 places[node.name].append(str(path.relative_to(PACKAGE)))
     assert len(places) > 100, "the package was not read"
     assert {name: where for name, where in places.items() if len(where) > 1 and name not in ONE_MEANING} == {}
+
+
+def run_time_imports(nodes: Sequence[ast.stmt]) -> Iterator[str]:
+    """Yields the names that a module's own statements import, without those for annotations and those in functions."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.If):
+            yield from run_time_imports([] if "TYPE_CHECKING" in ast.unparse(node.test) else node.body)
+            yield from run_time_imports(node.orelse)
+        elif isinstance(node, ast.ClassDef | ast.Try | ast.With):
+            yield from run_time_imports(node.body)
+
+
+def test_no_chain_of_imports_is_too_long() -> None:
+    """To understand a module a reader may have to follow its imports: this is how far, at most."""
+    names = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in MODULES}
+    names = {name.removesuffix(".__init__"): path for name, path in names.items()}
+
+    @cache
+    def chain(name: str) -> tuple[str, ...]:
+        found = run_time_imports(ast.parse(names[name].read_text(encoding="utf-8")).body)
+        modules = {full if full in names else full.rpartition(".")[0] for full in found}
+        return (name, *max(map(chain, modules & names.keys() - {name}), key=len, default=()))
+
+    longest = max(map(chain, names), key=len)
+    assert len(longest) > 5, "the package was not read"
+    assert len(longest) <= LONGEST_CHAIN, "\n".join(longest)

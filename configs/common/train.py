@@ -41,6 +41,7 @@ train = {
         "partition": None,
         "contiguous": None,
         "compile": None,  # torch.compile of each unit, inside of its policy: True, or a dict of options
+        "plan": None,  # a file of `graphckpt plan --save`: its policies, in place of the keys above
         "memory_budget": None,  # "12GiB": policies are planned for it, in place of the keys above
         "host_budget": None,  # beside it, the most bytes that may be offloaded at a time: "64GiB"
         "candidates": None,  # beside it, the rules to consider: ["full", "joined"]; None: all

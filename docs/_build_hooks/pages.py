@@ -1,4 +1,4 @@
-"""Makes the benchmark pages of the site from `benchmarks/results`, and links what lies outside of `docs`."""
+"""Makes the benchmark pages of the site from `benchmarks/results`, and adds what lies outside of `docs`."""
 
 from __future__ import annotations
 
@@ -25,21 +25,23 @@ GROUPS = {
     "planner": "Planner",
     "solve": "Solvers",
 }
+TESTS = re.compile(r"\]\(\.\./(tests/[\w/]+\.py)\)")
+"""A link to a test. The site has its source as text, since it is not known where the repository can be read."""
+FIRST = ("graph.md", "reference/policies.md", "reference/cli.md", "reference/config.md")
+"""Pages that come first in the results of a search."""
 OUTSIDE = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
 
 
 def on_config(config: Any) -> Any:
-    """Leaves pages out of the menu that have nothing to show yet, and lists the decisions."""
+    """Leaves pages out of the menu that have nothing to show yet."""
     there = {f"benchmarks/{group}.md" for group in GROUPS if any(RESULTS.glob(f"{group}*.md"))}
-    there |= {"benchmarks/index.md", *OUTSIDE.values()}
+    there |= {"benchmarks/index.md", "decisions/index.md", *OUTSIDE.values()}
 
     def kept(node: Any) -> Any:
         if isinstance(node, list):
             return [item for item in map(kept, node) if item]
         if isinstance(node, dict):
             return {title: value for title, value in ((title, kept(value)) for title, value in node.items()) if value}
-        if node == "decisions/":
-            return [f"decisions/{path.name}" for path in sorted((ROOT / "docs" / node).glob("*.md"))]
         return node if node in there or (ROOT / "docs" / node).exists() else None
 
     config.nav = kept(config.nav)
@@ -57,6 +59,13 @@ def on_files(files: Files, config: Any) -> Files:
 
     for source, name in OUTSIDE.items():
         add(name, (ROOT / source).read_text(encoding="utf-8").replace("](docs/", "]("))
+    for test in set(TESTS.findall((ROOT / "docs" / "comparison.md").read_text(encoding="utf-8"))):
+        add(f"{test}.txt", (ROOT / test).read_text(encoding="utf-8"))
+    decisions = ["# Decisions", ""]
+    for path in sorted((ROOT / "docs" / "decisions").glob("0*.md")):
+        title = path.read_text(encoding="utf-8").splitlines()[0].strip("# ")
+        decisions.append(f"- [{title}]({path.name})")
+    add("decisions/index.md", "\n".join(decisions))
     readme = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
     for group, title in GROUPS.items():
         page = [f"# {title}", ""]
@@ -76,6 +85,14 @@ def on_files(files: Files, config: Any) -> Files:
         readme = readme.replace(f"`results/{group}*.md`", f"[{title}]({group}.md)")
     add("benchmarks/index.md", readme)
     return files
+
+
+def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:
+    """Leads links to tests to their text, and lets the search prefer the pages that describe names."""
+    del kwargs
+    if page.file.src_uri in FIRST:
+        page.meta["search"] = {"boost": 2}
+    return TESTS.sub(r"](\1.txt)", markdown)
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:

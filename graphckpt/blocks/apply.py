@@ -14,21 +14,22 @@ from graphckpt.blocks.config import BlockConfig, fields_of
 from graphckpt.blocks.find_layers import layers
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.blocks.proxy import unwrap
-from graphckpt.blocks.resolve import resolve_policies
+from graphckpt.blocks.resolve import ResolvedPolicies, resolve_policies
 from graphckpt.blocks.select import Selector, describe, select
 from graphckpt.blocks.step_recorder import StepRecorder
-from graphckpt.errors import ConfigError
+from graphckpt.errors import ConfigError, without_repeats
 from graphckpt.extras import LazyPackage
 from graphckpt.ledger.group_rows import group_rows
 from graphckpt.ledger.record import Row
-from graphckpt.rules import Rule, parse_rule
+from graphckpt.rules.base import Rule
+from graphckpt.rules.registry import parse_rule
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     import yaml
 
-    from graphckpt.ledger.record import Explanation
+    from graphckpt.ledger.explanation import Explanation
 else:
     yaml = LazyPackage("yaml", "plan")
 
@@ -40,24 +41,26 @@ _FILES = (".yaml", ".yml", ".json")
 
 @final
 class Handle:
-    """Policies that are in force on a model, until :meth:`remove` or the end of the ``with`` block."""
+    """Policies that are active on a model, until :meth:`remove` or the end of the ``with`` block."""
 
-    def __init__(self, model: nn.Module, wrappers: list[BlockForward], idle: dict[str, str]) -> None:
-        self._wrappers = wrappers
+    def __init__(self, model: nn.Module, policies: ResolvedPolicies) -> None:
+        self._wrappers = policies.wrappers
         self._model_class = type(model).__name__
-        self._watcher = StepRecorder(type(model).__name__, [("", model)], wrappers, idle)
-        for wrapper in wrappers:
+        self._watcher = StepRecorder(type(model).__name__, [("", model)], policies)
+        for wrapper in self._wrappers:
             wrapper.install()
         self._watcher.watch_next_forward()
 
     def explain(self, plot: str | None = None, *, show: bool = True) -> Explanation:
-        """Prints what each block keeps and returns the rows. See :meth:`measure` for peaks, times and the picture.
+        """Prints what each block keeps, and returns it. See :meth:`measure` for peaks, times and the plot.
 
-        Without :meth:`measure`, the rows tell of the first forward and backward after ``apply``.
+        Without :meth:`measure`, the rows are those of the first forward and backward after ``apply``.
+        It prints the table unless ``show`` is false. The object that it returns prints as the same table, and a
+        notebook shows it as one: there, ``explain(show=False)`` as the last line of a cell suffices.
 
         Args:
-            plot: File for a picture of the live bytes over the step, ``.png`` or ``.svg``.
-            show: ``False`` returns the rows and prints nothing.
+            plot: File for a plot of the live bytes over the step, ``.png`` or ``.svg``.
+            show: Whether to print.
 
         Raises:
             GraphError: No step has run yet.
@@ -121,7 +124,7 @@ def apply(model: nn.Module, policies: Policies) -> Handle:
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     >>> with apply(model, {"0": True, nn.Tanh: {"activation_checkpointing": "full"}}) as handle:
     ...     model(torch.ones(1, 4)).sum().backward()
-    >>> apply(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))))
+    >>> apply(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))), True)
     Handle(Sequential; full: 1.0-3 (4x))
     """
     model = unwrap(model)
@@ -144,8 +147,9 @@ def apply(model: nn.Module, policies: Policies) -> Handle:
         if module in configs and isinstance(module.forward, BlockForward):
             faults.append(f"{name or type(model).__name__}: it has a policy already · fix: remove() the handle first")
     if faults or plan is None:
-        raise ConfigError("\n".join(f"- {fault}" for fault in faults) if len(faults) > 1 else faults[0])
-    return Handle(model, plan.wrappers, plan.idle)
+        lines = without_repeats(faults)
+        raise ConfigError("\n".join(f"- {line}" for line in lines) if len(lines) > 1 else lines[0])
+    return Handle(model, plan)
 
 
 def policies_of(model: nn.Module, policies: Policies) -> Mapping[Selector, Any]:

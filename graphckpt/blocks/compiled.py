@@ -33,9 +33,7 @@ def check_options(block: str, value: Any) -> None:
         ConfigError: it does not, names no option, or the share is none, or the backend has no use for one.
     """
     if not (value is None or isinstance(value, (bool, dict))):
-        raise ConfigError(
-            f"{block}.compile: {value!r} is neither yes nor no nor options · fix: True, or a dict for torch.compile"
-        )
+        raise ConfigError(f"{block}.compile: expected a bool or a dict of options, got {value!r} · fix: use True")
     if not isinstance(value, dict):
         return
     for name in value:
@@ -49,8 +47,8 @@ def check_options(block: str, value: Any) -> None:
     share, backend = value[SHARE], value.get("backend")
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
         raise ConfigError(
-            f"{block}.compile: {SHARE} {share!r} is no share · fix: a number from 0, which saves the inputs alone, to "
-            "1, which saves what the compiler saves by itself"
+            f"{block}.compile: expected {SHARE} from 0 to 1, got {share!r} · "
+            "fix: 0 saves the inputs alone, 1 what the compiler saves by itself"
         )
     if not takes_share(value):
         raise ConfigError(

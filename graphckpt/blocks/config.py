@@ -7,22 +7,17 @@ from typing import Any, final
 
 from graphckpt.blocks.compiled import check_options
 from graphckpt.errors import ConfigError, did_you_mean
-from graphckpt.rules import Rule, Segments, Tiles, parse_rule
-from graphckpt.stores import parse_contiguous, parse_min_elements, parse_offload, parse_partition
+from graphckpt.rules.base import Rule
+from graphckpt.rules.registry import parse_rule, rule_classes
+from graphckpt.stores.offload import parse_offload
+from graphckpt.stores.partition.partition import parse_partition
+from graphckpt.stores.placement import parse_contiguous, parse_min_elements
 
-FIELDS = {
-    "activation_checkpointing": "what is kept: None, False, True, a rule's name or a rule object",
-    "segments": "runs of children of an nn.Sequential: None, a positive int, 'sqrt' or 'log'",
-    "tiles": "slices of dim 0, one at a time: None or a positive int",
-    "offload": "where kept tensors go: None, False, True or 'cpu', 'disk', 'disk:/a/folder'",
-    "partition": "the ranks that each keep a part: None, False, True, a ProcessGroup or a DeviceMesh",
-    "contiguous": "whether kept tensors lie in one slab: None, False or True",
-    "min_elements": "smaller tensors stay where they are: None or an int; 1024 if nothing says",
-    "compile": "torch.compile of the block's forward, inside of its policy: None, False, True or a dict of options, "
-    "among them activation_memory_budget, the share from 0 to 1 of what the compiler would save for backward",
-    "stage_id": "the pipeline stage: None or an int; read by graphckpt.integrations.pipelining",
-}
-"""Every field of a block's config, and its help."""
+FIELDS = (
+    "activation_checkpointing", "segments", "tiles", "offload", "partition", "contiguous", "min_elements", "compile",
+    "stage_id",
+)  # fmt: skip
+"""Every field of a block's config; the docstring of :class:`BlockConfig` describes each."""
 
 
 PLACEMENT = ("offload", "partition", "contiguous", "min_elements")
@@ -41,20 +36,55 @@ OTHER_NAMES = {
 
 @final
 class BlockConfig:
-    """What a block keeps. Every field is ``None`` until it is set: the enclosing block then decides.
+    """The policy of one block, as nine fields. Every field is ``None`` until it is set.
 
-    Args:
-        block: The block's path, for messages.
-        changed: Called after a field was set.
-        own: The module's own ``config``, as Hugging Face models have one; what this one lacks is read and set there.
+    A field is set as ``block.config.offload = "disk"``, or by :func:`graphckpt.apply`, and checked at once.
+
+    Attributes:
+        activation_checkpointing (bool | str | dict | Rule | None): What is saved for backward. ``True`` or ``"full"``:
+            the inputs, and the block is recomputed. ``False`` or ``"keep"``: everything, also inside a recomputed
+            block. The name of another rule, such as ``"selective"``, a mapping such as ``{"rule": "selective", "save":
+            "matmul"}``, or a rule object. ``None``: the block is recomputed only as a part of the block around it.
+        segments (int | str | None): Recomputes an ``nn.Sequential`` in so many segments of children, one at a time:
+            a positive int, ``"sqrt"`` or ``"log"``. ``None``: not in segments.
+        tiles (int | None): Runs the block on so many slices of dim 0 of its input, one at a time. ``None``: on the
+            whole input.
+        offload (bool | str | Host | Disk | None): Where saved tensors are stored. ``True`` or ``"cpu"``: in host
+            memory, for CUDA tensors. ``"disk"`` or ``"disk:/a/folder"``: in a file. ``False``: on their device.
+            ``None``: as the block around it; outermost, on their device.
+        partition (bool | ProcessGroup | DeviceMesh | Partition | None): The ranks that each store one part of the saved
+            tensors. ``True``: the tensor-parallel mesh of the parameters, or all ranks. ``False``: tensors stay
+            whole. ``None``: as the block around it; outermost, whole.
+        contiguous (bool | None): Whether saved tensors are stored in one slab. ``None``: as the block around it;
+            outermost, ``False``.
+        min_elements (int | None): Tensors with fewer elements are not offloaded, partitioned or put into the slab.
+            ``None``: as the block around it; outermost, 1024.
+        compile (bool | dict | None): Whether ``torch.compile`` compiles the block's forward, inside of its policy, or
+            the options to call it with. The option ``activation_memory_budget``, from 0 to 1, is the share that
+            is saved of what the compiler would save for backward. ``None`` and ``False``: not compiled.
+        stage_id (int | None): The pipeline stage of the block, for ``graphckpt.integrations.pipelining`` and
+            ``train.dist.pipeline_parallel_size``. ``None``: the stage of the block before it.
 
     Raises:
-        ConfigError: A field does not exist, or a value means nothing for it. The message names block, field and fix.
+        ConfigError: A field does not exist, or a value is not valid for it. The message names block, field and fix.
+
+    >>> config = BlockConfig("layers.0")
+    >>> config.activation_checkpointing, config.offload = True, "disk"
+    >>> config
+    BlockConfig(activation_checkpointing=True, offload='disk', )
     """
 
     __slots__ = ("_changed", "_own", "_rule", "_values", "block")
 
     def __init__(self, block: str, changed: Callable[[], None] | None = None, own: Any = None) -> None:
+        """Creates the config of a block; a Graph and ``apply`` do.
+
+        Args:
+            block: The block's path, for messages.
+            changed: Called after a field was set.
+            own: The module's own ``config``, as Hugging Face models have one; attributes that this one lacks are read
+                and set there.
+        """
         set_slot = object.__setattr__
         set_slot(self, "_own", own)
         set_slot(self, "block", block)
@@ -74,6 +104,9 @@ class BlockConfig:
             setattr(self._own, field, value)
         else:
             self.update({field: value})
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *FIELDS})
 
     def placement(self) -> dict[str, Any]:
         """Returns the fields that say where kept tensors go, as far as they are set."""
@@ -123,8 +156,8 @@ def _combine(block: str, values: dict[str, Any]) -> Rule | None:
             raise ConfigError(
                 f"{block}.{field}: there is no such field{ours or did_you_mean(field, FIELDS) + f' · {_FIX}'}"
             )
-        if field == "stage_id" and value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise ConfigError(f"{block}.stage_id: {value!r} is no stage · fix: use an int")
+        if field == "stage_id" and value is not None and not (type(value) is int and value >= 0):
+            raise ConfigError(f"{block}.stage_id: expected an int from 0 on, got {value!r} · fix: the stage's number")
         if field == "compile":
             check_options(block, value)
         if field in PLACEMENT and value is not None:
@@ -140,7 +173,7 @@ def _combine(block: str, values: dict[str, Any]) -> Rule | None:
         raise ConfigError(
             f"{block}.{field}: it needs activation_checkpointing = True or None, which is {flag!r} · fix: unset one"
         )
-    cut: Rule = _parsed(block, field, Segments if segments is not None else Tiles, values[field])
+    cut: Rule = _parsed(block, field, rule_classes()[field], values[field])
     return cut
 
 

@@ -5,10 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from graphckpt.blocks.compiled import share_of
-from graphckpt.ledger.record import Explanation, Row
+from graphckpt.ledger.explanation import Explanation
+from graphckpt.ledger.record import Row
 from graphckpt.ledger.recorder import REST, Recorder
-from graphckpt.rules import Keep, Segments, Tiles
-from graphckpt.stores import Traffic
+from graphckpt.rules.full import Full
+from graphckpt.rules.joined import Joined
+from graphckpt.rules.keep import Keep
+from graphckpt.rules.segments import Segments
+from graphckpt.rules.selective import Selective
+from graphckpt.rules.tiles import Tiles
+from graphckpt.stores.base import Traffic
+from graphckpt.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -16,13 +23,13 @@ if TYPE_CHECKING:
     from torch import nn
 
     from graphckpt.blocks.forward import BlockForward
+    from graphckpt.blocks.resolve import ResolvedPolicies
 
 
 def explain_step(
     title: str,
     roots: Sequence[tuple[str, nn.Module]],
-    wrappers: Sequence[BlockForward],
-    idle: Mapping[str, str],
+    policies: ResolvedPolicies,
     kept: Recorder,
     live: Recorder | None,
     times: Recorder | None,
@@ -32,23 +39,31 @@ def explain_step(
     Args:
         title: Name of the model or graph.
         roots: The modules that were watched, with their names.
-        wrappers: The blocks with a policy.
-        idle: Why the flags of some modules do nothing.
+        policies: Those of the blocks.
         kept: Has seen what a step keeps.
         live: Has seen the live bytes of a step, if one was watched op by op.
         times: Has seen how long the blocks of a step took, if one was watched for that.
     """
-    rows = list(_rows(title, wrappers, idle, kept, times))
-    at = [traffic.bytes_at for traffic in kept.traffic.values()]
+    elsewhere = {w.name for w in policies.wrappers if w.module is not None and is_elsewhere(w.module)}
+    wrappers = [w for w in policies.wrappers if w.name not in elsewhere]
+    idle = policies.idle
+    empty = {name for name in kept.weightless if not (kept.bytes_before(name) or kept.bytes_after(name))}
+    omitted = elsewhere | (empty - {*policies.selected})
+    rows = [row for row in _rows(title, wrappers, idle, kept, times) if row.block not in omitted]
+    levels = plain_levels(wrappers, live)
     return Explanation(
         title=title,
         rows=tuple(rows),
-        bytes_before=kept.bytes_before.total(),
-        bytes_after=kept.bytes_after.total() + sum(b["device"] for b in at),
-        bytes_host=sum(b["host"] for b in at),
-        bytes_disk=sum(b["disk"] for b in at),
+        bytes_before=kept.plain_total.largest,
+        bytes_after=kept.totals["device"].largest,
+        bytes_host=kept.totals["host"].largest,
+        bytes_disk=kept.totals["disk"].largest,
         peak_bytes=live.peak_bytes if live else None,
+        plain_peak_bytes=max(levels) if levels else None,
+        static_bytes=live.static_bytes if live else 0,
         timeline=live.timeline if live else (),
+        plain_levels=levels,
+        legend=_legend(wrappers),
         warnings=tuple(_warnings(title, roots, wrappers, idle, kept, live)),
     )
 
@@ -58,31 +73,47 @@ def _rows(
 ) -> Iterator[Row]:
     wrapped = {wrapper.name: wrapper for wrapper in wrappers}
     names = dict.fromkeys((*kept.order, *wrapped))
-    if kept.bytes_before[REST] or kept.bytes_after[REST]:
+    if kept.bytes_before(REST) or kept.bytes_after(REST):
         names[REST] = None
     for name in names:
         wrapper = wrapped.get(name)
         notes = list(wrapper.context.notes) if wrapper is not None else []
+        if name in kept.own_checkpointing:
+            notes.append("the model's own gradient checkpointing recomputes it")
         if name in idle:
             notes.insert(0, idle[name])
-        moved = kept.traffic.get(name) or Traffic()
+        stored = (kept.traffic.get(name) or Traffic()).bytes_at
         timed = (times or kept).traffic.get(name) or Traffic()
         yield Row(
             block=name or title,
-            rule=_rule(wrapper),
+            rule="own checkpointing" if name in kept.own_checkpointing else _rule(wrapper),
             place=wrapper.context.store.label if wrapper is not None else "device",
-            bytes_before=kept.bytes_before[name],
-            bytes_after=kept.bytes_after[name] + moved.bytes_at["device"],
-            bytes_host=moved.bytes_at["host"],
-            bytes_disk=moved.bytes_at["disk"],
+            bytes_before=kept.bytes_before(name),
+            bytes_after=kept.bytes_after(name),
+            bytes_host=stored["host"],
+            bytes_disk=stored["disk"],
             runs=kept.runs[name],
             reruns=kept.reruns[name],
+            is_own=name in kept.own_checkpointing,
             forward_seconds=times.seconds[name] if times is not None and name in times.seconds else None,
             recompute_seconds=times.again_seconds[name] if times and name in times.again_seconds else None,
             copy_seconds=timed.copy_seconds or None,
             wait_seconds=timed.wait_seconds if timed.copy_seconds else None,
             note=" · ".join(notes),
         )
+
+
+def is_elsewhere(module: nn.Module) -> bool:
+    """Returns whether a module belongs to another pipeline stage: all its weights are on the meta device."""
+    weights = list(module.parameters())
+    return bool(weights) and all(weight.is_meta for weight in weights)
+
+
+def _legend(wrappers: Sequence[BlockForward]) -> tuple[tuple[str, str], ...]:
+    """Returns the ops that levels of ``selective`` keep."""
+    rules = dict.fromkeys(w.rule for w in wrappers if isinstance(w.rule, Selective) and w.rule.label)
+    ops = {rule.describe(): ", ".join(map(str, rule.save)) for rule in rules if isinstance(rule.save, (list, tuple))}
+    return tuple((name, f"keeps the results of {text}") for name, text in sorted(ops.items()))
 
 
 def _rule(wrapper: BlockForward | None) -> str:
@@ -110,13 +141,16 @@ def _warnings(
     yield from _useless_flags(title, flagged)
     ran = [w for w in flagged if kept.reruns[w.name]]
     tops = {id(root) for _, root in roots}
+    plain_peak = max(plain_levels(wrappers, live), default=None)
+    is_as_high = live is None or live.peak_bytes is None or plain_peak is None or plain_peak <= 1.02 * live.peak_bytes
     for wrapper in ran:
-        if id(wrapper.module) in tops and not isinstance(wrapper.rule, (Segments, Tiles)):
+        if id(wrapper.module) in tops and not isinstance(wrapper.rule, (Segments, Tiles)) and is_as_high:
             yield (
                 f"{wrapper.name or title}: the whole model is one block, so all of it is alive again when it "
-                "runs again, and the peak does not fall · fix: set the flag on its layers"
+                "is recomputed, and the peak hardly falls · fix: set the flag on its layers"
             )
-    yield from _last_block(kept, live, ran)
+    if not any(isinstance(w.rule, Joined) for w in wrappers):
+        yield from _last_block(wrappers, kept, live, ran)
 
 
 def _useless_flags(title: str, wrappers: Sequence[BlockForward]) -> Iterator[str]:
@@ -131,15 +165,47 @@ def _useless_flags(title: str, wrappers: Sequence[BlockForward]) -> Iterator[str
         yield f"{names[0]}{more}: {note}"
 
 
-def _last_block(kept: Recorder, live: Recorder | None, ran: Sequence[BlockForward]) -> Iterator[str]:
-    """Backward reaches this block first, with all others still kept: its flag helps only with a peak elsewhere."""
-    order = list(kept.order)
-    if len(ran) < 2:
+def _last_block(
+    wrappers: Sequence[BlockForward], kept: Recorder, live: Recorder | None, ran: Sequence[BlockForward]
+) -> Iterator[str]:
+    """Advises not to recompute the last block if the peak would not rise; only a prediction can tell.
+
+    While the logits and the loss are alive, so is what the last block keeps. Recomputing it moves these bytes behind
+    that moment, and often lowers the peak.
+    """
+    if live is None or live.peak_bytes is None or len(ran) < 2 or not can_predict(wrappers):
         return
+    order = list(kept.order)
     last = max(ran, key=lambda w: order.index(w.name) if w.name in order else -1)
-    peak = max(live.timeline, key=lambda e: e.live_bytes, default=None) if live else None
-    if peak is not None and peak.block == last.name and peak.phase in ("recompute", "backward"):
+    around = (w.name for w in wrappers if w is not last)
+    if not isinstance(last.rule, (Full, Selective)) or any(_overlap(last.name, name) for name in around):
+        return
+    peak_bytes = max(live.levels_if_kept(lambda block: block == last.name), default=0)
+    if peak_bytes <= live.peak_bytes:
         yield (
-            f"{last.name}: backward reaches it first, so it costs a recomputation and takes nothing off the peak · "
+            f"{last.name}: its recomputation takes nothing off the peak, which would be "
+            f"{format_bytes(peak_bytes)} (predicted) without it · "
             f"fix: set activation_checkpointing = False on {last.name}"
         )
+
+
+def plain_levels(wrappers: Sequence[BlockForward], live: Recorder | None) -> tuple[int, ...]:
+    """Returns the predicted live bytes of the step without policies; empty if they cannot be predicted."""
+    if live is None or live.own_checkpointing or not can_predict(wrappers):
+        return ()
+    return tuple(live.levels_if_kept(lambda block: True))
+
+
+def can_predict(wrappers: Sequence[BlockForward]) -> bool:
+    """Whether the log of storages tells what the step would keep under other policies.
+
+    It does not if stores move tensors, if a loss is computed in slices, or if compiled code hides what it allocates.
+    """
+    return all(
+        not isinstance(w.rule, Tiles) and w.compile_options is None and (w.placement is None or w.placement.is_plain)
+        for w in wrappers
+    )
+
+
+def _overlap(one: str, other: str) -> bool:
+    return one.startswith(f"{other}.") or other.startswith(f"{one}.") or "" in (one, other)

@@ -1,4 +1,4 @@
-"""The wrapper around one module's forward that puts its rule in force."""
+"""The wrapper around one module's forward that applies its rule."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from torch.utils import checkpoint as torch_checkpoint
 from graphckpt._compat import is_transformed
 from graphckpt.blocks.compiled import CompiledForward
 from graphckpt.blocks.native_checkpointing import NativeCheckpointing
-from graphckpt.rules import BlockContext, Keep, Rule, running
+from graphckpt.rules.base import Rule
+from graphckpt.rules.engine.context import BlockContext
+from graphckpt.rules.engine.execution import running
+from graphckpt.rules.keep import Keep
 from graphckpt.state.modules import policy_changes
-from graphckpt.stores import Placement
+from graphckpt.stores.placement import Placement
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

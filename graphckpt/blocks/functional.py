@@ -15,8 +15,13 @@ from torch.utils.checkpoint import noop_context_fn
 from graphckpt.blocks.forward import BlockForward, checkpointing_is_off
 from graphckpt.blocks.proxy import unwrap
 from graphckpt.errors import ConfigError
-from graphckpt.rules import BlockContext, Frame, Full, run_segments, running
-from graphckpt.stores import Host, Placement
+from graphckpt.rules.engine.context import BlockContext
+from graphckpt.rules.engine.execution import running
+from graphckpt.rules.engine.frame import Frame
+from graphckpt.rules.full import Full
+from graphckpt.rules.segments import run_segments
+from graphckpt.stores.host.host import Host
+from graphckpt.stores.placement import Placement
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -50,7 +55,7 @@ def checkpoint(
         debug: Without meaning here: an error always names op and line.
         early_stop: ``False`` runs ``function`` to its end in the recomputation; so does
             ``torch.utils.checkpoint.set_checkpoint_early_stop(False)`` around the forward, for blocks of any rule too.
-        preserve_rng_state: Without meaning here: random state costs a microsecond and is always restored.
+        preserve_rng_state: Without meaning here: RNG state costs a microsecond and is always restored.
         **kwargs: Its keyword arguments.
 
     Raises:
@@ -143,10 +148,10 @@ class _GivenContexts:
     def saves(self, tensor: torch.Tensor) -> None:
         """PyTorch's contexts do not ask."""
 
-    def drop_edited(self, tensors: Iterable[torch.Tensor]) -> None:
+    def drop_mutated_outside(self, tensors: Iterable[torch.Tensor]) -> None:
         """PyTorch's contexts check versions."""
 
-    def settle(self, frame: RecomputableCall, *, has_failed: bool) -> None:
+    def after_forward(self, frame: RecomputableCall, *, has_failed: bool) -> None:
         """PyTorch's contexts look after themselves."""
 
     def run_all(self, frame: RecomputableCall) -> bool:

@@ -12,7 +12,7 @@ from graphckpt.undo import put_back, replace_item
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from graphckpt.rules import BlockContext
+    from graphckpt.rules.engine.context import BlockContext
     from graphckpt.undo import Undo
 
 _FLAG = "gradient_checkpointing"
@@ -28,6 +28,11 @@ class NativeCheckpointing:
 
     def __bool__(self) -> bool:
         return bool(self._modules)
+
+    def is_enabled(self) -> bool:
+        """Returns whether one of the modules checkpoints itself in training."""
+        modules = (ref() for ref in self._modules)
+        return any(m is not None and m.training and m.__dict__.get(_FLAG) for m in modules)
 
     def suspend(self, context: BlockContext, function: Callable[..., Any]) -> Callable[..., Any] | None:
         """Returns ``function`` with the modules' own checkpointing off; ``None`` if that is already active.

@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING, Any, final
 from torch import nn
 
 from graphckpt.blocks.forward import BlockForward
-from graphckpt.errors import ConfigError
-from graphckpt.rules import Full, Keep, Rule, Selective
-from graphckpt.stores import Placement, placement_of
+from graphckpt.errors import ConfigError, warn_once, without_repeats
+from graphckpt.rules.base import Rule
+from graphckpt.rules.full import Full
+from graphckpt.rules.keep import Keep
+from graphckpt.rules.selective import Selective
+from graphckpt.stores.placement import Placement, placement_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from graphckpt.blocks.config import BlockConfig
 
-_UNCALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # containers without a forward
+UNCALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # containers without a forward
 
 
 @final
@@ -27,6 +30,8 @@ class ResolvedPolicies:
 
     wrappers: list[BlockForward]
     idle: dict[str, str]
+    selected: list[str]
+    """The names of all modules with a field, also of those that keep everything and need no wrapper."""
 
 
 def resolve_policies(
@@ -40,8 +45,12 @@ def resolve_policies(
     walk = _Resolver(configs)
     for name, root in roots:
         walk.visit(name, root, _Inherited())
+    for name, why in walk.plan.idle.items():
+        if "does nothing" in why:
+            warn_once(name, why)
     if walk.faults:
-        raise ConfigError("\n".join(f"- {fault}" for fault in walk.faults) if len(walk.faults) > 1 else walk.faults[0])
+        lines = without_repeats(walk.faults)
+        raise ConfigError("\n".join(f"- {line}" for line in lines) if len(lines) > 1 else lines[0])
     return walk.plan
 
 
@@ -59,7 +68,7 @@ class _Inherited:
 
 class _Resolver:
     def __init__(self, configs: Mapping[nn.Module, BlockConfig]) -> None:
-        self.plan = ResolvedPolicies([], {})
+        self.plan = ResolvedPolicies([], {}, [])
         self.faults: list[str] = []
         self._configs = configs
         self._seen: dict[nn.Module, None] = {}
@@ -70,6 +79,8 @@ class _Resolver:
             return
         self._seen[module] = None
         config = self._configs.get(module)
+        if config is not None and config.fields() and not isinstance(module, UNCALLED):
+            self.plan.selected.append(name)
         if config is not None and (fields := config.placement()):
             around = replace(around, fields={**around.fields, **fields})
         inside = self._decide(name, module, config, around)
@@ -82,7 +93,7 @@ class _Resolver:
         placement = self._placement(around.fields)
         if rule is None or isinstance(rule, Keep):
             return self._decide_kept(name, module, config, placement, around)
-        if isinstance(module, _UNCALLED):
+        if isinstance(module, UNCALLED):
             what = type(module).__name__
             self.plan.idle[name] = f"a flag on {what} does nothing, as it has no forward; set it on its items"
             return around
@@ -106,7 +117,7 @@ class _Resolver:
         is_hole = config is not None and config.rule is not None and around.rule is not None
         options = config.compile_options if config is not None else None
         if around.rule is not None and not is_hole:
-            if options is not None and not isinstance(module, _UNCALLED):
+            if options is not None and not isinstance(module, UNCALLED):
                 self.plan.wrappers.append(BlockForward(module, name, Keep(), compile_options=options, is_part=True))
             if config is not None and config.placement():
                 fields = " and ".join(config.placement())
@@ -114,7 +125,7 @@ class _Resolver:
                     f"{fields} does nothing here: it is recomputed with the block around it, and keeps nothing"
                 )
             return around
-        if isinstance(module, _UNCALLED):
+        if isinstance(module, UNCALLED):
             if options is not None:
                 what = type(module).__name__
                 self.plan.idle[name] = f"compile on {what} does nothing, as it has no forward; set it on its items"

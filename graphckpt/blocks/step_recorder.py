@@ -13,19 +13,23 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphckpt._compat import is_transformed
-from graphckpt.blocks.explain import explain_step
+from graphckpt.blocks.explain import explain_step, is_elsewhere
+from graphckpt.blocks.find_layers import layers
+from graphckpt.blocks.native_checkpointing import NativeCheckpointing
+from graphckpt.blocks.resolve import UNCALLED
 from graphckpt.errors import GraphError
-from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.ledger.plot import draw
 from graphckpt.ledger.recorder import Recorder
+from graphckpt.ledger.storage_log import StorageLog
 from graphckpt.ledger.table import print_table
-from graphckpt.tree import flatten_call
+from graphckpt.tree import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from graphckpt.blocks.forward import BlockForward
-    from graphckpt.ledger.record import Explanation
+    from graphckpt.blocks.resolve import ResolvedPolicies
+    from graphckpt.ledger.explanation import Explanation
 
 
 @final
@@ -36,13 +40,12 @@ class StepRecorder:
         self,
         title: str,
         roots: list[tuple[str, nn.Module]],
-        wrappers: list[BlockForward],
-        idle: dict[str, str],
+        policies: ResolvedPolicies,
     ) -> None:
         self.title = title
         self._roots = roots
-        self._wrappers = wrappers
-        self._idle = idle
+        self._wrappers = policies.wrappers
+        self._policies = policies
         self._bytes: Recorder | None = None
         self._live: Recorder | None = None
         self._times: Recorder | None = None
@@ -53,7 +56,8 @@ class StepRecorder:
         """Records one step op by op: saved bytes, live bytes."""
         self.close()
         known = [*self._state(), *inputs]
-        live = LiveBytes()
+        live = StorageLog()
+        live.mark_static(self._state())
         live.track([*known, *(t.grad for t in known if t.is_leaf and t.grad is not None)])
         recorder = Recorder(known, live)
         hook = register_optimizer_step_pre_hook(lambda optimizer, *_: recorder.optimizer_steps(_state_of(optimizer)))
@@ -86,7 +90,7 @@ class StepRecorder:
         if not torch.is_grad_enabled() or is_transformed():
             return
         self.close()
-        recorder = self._bytes = Recorder([*self._state(), *_tensors(args, kwargs)])
+        recorder = self._bytes = Recorder([*self._state(), *tensors_in((args, kwargs))])
         rows = _rows_for_modules(recorder, self._wrappers, self._plain_modules())
         rows.__enter__()
         end = root.register_forward_hook(_Hook(lambda: recorder.end), always_call=True)
@@ -107,9 +111,7 @@ class StepRecorder:
         recorder = self._bytes
         if recorder is None or not recorder.runs:
             raise GraphError(f"{self.title}: expected a step to explain, got none yet · fix: run one step")
-        explanation = explain_step(
-            self.title, self._roots, self._wrappers, self._idle, recorder, self._live, self._times
-        )
+        explanation = explain_step(self.title, self._roots, self._policies, recorder, self._live, self._times)
         explanation = replace(explanation, capture=capture)
         if plot is not None:
             draw(explanation, plot)
@@ -125,7 +127,7 @@ class StepRecorder:
         """Ignores the model's inputs, which the caller keeps alive anyway."""
 
         def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            recorder.ignore(_tensors(args, kwargs))
+            recorder.ignore(tensors_in((args, kwargs)))
 
         name, root = self._roots[0]
         hook = None if name else root.register_forward_pre_hook(see, with_kwargs=True)
@@ -136,30 +138,32 @@ class StepRecorder:
                 hook.remove()
 
     def _plain_modules(self) -> list[tuple[str, nn.Module]]:
-        """The modules without a policy that get a row of their own: siblings of the blocks with one."""
+        """Returns the modules without a wrapper that get a row: selected blocks, and the modules beside them.
+
+        If no block is selected, it is as if the layers of the model were.
+        """
         wrapped = {w.name for w in self._wrappers}
+        selected = {*self._policies.selected, *wrapped} or {
+            f"{name}.{layer}" if name else layer for name, root in self._roots for layer in layers(root)
+        }
         found: list[tuple[str, nn.Module]] = []
         for name, root in self._roots:
-            _rows_below(name, root, wrapped, found)
-        return found
+            _rows_below(name, root, selected, found)
+        return [(name, module) for name, module in found if name not in wrapped and not is_elsewhere(module)]
 
 
-def _rows_below(name: str, module: nn.Module, wrapped: set[str], found: list[tuple[str, nn.Module]]) -> None:
-    if name in wrapped:
-        return
-    inside = [f"{name}.{key}" if name else key for key, _ in module.named_modules() if key]
-    has_flags = any(path in wrapped for path in inside)
-    if has_flags or any(_is_stack(m) for m in module.modules()):
-        for key, child in module.named_children():
-            _rows_below(f"{name}.{key}" if name else key, child, wrapped, found)
-    else:
+def _rows_below(name: str, module: nn.Module, selected: set[str], found: list[tuple[str, nn.Module]]) -> None:
+    is_selected = name in selected
+    is_split = any((f"{name}.{key}" if name else key) in selected for key, _ in module.named_modules() if key)
+    is_split |= isinstance(module, UNCALLED) and not is_selected
+    if is_selected or not is_split:
         found.append((name, module))
-
-
-def _is_stack(module: nn.Module) -> bool:
-    """A list of layers of one class, each of which is worth a row."""
-    kinds = {type(child) for child in module.children()}
-    return isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1 and len(kinds) == 1
+    if is_split:
+        beside: list[tuple[str, nn.Module]] = []
+        for key, child in module.named_children():
+            path = f"{name}.{key}" if name else key
+            _rows_below(path, child, selected, beside)
+        found += [row for row in beside if not is_selected or row[0] in selected]
 
 
 class _Hook:
@@ -190,15 +194,13 @@ def _nothing() -> None:
     return None
 
 
-def _tensors(args: Iterable[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    return [leaf for leaf in flatten_call(tuple(args), kwargs)[0] if isinstance(leaf, torch.Tensor)]
-
-
 @contextmanager
 def _rows_for_modules(
     recorder: Recorder, wrappers: list[BlockForward], plain: list[tuple[str, nn.Module]]
 ) -> Iterator[None]:
     hooks = []
+    recorder.own_checkpointing = {name for name, module in plain if NativeCheckpointing(module).is_enabled()}
+    recorder.weightless = {name for name, module in plain if next(module.parameters(), None) is None}
     try:
         for wrapper in wrappers:
             wrapper.context.recorder = recorder

@@ -15,7 +15,7 @@ from graphckpt.errors import GraphckptError
 from graphckpt.undo import ABSENT, CONTAINERS, differs, fill
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 # Words in the device's messages, and what they mean for the step. The first match counts.
 _FIXES = (
@@ -45,13 +45,13 @@ _TORCH = Path(torch.__file__).parent
 class ModuleAttributes:
     """Module attributes at the start of a capture. A step that sets others would do so once, not on every replay.
 
-    The same holds for a step that edits a tensor on another device than the ``device`` of the capture.
+    The same holds for a step that modifies a tensor on another device than the ``device`` of the capture.
     """
 
     def __init__(self, roots: Sequence[tuple[str, nn.Module]], device: torch.device | None) -> None:
         self._held = []
         self._elsewhere: list[tuple[str, torch.Tensor, int, torch.Tensor]] = []
-        for path, module in _modules(roots):
+        for path, module in modules_of(roots):
             fields = module.__dict__  # parameters, buffers and children are containers among them
             containers = {key: copy.copy(value) for key, value in fields.items() if isinstance(value, CONTAINERS)}
             self._held.append((path, fields, dict(fields), containers))
@@ -86,7 +86,8 @@ def _is_elsewhere(tensor: torch.Tensor, device: torch.device | None) -> bool:
     return device is not None and tensor.device.type not in (device.type, "meta") and not tensor.is_inference()
 
 
-def _modules(roots: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
+def modules_of(roots: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
+    """Yields every module with its path, which begins with the name of its root."""
     for root, top in roots:
         for name, module in top.named_modules():
             yield f"{root}.{name}" if name else root, module
@@ -106,7 +107,7 @@ def capture_failure(error: BaseException, roots: Sequence[tuple[str, nn.Module]]
 
 def _places(error: BaseException, roots: Sequence[tuple[str, nn.Module]]) -> Iterator[str]:
     """Yields the innermost block and the innermost line of user code in the traceback."""
-    names = {id(module): path for path, module in _modules(roots)}
+    names = {id(module): path for path, module in modules_of(roots)}
     block, line = None, None
     for frame, number in traceback.walk_tb(error.__traceback__):
         owner = _owner(frame)

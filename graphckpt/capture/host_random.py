@@ -17,7 +17,7 @@ except ImportError:  # then no library draws from it
 
 @final
 class HostRandom:
-    """The random state of the host at the start of a capture."""
+    """The RNG state of the host at the start of a capture."""
 
     def __init__(self) -> None:
         self._torch = torch.get_rng_state()

@@ -207,12 +207,12 @@ class CaptureManager:
         self, args: Sequence[Any], kwargs: dict[str, Any], kind: _CallKind, held: Any
     ) -> _CachedCapture | None:
         """Returns ``None`` if it fails; all that the attempt held is freed, including the error."""
-        random_state = torch.get_rng_state()
+        rng_state = torch.get_rng_state()
         try:
             with kind.masks.capturing():
                 return self._capture(args, kwargs, held)
         except Exception as error:  # any error of the step or the device
-            torch.set_rng_state(random_state)
+            torch.set_rng_state(rng_state)
             self._program.abandon()
             self._give_up(capture_failure(error, self._program.roots()), error)
         gc.collect()  # the error's frames held the step's tensors
@@ -231,7 +231,7 @@ class CaptureManager:
             capture.release()
             attributes.restore()
             raise GraphError(
-                f"{changed}: forward changes it, which a replay would not · fix: use a buffer, edited in place"
+                f"{changed}: forward changes it, which a replay would not · fix: use a buffer, modified in place"
             )
         self.num_captured += 1
         return _CachedCapture(capture, inputs, (held, attributes))

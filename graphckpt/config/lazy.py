@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, final
 
@@ -13,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from graphckpt.config import overrides as _overrides
 from graphckpt.config.instantiate import TARGET, dotted_name, importable
 from graphckpt.config.load import load
+from graphckpt.config.values import plain_values
 from graphckpt.errors import ConfigError, bullets
 
 P = ParamSpec("P")
@@ -84,24 +84,7 @@ class LazyConfig:
         Warns:
             UserWarning: a callable cannot be imported by a name, so that ``load`` will not find it again.
         """
-        plain = _plain(OmegaConf.to_container(config, resolve=False))
-        Path(filename).write_text(OmegaConf.to_yaml(OmegaConf.create(plain)), encoding="utf-8")
-
-
-def _plain(node: Any) -> Any:
-    """Returns ``node`` with objects that YAML cannot represent replaced by names or text."""
-    if isinstance(node, Mapping):
-        return {key: _plain(value) for key, value in node.items()}
-    if isinstance(node, list | tuple):
-        return [_plain(value) for value in node]
-    if node is None or isinstance(node, bool | int | float | str | bytes):
-        return node
-    if not callable(node):
-        return str(node)
-    name = dotted_name(node)
-    if not importable(node):
-        warnings.warn(f"{name} cannot be imported by this name: the saved config will not load", stacklevel=2)
-    return name
+        Path(filename).write_text(OmegaConf.to_yaml(OmegaConf.create(plain_values(config))), encoding="utf-8")
 
 
 def try_get_key(config: DictConfig, *keys: str, default: Any = None) -> Any:

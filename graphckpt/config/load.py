@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import gc
 import linecache
 import sys
 import traceback
@@ -18,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from graphckpt.config.instantiate import is_call
 from graphckpt.config.numbers import fault_of, odd_numbers
+from graphckpt.config.values import Origins
 from graphckpt.errors import ConfigError, GraphckptError, bullets
 
 _SUFFIXES = (".py", ".yaml", ".yml")
@@ -27,14 +29,29 @@ def load(path: Path) -> DictConfig:
     """Returns the top-level dicts, lists and calls of a config file whose names do not start with ``_``.
 
     Raises:
-        ConfigError: no such file, another kind of file, or it raised; the message shows its own line.
+        ConfigError: No such file, another kind of file, or it raised; the message shows its own line.
+    """
+    config, _ = load_with_origins(path)
+    return config
+
+
+def load_with_origins(path: Path) -> tuple[DictConfig, Origins]:
+    """Returns what :func:`load` returns, and the file that sets each value.
+
+    Raises:
+        ConfigError: As for :func:`load`.
     """
     if path.suffix not in _SUFFIXES:
         raise ConfigError(f"{path}: a config file ends in .py, .yaml or .yml")
     if not path.is_file():
         raise ConfigError(f"{path}: no such config file")
-    with importable_from(path.resolve().parent):
-        return _run(path) if path.suffix == ".py" else _read_yaml(path)
+    with importable_from(path.resolve().parent), _without_collection():
+        if path.suffix == ".py":
+            return _run(path)
+        config = _read_yaml(path)
+    origins = Origins()
+    origins.note(config, str(path.resolve()))
+    return config, origins
 
 
 @contextmanager
@@ -47,6 +64,18 @@ def importable_from(*folders: Path) -> Iterator[None]:
     finally:
         for place in places:
             sys.path.remove(place)
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Imports the packages of a config in a quarter less time, without garbage collection within the context."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _read_yaml(path: Path) -> DictConfig:
@@ -66,7 +95,7 @@ def _read_yaml(path: Path) -> DictConfig:
     return config
 
 
-def _run(path: Path) -> DictConfig:
+def _run(path: Path) -> tuple[DictConfig, Origins]:
     ran = _ConfigFiles()
     try:
         module = ran.execute(path)
@@ -80,8 +109,8 @@ def _run(path: Path) -> DictConfig:
         line = _line_of(error, ran.files) or str(path)
         text = str(error).split("\n", 1)[0] if isinstance(error, OmegaConfBaseException) else str(error)
         raise ConfigError(f"{line}: {type(error).__name__}: {text}") from error
-    names = {name: value for name, value in vars(module).items() if not name.startswith("_") and _is_config(value)}
-    return OmegaConf.create(names, flags={"allow_objects": True})
+    config = OmegaConf.create(_configs_in(module), flags={"allow_objects": True})
+    return config, ran.origins
 
 
 def _line_of(error: Exception, ran: Sequence[str]) -> str:
@@ -91,6 +120,10 @@ def _line_of(error: Exception, ran: Sequence[str]) -> str:
         return ""
     innermost = frames[-1]
     return f"{innermost.filename}:{innermost.lineno}: {innermost.line}"
+
+
+def _configs_in(module: ModuleType) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if not name.startswith("_") and _is_config(value)}
 
 
 def _is_config(value: object) -> bool:
@@ -103,6 +136,7 @@ class _ConfigFiles:
 
     def __init__(self) -> None:
         self.files: list[str] = []
+        self.origins = Origins()
         self._running: list[Path] = []
 
     def execute(self, path: Path) -> ModuleType:
@@ -120,6 +154,7 @@ class _ConfigFiles:
         for name, value in list(vars(module).items()):
             if isinstance(value, dict) and not name.startswith("_"):
                 setattr(module, name, OmegaConf.create(value, flags={"allow_objects": True}))
+        self.origins.note(_configs_in(module), str(path.resolve()))
         return module
 
     def _import_beside(self, path: Path) -> Callable[..., Any]:

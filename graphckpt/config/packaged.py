@@ -6,7 +6,6 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-import graphckpt
 from graphckpt.config.load import load
 from graphckpt.errors import ConfigError, did_you_mean
 
@@ -17,7 +16,7 @@ def folder() -> Path:
     Raises:
         ConfigError: the installation holds none.
     """
-    package = Path(graphckpt.__file__).parent
+    package = Path(__file__).parents[1]
     for candidate in (
         package / "configs",
         package.parent / "configs",
@@ -40,6 +39,16 @@ def find(name: str) -> Path:
     known = sorted(file.relative_to(root).as_posix() for file in root.rglob("*.py"))
     hint = did_you_mean(name, known) or f" · fix: use one of {', '.join(known)}"
     raise ConfigError(f"no packaged config is called {name!r}{hint}")
+
+
+def existing(path: Path) -> Path:
+    """Returns ``path``, or the packaged config of this name if it does not exist."""
+    if path.exists() or path.is_absolute():
+        return path
+    try:
+        return find(path.relative_to("configs").as_posix() if path.parts[:1] == ("configs",) else path.as_posix())
+    except ConfigError as error:
+        raise ConfigError(f"{path}: no such config file; {error}") from error
 
 
 def get_config(name: str) -> DictConfig:

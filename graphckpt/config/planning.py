@@ -15,7 +15,8 @@ from torch import nn
 from graphckpt.config import overrides as _overrides
 from graphckpt.config import own_modules
 from graphckpt.config.load import importable_from, load
-from graphckpt.config.run import existing, optimizer_of
+from graphckpt.config.packaged import existing
+from graphckpt.config.run import optimizer_of
 from graphckpt.config.schema import RunConfig, checked
 from graphckpt.planning.compiled import compile_options
 from graphckpt.planning.device.fake_device import FakeDevice

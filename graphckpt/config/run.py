@@ -17,13 +17,13 @@ from graphckpt.config.fast_dev_run import is_given, shrink
 from graphckpt.config.instantiate import DeferredCall, is_call
 from graphckpt.config.lazy import LazyConfig
 from graphckpt.config.load import importable_from, load
-from graphckpt.config.packaged import find
+from graphckpt.config.packaged import existing
 from graphckpt.config.schema import RunConfig, checked
 from graphckpt.errors import ConfigError
 from graphckpt.train.files import replacing
 from graphckpt.train.loop import HookBase
 from graphckpt.train.snapshot.run_folder import CONFIG
-from graphckpt.train.tasks import Task
+from graphckpt.train.tasks.base import Task
 from graphckpt.train.trainer import Trainer
 
 
@@ -86,16 +86,6 @@ def _write_config(config: DictConfig, places: list[Path], folder: Path) -> None:
     own_modules.remember(config, places)
     with replacing(folder / CONFIG) as fresh:
         LazyConfig.save(config, fresh)
-
-
-def existing(path: Path) -> Path:
-    """Returns ``path``, or the packaged config of this name if it does not exist."""
-    if path.exists() or path.is_absolute():
-        return path
-    try:
-        return find(path.relative_to("configs").as_posix() if path.parts[:1] == ("configs",) else path.as_posix())
-    except ConfigError as error:
-        raise ConfigError(f"{path}: no such config file; {error}") from error
 
 
 def optimizer_of(run: RunConfig, model: nn.Module, device: str | None = None) -> Optimizer:

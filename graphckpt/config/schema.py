@@ -17,7 +17,8 @@ from graphckpt.errors import ConfigError, bullets
 from graphckpt.train.data.text_data import Data
 from graphckpt.train.loop import HookBase
 from graphckpt.train.settings import TrainConfig
-from graphckpt.train.tasks import CausalLM, Task
+from graphckpt.train.tasks.base import Task
+from graphckpt.train.tasks.causal_lm import CausalLM
 
 
 @final

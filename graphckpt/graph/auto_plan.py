@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from graphckpt.blocks.proxy import BlockTree
     from graphckpt.graph.step import Step
-    from graphckpt.planning import Plan
     from graphckpt.planning.budget import Budget
+    from graphckpt.planning.plan import Plan
     from graphckpt.planning.plan_group import PlanGroup
 
 _UNSET = dict.fromkeys(
@@ -42,7 +42,7 @@ class AutoPlan:
         self._step = step
         self._tree = tree
         self._plans: dict[Hashable, Plan] = {}
-        self._in_force: Hashable = None
+        self._active_key: Hashable = None
         self._planned_blocks: list[str] = []
         self._is_unapplied = False
 
@@ -58,7 +58,7 @@ class AutoPlan:
         """Returns a plan for inputs like these, which is not applied yet."""
         found = self._plan(partial(self._step.call, fields, build, args, kwargs), memory_budget, options)
         self._is_unapplied = True
-        self._step.readiness.is_settled = False
+        self._step.setup.is_done = False
         return replace(found, apply_to_graph=self._apply)
 
     def _plan(
@@ -84,10 +84,10 @@ class AutoPlan:
         blocks = find_blocks(model, selectors)
         if options.compile is None:
             options = replace(options, compile=self._compile_of(blocks))
-        if step.recorded is not None:  # a plan drops the captures; until then their memory would count as taken
-            step.recorded.release()
+        if step.captured is not None:  # a plan drops the captures; until then their memory would count as taken
+            step.captured.release()
             torch.cuda.empty_cache()
-        with step.bare():
+        with step.without_own_policies():
             return plan_step(real, model, blocks, memory_budget, options, group, unchanged(step))
 
     def _compile_of(self, blocks: Sequence[tuple[str, nn.Module]]) -> Any:
@@ -126,17 +126,17 @@ class AutoPlan:
         if planning_group(config.plan_options.group).size > 1:
             shapes = ()
         key = shapes, str(config.memory_budget), str(config.plan_options)
-        if key == self._in_force:
+        if key == self._active_key:
             return
         if key not in self._plans:
             call = partial(self._step.call, fields, build, args, kwargs)
             self._plans[key] = self._plan(call, config.memory_budget, config.plan_options)
         self._apply(self._plans[key])
-        self._in_force = key
+        self._active_key = key
 
     def _apply(self, plan: Plan) -> _GraphPolicies:
         model = _Roots(self._step.roots)
-        self._in_force = None
+        self._active_key = None
         self._is_unapplied = False
         before = {name: self._tree.config(module, name).fields() for name, module in model.named_modules() if name}
         for name in self._planned_blocks:  # of the last plan, which may have had other blocks
@@ -153,7 +153,7 @@ class AutoPlan:
 
     def _restore(self, before: Mapping[str, Mapping[str, Any]]) -> None:
         model = _Roots(self._step.roots)
-        self._in_force, self._planned_blocks = None, []
+        self._active_key, self._planned_blocks = None, []
         for name, fields in before.items():
             config = self._tree.config(model.get_submodule(name), name)
             if config.fields() != fields:

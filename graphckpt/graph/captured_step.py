@@ -1,4 +1,4 @@
-"""A Graph's step as a recording needs it: what the device does, apart from what Python does in every call."""
+"""A Graph's step as a capture needs it: what the device does, apart from what Python does in every call."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from graphckpt._compat import silence_capturable
-from graphckpt.capture import CaptureManager, Program, backend_for
+from graphckpt.capture.choose import backend_for
 from graphckpt.capture.learning_rates import LearningRates, constant_settings, is_capturable
+from graphckpt.capture.manager import CaptureManager, Program
 from graphckpt.graph.update import clip, has_gradient, zero
 from graphckpt.units import format_bytes
 
@@ -22,14 +23,14 @@ if TYPE_CHECKING:
     from graphckpt.graph.config import GraphConfig
     from graphckpt.graph.update import Update
 
-_WARM_UP, _WARM_UP_DDP = 3, 11  # calls before a recording; DDP settles its buckets and communicators in its first ten
+_WARM_UP, _WARM_UP_DDP = 3, 11  # calls before a capture; DDP settles its buckets and communicators in its first ten
 
 _Gradients = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 @final
-class RecordedUpdate:
-    """The update of a recorded step: some optimizers step inside of the recording, the others after it.
+class CapturedUpdate:
+    """The update of a captured step: some optimizers step inside of the capture, the others after it.
 
     With a scaler it is all or none: an overflow is known inside only to optimizers that can skip a step by themselves.
     """
@@ -49,7 +50,7 @@ class RecordedUpdate:
         self._num_skipped: torch.Tensor | None = None  # on the device: steps counted that the scaler has skipped inside
 
     def before(self) -> None:
-        """Gradients that others left are dropped, and learning rates that others set are put in force."""
+        """Gradients that others left are dropped, and learning rates that others set are applied."""
         self._update.begin()
         self._rates.update_tensors()
 
@@ -96,7 +97,7 @@ class RecordedUpdate:
                 self._num_skipped = is_skipped.long() if before is None else before + is_skipped
         update.schedule()
 
-    def settle(self) -> None:
+    def count_steps(self) -> None:
         """Takes the steps that were skipped off the count."""
         if self._num_skipped is not None:
             self._update.num_steps -= int(self._num_skipped)
@@ -107,7 +108,7 @@ class RecordedUpdate:
         self._update.abandon()
 
     def settings(self) -> tuple[Hashable, ...]:
-        """Returns what a recording has built in."""
+        """Returns the values that a capture holds as constants."""
         scaler = self._update.scaler
         if scaler is None or not scaler.is_enabled():
             return constant_settings(self.inside)
@@ -127,7 +128,7 @@ class GraphProgram(Program):
         self,
         name: str,
         roots: Sequence[tuple[str, nn.Module]],
-        update: RecordedUpdate | None,
+        update: CapturedUpdate | None,
         run: WeakMethod[Callable[..., Any]],
         forward_backward: WeakMethod[Callable[..., Any]],
     ) -> None:
@@ -154,12 +155,12 @@ class GraphProgram(Program):
         return function(self.build, args, kwargs)
 
     def pre_replay(self) -> None:
-        """Puts in force what was changed outside."""
+        """Applies what was changed outside."""
         if self.update is not None:
             self.update.before()
 
     def body(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Runs `build`, and what of the update can be recorded."""
+        """Runs `build`, and what of the update can be captured."""
         output = self._called(self._forward_backward, args, kwargs)
         return output, self.update.work() if self.update is not None else None
 
@@ -174,7 +175,7 @@ class GraphProgram(Program):
             self.update.abandon()
 
     def fingerprint(self) -> tuple[Hashable, Hashable, Any]:
-        """Returns the modes in force, the identity of tensors and optimizer states, and these themselves."""
+        """Returns the active modes, the identity of tensors and optimizer states, and these themselves."""
         modules = self._modules()
         tensors = [t for m in modules for own in (m._parameters, m._buffers) for t in own.values() if t is not None]
         states = self.update.states() if self.update is not None else []
@@ -200,8 +201,8 @@ class GraphProgram(Program):
 
 
 @final
-class RecordedStep:
-    """The step of one Graph, and the recordings of it."""
+class CapturedStep:
+    """The step of one Graph, and its captures."""
 
     def __init__(self, program: GraphProgram, captures: CaptureManager) -> None:
         self._program = program
@@ -216,7 +217,7 @@ class RecordedStep:
         update: Update | None,
         run: Callable[..., Any],
         work: Callable[..., Any],
-    ) -> RecordedStep | None:
+    ) -> CapturedStep | None:
         """Gets ready to record, where ``config.capture`` asks for it and the device can; else returns ``None``.
 
         Raises:
@@ -227,7 +228,7 @@ class RecordedStep:
         if backend is None:
             return None
         program = GraphProgram(
-            name, roots, RecordedUpdate(update) if update else None, WeakMethod(run), WeakMethod(work)
+            name, roots, CapturedUpdate(update) if update else None, WeakMethod(run), WeakMethod(work)
         )
         is_ddp = any(isinstance(module, DistributedDataParallel) for _, root in roots for module in root.modules())
         captures = CaptureManager(
@@ -250,7 +251,7 @@ class RecordedStep:
             self._program.build = None  # it is a method of the Graph, which holds this
 
     def describe(self) -> str:
-        """Says how many recordings there are, what they take, which optimizers step outside of them; or why none."""
+        """Says how many captures there are, what they take, which optimizers step outside of them; or why none."""
         captures = self.captures
         if captures.reason is not None:
             return f"none, {captures.reason}"
@@ -264,14 +265,14 @@ class RecordedStep:
             text += f"; {names} steps after it (fix: capturable=True or fused=True)"
         return "; ".join([text, *captures.notes])
 
-    def settle(self) -> None:
+    def count_steps(self) -> None:
         """Makes the count of steps exact, which waits for the device."""
         if self._program.update is not None:
-            self._program.update.settle()
+            self._program.update.count_steps()
 
     def release(self) -> None:
-        """Gives the memory of the recordings back."""
-        self.settle()
+        """Frees the memory of the captures."""
+        self.count_steps()
         self.captures.release()
 
 

@@ -19,6 +19,14 @@ _WITHOUT_EFFECT = (
     "enable_choose_best_memory_allocation", "enable_cudnn_conv_heuristic_search_algo", "enable_fused_model_update_cast",
     "enable_multi_tensor_update", "enable_straighten_algorithm", "set_outputs_buffer_size",
 )  # fmt: skip
+_METHOD_FOR = {
+    "amp": "enable_amp(dtype=torch.bfloat16)",
+    "autocast": "enable_amp(dtype=torch.bfloat16)",
+    "gradient_accumulation_steps": "set_gradient_accumulation_steps(4)",
+    "accumulation_steps": "set_gradient_accumulation_steps(4)",
+    "micro_batches": "set_gradient_accumulation_steps(4)",
+}
+"""What others call these settings, and the method that sets them."""
 _IMPOSSIBLE = {
     "enable_auto_parallel": "set torch.distributed's parallelism on the module",
     "enable_zero": "use fully_shard or ZeroRedundancyOptimizer",
@@ -49,10 +57,10 @@ class GraphConfig:
         self.measure = True
         """The first calls of a training graph are watched for ``explain()``; later ones cost nothing."""
         self.capture: Any = "auto"
-        """``"auto"`` records the step as a CUDA graph where its modules are on CUDA, and goes on without one, with a
-        warning, if it cannot be recorded; ``"cuda_graph"`` makes that an error; ``"eager"`` never records."""
+        """``"auto"`` captures the step as a CUDA graph where its modules are on CUDA, and goes on without one, with a
+        warning, if it cannot be captured; ``"cuda_graph"`` makes that an error; ``"eager"`` never captures."""
         self.max_captures = 8
-        """Recordings that are kept, one for each kind of input; the one unused for longest goes first."""
+        """Captures that are kept, one for each kind of input; the least recently used is released first."""
         self.memory_budget: Any = None
         """Bytes, ``"12GiB"``, ``"50%"``, ``"max"`` or ``"min"``: policies are planned for it at the first call, and for
         each new shape of inputs. See :meth:`graphckpt.Graph.plan`."""
@@ -69,18 +77,20 @@ class GraphConfig:
     def __setattr__(self, name: str, value: Any) -> None:
         known = _FIELDS
         if name not in known:
-            raise ConfigError(
-                f"Graph.config has no field {name!r}{did_you_mean(name, known)} · fix: use one of {', '.join(known)}"
-            )
+            choices = [*known[4:], *dict.fromkeys(_METHOD_FOR.values())]  # the first are set by methods
+            fix, near = f"use {', '.join(choices)}", did_you_mean(name, known)
+            if name in _METHOD_FOR:
+                fix, near = f"config.{_METHOD_FOR[name]}", ""
+            raise ConfigError(f"Graph.config has no field {name!r}{near} · fix: {fix}")
         if name in ("training", "strict_static", "measure") and not isinstance(value, bool):
-            raise ConfigError(f"Graph.config.{name}: {value!r} is neither True nor False · fix: use one of them")
+            raise ConfigError(f"Graph.config.{name}: expected a bool, got {value!r} · fix: use True or False")
         if name == "capture" and not isinstance(value, CaptureBackend) and value not in CHOICES:
             raise ConfigError(
                 f"Graph.config.capture: there is no {value!r}{did_you_mean(str(value), CHOICES)} · "
                 f"fix: use one of {', '.join(repr(choice) for choice in CHOICES)}"
             )
         if name == "max_captures" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ConfigError(f"Graph.config.max_captures: {value!r} is no number of recordings · fix: a positive int")
+            raise ConfigError(f"Graph.config.max_captures: expected a positive int, got {value!r} · fix: use 8")
         if name == "memory_budget" and value is not None:
             value = check_budget(value)
         if name == "plan_options":
@@ -107,11 +117,9 @@ class GraphConfig:
             ConfigError: ``mode`` is no bool or ``dtype`` is another one.
         """
         if not isinstance(mode, bool):
-            raise ConfigError(f"enable_amp: mode {mode!r} is no bool · fix: use True or False")
+            raise ConfigError(f"enable_amp: expected a bool as mode, got {mode!r} · fix: use True or False")
         if dtype not in (torch.float16, torch.bfloat16):
-            raise ConfigError(
-                f"enable_amp: dtype {dtype} is not for autocast · fix: use torch.float16 or torch.bfloat16"
-            )
+            raise ConfigError(f"enable_amp: expected torch.float16 or torch.bfloat16, got {dtype!r} · fix: the dtype")
         self.amp_dtype = dtype if mode else None
 
     def set_gradient_accumulation_steps(self, value: int) -> None:
@@ -124,7 +132,7 @@ class GraphConfig:
             ConfigError: ``value`` is no positive int.
         """
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"set_gradient_accumulation_steps: {value!r} is no number of steps · fix: a positive int")
+            raise ConfigError(f"set_gradient_accumulation_steps: expected a positive int, got {value!r} · fix: use 1")
         self.num_micro_batches = value
 
     @property

@@ -12,11 +12,10 @@ from torch import nn
 
 from graphckpt.blocks.proxy import BlockTree, unwrap
 from graphckpt.errors import GraphError
-from graphckpt.graph.auto_plan import AutoPlan
 from graphckpt.graph.config import GraphConfig
 from graphckpt.graph.inspected import Inspected
 from graphckpt.graph.state_dict import load_state, saved_state
-from graphckpt.graph.step import Readiness, Step, running_graph
+from graphckpt.graph.step import Setup, Step, running_graph
 from graphckpt.graph.text import DebugLog, graph_text
 from graphckpt.graph.update import Update
 
@@ -73,15 +72,15 @@ class Graph(Inspected):
 
     def _begin(self, roots: dict[str, nn.Module], settings: dict[str, Any] | None = None) -> None:
         name = f"{type(self).__name__}_{next(Graph._numbers.setdefault(type(self), count()))}"
-        fields, readiness = self.__dict__, Readiness()
-        fields["config"] = GraphConfig(readiness.mark_stale, **(settings or {}))
+        fields, setup = self.__dict__, Setup()
+        fields["config"] = GraphConfig(setup.mark_stale, **(settings or {}))
         fields["_name"] = name
         fields["_roots"] = roots
-        fields["_tree"] = BlockTree(readiness.mark_stale)
+        fields["_tree"] = BlockTree(setup.mark_stale)
         fields["_update"] = Update(name)
         fields["_debug"] = DebugLog()
-        fields["_step"] = Step(name, roots, self._tree, self._update, self.config, self._debug, readiness)
-        fields["_auto_plan"] = AutoPlan(self._step, self._tree)
+        fields["_step"] = Step(name, roots, self._tree, self._update, self.config, self._debug, setup)
+        fields["_auto_plan"] = None
 
     # What a subclass defines ------------------------------------------------------------------------------------------
 
@@ -104,17 +103,19 @@ class Graph(Inspected):
         if name in _OWN:
             raise AttributeError(f"{where}: the Graph itself uses this name · fix: choose another")
         if isinstance(value, torch.optim.Optimizer):
-            raise AttributeError(f"{where}: an Optimizer is no attribute of a Graph · fix: use add_optimizer(...)")
+            raise AttributeError(
+                f"{where}: an Optimizer cannot be an attribute of a Graph · fix: use add_optimizer(...)"
+            )
         if isinstance(value, torch.Tensor):
             raise AttributeError(
-                f"{where}: a Tensor is no attribute of a Graph · fix: hold it in an nn.Module and assign that"
+                f"{where}: a Tensor cannot be an attribute of a Graph · fix: hold it in an nn.Module and assign that"
             )
         if not isinstance(value, nn.Module):
             if name in self._roots:
                 del self._roots[name]
-                self._step.readiness.mark_stale()
-            elif self._step.recorded is not None and not self._step.is_running and self.__dict__.get(name) is not value:
-                self._step.readiness.mark_stale()  # a recording has built in what `build` reads
+                self._step.setup.mark_stale()
+            elif self._step.captured is not None and not self._step.is_running and self.__dict__.get(name) is not value:
+                self._step.setup.mark_stale()  # a capture holds what `build` reads as constants
             super().__setattr__(name, value)
             return
         if self._step.is_running:
@@ -124,7 +125,7 @@ class Graph(Inspected):
         if name in self.__dict__ or hasattr(type(self), name):
             raise KeyError(f"{where}: there is an attribute of this name already · fix: choose another")
         self._roots[name] = value
-        self._step.readiness.mark_stale()
+        self._step.setup.mark_stale()
 
     def __getattr__(self, name: str) -> Any:
         fields = self.__dict__
@@ -141,7 +142,7 @@ class Graph(Inspected):
         if self._step.is_running:
             raise AttributeError(f"{type(self).__name__}.{name}: build() cannot remove modules · fix: do it outside")
         del self._roots[name]
-        self._step.readiness.mark_stale()
+        self._step.setup.mark_stale()
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self._roots})
@@ -164,7 +165,7 @@ class Graph(Inspected):
         del is_sparse
         self._update.add(optim, lr_sch)
         self.config.training = True
-        self._step.readiness.mark_stale()
+        self._step.setup.mark_stale()
 
     def set_grad_scaler(self, grad_scaler: torch.amp.GradScaler | None = None) -> None:
         """Scales the losses whose ``backward()`` is called in ``build``; an overflow skips the step and the schedule.
@@ -174,7 +175,7 @@ class Graph(Inspected):
         """
         if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
             raise GraphError(
-                f"{self._name}.set_grad_scaler: {type(grad_scaler).__name__} is no GradScaler · "
+                f"{self._name}.set_grad_scaler: expected a GradScaler, got {type(grad_scaler).__name__} · "
                 "fix: pass a torch.amp.GradScaler"
             )
         self._update.scaler = grad_scaler
@@ -191,7 +192,7 @@ class Graph(Inspected):
     ) -> None:
         """Prints what the next calls do: 0 stages, 1 each block's inputs and outputs, 2 each op, 3 its line too."""
         self._debug.configure(v_level, ranks, max_py_stack_depth, only_user_py_stack, op_repr_with_py_stack)
-        self._step.readiness.is_settled = False
+        self._step.setup.is_done = False
 
     # What users call --------------------------------------------------------------------------------------------------
 
@@ -199,11 +200,11 @@ class Graph(Inspected):
         """Runs one step and returns what ``build`` returned, cut off from the graph."""
         fields = self.__dict__  # a look-up through __getattr__'s class costs more
         step = fields["_step"]
-        if step.readiness.is_settled and running_graph.get() is None:
+        if step.setup.is_done and running_graph.get() is None:
             return step.call(fields, self.build, args, kwargs)
-        if running_graph.get() is None:
-            fields["_auto_plan"].before_call(fields, self.build, args, kwargs)
-        return step.unsettled_call(fields, self.build, args, kwargs)
+        if running_graph.get() is None and (self.config.memory_budget is not None or fields["_auto_plan"] is not None):
+            self._planner().before_call(fields, self.build, args, kwargs)
+        return step.call_with_setup(fields, self.build, args, kwargs)
 
     @property
     def name(self) -> str:
@@ -222,7 +223,7 @@ class Graph(Inspected):
 
     def state_dict(self, destination: Any = None) -> OrderedDict[str, Any]:
         """Returns each module's state under its attribute name, and that of optimizers, schedulers and scaler."""
-        self._step.settle()
+        self._step.count_steps()
         return saved_state(self._roots, self._update, destination)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
@@ -231,12 +232,12 @@ class Graph(Inspected):
         Raises:
             GraphError: ``strict``, and a key is missing or unknown. Nothing has been loaded then.
         """
-        self._step.settle()
+        self._step.count_steps()
         load_state(self._name, self._roots, self._update, state_dict, strict=strict)
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a copy or a pickle needs: it starts as if it had not been called, under a name of its own."""
-        self._step.settle()
+        self._step.count_steps()
         return {
             "attributes": {key: value for key, value in self.__dict__.items() if key not in _OWN},
             "roots": dict(self._roots),
@@ -259,7 +260,7 @@ class Graph(Inspected):
     def trace(func: Callable[..., Any]) -> Graph:
         """Makes an evaluation graph of a plain function; used as a decorator."""
         if not inspect.isroutine(func):
-            raise GraphError(f"Graph.trace: {type(func).__name__} is no function · fix: decorate a function")
+            raise GraphError(f"Graph.trace: expected a function, got {type(func).__name__} · fix: decorate a function")
         kind = type(func.__name__, (Graph,), {"build": staticmethod(func), "__doc__": func.__doc__})
         return kind()  # type: ignore[no-any-return]
 

@@ -10,13 +10,15 @@ from graphckpt.planning.options import PlanOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
+    from graphckpt.blocks.proxy import BlockTree
     from graphckpt.graph.auto_plan import AutoPlan
     from graphckpt.graph.config import GraphConfig
     from graphckpt.graph.step import Step
-    from graphckpt.ledger.record import Explanation
-    from graphckpt.planning import Plan
+    from graphckpt.ledger.explanation import Explanation
     from graphckpt.planning.budget import Budget
+    from graphckpt.planning.plan import Plan
 
 
 class Inspected:
@@ -25,18 +27,22 @@ class Inspected:
     build: Callable[..., Any]
     config: GraphConfig
     _name: str
-    _auto_plan: AutoPlan
+    _auto_plan: AutoPlan | None
     _step: Step
+    _tree: BlockTree
 
     def explain(self, plot: str | None = None, *, show: bool = True) -> Explanation:
-        """Prints what each block keeps, where, and what it costs, as seen in the first calls; returns the rows.
+        """Prints what each block keeps, where, and what it costs, as seen in the first calls, and returns it.
+
+        It prints the table unless ``show`` is false. The object that it returns prints as the same table, and a
+        notebook shows it as one: there, ``explain(show=False)`` as the last line of a cell suffices.
 
         Args:
-            plot: File for a picture of the live bytes over the step, ``.png`` or ``.svg``.
-            show: ``False`` returns the rows and prints nothing.
+            plot: File for a plot of the live bytes over the step, ``.png`` or ``.svg``.
+            show: Whether to print.
 
         Raises:
-            GraphError: The graph has no optimizer, was never called, or ``config.measure`` is off.
+            GraphError: The graph has no optimizer, or no call was recorded.
         """
         if not self.config.training:
             raise GraphError(
@@ -45,19 +51,19 @@ class Inspected:
         watcher = self._step.watcher
         if watcher is None:
             raise GraphError(
-                f"{self._name}.explain: no step was watched · fix: call the graph, with config.measure = True"
+                f"{self._name}.explain: no step was watched · fix: call the graph inside `with graph.measure():`"
             )
         return watcher.explain(plot, show=show, capture=self._step.capture_text)
 
-    def measure(self) -> None:
-        """Has the next three calls watched again for :meth:`explain`, as the first three were."""
-        self._step.watch_again()
+    def measure(self) -> AbstractContextManager[None]:
+        """Records the calls in the ``with`` block op by op; :meth:`explain` then shows the last of them."""
+        return self._step.measure()
 
     def verify(self, *args: Any, steps: int = 3, **kwargs: Any) -> Verification:
         """Compares ``steps`` steps on these inputs with plain ones, without policies and capture, in every bit.
 
-        Parameters, optimizers, schedules and random state are put back to what they were. Where the step is captured,
-        the calls before the recording come first, so that replays are what is compared.
+        Parameters, optimizers, schedules and RNG state are put back to what they were. Where the step is captured,
+        the calls before the capture come first, so that replays are what is compared.
 
         Raises:
             GraphError: Something differs; the message names the step, the block and the tensor.
@@ -67,7 +73,7 @@ class Inspected:
     def plan(self, *args: Any, memory_budget: Budget, **kwargs: Any) -> Plan:
         """Chooses the policies of the layers for inputs like these; ``plan.apply()`` sets them on the blocks.
 
-        The step runs a few times; parameters, optimizers, schedules and random state are restored at the end. Applying
+        The step runs a few times; parameters, optimizers, schedules and RNG state are restored at the end. Applying
         the plan replaces the flags of the layers and of the modules inside them. With ``config.memory_budget`` a Graph
         plans and applies by itself, for each new shape of inputs.
 
@@ -84,4 +90,12 @@ class Inspected:
         """
         names = (*PlanOptions.names(), "rules")
         options = {name: kwargs.pop(name) for name in names if name in kwargs}
-        return self._auto_plan.plan(self.__dict__, self.build, args, kwargs, memory_budget, options)
+        return self._planner().plan(self.__dict__, self.build, args, kwargs, memory_budget, options)
+
+    def _planner(self) -> AutoPlan:
+        planner = self._auto_plan
+        if planner is None:
+            from graphckpt.graph.auto_plan import AutoPlan  # noqa: PLC0415  # a Graph without a budget needs no planner
+
+            planner = self.__dict__["_auto_plan"] = AutoPlan(self._step, self._tree)
+        return planner

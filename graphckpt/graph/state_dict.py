@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
-from graphckpt.errors import GraphError
+import torch
+
+from graphckpt.errors import GraphError, bullets
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,10 +36,17 @@ def load_state(
     for name in [name for name in roots if name in state]:
         missing += [f"{name}.{key}" for key in own[name] if key not in state[name]]
         unknown += [f"{name}.{key}" for key in state[name] if key not in own[name]]
-    if strict and (missing or unknown):
-        raise GraphError(
-            f"{graph_name}.load_state_dict: missing {missing}, unknown {unknown} · fix: load a state of this graph"
-        )
+    shapes = [
+        f"{name}.{key}: expected shape {tuple(own[name][key].shape)}, got {tuple(value.shape)}"
+        for name in roots
+        for key, value in (state.get(name) or {}).items()
+        if isinstance(value, torch.Tensor) and key in own[name] and value.shape != own[name][key].shape
+    ]
+    named = {"missing": missing, "unexpected": unknown} if strict else {}
+    faults = [f"{word} {', '.join(map(str, keys))}" for word, keys in named.items() if keys] + shapes
+    if faults:
+        fix = "fix: load a state of this Graph" + (", or strict=False" if strict and not shapes else "")
+        raise GraphError(bullets(f"{graph_name}.load_state_dict: nothing is loaded", [*faults, fix]))
     for name, module in roots.items():
         if name in state:
             module.load_state_dict(state[name], strict=strict)

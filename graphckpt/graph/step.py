@@ -10,15 +10,15 @@ from weakref import ref
 import torch
 
 from graphckpt.blocks.forward import disable_checkpointing
-from graphckpt.blocks.resolve import resolve_policies
+from graphckpt.blocks.resolve import ResolvedPolicies, resolve_policies
 from graphckpt.blocks.step_recorder import StepRecorder
 from graphckpt.errors import GraphError
-from graphckpt.graph.captured_step import RecordedStep
+from graphckpt.graph.captured_step import CapturedStep
 from graphckpt.graph.inputs import InputCheck
 from graphckpt.graph.micro_batches import fresh_outputs, is_new, micro_batches, pack_outputs
-from graphckpt.graph.update import ScaledBackward, leaving_grads
+from graphckpt.graph.update import ScaledBackward, preserve_grads
 from graphckpt.ledger.live_memory import inner_tensors
-from graphckpt.tree import flatten_call
+from graphckpt.tree import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,18 +37,18 @@ running_graph: ContextVar[str | None] = ContextVar("running_graph", default=None
 
 
 @final
-class Readiness:
-    """Whether the next call has anything to do beside the step. It holds nothing: no cycle keeps a Graph alive."""
+class Setup:
+    """Whether the next call needs set-up first. Holds no references, so it cannot keep a Graph alive."""
 
-    __slots__ = ("is_settled", "is_stale")
+    __slots__ = ("is_done", "is_stale")
 
     def __init__(self) -> None:
-        self.is_settled = False
+        self.is_done = False
         self.is_stale = True
 
     def mark_stale(self) -> None:
         """A module, a flag or an optimizer was set: the next call prepares anew."""
-        self.is_settled = False
+        self.is_done = False
         self.is_stale = True
 
 
@@ -64,7 +64,7 @@ class Step:
         update: Update,
         config: GraphConfig,
         debug: DebugLog,
-        readiness: Readiness,
+        setup: Setup,
     ) -> None:
         self.inputs: InputCheck | None = None
         self.is_running = False
@@ -76,23 +76,31 @@ class Step:
         self.update = update
         self.config = config
         self._debug = debug
-        self.readiness = readiness
-        self._bystanders: list[torch.Tensor] = []
-        self.recorded: RecordedStep | None = None
+        self.setup = setup
+        self._unmanaged_parameters: list[torch.Tensor] = []
+        self.captured: CapturedStep | None = None
+        self._is_measured = False
         self._is_watched = False
         self._is_plain = False
         self._num_groups = 0
         self._num_watched = 0
-        self._seen: tuple[list[Any], dict[str, str], list[tuple[str, nn.Module]]] = ([], {}, [])
+        self._seen: tuple[list[Any], dict[str, str], list[str], list[tuple[str, nn.Module]]] = ([], {}, [], [])
+        self._policies = ResolvedPolicies([], {}, [])
         self._trains = False
         self._wrappers: list[BlockForward] = []
 
-    def watch_again(self) -> None:
-        """Has the next calls watched as the first ones were."""
-        self._num_watched = 0
-        self.readiness.is_settled = False
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Records the calls in the ``with`` block op by op. Later calls do not replace the record."""
+        self._is_measured = True
+        self.setup.is_done = False
+        try:
+            yield
+        finally:
+            self._is_measured = False
+            self._num_watched = max(self._num_watched, _WATCHED_OPS)
 
-    def unsettled_call(
+    def call_with_setup(
         self, fields: dict[str, Any], build: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         """A call with something to do beside the step; later ones pass it by, unless they are watched too."""
@@ -107,7 +115,7 @@ class Step:
             raise GraphError(
                 f"{self.name}: {difference} · fix: keep inputs as they are, or config.strict_static = False"
             )
-        is_watched = self._num_watched < _WATCHED_TIMES and config.training and config.measure
+        is_watched = config.training and (self._is_measured or (config.measure and self._num_watched < _WATCHED_TIMES))
         with ExitStack() as stack:
             if self._debug.level >= 0:
                 stack.enter_context(self._debug.around(self.name, self.roots))
@@ -119,9 +127,9 @@ class Step:
         self.inputs = inputs
         self.num_calls += 1
         self._num_watched += is_watched
-        readiness = self.readiness
+        setup = self.setup
         has_more = is_watched or config.strict_static or config.memory_budget is not None or self._debug.level >= 0
-        readiness.is_settled = not (has_more or readiness.is_stale)
+        setup.is_done = not (has_more or setup.is_stale)
         return output
 
     def call(self, fields: dict[str, Any], build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -135,8 +143,8 @@ class Step:
             for wrapper in wrappers:
                 wrapper.install()
             fields.update(roots)
-            if self.recorded is not None:
-                output, is_fresh = self.recorded.call(build, args, kwargs, must_run=self._is_watched)
+            if self.captured is not None:
+                output, is_fresh = self.captured.call(build, args, kwargs, must_run=self._is_watched)
                 if is_fresh:
                     return output
             elif self._trains:
@@ -157,32 +165,32 @@ class Step:
     @property
     def capture_text(self) -> str:
         """How the step runs; empty where it could not be captured at all."""
-        return self.recorded.describe() if self.recorded is not None else ""
+        return self.captured.describe() if self.captured is not None else ""
 
-    def settle(self) -> None:
+    def count_steps(self) -> None:
         """Makes the count of steps exact, which waits for the device."""
-        if self.recorded is not None:
-            self.recorded.settle()
+        if self.captured is not None:
+            self.captured.count_steps()
 
     @contextmanager
-    def bare(self) -> Iterator[None]:
-        """Runs the calls in the ``with`` block without the Graph's own policies and without recordings."""
-        recorded, wrappers = self.recorded, self._wrappers
-        self.recorded, self._wrappers = None, []
+    def without_own_policies(self) -> Iterator[None]:
+        """Runs the calls in the ``with`` block without the Graph's own policies and without captures."""
+        captured, wrappers = self.captured, self._wrappers
+        self.captured, self._wrappers = None, []
         try:
             yield
         finally:
-            self.recorded, self._wrappers = recorded, wrappers
+            self.captured, self._wrappers = captured, wrappers
 
     @contextmanager
-    def plainly(self) -> Iterator[None]:
-        """Runs the calls in the ``with`` block without any policies and without recordings."""
-        with self.bare(), disable_checkpointing():
+    def without_policies(self) -> Iterator[None]:
+        """Runs the calls in the ``with`` block without any policies and without captures."""
+        with self.without_own_policies(), disable_checkpointing():
             yield
 
     def prepare(self) -> None:
-        """Puts in force what was set since the last call."""
-        if self.readiness.is_stale:
+        """Applies what was set since the last call."""
+        if self.setup.is_stale:
             self._prepare()
 
     def _prepare(self) -> None:
@@ -192,41 +200,42 @@ class Step:
             for w in plan.wrappers
             if w.module is not None
         ]
-        seen = blocks, plan.idle, list(self.roots.items())
+        seen = blocks, plan.idle, plan.selected, list(self.roots.items())
         if seen != self._seen:  # what the wrappers have learnt, and what was watched, is still true otherwise
             self._seen = seen
+            self._policies = plan
             self._wrappers = plan.wrappers
             self._num_watched = 0
             self.watcher = None
         self._sort_parameters()
-        if self.recorded is not None:
-            self.recorded.release()
+        if self.captured is not None:
+            self.captured.release()
         run, work = (self._train, self._forward_backward) if self._trains else (self._evaluate_only,) * 2
         update = self.update if self._trains else None
-        self.recorded = RecordedStep.make(self.name, list(self.roots.items()), self.config, update, run, work)
-        self.readiness.is_stale = False
+        self.captured = CapturedStep.make(self.name, list(self.roots.items()), self.config, update, run, work)
+        self.setup.is_stale = False
 
     def _sort_parameters(self) -> None:
         own = {id(p) for p in self.update.parameters()}
         held = [p for module in self.roots.values() for p in module.parameters()]
-        self._bystanders = [p for p in held if p.requires_grad and id(p) not in own]
+        self._unmanaged_parameters = [p for p in held if p.requires_grad and id(p) not in own]
         self._num_groups = self.update.num_groups()
         self._trains = bool(own)
-        self._is_plain = self.config.is_plain and not (self._trains and self._bystanders)
+        self.update.is_of_graph = not own.isdisjoint(map(id, held))
+        self._is_plain = self.config.is_plain and not (self._trains and self._unmanaged_parameters)
 
     def _watch(self, args: Any, kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
         if self.watcher is None:
-            _, idle, roots = self._seen
-            self.watcher = StepRecorder(self.name, roots, self._wrappers, idle)
-        if self._num_watched >= _WATCHED_OPS:
+            self.watcher = StepRecorder(self.name, self._seen[-1], self._policies)
+        if self._num_watched >= _WATCHED_OPS and not self._is_measured:
             return self.watcher.time()
-        return self.watcher.measure(_tensors(args, kwargs))
+        return self.watcher.measure(tensors_in((args, kwargs)))
 
     def _train(self, build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         update = self.update
         update.begin()
         try:
-            if self.readiness.is_settled and self._is_plain:
+            if self.setup.is_done and self._is_plain:
                 output = build(*args, **kwargs)
             else:
                 output = self._forward_backward(build, args, kwargs)
@@ -249,8 +258,8 @@ class Step:
     def _build(self, build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         scaler = self.update.scaler
         with ExitStack() as stack:
-            stack.enter_context(leaving_grads(self._others()))
-            if not self.readiness.is_settled:
+            stack.enter_context(preserve_grads(self._unmanaged()))
+            if not self.setup.is_done:
                 stack.enter_context(self.update.forbidding_steps())
             scaled = stack.enter_context(ScaledBackward(scaler)) if scaler is not None else None
             output = self._evaluate(build, args, kwargs)
@@ -259,8 +268,16 @@ class Step:
         return output
 
     def _evaluate_only(self, build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        with torch.no_grad():  # its outputs are cut off anyway: nothing could ever run backward
-            return build(*args, **kwargs) if self._is_plain else self._evaluate(build, args, kwargs)
+        try:
+            with torch.no_grad():  # its outputs are cut off anyway: nothing could ever run backward
+                return build(*args, **kwargs) if self._is_plain else self._evaluate(build, args, kwargs)
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
+            raise GraphError(
+                f"{self.name}.build: backward() was called, but without an optimizer the Graph evaluates, without "
+                "gradients · fix: call self.add_optimizer(...) in __init__, or leave backward() out of build"
+            ) from error
 
     def _evaluate(self, build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         dtype = self.config.amp_dtype
@@ -269,10 +286,10 @@ class Step:
         with torch.autocast(self._device_type(), dtype):
             return build(*args, **kwargs)
 
-    def _others(self) -> list[torch.Tensor]:
-        if self._bystanders and self.update.num_groups() != self._num_groups:  # the user has added a group since
-            self._sort_parameters()
-        return self._bystanders
+    def _unmanaged(self) -> list[torch.Tensor]:
+        if self._unmanaged_parameters and self.update.num_groups() != self._num_groups:
+            self._sort_parameters()  # the user has added a group since
+        return self._unmanaged_parameters
 
     def _device_type(self) -> str:
         for module in self.roots.values():
@@ -282,14 +299,10 @@ class Step:
 
     def _addresses(self, args: Any, kwargs: dict[str, Any]) -> set[int]:
         """Where the step's inputs and the modules' own tensors lie, which no output may be."""
-        tensors = _tensors(args, kwargs)
+        tensors = tensors_in((args, kwargs))
         for root in self.roots.values():
             for module in root.modules():
                 for own in (module._parameters, module._buffers, module.__dict__):
                     tensors += [value for value in own.values() if isinstance(value, torch.Tensor)]
         plain = [p for t in tensors for p in (inner_tensors(t) if hasattr(t, "__tensor_flatten__") else (t,))]
         return {t.untyped_storage().data_ptr() for t in plain if t.layout is torch.strided}
-
-
-def _tensors(args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    return [leaf for leaf in flatten_call(args, kwargs)[0] if isinstance(leaf, torch.Tensor)]

@@ -36,6 +36,8 @@ class Update:
         self.total_norm: TotalNorm | None = None
         """Of gradients that other processes hold in part; ``None`` where this one has all."""
         self.num_steps = 0
+        self.is_of_graph = True
+        """Whether a parameter of the optimizers is in a module of the Graph."""
         self._graph_name = graph_name
         self._num_keys = 0  # in the param groups, when their clipping keys were checked
 
@@ -45,7 +47,9 @@ class Update:
         if optimizer is None:
             raise GraphError(f"{where}: optimizer cannot be None · fix: pass a torch.optim.Optimizer")
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise GraphError(f"{where}: {type(optimizer).__name__} is no Optimizer · fix: pass a torch.optim.Optimizer")
+            raise GraphError(
+                f"{where}: expected a torch.optim.Optimizer, got {type(optimizer).__name__} · fix: pass one"
+            )
         for fault in (_closure_fault(optimizer), _scheduler_fault(scheduler, optimizer), self._groups_fault(optimizer)):
             if fault is not None:
                 raise GraphError(f"{where}: {fault}")
@@ -103,6 +107,9 @@ class Update:
             if has_gradient(optimizer):
                 break
         else:
+            if not self.is_of_graph:
+                what = "the parameters of its optimizers are not those of its modules"
+                raise GraphError(f"{self._graph_name}: {what} · fix: create the optimizer from the Graph's model")
             raise GraphError(
                 f"{self._graph_name}.build ran no backward that reached a parameter of its optimizers · "
                 "fix: call loss.backward() in build"
@@ -291,7 +298,7 @@ def _scheduler_fault(scheduler: Any, optimizer: torch.optim.Optimizer) -> str | 
     if scheduler is None:
         return None
     if not isinstance(scheduler, LRScheduler):
-        return f"lr_sch {type(scheduler).__name__} is no LRScheduler · fix: pass one, or None"
+        return f"expected an LRScheduler as lr_sch, got {type(scheduler).__name__} · fix: pass one, or None"
     if isinstance(scheduler, ReduceLROnPlateau):
         return (
             "ReduceLROnPlateau needs a metric, which a Graph does not have · "
@@ -308,7 +315,7 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 @contextmanager
-def leaving_grads(parameters: list[torch.Tensor]) -> Iterator[None]:
+def preserve_grads(parameters: list[torch.Tensor]) -> Iterator[None]:
     """Leaves the gradients of parameters that no optimizer here owns as they are: they are another step's."""
     grads = [parameter.grad for parameter in parameters]
     for parameter in parameters:

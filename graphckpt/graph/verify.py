@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
+from graphckpt.capture.diagnose import modules_of
 from graphckpt.errors import GraphError
 from graphckpt.training_state import TrainingState
 from graphckpt.tree import flatten_value
@@ -33,20 +34,20 @@ class Verification:
     num_tensors: int
     num_bytes: int
     is_captured: bool
-    """Whether the steps were replays of a recording."""
+    """Whether the steps were replays of a capture."""
 
 
 def verify(graph_step: Step, call: Callable[[], Any], steps: int) -> Verification:
     """Runs each step twice from one state, as the Graph does it and plainly, and compares outputs and state.
 
-    With recordings, the Graph runs until one is replayed before anything is compared.
+    With captures, the Graph runs until one is replayed before anything is compared.
 
     Raises:
         GraphError: Something differs. The message names the step, the block and the tensor that differ first, or says
             that two plain steps differ as well.
     """
     graph_step.prepare()
-    captures = graph_step.recorded.captures if graph_step.recorded is not None else None
+    captures = graph_step.captured.captures if graph_step.captured is not None else None
     start = _State(graph_step)
     try:
         num_tensors = num_bytes = num_replays = 0
@@ -57,12 +58,12 @@ def verify(graph_step: Step, call: Callable[[], Any], steps: int) -> Verificatio
             before = _State(graph_step)
             ours = {**_outputs(call()), **_State(graph_step).values()}
             before.put_back()
-            with graph_step.plainly():
+            with graph_step.without_policies():
                 plain = {**_outputs(call()), **_State(graph_step).values()}
             difference = _difference(ours, plain)
             if difference is not None:
                 before.put_back()
-                with graph_step.plainly():
+                with graph_step.without_policies():
                     again = {**_outputs(call()), **_State(graph_step).values()}
                 what = _two_plain_steps(_difference(again, plain)) or f"{difference} · {_FIX}"
                 raise GraphError(f"{graph_step.name}.verify: step {number}: {what}")
@@ -88,10 +89,10 @@ def unchanged(graph_step: Step) -> Iterator[None]:
 
 @final
 class _State:
-    """Copies of all that a step changes. They are put back in place: a recording knows the addresses."""
+    """Copies of all that a step changes. They are put back in place: a capture holds the addresses."""
 
     def __init__(self, graph_step: Step) -> None:
-        graph_step.settle()
+        graph_step.count_steps()
         roots, update = graph_step.roots, graph_step.update
         self._step = graph_step
         self._update = update
@@ -106,7 +107,7 @@ class _State:
             self._tensors[f"{owners.get(parameter, 'a parameter')}, optimizer's {key}"] = copied
         self._attributes = {
             f"{name}.{key}": (module.__dict__, key, copy.copy(value) if isinstance(value, CONTAINERS) else value)
-            for name, module in _modules(roots)
+            for name, module in modules_of(roots.items())
             for key, value in module.__dict__.items()
             if key not in _OF_TORCH and isinstance(value, (*_ATOMS, *CONTAINERS, torch.Tensor))
         }
@@ -117,12 +118,12 @@ class _State:
         """Returns the copies by name, in the order of the modules."""
         plain = {name: value for name, (_, _, value) in self._attributes.items() if isinstance(value, _ATOMS)}
         host, devices = self._state.random
-        random = {f"random state {number}": t for number, t in enumerate([host, *(t for _, t in devices)])}
+        random = {f"RNG state {number}": t for number, t in enumerate([host, *(t for _, t in devices)])}
         return {**self._tensors, **plain, **random}
 
     def put_back(self) -> bool:
         """Makes everything what it was. Returns whether optimizers had made states since, which are gone now."""
-        self._step.settle()
+        self._step.count_steps()
         has_removed = self._state.restore()
         for owner, key, attribute in self._attributes.values():
             owner[key] = attribute
@@ -138,14 +139,8 @@ class _State:
 _OF_TORCH = frozenset(torch.nn.Module().__dict__) - {"training"} | {"forward"}
 
 
-def _modules(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    for root, top in roots.items():
-        for name, module in top.named_modules():
-            yield f"{root}.{name}" if name else root, module
-
-
 def _tensors(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    for path, module in _modules(roots):
+    for path, module in modules_of(roots.items()):
         for own in (module._parameters, module._buffers):
             for key, tensor in own.items():
                 if tensor is not None:
@@ -179,7 +174,7 @@ def _difference(ours: Mapping[str, Any], plain: Mapping[str, Any]) -> str | None
         a, b = ours[what], plain[what]
         if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
             if a.shape != b.shape or a.dtype != b.dtype:
-                return f"`{what}` is {_kind(a)} and in the plain step {_kind(b)}"
+                return f"`{what}` is {_dtype_and_shape(a)} and in the plain step {_dtype_and_shape(b)}"
             if not torch.equal(a.nan_to_num(), b.nan_to_num()) or not torch.equal(a.isnan(), b.isnan()):
                 gap = (a.double() - b.double()).abs()
                 return (
@@ -191,5 +186,5 @@ def _difference(ours: Mapping[str, Any], plain: Mapping[str, Any]) -> str | None
     return None
 
 
-def _kind(tensor: torch.Tensor) -> str:
+def _dtype_and_shape(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

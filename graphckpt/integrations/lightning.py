@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, final
 
+from graphckpt.errors import ConfigError
 from graphckpt.extras import MissingPackageError
-from graphckpt.integrations.policy_callback import PolicyCallback, saved_line, saved_metrics
+from graphckpt.integrations.policy_callback import PolicyCallback, saved_metrics
+from graphckpt.undo import put_back, replace_item
 
 try:
     from lightning.pytorch import Callback
@@ -14,7 +17,11 @@ except ModuleNotFoundError as error:
 
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from lightning.pytorch import LightningModule, Trainer
+
+    from graphckpt.undo import Undo
 
 
 @final
@@ -27,7 +34,12 @@ class GraphckptCallback(PolicyCallback, Callback):
         rule: The rule of every unit: ``True`` or ``"full"``, ``"selective"``, a rule object; ``None`` for no rule.
         unit: Class names, name patterns or classes of the units; ``None`` is all layers.
         blocks: On top of that, by selector, as :func:`graphckpt.apply` takes them; names are the ``LightningModule``'s.
-        report: ``False`` neither measures the first batch nor reports it.
+        memory_budget: The peak of a step in bytes, or as ``"12GiB"``, ``"50%"`` or ``"max"``: policies are planned for
+            it with the first batch, in place of ``rule`` and ``blocks``, and ``fields`` are those of
+            :class:`~graphckpt.planning.PlanOptions`.
+        report: ``"table"`` prints the table of :meth:`~graphckpt.Handle.explain` after the first step, ``True`` one
+            line of it, ``False`` nothing; the first batch is not measured then.
+        plot: File for a picture of the live bytes over the first step, ``.png`` or ``.svg``.
         **fields: Further fields for every unit: ``offload``, ``contiguous``, ``partition``, ``min_elements``.
 
     Raises:
@@ -35,14 +47,20 @@ class GraphckptCallback(PolicyCallback, Callback):
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Applies the policies."""
+        """Applies the policies; with a memory budget, the first batch does."""
         del trainer
-        self._apply(pl_module)
+        self._is_planned = not self._plans
+        if self._is_planned:
+            self._apply(pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Measures the first batch op by op: Lightning may call ``training_step`` without the module's hooks."""
-        del trainer, pl_module, batch, batch_idx
-        if self._report:
+        if not self._is_planned:
+            lines = self._plan(pl_module, _step_fn(trainer, pl_module, batch, batch_idx))
+            self._is_planned = True
+            if trainer.is_global_zero:
+                trainer.print("\n".join(lines))
+        if self._report or self._plot is not None:
             self._measure()
 
     def on_train_batch_end(
@@ -50,13 +68,13 @@ class GraphckptCallback(PolicyCallback, Callback):
     ) -> None:
         """Reports what the first batch saved."""
         del pl_module, outputs, batch, batch_idx
-        seen = self._explain_once() if self._report else None
+        seen = self._explain_once() if self._report or self._plot is not None else None
         if seen is None:
             return
         for logger in trainer.loggers:
             logger.log_metrics(saved_metrics(seen), step=trainer.global_step)
-        if trainer.is_global_zero:
-            trainer.print(saved_line(seen))
+        if trainer.is_global_zero and self._report:
+            trainer.print(self._text(seen))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Removes the policies."""
@@ -67,3 +85,27 @@ class GraphckptCallback(PolicyCallback, Callback):
         """Removes the policies: ``on_fit_end`` will not be called."""
         del trainer, pl_module, exception
         self._remove()
+
+
+def _step_fn(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> Callable[[], None]:
+    """Returns a training step on a batch, whose metrics are not logged."""
+    if not module.automatic_optimization:
+        fix = "graphckpt.plan and GraphckptCallback(None, blocks=plan.blocks)"
+        raise ConfigError(f"GraphckptCallback.memory_budget: expected automatic optimization · fix: {fix}")
+
+    def step() -> None:
+        undo: Undo = []
+        for name in ("log", "log_dict"):
+            replace_item(module.__dict__, name, lambda *_, **__: None, undo)
+        try:
+            with trainer.precision_plugin.train_step_context():
+                output = module.training_step(batch, batch_idx)
+        finally:
+            put_back(undo)
+        loss = output["loss"] if isinstance(output, Mapping) else output
+        loss.backward()
+        for optimizer in trainer.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step

@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
+import io
+import random
 import re
-from collections.abc import Mapping
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, final
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Literal, final
 
+import torch
 from torch import nn
 
-from graphckpt.blocks import BlockConfig, Handle, apply
-from graphckpt.blocks.config import fields_of
+from graphckpt.blocks.apply import Handle, apply
+from graphckpt.blocks.config import FIELDS, OTHER_NAMES, BlockConfig, fields_of
 from graphckpt.blocks.find_layers import layers
-from graphckpt.errors import ConfigError, GraphError
-from graphckpt.rules import Keep
+from graphckpt.errors import ConfigError, GraphError, did_you_mean
+from graphckpt.ledger.table import print_table
+from graphckpt.planning.budget import check_budget
+from graphckpt.planning.options import PlanOptions
+from graphckpt.planning.show.table import summary_lines
+from graphckpt.rules.keep import Keep
 from graphckpt.undo import put_back, replace_item
 from graphckpt.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from graphckpt.blocks.select import Selector
-    from graphckpt.ledger.record import Explanation
-    from graphckpt.rules import Rule
+    from graphckpt.ledger.explanation import Explanation
+    from graphckpt.planning.budget import Budget
+    from graphckpt.planning.plan import Plan
+    from graphckpt.rules.base import Rule
     from graphckpt.undo import Undo
 
     Value = Mapping[str, Any] | Rule | bool | str | None
 
+_ARGUMENTS = ("rule", "unit", "blocks", "memory_budget", "report", "plot")
 _OWN_FLAG = "gradient_checkpointing"
 
 
@@ -39,10 +50,12 @@ class CallbackPolicies:
         rule: The rule of every unit: a value of ``activation_checkpointing``; ``None`` for no rule.
         unit: Class names, name patterns or classes of the units; ``None`` is the items of its stacks of layers.
         blocks: On top of that, by selector, as :func:`graphckpt.apply` takes them.
-        fields: Further fields of a :class:`~graphckpt.BlockConfig` for every unit, such as ``offload``.
+        memory_budget: The peak for which policies are planned, in place of ``rule`` and ``blocks``.
+        fields: Further fields of a :class:`~graphckpt.BlockConfig` for every unit, such as ``offload``; with a memory
+            budget, those of :class:`~graphckpt.planning.PlanOptions`.
 
     Raises:
-        ConfigError: A field does not exist, or a value means nothing for it.
+        ConfigError: A field does not exist, or a value is invalid for it.
     """
 
     def __init__(
@@ -51,15 +64,40 @@ class CallbackPolicies:
         rule: Value = True,
         unit: Selector | Sequence[Selector] | None = None,
         blocks: Mapping[Selector, Value] | None = None,
+        memory_budget: Budget | None = None,
         fields: Mapping[str, Any] | None = None,
     ) -> None:
         self._owner = owner
         self._unit = unit
-        self._fields = {"activation_checkpointing": rule, **(fields or {})}
         self._blocks = dict(blocks or {})
-        BlockConfig(owner).update(self._fields)
+        self._budget = memory_budget
+        self._options = dict(fields or {})
+        if memory_budget is not None:
+            self._check_plan(rule)
+            return
+        self._fields = {"activation_checkpointing": rule, **self._options}
+        self._check_fields()
         for selector, value in self._blocks.items():
             BlockConfig(f"{owner}.blocks[{selector!r}]").update(fields_of(value))
+
+    def _check_plan(self, rule: Value) -> None:
+        if rule is not True or self._blocks:
+            what = "blocks" if self._blocks else "rule"
+            raise ConfigError(f"{self._owner}.memory_budget: the plan chooses the policies · fix: leave {what} out")
+        assert self._budget is not None
+        check_budget(self._budget)
+        PlanOptions.of(self._options, self._owner)
+
+    def _check_fields(self) -> None:
+        known = [*_ARGUMENTS, *(name for name in FIELDS if name not in {"activation_checkpointing", "stage_id"})]
+        for name in self._options:
+            if name not in known and name not in OTHER_NAMES:
+                hint = did_you_mean(name, known)
+                raise ConfigError(f"{self._owner}: unexpected argument {name!r}{hint} · fix: use {', '.join(known)}")
+        try:
+            BlockConfig(self._owner).update(self._fields)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(".activation_checkpointing:", ".rule:", 1)) from None
 
     def apply_to(self, model: nn.Module) -> Handle:
         """Applies the policies to ``model``.
@@ -73,6 +111,19 @@ class CallbackPolicies:
         for selector, value in self._blocks.items():
             rules[selector] = {**rules.pop(selector, {}), **fields_of(value)}  # last, so that it comes on top
         return apply(model, rules)
+
+    def plan_for(self, model: nn.Module, step_fn: Callable[[], object]) -> Plan:
+        """Plans the policies for the memory budget; ``step_fn`` runs a training step.
+
+        Raises:
+            ConfigError: No unit can be found.
+            PlanError: No plan fits.
+        """
+        from graphckpt.planning.api import plan  # noqa: PLC0415 - of use with a budget alone
+
+        assert self._budget is not None
+        options = {"blocks": self._units(model), **self._options}
+        return plan(model, step_fn, memory_budget=self._budget, **options)
 
     def _units(self, model: nn.Module) -> list[Selector]:
         if self._unit is not None:
@@ -93,15 +144,24 @@ class PolicyCallback:
         *,
         unit: Selector | Sequence[Selector] | None = None,
         blocks: Mapping[Selector, Value] | None = None,
-        report: bool = True,
+        memory_budget: Budget | None = None,
+        report: bool | Literal["table"] = True,
+        plot: str | None = None,
         **fields: Any,
     ) -> None:
-        self._policies = CallbackPolicies(type(self).__name__, rule, unit, blocks, fields)
+        if report not in (True, False, "table"):
+            owner = type(self).__name__
+            raise ConfigError(f"{owner}.report: expected True, False or 'table', got {report!r} · fix: report='table'")
+        self._policies = CallbackPolicies(type(self).__name__, rule, unit, blocks, memory_budget, fields)
+        self._plans = memory_budget is not None
         self._report = report
+        self._plot = plot
         self._measuring = ExitStack()
         self._disabled: Undo = []
         self.handle: Handle | None = None
-        """The handle of the applied policies; ``None`` outside of training."""
+        """The handle of the policies of the last training, which are removed at its end; ``None`` before it."""
+        self.plan: Plan | None = None
+        """The plan of the last training, with ``memory_budget``."""
         self.explanation: Explanation | None = None
         """What the first step of the last training saved; ``None`` before it."""
 
@@ -110,6 +170,16 @@ class PolicyCallback:
         self.explanation = None
         self.handle = self._policies.apply_to(model)
         self._disable_own_checkpointing()
+
+    def _plan(self, model: nn.Module, step_fn: Callable[[], object]) -> list[str]:
+        """Plans the policies, applies them, and returns the lines to report."""
+        self._remove()
+        self.explanation = None
+        self.plan = self._policies.plan_for(model, step_fn)
+        handle = self.plan.apply(model)
+        assert isinstance(handle, Handle)
+        self.handle = handle
+        return [f"graphckpt: plan: {line}" for line in summary_lines(self.plan)] if self._report else []
 
     def _disable_own_checkpointing(self) -> None:
         """Disables, until the policies are removed, checkpointing that a recomputed block does in ``__call__``.
@@ -126,6 +196,7 @@ class PolicyCallback:
     def _measure(self) -> None:
         """Measures the next step op by op until :meth:`_explain_once`, unless that is done."""
         if self.handle is not None and self.explanation is None:
+            self._measuring.close()
             self._measuring.enter_context(self.handle.measure())
 
     def _explain_once(self) -> Explanation | None:
@@ -134,17 +205,38 @@ class PolicyCallback:
         if self.handle is None or self.explanation is not None:
             return None
         try:
-            self.explanation = self.handle.explain(show=False)
+            self.explanation = self.handle.explain(self._plot, show=False)
         except GraphError:
             return None
         return self.explanation
+
+    def _text(self, seen: Explanation) -> str:
+        """Returns the report: one line, or the table."""
+        if self._report != "table":
+            return saved_line(seen)
+        text = io.StringIO()
+        print_table(seen, text)
+        return text.getvalue().rstrip("\n")
 
     def _remove(self) -> None:
         self._measuring.close()
         put_back(self._disabled)
         if self.handle is not None:
             self.handle.remove()
-            self.handle = None
+
+
+@contextmanager
+def restored_rng() -> Iterator[None]:
+    """Restores the RNG states of PyTorch, Python and NumPy at the end."""
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    array = numpy.random.get_state() if numpy is not None else None
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            if numpy is not None:
+                numpy.random.set_state(array)
 
 
 def saved_line(seen: Explanation) -> str:
@@ -155,7 +247,7 @@ def saved_line(seen: Explanation) -> str:
         for num_bytes, where in ((seen.bytes_host, "in host memory"), (seen.bytes_disk, "on disk"))
         if num_bytes
     ]
-    blocks = sum(1 for row in seen.rows if row.reruns or row.place != "device")
+    blocks = sum(1 for row in seen.rows if (row.reruns and not row.is_own) or row.place != "device")
     return f"graphckpt: policies act on {blocks} blocks; kept for backward: {', '.join(parts)}"
 
 

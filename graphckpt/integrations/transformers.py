@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
 from graphckpt.errors import ConfigError
 from graphckpt.extras import require
-from graphckpt.integrations.policy_callback import PolicyCallback, saved_line, saved_metrics
+from graphckpt.integrations.policy_callback import PolicyCallback, restored_rng, saved_metrics
 
 require("transformers-trainer", "transformers", "tqdm", "accelerate")  # the last is imported when a Trainer is made
 
+from torch.utils.data import IterableDataset  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
 
@@ -31,7 +37,12 @@ class GraphckptCallback(PolicyCallback, TrainerCallback):
         rule: The rule of every unit: ``True`` or ``"full"``, ``"selective"``, a rule object; ``None`` for no rule.
         unit: Class names, name patterns or classes of the units; ``None`` is all layers.
         blocks: On top of that, by selector, as :func:`graphckpt.apply` takes them.
-        report: ``False`` reports nothing.
+        memory_budget: The peak of a step in bytes, or as ``"12GiB"``, ``"50%"`` or ``"max"``: policies are planned for
+            it when training starts, in place of ``rule`` and ``blocks``, and ``fields`` are those of
+            :class:`~graphckpt.planning.PlanOptions`.
+        report: ``"table"`` prints the table of :meth:`~graphckpt.Handle.explain` after the first step, ``True`` one
+            line of it, ``False`` nothing.
+        plot: File for a picture of the live bytes over the first step, ``.png`` or ``.svg``.
         **fields: Further fields for every unit: ``offload``, ``contiguous``, ``partition``, ``min_elements``.
 
     Raises:
@@ -59,14 +70,28 @@ which means the same
         **kwargs: Any,
     ) -> None:
         """Applies the policies."""
-        del args, state, control, kwargs
+        del control
         assert model is not None
-        self._apply(model)
+        if self._plans:
+            step_fn = _step_fn(model, args, kwargs["train_dataloader"], kwargs["optimizer"])
+            lines = self._plan(model, step_fn)
+            if state.is_local_process_zero:
+                tqdm.write("\n".join(lines))
+        else:
+            self._apply(model)
         if any(module.__dict__.get("gradient_checkpointing") for module in model.modules()):
             text = "graphckpt acts on the blocks that have a policy, Transformers on the others"
             fix = "leave activation_checkpointing out of TrainingArguments"
             found = f"{type(self).__name__}: the model's own checkpointing is on as well"
             warnings.warn(f"{found}: {text} · fix: {fix}", stacklevel=2)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Measures the first step, if it is to be shown as a table or a picture."""
+        del args, state, control, kwargs
+        if self._report == "table" or self._plot is not None:
+            self._measure()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Reports, after the first step, what was saved."""
@@ -76,7 +101,7 @@ which means the same
             return
         state.log_history.append({**saved_metrics(seen), "epoch": state.epoch, "step": state.global_step})
         if state.is_local_process_zero:
-            tqdm.write(saved_line(seen))
+            tqdm.write(self._text(seen))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -84,6 +109,29 @@ which means the same
         """Removes the policies."""
         del args, state, control, kwargs
         self._remove()
+
+
+def _step_fn(
+    model: nn.Module, args: TrainingArguments, loader: DataLoader[Any], optimizer: Optimizer
+) -> Callable[[], None]:
+    """Returns a training step on the first samples of the data set."""
+    data = loader.dataset
+    if isinstance(data, IterableDataset):
+        fix = "a data set with len(), or graphckpt.plan and GraphckptCallback(None, blocks=plan.blocks)"
+        raise ConfigError(f"GraphckptCallback.memory_budget: expected a map-style data set to plan on · fix: {fix}")
+    with restored_rng():
+        samples = [data[number % len(data)] for number in range(args.train_batch_size)]  # type: ignore[arg-type]
+        batch = loader.collate_fn(samples)
+    batch = {name: value.to(args.device) for name, value in batch.items()}
+
+    def step() -> None:
+        output = model(**batch)
+        loss = output["loss"] if isinstance(output, Mapping) else output[0]
+        loss.mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 @final
@@ -100,6 +148,10 @@ class GraphckptArguments:
     graphckpt_blocks: str | None = field(
         default=None, metadata={"help": """on top of that, as JSON: '{"*.h.0": false, "*.h.1": "selective"}'"""}
     )
+    graphckpt_memory_budget: str | None = field(
+        default=None,
+        metadata={"help": "plan policies for this peak, in place of a rule: 12GiB, 50%% or max"},
+    )
     graphckpt_offload: str | None = field(default=None, metadata={"help": "cpu, disk, or disk:/a/folder"})
     graphckpt_contiguous: bool | None = field(default=None, metadata={"help": "whether saved tensors are in one slab"})
 
@@ -112,9 +164,12 @@ class GraphckptArguments:
         >>> GraphckptArguments(graphckpt_blocks='{"*.h.0": false}', graphckpt_offload="disk").keys()
         {'rule': 'full', 'unit': None, 'blocks': {'*.h.0': False}, 'offload': 'disk'}
         """
-        rule = None if self.graphckpt_rule == "none" else self.graphckpt_rule
+        rule: Any = None if self.graphckpt_rule == "none" else self.graphckpt_rule
         fields = {"offload": self.graphckpt_offload, "contiguous": self.graphckpt_contiguous}
         set_fields = {name: value for name, value in fields.items() if value is not None}
+        if self.graphckpt_memory_budget is not None:
+            rule = True if rule == "full" else rule
+            set_fields["memory_budget"] = self.graphckpt_memory_budget
         return {"rule": rule, "unit": self.graphckpt_unit, "blocks": self._blocks(), **set_fields}
 
     def _blocks(self) -> dict[str, Any] | None:

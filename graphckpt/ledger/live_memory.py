@@ -103,13 +103,7 @@ class LiveBytes(TorchDispatchMode):
         super().__exit__(*exc)
 
     @never_compiled
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Runs one op and counts the storages of its inputs and outputs."""
         for kind in types:
             if hasattr(kind, "__tensor_flatten__"):

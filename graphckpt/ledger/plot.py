@@ -7,29 +7,36 @@ Matplotlib takes half a second to import, so only a call of :func:`draw` does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.legend import legend_names, shades
-from graphckpt.ledger.plot_style import INK, figure_of, file_of, frame, legend, mark, unit_of
-from graphckpt.ledger.record import Event, Explanation
+from graphckpt.ledger.plot_style import INK, figure_of, file_of, frame, legend, mark, shorten, unit_of
+from graphckpt.ledger.record import Event, StepRecord
 from graphckpt.units import format_bytes
 
 _MAX_STEPS = 3000  # points on the curve; the plot is 1650 pixels wide
+_LABEL = 38  # characters of an entry of the legend, which takes a quarter of the width then
+_PEAK_LABEL = 56
+_TITLE = 30
+_FLOOR = "#8d95a1"
+_LEVEL_OR_DEFAULT = re.compile(r"selective\((level[^)]*)\)|\(matmul\+attention\)")
 _UNKNOWN_PHASE = "#98a1ae"
 _PHASES = {"forward": "#7fa7d6", "recompute": "#f2a65a", "backward": "#86bf86", "optimizer": "#b49ad0"}
 
 _Steps = list[tuple[int, Event]]  # Legend: where on the x axis the level begins, and the level
 
 
-def draw(explanation: Explanation, path: str | Path) -> Path:
+def draw(explanation: StepRecord, path: str | Path) -> Path:
     """Plots the live bytes after each allocation and free of the step.
 
-    The area has the colour of the running block; layers of one stack have shades of one colour.
-    The strip on top shows the phase. The same record gives the same file.
+    The area has the colour of the running block; layers of one stack have shades of one colour. The grey floor are
+    weights and optimizer states, the line is the step without policies, if it can be predicted. The strip on top
+    shows the phase. The same record gives the same file.
 
     Args:
         explanation: a record with a timeline.
@@ -44,17 +51,17 @@ def draw(explanation: Explanation, path: str | Path) -> Path:
     target = file_of(path)
     if not explanation.timeline:
         record = f"the record of {explanation.title!r}"
-        raise ConfigError(f"{target}: expected a timeline, {record} has none · fix: record the step with one")
+        raise ConfigError(f"{target}: expected a timeline, {record} has none · fix: `with handle.measure(): step()`")
     steps = thin(explanation.timeline, _MAX_STEPS)
     end = len(explanation.timeline)
     with figure_of(target) as figure:
         strip, axes = figure.subplots(2, 1, sharex=True, height_ratios=(1, 20))
         _draw_phases(strip, steps, end)
-        _draw_levels(axes, steps, end)
-        _mark_peak(axes, steps)
-        axes.set_xlabel(f"tensors coming and going, in order ({end:,} events)", color=INK)
-        strip.set_title(explanation.title, loc="left", fontsize=11.5, fontweight="bold", pad=8)
-        strip.set_title(_kept(explanation), loc="right", fontsize=9, pad=8)
+        _draw_levels(axes, steps, explanation)
+        _mark_peak(axes, steps, explanation.peak_at)
+        axes.set_xlabel(f"allocations and frees, in order ({end:,})", color=INK)
+        strip.set_title(shorten(explanation.title, _TITLE), loc="left", fontsize=11.5, fontweight="bold", pad=8)
+        strip.set_title(_totals(explanation), loc="right", fontsize=9, pad=8)
     return target
 
 
@@ -93,11 +100,12 @@ def _draw_phases(strip: Any, steps: _Steps, end: int) -> None:
     legend(strip, handles, "phase", anchor=1.0, is_in_layout=False)  # covers the free corner below
 
 
-def _draw_levels(axes: Any, steps: _Steps, end: int) -> None:
+def _draw_levels(axes: Any, steps: _Steps, explanation: StepRecord) -> None:
     from matplotlib.collections import PolyCollection
     from matplotlib.patches import Patch
     from matplotlib.ticker import MaxNLocator
 
+    end = len(explanation.timeline)
     names = legend_names(event.block for _, event in steps)
     colours = shades(names)
     areas: dict[str, list[list[tuple[float, float]]]] = {block: [] for block in names}
@@ -113,23 +121,81 @@ def _draw_levels(axes: Any, steps: _Steps, end: int) -> None:
         areas[block].append([(starts[0], 0), *top, (stop, 0)])
     for block, polygons in areas.items():
         axes.add_collection(PolyCollection(polygons, facecolor=colours[block], edgecolor="face", linewidth=0.4))
+    memory = [*_draw_floor(axes, explanation, scale), *_draw_plain(axes, explanation, scale)]
+    top_bytes = max(peak_bytes, 1, *explanation.plain_levels)
     axes.set_xlim(0, end)
-    axes.set_ylim(0, 1.14 * max(peak_bytes, 1) / scale)
+    axes.set_ylim(0, 1.18 * top_bytes / scale)
     frame(axes, f"live bytes of all tensors ({unit})")
     axes.yaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 2.5, 5, 10]))
     axes.grid(axis="y", color="white", linewidth=0.6, alpha=0.5)
     middle = {name: [block for block in names if names[block] == name] for name in dict.fromkeys(names.values())}
-    handles = [Patch(color=colours[blocks[len(blocks) // 2]], label=name) for name, blocks in middle.items()]
-    legend(axes, handles, "running block", anchor=0.8, is_in_layout=True)
+    policies = _policies(explanation)
+    handles = [
+        Patch(
+            color=colours[blocks[len(blocks) // 2]],
+            label=_label(name, dict.fromkeys(policies[b] for b in blocks if b in policies)),
+        )
+        for name, blocks in middle.items()
+    ]
+    is_stack = any(len(blocks) > 1 for blocks in middle.values())
+    title = "running block · policy" if policies else "running block"
+    title += "\n(pale: first layer)" if is_stack else ""
+    if memory:
+        box = axes.add_artist(legend(axes, memory, "memory", anchor=0.81, is_in_layout=True))
+        box.set_clip_on(False)  # else the layout takes it for a part of the axes
+    legend(axes, handles, title, anchor=0.81 - 0.05 * (len(memory) + 1.6) * bool(memory), is_in_layout=True)
 
 
-def _mark_peak(axes: Any, steps: _Steps) -> None:
+def _label(name: str, policies: Iterable[str]) -> str:
+    """Returns an entry of the legend; of a long name, the end says most."""
+    policy = shorten(", ".join(policies), _LABEL - 12)
+    room = _LABEL - len(policy) - 3 * bool(policy)
+    name = name if len(name) <= room else f"…{name[1 - room :]}"
+    return f"{name} · {policy}" if policy else name
+
+
+def _draw_floor(axes: Any, explanation: StepRecord, scale: int) -> Iterator[Any]:
+    """Draws weights and optimizer states, and yields their entry in the legend."""
+    if explanation.static_bytes:
+        label = f"weights, optimizer ({format_bytes(explanation.static_bytes)})"
+        yield axes.axhspan(0, explanation.static_bytes / scale, color=_FLOOR, linewidth=0, label=label)
+
+
+def _draw_plain(axes: Any, explanation: StepRecord, scale: int) -> Iterator[Any]:
+    """Draws the step without policies, and yields its entry in the legend."""
+    levels = explanation.plain_levels
+    if levels and max(levels) != explanation.peak_bytes:
+        steps = thin([Event(level, "", "") for level in levels], _MAX_STEPS)
+        xs, ys = [at for at, _ in steps], [event.live_bytes / scale for _, event in steps]
+        label = "without policies (predicted)"
+        yield from axes.plot([*xs, len(levels)], [*ys, ys[-1]], drawstyle="steps-post", color=INK, lw=0.8, label=label)
+
+
+def _policies(explanation: StepRecord) -> dict[str, str]:
+    """Returns the rule and the store of each block that has any, as short as it is clear."""
+    said = {
+        row.block: row.rule if row.place in ("", "device") else f"{row.rule} + {row.place}"
+        for row in explanation.rows
+        if row.rule != "keep" or row.place not in ("", "device")
+    }
+    return {block: _LEVEL_OR_DEFAULT.sub(r"\1", text) for block, text in said.items()}
+
+
+def _mark_peak(axes: Any, steps: _Steps, peak_at: str) -> None:
     at, peak = max(steps, key=lambda step: step[1].live_bytes)
-    scale, _ = unit_of(peak.live_bytes)
-    where = " · ".join(word for word in (peak.block, peak.phase) if word)
-    mark(axes, at, peak.live_bytes / scale, f"peak {format_bytes(peak.live_bytes)}  ({where})")
+    scale, _ = unit_of(max(event.live_bytes for _, event in steps))
+    text = f"peak {format_bytes(peak.live_bytes)}\n{shorten(peak_at, _PEAK_LABEL)}"
+    mark(axes, at, peak.live_bytes / scale, text)
 
 
-def _kept(explanation: Explanation) -> str:
-    before, after = format_bytes(explanation.bytes_before), format_bytes(explanation.bytes_after)
-    return f"kept for backward: {before} → {after}" if before != after else f"kept for backward: {before}"
+def _totals(explanation: StepRecord) -> str:
+    plain, peak = explanation.plain_peak_bytes, explanation.peak_bytes
+    texts = [_change("kept", explanation.bytes_before, explanation.bytes_after)]
+    if plain is not None and peak is not None:
+        texts.append(_change("peak", plain, peak, " (predicted)" if plain != peak else ""))
+    return "   ".join(texts)
+
+
+def _change(what: str, before: int, after: int, remark: str = "") -> str:
+    texts = [format_bytes(before), format_bytes(after)]
+    return f"{what}: {texts[0]}{remark} → {texts[1]}" if texts[0] != texts[1] else f"{what}: {texts[0]}"

@@ -56,8 +56,8 @@ def figure_of(target: Path, *, inches: tuple[float, float] = (11, 4.8)) -> Itera
         figure.savefig(target, metadata=no_date)
 
 
-def legend(axes: Any, handles: Sequence[Any], title: str, anchor: float, is_in_layout: bool) -> None:
-    """Places a legend to the right of ``axes``, its top at ``anchor`` of their height."""
+def legend(axes: Any, handles: Sequence[Any], title: str, anchor: float, is_in_layout: bool) -> Any:
+    """Places a legend to the right of ``axes``, its top at ``anchor`` of their height, and returns it."""
     box = axes.legend(
         handles=handles,
         title=title,
@@ -70,19 +70,32 @@ def legend(axes: Any, handles: Sequence[Any], title: str, anchor: float, is_in_l
         handlelength=1.2,
     )
     box.set_in_layout(is_in_layout)
+    return box
+
+
+def shorten(text: str, length: int) -> str:
+    """Leaves out the middle of a text that is too long.
+
+    >>> shorten("encoder.layers.17.attention", 15)
+    'encoder…tention'
+    """
+    half = (length - 1) // 2
+    return text if len(text) <= length else f"{text[:half]}…{text[-half:]}"
 
 
 def mark(axes: Any, at: float, level: float, text: str) -> None:
-    """Marks a point, and writes ``text`` beside it, towards the middle of the picture."""
-    is_right = at > 0.5 * axes.get_xlim()[1]
+    """Marks a point, and writes ``text`` beside it, towards the middle of the plot, or above it in the middle."""
+    share = at / (axes.get_xlim()[1] or 1)
+    side = "left" if share < 0.3 else "right" if share > 0.7 else "center"
     axes.plot([at], [level], marker="o", markersize=4, color=INK, clip_on=False)
     axes.annotate(
         text,
         xy=(at, level),
-        xytext=(-10 if is_right else 10, 10),
+        xytext=({"left": 10, "right": -10, "center": 0}[side], 10),
         textcoords="offset points",
-        ha="right" if is_right else "left",
+        ha=side,
         fontweight="bold",
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 1},
     )
 
 

@@ -16,9 +16,9 @@ class Row:
     place: str = "device"
     """The store of saved tensors."""
     bytes_before: int
-    """Bytes that the plain step would save for backward because of this block."""
+    """Bytes that the plain step would save for backward because of this block, when it saves most in all."""
     bytes_after: int
-    """Bytes that this block saves on its device after its forward, on this rank."""
+    """Bytes that this block saves on its device, on this rank, when the step saves most in all."""
     bytes_host: int = 0
     """Bytes that it saves in host memory besides them."""
     bytes_disk: int = 0
@@ -27,6 +27,8 @@ class Row:
     """Forward runs in the recorded step."""
     reruns: int
     """Recomputations in the recorded step."""
+    is_own: bool = False
+    """Whether the model's own gradient checkpointing recomputes it, in a way that may not be seen."""
     forward_seconds: float | None = None
     """Seconds of all original forwards; ``None`` if the record has no times."""
     recompute_seconds: float | None = None
@@ -44,34 +46,67 @@ class Event:
     """The level of live bytes right after a tensor was allocated or freed."""
 
     live_bytes: int
+    """Bytes of all tensor storages that are alive."""
     block: str
     """The block that was running; ``""`` outside of every block."""
     phase: str
     """``"forward"``, ``"backward"``, ``"recompute"`` or ``"optimizer"``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """What ``explain()`` returns: one row per block, the totals and the warnings."""
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """What was seen of a step: one row per block, the totals and the warnings."""
 
     title: str
+    """The name of the Graph or the class of the model."""
     rows: tuple[Row, ...]
+    """One for each selected block, and for what the other modules save, in the order of the model."""
     bytes_before: int
-    """Bytes that the plain step saves for backward, each storage counted once."""
+    """The most bytes that the plain step saves for backward at one time, each storage counted once."""
     bytes_after: int
-    """Bytes that this step saves on the device for backward, each storage counted once."""
+    """The most bytes that this step saves on the device at one time, each storage counted once.
+
+    With micro-batches it is that of one micro-batch, or of those in a pipeline that are between forward and backward.
+    """
     bytes_host: int = 0
     """Bytes saved in host memory besides them."""
     bytes_disk: int = 0
     """Bytes saved in a file."""
     peak_bytes: int | None = None
     """Largest sum of live tensor storage during the step: parameters, gradients, optimizer state and the rest."""
+    plain_peak_bytes: int | None = None
+    """The predicted peak of the step without policies; ``None`` if it cannot be predicted from this step.
+
+    Stores, ``Tiles``, compiled blocks and a model's own gradient checkpointing stand in the way.
+    """
+    static_bytes: int = 0
+    """Bytes of weights, buffers and optimizer states, which no policy changes."""
     timeline: tuple[Event, ...] = field(default=(), repr=False)
+    """Every change of the live bytes in the measured step; empty if it was not measured."""
+    plain_levels: tuple[int, ...] = field(default=(), repr=False)
+    """The predicted live bytes of the step without policies, at each event of :attr:`timeline`."""
+    legend: tuple[tuple[str, str], ...] = ()
+    """Names of rules in the rows, and what they stand for."""
     warnings: tuple[str, ...] = ()
+    """Advice and notes, as they are printed below the table."""
     capture: str = ""
     """How the step runs: captured, with what outside of the capture, or why not; empty without capture."""
+
+    @property
+    def peak_at(self) -> str:
+        """What runs at the peak, such as ``"backward of h.3"``; empty without :attr:`timeline`."""
+        if not self.timeline:
+            return ""
+        peak = max(self.timeline, key=lambda event: event.live_bytes)
+        phase = _PHASES.get(peak.phase, peak.phase)
+        if phase == "optimizer":
+            return "optimizer step"
+        return f"{phase} of {peak.block}" if peak.block else f"{phase} outside of blocks"
 
     @property
     def bytes_saved(self) -> int:
         """Bytes alive after forward that the policies save."""
         return self.bytes_before - self.bytes_after
+
+
+_PHASES = {"recompute": "recomputation"}

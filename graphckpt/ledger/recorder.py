@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter, defaultdict
 from contextlib import contextmanager, nullcontext
 from time import perf_counter
@@ -11,20 +10,23 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from graphckpt._compat import (
+    active_saved_tensor_hooks,
+    current_backward,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
-    saved_tensor_hooks_in_force,
-    storage_of,
 )
 from graphckpt._compat_compiler import never_compiled
-from graphckpt.ledger.live_memory import inner_tensors
+from graphckpt.ledger.other_policies import levels_if_kept
 from graphckpt.ledger.record import Event
+from graphckpt.ledger.saved_bytes import SavedBytes
 from graphckpt.stores import Traffic
+from graphckpt.stores.base import TIERS
+from graphckpt.stores.high_water import Total
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from graphckpt.ledger.live_memory import LiveBytes
+    from graphckpt.ledger.storage_log import StorageLog
 
 REST = "(outside of blocks)"
 """The row for tensors saved while no block of the table runs."""
@@ -38,29 +40,46 @@ class Recorder:
     step's inputs) are not counted: no policy could free them.
     """
 
-    def __init__(self, alive_anyway: Iterable[torch.Tensor] = (), live: LiveBytes | None = None) -> None:
-        self.bytes_before: Counter[str] = Counter()
-        self.bytes_after: Counter[str] = Counter()
-        """Bytes that stay on the device, except for those of a store, which are in ``traffic``."""
-        self.traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
+    def __init__(self, alive_anyway: Iterable[torch.Tensor] = (), live: StorageLog | None = None) -> None:
+        self.totals = {tier: Total() for tier in TIERS}
+        """What the step saves at each tier."""
+        self.plain_total = Total()
+        """What the plain step saves."""
+        self.traffic: defaultdict[str, Traffic] = defaultdict(lambda: Traffic(self.totals))
         self.runs: Counter[str] = Counter()
         self.reruns: Counter[str] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.again_seconds: defaultdict[str, float] = defaultdict(float)
         self.order: dict[str, None] = {}
-        self._plain = _Storages()
-        self._kept = _Storages()
+        self._plain = SavedBytes(self.plain_total)
+        self._kept = SavedBytes(self.totals["device"])
         self._live = live
         self._running: list[tuple[str, float]] = []
         self._again = 0
         self._is_passing_on = False
         self._outer: Any = None
+        self._own: list[str] = []
+        self.own_checkpointing: set[str] = set()
+        """Modules that the model's own gradient checkpointing recomputes."""
+        self.weightless: set[str] = set()
+        """Modules without weights, as those of other pipeline stages may be."""
         self.ignore(alive_anyway)
 
     @property
     def timeline(self) -> tuple[Event, ...]:
         """The levels of live bytes, if they were counted."""
         return tuple(self._live.timeline) if self._live is not None else ()
+
+    def levels_if_kept(self, is_kept: Callable[[str], bool]) -> list[int]:
+        """Returns the predicted live bytes at each event of :attr:`timeline` if some blocks kept everything."""
+        if self._live is None:
+            return []
+        return levels_if_kept(self._live.lives, len(self._live.timeline), is_kept)
+
+    @property
+    def static_bytes(self) -> int:
+        """The bytes of weights, buffers and optimizer states, if they were counted."""
+        return self._live.static_bytes if self._live is not None else 0
 
     @property
     def peak_bytes(self) -> int | None:
@@ -70,8 +89,17 @@ class Recorder:
     def ignore(self, alive_anyway: Iterable[torch.Tensor]) -> None:
         """Excludes these storages from all counts."""
         for tensor in alive_anyway:
-            self._plain.add(tensor)
-            self._kept.add(tensor)
+            self._plain.ignore(tensor)
+            self._kept.ignore(tensor)
+
+    def bytes_before(self, block: str) -> int:
+        """Returns what the plain step saves for a block when it saves most."""
+        return self._plain.of_block(block)
+
+    def bytes_after(self, block: str) -> int:
+        """Returns what a block saves on its device, stored or not, when the step saves most there."""
+        stored = self.traffic[block].bytes_at["device"] if block in self.traffic else 0
+        return self._kept.of_block(block) + stored
 
     def beneath(self, hooks: Any) -> Any:
         """Returns the hooks that would be active without this recorder."""
@@ -89,12 +117,12 @@ class Recorder:
 
     def begin(self) -> None:
         """Installs the saved-tensor hooks."""
-        self._outer = saved_tensor_hooks_in_force()
+        self._outer = active_saved_tensor_hooks()
         push_saved_tensor_hooks(self._save_plainly, self._give_back)
 
     def end(self) -> None:
         """Removes the hooks of :meth:`begin`, if they are still installed."""
-        hooks = saved_tensor_hooks_in_force()
+        hooks = active_saved_tensor_hooks()
         if hooks is not None and hooks[0] == self._save_plainly:
             pop_saved_tensor_hooks()
 
@@ -107,7 +135,9 @@ class Recorder:
     def optimizer_steps(self, state: Iterable[torch.Tensor]) -> None:
         """Begins an optimizer step; its state was alive before."""
         if self._live is not None:
-            self._live.track_as_old(state)
+            tensors = list(state)
+            self._live.track_as_old(tensors)
+            self._live.mark_static(tensors)
         self.phase("optimizer")
 
     def original_forward_began(self, block: str, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
@@ -118,9 +148,12 @@ class Recorder:
 
         @never_compiled
         def look_and_pack(tensor: torch.Tensor) -> Any:
+            held = pack(tensor)
             if not self._is_passing_on:
-                self.bytes_before[self._running[-1][0]] += self._plain.add(tensor)
-            return pack(tensor)
+                self._plain.add(self._running[-1][0], tensor, held)
+                if self._live is not None:
+                    self._live.hold(tensor, block, held)
+            return held
 
         return look_and_pack
 
@@ -139,10 +172,13 @@ class Recorder:
 
         @never_compiled
         def look_and_pack(tensor: torch.Tensor) -> Any:
-            self.bytes_before[block] += self._plain.add(tensor)
+            held = pack(tensor)
+            self._plain.add(block, tensor, held)
             if not is_stored:
-                self.bytes_after[block] += self._kept.add(tensor)
-            return pack(tensor)
+                self._kept.add(block, tensor, held)
+            if self._live is not None:
+                self._live.hold(tensor, None, held)
+            return held
 
         return look_and_pack
 
@@ -150,15 +186,17 @@ class Recorder:
         """Ends a block that keeps its saved tensors."""
         self.original_forward_ended(block)
 
-    def kept(self, block: str, tensor: torch.Tensor) -> None:
-        """Counts ``tensor``, which the rule of ``block`` saves for the recomputation."""
+    def kept(self, block: str, tensor: torch.Tensor, owner: object) -> None:
+        """Counts ``tensor``, which the rule of ``block`` saves for the recomputation while ``owner`` is alive."""
         if not self._again:
-            self.bytes_after[block] += self._kept.add(tensor)
+            self._kept.add(block, tensor, owner)
+            if self._live is not None:
+                self._live.hold(tensor, block, owner, is_kept=True)
 
-    def released(self, block: str, tensor: torch.Tensor) -> None:
-        """Uncounts ``tensor``, which the rule of ``block`` does not save after all."""
+    def released(self, tensor: torch.Tensor, owner: object) -> None:
+        """Uncounts ``tensor``, which the rule of a block does not save after all."""
         if not self._again:
-            self.bytes_after[block] -= self._kept.remove(tensor)
+            self._kept.remove(tensor, owner)
 
     @contextmanager
     def passing_on(self) -> Iterator[None]:
@@ -174,6 +212,8 @@ class Recorder:
         self._again += 1
         self.reruns[block] += 1
         self.phase("recompute", block)
+        if self._live is not None and self._again == 1:
+            self._live.recomputed = block
         self._running.append((block, _now()))
 
     def recomputation_ended(self, block: str) -> None:
@@ -181,6 +221,8 @@ class Recorder:
         self._again -= 1
         _, begin = self._running.pop()
         self.again_seconds[block] += _now() - begin
+        if self._live is not None and not self._again:
+            self._live.recomputed = None
         self.phase("recompute" if self._again else "backward", self._running[-1][0] if self._again else block)
 
     def _enter(self, block: str) -> None:
@@ -196,58 +238,46 @@ class Recorder:
 
     def enter_plain(self, block: str) -> None:
         """Begins the forward of a module without a policy that has its own row."""
-        if not self._again:
+        if block in self.own_checkpointing and current_backward() != -1:
+            self.recomputation_began(block)
+            self._own.append(block)
+        elif not self._again:
             self._enter(block)
 
     def leave_plain(self, block: str) -> None:
         """Ends the forward of a module without a policy that has its own row."""
-        if not self._again and self._running and self._running[-1][0] == block:
+        if self._own and self._own[-1] == block:
+            self.recomputation_ended(self._own.pop())
+        elif not self._again and self._running and self._running[-1][0] == block:
             self._leave(block)
 
     @never_compiled
-    def _save_plainly(self, tensor: torch.Tensor) -> tuple[str, Any]:
+    def _save_plainly(self, tensor: torch.Tensor) -> _PlainlySaved:
         block = self._running[-1][0] if self._running else REST
+        saved = _PlainlySaved(block, tensor.detach() if self._outer is None else self._outer[0](tensor))
         if not self._again:
-            self.bytes_before[block] += self._plain.add(tensor)
-            self.bytes_after[block] += self._kept.add(tensor)
-        return block, tensor.detach() if self._outer is None else self._outer[0](tensor)
+            self._plain.add(block, tensor, saved)
+            self._kept.add(block, tensor, saved)
+            if self._live is not None:
+                self._live.hold(tensor, None, saved)
+        return saved
 
     @never_compiled
-    def _give_back(self, saved: tuple[str, Any]) -> torch.Tensor:
-        block, held = saved
+    def _give_back(self, saved: _PlainlySaved) -> torch.Tensor:
         if not self._again:
-            self.phase("backward", "" if block == REST else block)
-        tensor: torch.Tensor = held if self._outer is None else self._outer[1](held)
+            self.phase("backward", "" if saved.block == REST else saved.block)
+        tensor: torch.Tensor = saved.held if self._outer is None else self._outer[1](saved.held)
         return tensor
 
 
-class _Storages:
-    """The storages seen so far, held weakly. See Note [One storage, one object] in ``live_memory.py``."""
+class _PlainlySaved:
+    """What autograd holds in place of a tensor saved outside of every block with a policy."""
 
-    def __init__(self) -> None:
-        self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+    __slots__ = ("__weakref__", "block", "held")
 
-    def add(self, tensor: torch.Tensor) -> int:
-        """Returns the bytes of the tensor's storage if it is new, else 0."""
-        storage = storage_of(tensor)
-        if storage is None or hasattr(tensor, "__tensor_flatten__"):
-            return sum(self.add(inner) for inner in inner_tensors(tensor))
-        seen = self._seen.get(id(storage))
-        if seen is not None and seen() is storage:
-            return 0
-        self._seen[id(storage)] = weakref.ref(storage)
-        return storage.nbytes()
-
-    def remove(self, tensor: torch.Tensor) -> int:
-        """Forgets the tensor's storage and returns its bytes, or 0 if it was not seen."""
-        storage = storage_of(tensor)
-        if storage is None or hasattr(tensor, "__tensor_flatten__"):
-            return sum(self.remove(inner) for inner in inner_tensors(tensor))
-        seen = self._seen.get(id(storage))
-        if seen is None or seen() is not storage:
-            return 0
-        del self._seen[id(storage)]
-        return storage.nbytes()
+    def __init__(self, block: str, held: Any) -> None:
+        self.block = block
+        self.held = held
 
 
 def _now() -> float:

@@ -1,29 +1,35 @@
-"""Prints an explanation as a table: in colour on a terminal, as plain aligned text anywhere else."""
+"""The table of an explanation: in colour on a terminal, as plain text of 80 columns anywhere else."""
 
 from __future__ import annotations
 
-import sys
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TextIO
 
-from rich import box
-from rich.console import Console, ConsoleDimensions
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from graphckpt.ledger.group_rows import group_rows, total_seconds
-from graphckpt.ledger.record import Explanation, Row
+from graphckpt.ledger.record import Row, StepRecord
+from graphckpt.ledger.table_style import WIDTH, Column, bullet, show, table_of, width_of
 from graphckpt.units import format_bytes, format_seconds
 
-_NOTE_WIDTH = 24  # columns; on a narrow terminal, only notes wrap
+_LONG = 28  # characters of a rule; a list of ops that is longer is put below the table
 
 
 @dataclass(frozen=True, slots=True)
-class _Column:
-    name: str
+class _Cells:
+    """A column of the table, and how its cells come from rows."""
+
+    column: Column
     cell: Callable[[Row], str]
-    is_number: bool = False
+    is_time: bool = False
+
+
+def _rule(row: Row) -> str:
+    return row.rule if row.place in ("", "device") else f"{row.rule} + {row.place}"
 
 
 def _seconds(value: float | None) -> str:
@@ -35,38 +41,34 @@ def _bytes(value: int) -> str:
 
 
 def _hidden(row: Row) -> str:
-    """The share of the copies' time that overlapped with computation."""
+    """Returns the share of the copies' time that overlapped with computation."""
     if not row.copy_seconds or row.wait_seconds is None:
         return "-"
     return f"{max(0.0, 1 - row.wait_seconds / row.copy_seconds):.0%}".replace("%", " %")
 
 
+_BLOCK = _Cells(Column("block"), lambda row: row.block or "(model)")
+_RUNS = _Cells(Column("runs", is_number=True), lambda row: str(row.runs))
 _COLUMNS = (
-    _Column("block", lambda row: row.block or "(model)"),
-    _Column("rule", lambda row: row.rule),
-    _Column("place", lambda row: row.place),
-    _Column("kept before", lambda row: format_bytes(row.bytes_before), is_number=True),
-    _Column("kept after", lambda row: format_bytes(row.bytes_after), is_number=True),
-    _Column("on host", lambda row: _bytes(row.bytes_host), is_number=True),
-    _Column("on disk", lambda row: _bytes(row.bytes_disk), is_number=True),
-    _Column("runs", lambda row: str(row.runs), is_number=True),
-    _Column("reruns", lambda row: str(row.reruns), is_number=True),
-    _Column("forward", lambda row: _seconds(row.forward_seconds), is_number=True),
-    _Column("recompute", lambda row: _seconds(row.recompute_seconds), is_number=True),
-    _Column("copies", lambda row: _seconds(row.copy_seconds), is_number=True),
-    _Column("hidden", _hidden, is_number=True),
-    _Column("note", lambda row: row.note),
+    _BLOCK,
+    _Cells(Column("rule"), _rule),
+    _Cells(Column("before", is_number=True), lambda row: format_bytes(row.bytes_before)),
+    _Cells(Column("after", is_number=True, style="bold green"), lambda row: format_bytes(row.bytes_after)),
+    _Cells(Column("moved", is_number=True), lambda row: _bytes(row.bytes_host + row.bytes_disk)),
+    _RUNS,
+    _Cells(Column("reruns", is_number=True), lambda row: "-" if row.is_own and not row.reruns else str(row.reruns)),
+    _Cells(Column("forward", is_number=True), lambda row: _seconds(row.forward_seconds), is_time=True),
+    _Cells(Column("recompute", is_number=True), lambda row: _seconds(row.recompute_seconds), is_time=True),
+    _Cells(Column("copies", is_number=True), lambda row: _seconds(row.copy_seconds), is_time=True),
+    _Cells(Column("hidden", is_number=True), _hidden, is_time=True),
 )
 
 
-_OPTIONAL = ("on host", "on disk", "forward", "recompute", "copies", "hidden", "note")
-
-
-def print_table(explanation: Explanation, file: TextIO | None = None) -> None:
-    """Prints the rows, the totals, the measured peak and the warnings.
+def print_table(explanation: StepRecord, file: TextIO | None = None) -> None:
+    """Prints the rows, the totals, the peak and the warnings.
 
     Equal consecutive layers are printed as one line of sums; the rows of the explanation are not changed.
-    Columns that are empty in all rows (times, notes) are omitted. Plain text is the same at every width.
+    Columns that say the same in all rows (one run, no times) are omitted.
 
     Args:
         explanation: what ``explain()`` returned.
@@ -75,35 +77,81 @@ def print_table(explanation: Explanation, file: TextIO | None = None) -> None:
     >>> from dataclasses import replace
     >>> row = Row(block="layers.0", rule="full", bytes_before=4096, bytes_after=1024, runs=1, reruns=1)
     >>> rows = (row, replace(row, block="layers.1"))
-    >>> print_table(Explanation(title="TrainStep", rows=rows, bytes_before=8192, bytes_after=2048))
-    TrainStep
-    block            rule  place   kept before  kept after  runs  reruns
-    ---------------  ----  ------  -----------  ----------  ----  ------
-    layers.0-1 (2x)  full  device     8.00 KiB    2.00 KiB     2       2
-    ---------------  ----  ------  -----------  ----------  ----  ------
-    total                             8.00 KiB    2.00 KiB     2       2
+    >>> print_table(StepRecord(title="TrainStep", rows=rows, bytes_before=8192, bytes_after=2048))
+    TrainStep: bytes kept for backward, before and after
+    block            rule    before     after  reruns
+    -------------------------------------------------
+    layers.0-1 (2x)  full  8.00 KiB  2.00 KiB       2
+    -------------------------------------------------
+    total                  8.00 KiB  2.00 KiB       2
     kept for backward: 8.00 KiB -> 2.00 KiB, 6.00 KiB less (75 %)
     """
-    stream = sys.stdout if file is None else file
-    rows = tuple(group_rows(explanation.rows))
-    columns = tuple(column for column in _COLUMNS if _has_content(column, rows))
-    cells = [[column.cell(row) for column in columns] for row in rows]
-    total = [_total(column, explanation) for column in columns]
-    if stream.isatty():
-        _print_rich(explanation, columns, cells, total, stream)
+    show(parts_of(explanation), file)
+
+
+def parts_of(explanation: StepRecord) -> Iterator[RenderableType]:
+    """Yields what :func:`print_table` prints."""
+    yield Text(f"{explanation.title}: bytes kept for backward, before and after", style="bold")
+    short, legend = _short_rules(explanation)
+    plain = [replace(row, rule=short.get(row.rule, row.rule)) for row in explanation.rows]
+    rows = tuple(group_rows([replace(row, note="") for row in plain]))
+    used = [cells for cells in _COLUMNS if _has_content(cells, explanation.rows)]
+    together = _table(used, rows, explanation)
+    if width_of(together) <= WIDTH or not any(cells.is_time for cells in used):
+        yield together
     else:
-        _print_plain(explanation, columns, cells, total, stream)
+        yield _table([cells for cells in used if not cells.is_time], rows, explanation)
+        yield Text("")
+        yield _table([_BLOCK, *(cells for cells in used if cells.is_time)], rows, explanation)
+    yield from map(Text, _summary(explanation))
+    for name, text in legend:
+        yield bullet(f"{name} {text}", "*")
+    for names, note in _notes(plain):
+        yield bullet(f"{names}: {note}", "*")
+    for warning in explanation.warnings:
+        yield bullet(warning)
 
 
-def _has_content(column: _Column, rows: Sequence[Row]) -> bool:
-    return column.name not in _OPTIONAL or any(column.cell(row) not in ("", "-") for row in rows)
+def _table(columns: Sequence[_Cells], rows: Sequence[Row], explanation: StepRecord) -> Table:
+    total = _total(explanation)
+    cells = [[column.cell(row) for column in columns] for row in rows]
+    return table_of([c.column for c in columns], cells, [column.cell(total) for column in columns])
 
 
-def _total(column: _Column, explanation: Explanation) -> str:
-    """Returns a cell of the last line: bytes of the explanation, other sums over outermost rows."""
+def _short_rules(explanation: StepRecord) -> tuple[dict[str, str], list[tuple[str, str]]]:
+    """Returns short names of rules that are long lists, and what stands below the table for all that need it."""
+    short: dict[str, str] = {}
+    for rule in dict.fromkeys(row.rule for row in explanation.rows):
+        if len(rule) > _LONG and rule.count(", ") and rule.startswith("selective("):
+            number = len(short) + 1
+            short[rule] = re.sub(r"\(.*\)", f"({rule.count(', ') + 1} ops: {number})", rule)
+    return short, [*explanation.legend, *((name, f"is {rule}") for rule, name in short.items())]
+
+
+def _notes(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    """Yields each note once, with the blocks that it is about."""
+    blocks: dict[str, list[Row]] = {}
+    for row in rows:
+        for note in filter(None, row.note.split(" · ")):
+            blocks.setdefault(note, []).append(replace(row, note=""))
+    for note, about in blocks.items():
+        groups = [*group_rows(about)]
+        more = f" and {len(about) - 1} more" if len(groups) > 1 else ""
+        yield groups[0].block.partition(" (")[0] if not more else f"{about[0].block}{more}", note
+
+
+def _has_content(cells: _Cells, rows: Sequence[Row]) -> bool:
+    if cells is _RUNS:
+        return any(row.runs > 1 for row in rows)
+    is_optional = cells.is_time or cells.column.name == "moved"
+    return not is_optional or any(cells.cell(row) not in ("", "-") for row in rows)
+
+
+def _total(explanation: StepRecord) -> Row:
+    """Returns the last line: bytes of the explanation, other sums over outermost rows."""
     names = {row.block for row in explanation.rows}
     rows = [row for row in explanation.rows if not _is_inside(row.block, names)]
-    total = Row(
+    return Row(
         block="total",
         rule="",
         place="",
@@ -118,7 +166,6 @@ def _total(column: _Column, explanation: Explanation) -> str:
         copy_seconds=total_seconds(row.copy_seconds for row in explanation.rows),
         wait_seconds=total_seconds(row.wait_seconds for row in explanation.rows),
     )
-    return column.cell(total)
 
 
 def _is_inside(block: str, names: Collection[str]) -> bool:
@@ -132,73 +179,28 @@ def _is_inside(block: str, names: Collection[str]) -> bool:
     return block != "" and not outer.isdisjoint(names)
 
 
-def _summary(explanation: Explanation) -> Iterator[str]:
-    before, after, saved = explanation.bytes_before, explanation.bytes_after, explanation.bytes_saved
-    change = f"{format_bytes(abs(saved))} {'less' if saved >= 0 else 'more'}"
-    percent = f" ({abs(saved) / before:.0%})".replace("%", " %") if before else ""
-    yield f"kept for backward: {format_bytes(before)} -> {format_bytes(after)}, {change}{percent}"
+def _summary(explanation: StepRecord) -> Iterator[str]:
+    yield _change("kept for backward", explanation.bytes_before, explanation.bytes_after)
     moved = [(explanation.bytes_host, "in host memory"), (explanation.bytes_disk, "on disk")]
     if any(num_bytes for num_bytes, _ in moved):
         yield "moved away: " + ", ".join(
             f"{format_bytes(num_bytes)} {where}" for num_bytes, where in moved if num_bytes
         )
-    if explanation.peak_bytes is not None:
-        yield f"peak of the step, all tensors: {format_bytes(explanation.peak_bytes)}"
+    peak_bytes, plain_bytes = explanation.peak_bytes, explanation.plain_peak_bytes
+    if peak_bytes is not None:
+        if plain_bytes is None or plain_bytes == peak_bytes:
+            yield f"peak of the step: {format_bytes(peak_bytes)}"
+        else:
+            yield _change("peak of the step", plain_bytes, peak_bytes, " (predicted)")
+    if explanation.timeline:
+        static = explanation.static_bytes
+        of_it = f"; {format_bytes(static)} are weights and optimizer states" if static else ""
+        yield f"set by the {explanation.peak_at}{of_it}"
     if explanation.capture:
         yield f"capture: {explanation.capture}"
 
 
-def _print_plain(
-    explanation: Explanation,
-    columns: Sequence[_Column],
-    cells: Sequence[Sequence[str]],
-    total: Sequence[str],
-    stream: TextIO,
-) -> None:
-    head = [column.name for column in columns]
-    widths = [max(map(len, texts)) for texts in zip(head, *cells, total, strict=True)]
-    rule = ["-" * width for width in widths]
-    lines = [explanation.title]
-    for line in (head, rule, *cells, rule, total):
-        padded = [
-            text.rjust(width) if column.is_number else text.ljust(width)
-            for column, width, text in zip(columns, widths, line, strict=True)
-        ]
-        lines.append("  ".join(padded).rstrip())
-    lines += _summary(explanation)
-    lines += [f"- {warning}" for warning in explanation.warnings]
-    stream.write("\n".join(lines) + "\n")
-
-
-def _print_rich(
-    explanation: Explanation,
-    columns: Sequence[_Column],
-    cells: Sequence[Sequence[str]],
-    total: Sequence[str],
-    stream: TextIO,
-) -> None:
-    table = Table(box=box.SIMPLE_HEAD, show_footer=True, padding=(0, 1, 0, 0), show_edge=False)
-    colours = {"kept after": "bold green", "note": "yellow", "place": "cyan"}
-    needed = 0
-    for column, last, *texts in zip(columns, total, *cells, strict=True):
-        longest = max(map(len, (column.name, last, *texts)))
-        width = min(longest, _NOTE_WIDTH) if column.name == "note" else longest
-        needed += width + 2
-        table.add_column(
-            column.name,
-            footer=last,
-            justify="right" if column.is_number else "left",
-            min_width=width,
-            overflow="fold",
-            style=colours.get(column.name),
-        )
-    for line in cells:
-        table.add_row(*(Text(text) for text in line))
-    console = Console(file=stream, highlight=False)
-    console.size = ConsoleDimensions(max(console.width, needed), console.height)  # a number is never truncated
-    console.print(Text(explanation.title, style="bold"))
-    console.print(table)
-    for line in _summary(explanation):
-        console.print(Text(line))
-    for warning in explanation.warnings:
-        console.print(Text.assemble(("• ", "yellow"), warning))
+def _change(what: str, before: int, after: int, remark: str = "") -> str:
+    change = f"{format_bytes(abs(before - after))} {'less' if before >= after else 'more'}"
+    percent = f" ({abs(before - after) / before:.0%})".replace("%", " %") if before else ""
+    return f"{what}: {format_bytes(before)}{remark} -> {format_bytes(after)}, {change}{percent}"

@@ -34,19 +34,19 @@ def plan(model: nn.Module, step_fn: Callable[[], object], *, memory_budget: budg
     are restored at the end; whatever else ``step_fn`` changes, such as a scheduler, stays changed.
 
     Args:
-        model: the model on the device on which it will train, without policies.
-        step_fn: runs forward and backward of ``model`` once, and the optimizer step, if its memory should count.
-        memory_budget: the peak of the whole step in bytes, or as ``"12GiB"``; ``"50%"`` is what is alive before the
+        model: The model on the device on which it will train, without policies.
+        step_fn: Runs forward and backward of ``model`` once, and the optimizer step, if its memory should count.
+        memory_budget: The peak of the whole step in bytes, or as ``"12GiB"``; ``"50%"`` is what is alive before the
             first block and half of what the plain step allocates beyond it; ``"max"`` is the memory of the device,
             ``"min"`` the lowest possible peak.
-        options: fields of :class:`~graphckpt.planning.PlanOptions`, such as ``offload="cpu"``.
+        options: Fields of :class:`~graphckpt.planning.PlanOptions`, such as ``offload="cpu"``.
 
     Returns:
         The plan; :meth:`Plan.apply` sets its policies on the model.
 
     Raises:
-        ConfigError: an argument cannot be used, or no layers were found in the model.
-        PlanError: no plan fits, and the message names the lowest possible peak and what sets it; or another process
+        ConfigError: An argument cannot be used, or no layers were found in the model.
+        PlanError: No plan fits, and the message names the lowest possible peak and what sets it; or another process
             has failed.
 
     >>> import torch

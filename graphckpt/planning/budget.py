@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import warnings
 from typing import TypeAlias
@@ -12,6 +13,7 @@ import torch
 from graphckpt.errors import ConfigError
 from graphckpt.units import parse_bytes
 
+_FRACTION = re.compile(r"\s*\d*\.\d*\s*")
 _SHARED = (0, 0)  # the pool of tensors that are not in a private one
 
 Budget: TypeAlias = int | float | str
@@ -22,7 +24,7 @@ def check_budget(budget: Budget) -> int | str:
     """Returns ``budget`` if it can be read; a float becomes a percentage.
 
     Raises:
-        ConfigError: it is neither a size nor a percentage nor a known word.
+        ConfigError: It is neither a size nor a percentage nor a known word.
 
     >>> check_budget("12GiB"), check_budget("50%")
     ('12GiB', '50%')
@@ -41,6 +43,8 @@ def check_budget(budget: Budget) -> int | str:
         return percentage
     if is_percentage(budget):
         _percentage(str(budget))
+    elif isinstance(budget, str) and _FRACTION.fullmatch(budget):
+        raise ConfigError(f"memory_budget: expected a unit, got {budget!r} · fix: '{budget.strip()}GiB', or '50%'")
     elif budget not in ("max", "min"):
         try:
             parse_bytes(budget)
@@ -73,11 +77,11 @@ def budget_bytes(budget: int | str, *, floor: int, static: int, plain_peak: int,
     """Returns the largest peak of the step in bytes.
 
     Args:
-        budget: a value that :func:`check_budget` returned.
-        floor: the lowest peak of any plan.
-        static: the live bytes before the first block.
-        plain_peak: the peak when everything is kept.
-        available: the memory of the device for this step.
+        budget: A value that :func:`check_budget` returned.
+        floor: The lowest peak of any plan.
+        static: The live bytes before the first block.
+        plain_peak: The peak when everything is kept.
+        available: The memory of the device for this step.
     """
     if budget == "min":
         return floor
@@ -92,9 +96,9 @@ def available_bytes(device: torch.device, alive: int, sharers: int = 1) -> int:
     """Returns the memory that a step may use on ``device``: free bytes, and the ``alive`` bytes of the step itself.
 
     Args:
-        device: the device of the step.
-        alive: the bytes that the step holds already.
-        sharers: the number of processes that share the free bytes.
+        device: The device of the step.
+        alive: The bytes that the step holds already.
+        sharers: The number of processes that share the free bytes.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)

@@ -12,9 +12,14 @@ from graphckpt.errors import ConfigError
 from graphckpt.planning.compiled import NOT_COMPILED, LayerCompilation
 from graphckpt.planning.option import KEEP, MOST, Option, SelectiveLevel
 from graphckpt.planning.solve.op_levels import selective_levels
-from graphckpt.rules import Full, Joined, Keep, Rule, Selective, parse_rule
-from graphckpt.rules.selective import PRESETS
-from graphckpt.stores import parse_offload, parse_partition
+from graphckpt.rules.base import Rule
+from graphckpt.rules.full import Full
+from graphckpt.rules.joined import Joined
+from graphckpt.rules.keep import Keep
+from graphckpt.rules.registry import parse_rule
+from graphckpt.rules.selective import PRESETS, Selective
+from graphckpt.stores.offload import parse_offload
+from graphckpt.stores.partition.partition import parse_partition
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -49,14 +54,14 @@ def options(
     """Returns the options, ``keep`` first.
 
     Args:
-        offload: where saved tensors may go: ``True`` or ``"cpu"``, ``"disk"``, ``"disk:/a/folder"``.
-        only: rules to consider beside ``keep``, as ``activation_checkpointing`` takes them; ``None`` is all.
+        offload: Where saved tensors may go: ``True`` or ``"cpu"``, ``"disk"``, ``"disk:/a/folder"``.
+        only: Rules to consider beside ``keep``, as ``activation_checkpointing`` takes them; ``None`` is all.
             ``joined`` is not an option of a single block: see :func:`can_join`.
-        code: how blocks are compiled. Ops of compiled blocks are not visible, and the levels between keeping all and
+        code: How blocks are compiled. Ops of compiled blocks are not visible, and the levels between keeping all and
             nothing are the compiler's.
 
     Raises:
-        ConfigError: there is no such target or rule.
+        ConfigError: There is no such target or rule.
     """
     known = NEAR if code.field is None else (*NEAR[:-MOST], *map(_compiled, code.shares))
     near = (
@@ -86,7 +91,7 @@ def parse_partition_request(partition: Any, group: PlanGroup) -> tuple[Any, list
     """Returns the ranks over which saved tensors may be partitioned, if there are any, and notes for the plan.
 
     Raises:
-        ConfigError: the value is not a partition, or the ranks do not plan together.
+        ConfigError: The value is not a partition, or the ranks do not plan together.
     """
     if parse_partition(partition) is None:
         return None, []
@@ -106,10 +111,10 @@ def with_levels(
     """Replaces levels of ``selective`` by those found for the blocks; returns the options, and those of each class.
 
     Args:
-        options: the options, of which some may be a :class:`SelectiveLevel`.
-        kinds: the class of each block.
-        look: returns the ops of each block and their times; called if there are levels to find.
-        broadcast: returns the value of the leader of several processes.
+        options: The options, of which some may be a :class:`SelectiveLevel`.
+        kinds: The class of each block.
+        look: Returns the ops of each block and their times; called if there are levels to find.
+        broadcast: Returns the value of the leader of several processes.
     """
     if not any(isinstance(option.rule, SelectiveLevel) for option in options):
         return list(options), {kind: list(options) for kind in kinds}
@@ -137,8 +142,11 @@ def _own(option: Option, found: Sequence[tuple[Sequence[str], float | None]]) ->
         number = min(option.rule.number, len(between) - 1)
         names, again = between[number]
         save = names[0] if names[0] in PRESETS else list(names)
-        label = f"selective({save})" if isinstance(save, str) else f"selective(level {number + 1} of {len(between)})"
         value, rule = {"rule": "selective", "save": save}, Selective(save)
+        if not isinstance(save, str):
+            value["label"] = f"level {number + 1} of {len(between)}"
+            rule = Selective(save, label=value["label"])
+        label = rule.describe()
     return replace(
         option,
         name=option.name.replace(option.rule.describe(), label),

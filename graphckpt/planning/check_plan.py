@@ -29,15 +29,15 @@ def plan_and_check(
     """Returns the plan of ``group``, checked if ``check`` is set.
 
     Args:
-        planner: used on the leader.
-        step: run on all processes; the largest difference counts.
-        limit: the largest peak in bytes; ``None`` is the lowest possible.
-        group: the processes that plan together.
-        known: fields of policies that all of them have.
-        check: run the step under the plan, and replan if its peak exceeds the budget or is over 1 % off.
+        planner: Used on the leader.
+        step: Run on all processes; the largest difference counts.
+        limit: The largest peak in bytes; ``None`` is the lowest possible.
+        group: The processes that plan together.
+        known: Fields of policies that all of them have.
+        check: Run the step under the plan, and replan if its peak exceeds the budget or is over 1 % off.
 
     Raises:
-        PlanError: no plan fits.
+        PlanError: No plan fits.
     """
 
     def chosen(correction: int = 0) -> Plan:

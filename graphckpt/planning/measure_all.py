@@ -19,8 +19,8 @@ from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.planner import Planner, Planners
 from graphckpt.planning.rows import PlanRow
 from graphckpt.planning.solve.search import CopyRates
-from graphckpt.rules import parse_rule
-from graphckpt.stores import parse_offload
+from graphckpt.rules.registry import parse_rule
+from graphckpt.stores.offload import parse_offload
 
 if TYPE_CHECKING:
     from torch import nn

@@ -93,7 +93,7 @@ class PlanOptions:
             where: what messages begin with.
 
         Raises:
-            ConfigError: there is no such option, or a value cannot be used.
+            ConfigError: There is no such option, or a value cannot be used.
         """
         if isinstance(values, cls):
             return values

@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, final
 from graphckpt.blocks.apply import apply
 from graphckpt.errors import ConfigError
 from graphckpt.extras import LazyPackage
+from graphckpt.ledger.table_style import html_of, text_of
 from graphckpt.planning.rows import PlanRow, PlanSummary, Stage
-from graphckpt.planning.show.table import print_plan, summary_lines
+from graphckpt.planning.show.table import parts_of, print_plan, summary_lines
+from graphckpt.units import format_bytes
 
 if TYPE_CHECKING:
     import yaml
     from torch import nn
 
     from graphckpt.blocks.select import Selector
-    from graphckpt.rules import Rule
+    from graphckpt.rules.base import Rule
 else:
     yaml = LazyPackage("yaml", "plan")
 
@@ -40,7 +42,7 @@ KEEP_ALL: Mapping[str, Any] = {"activation_checkpointing": False}
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan(PlanSummary):
     """Policies for the blocks of a model, chosen for a memory budget."""
 
@@ -76,13 +78,34 @@ class Plan(PlanSummary):
         rules: dict[Selector, Mapping[str, Any] | Rule | bool | str] = dict(self.blocks.items())
         return apply(model, rules)
 
-    def explain(self, *, show: bool = True) -> tuple[PlanRow, ...]:
-        """Prints the policies and their cost; returns the rows."""
+    def __str__(self) -> str:
+        """Returns the policies and their cost as a table, in plain text."""
+        return text_of(parts_of(self.rows, self, self.notes)).rstrip("\n")
+
+    def __repr__(self) -> str:
+        """Returns one line."""
+        peak, budget = format_bytes(self.predicted_peak_bytes), format_bytes(self.budget_bytes)
+        return f"<Plan of {len(self.rows)} blocks: peak {peak} of a budget of {budget}>"
+
+    def _repr_html_(self) -> str:
+        return html_of(parts_of(self.rows, self, self.notes))
+
+    def explain(self, *, show: bool = True) -> Self:
+        """Prints the policies and their cost unless ``show`` is false; returns the plan, which prints the same."""
         if show:
             print_plan(self.rows, self, self.notes)
-        return self.rows
+        return self
 
-    def plot(self, path: str) -> None:
+    def to_dict(self) -> dict[str, Any]:
+        """Returns what :meth:`save` writes: the policies as a section of a config, the predictions and the rows."""
+        numbers = {name: getattr(self, name) for name in _NUMBERS}
+        rows = [
+            {"block": row.block, "option": row.option, "fields": dict(row.fields), "extra_seconds": row.extra_seconds}
+            for row in self.rows
+        ]
+        return {"blocks": self.blocks, "plan": {**numbers, "rows": rows}}
+
+    def plot(self, path: str | Path) -> Path:
         """Draws the predicted live bytes over the step; ``path`` ends in ``.png`` or ``.svg``.
 
         Raises:
@@ -92,7 +115,7 @@ class Plan(PlanSummary):
 
         if not self.stages:
             raise ConfigError("Plan.plot: a plan from a file has no levels to draw · fix: plan again")
-        draw_plan(self.stages, self.rows, self, path)
+        return draw_plan(self.stages, self.rows, self, path)
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as YAML, with a section ``blocks`` for ``train.activation_checkpoint``.
@@ -101,15 +124,8 @@ class Plan(PlanSummary):
             ConfigError: it partitions tensors over a process group, which cannot be written to a file.
         """
         head = "".join(f"# {line}\n" for line in summary_lines(self))
-        numbers = {name: getattr(self, name) for name in _NUMBERS}
-        rows = [
-            {"block": row.block, "option": row.option, "fields": dict(row.fields), "extra_seconds": row.extra_seconds}
-            for row in self.rows
-        ]
         try:
-            text = yaml.dump(
-                {"blocks": self.blocks, "plan": {**numbers, "rows": rows}}, Dumper=_dumper(), sort_keys=False
-            )
+            text = yaml.dump(self.to_dict(), Dumper=_dumper(), sort_keys=False)
         except yaml.representer.RepresenterError as error:
             raise ConfigError(f"Plan.save: {error} · fix: partition=True, and plain values in `candidates`") from None
         Path(path).write_text(head + text, encoding="utf-8")

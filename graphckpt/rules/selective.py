@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
+from graphckpt._compat import op_names
 from graphckpt.errors import ConfigError, did_you_mean
 from graphckpt.rules.base import Rule
 from graphckpt.rules.engine.frame import Frame
@@ -62,6 +63,7 @@ class Selective(Rule):
             call in the block, and ``"attention[0]"`` that of the first call of whichever op of the preset; or a
             policy ``(context, op, *args, **kwargs)`` that returns a bool or
             a ``CheckpointPolicy``, as for ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
+        label: a name for tables, in place of the ops: the planner calls its choices "level 1 of 4", and so on.
 
     Raises:
         ConfigError: There is no such preset or op.
@@ -69,22 +71,25 @@ class Selective(Rule):
 
     name: ClassVar[str] = "selective"
     save: str | tuple[Any, ...] | list[Any] | Callable[..., Any] = "matmul+attention"
+    label: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_policy", _policy(self.save))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Selective, (self.save,)  # the policy made from `save` need not be picklable
+        return Selective, (self.save, self.label)  # the policy made from `save` need not be picklable
 
     def run(self, block: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs the block; backward will recompute it, except for the chosen ops."""
         policy: Policy = self._policy  # type: ignore[attr-defined]
         leaves, _ = flatten_call(args, kwargs)
-        kind = _kind(leaves) if isinstance(policy, NamedOps) else None
-        return Frame(block, function, SelectiveContexts(policy, kind)).run(args, kwargs)
+        signature = _signature(leaves) if isinstance(policy, NamedOps) else None
+        return Frame(block, function, SelectiveContexts(policy, signature)).run(args, kwargs)
 
     def describe(self) -> str:
         """Names the preset, the ops or the policy function."""
+        if self.label:
+            return f"selective({self.label})"
         if isinstance(self.save, str):
             return f"selective({self.save})"
         if callable(self.save):
@@ -92,7 +97,7 @@ class Selective(Rule):
         return f"selective({', '.join(str(op) for op in self.save)})"
 
 
-def _kind(leaves: Iterable[Any]) -> object:
+def _signature(leaves: Iterable[Any]) -> object:
     """Returns what calls that run the same ops have in common, as a rule."""
     tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     return tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors)
@@ -116,17 +121,19 @@ def _read(entries: Iterable[Any]) -> NamedOps:
     """Returns the policy that a list of ops means."""
     whole: set[Op] = set()
     some: dict[Op, set[int]] = {}
-    names: dict[str, frozenset[Op]] = {}
+    names: dict[str, tuple[frozenset[Op], set[int] | None]] = {}
     for entry in entries:
         numbered = _SOME.fullmatch(entry) if isinstance(entry, str) else None
         name = entry if numbered is None else numbered["op"]
         is_preset = isinstance(name, str) and name in PRESETS
-        names[str(entry)] = ops = PRESETS[name] if is_preset else frozenset([_op(name)])
-        if numbered is None:
+        ops = PRESETS[name] if is_preset else frozenset([_op(name)])
+        numbers = None if numbered is None else set(map(int, numbered["numbers"].split(",")))
+        names[str(entry)] = ops, numbers
+        if numbers is None:
             whole |= ops
             continue
         for op in ops:
-            some.setdefault(op, set()).update(map(int, numbered["numbers"].split(",")))
+            some.setdefault(op, set()).update(numbers)
     return NamedOps(whole, some, names)
 
 
@@ -142,15 +149,25 @@ def _op(op: Any) -> Op:
         except AttributeError:
             packet = None
         if packet is None or len(names) < 2:
-            raise ConfigError(
-                f"selective.save: expected an op such as 'aten.mm.default', got {op!r} · fix: correct it"
-            ) from None
+            raise ConfigError(f"selective.save: {_unknown(op, names)}") from None
         return packet.default if isinstance(packet, torch._ops.OpOverloadPacket) else packet
     if not isinstance(op, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
         raise ConfigError(
             f"selective.save: expected an OpOverload or its name, got {op!r} · fix: use torch.ops.aten.mm.default"
         )
     return op
+
+
+def _unknown(op: str, names: list[str]) -> str:
+    base = ".".join(names[:2])
+    if "[" in op:
+        return f"expected the numbers of calls in brackets, got {op!r} · fix: write {op.partition('[')[0]}[0,2]"
+    known = op_names()
+    if base in known:
+        overloads = [f"{base}.{name}" for name in getattr(getattr(torch.ops, names[0]), names[1]).overloads()]
+        return f"{base!r} has no such overload, got {op!r} · fix: use {', '.join(overloads[:8])}"
+    near = did_you_mean(base, known) or did_you_mean(f"aten.{base}", known)
+    return f"expected an op or one of {', '.join(PRESETS)}, got {op!r}{near} · fix: such as 'aten.mm.default'"
 
 
 def _decides(policy: Callable[..., Any], output: Any, func: Op, args: Any, kwargs: dict[str, Any]) -> bool:

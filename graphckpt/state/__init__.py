@@ -1,1 +1,1 @@
-"""What a recomputation restores: values of modules and arguments, random state, autocast."""
+"""What a recomputation restores: values of modules and arguments, RNG state, autocast."""

@@ -18,7 +18,7 @@ Objects: TypeAlias = list[tuple[Any, Any]]
 """``(list or attribute dict, shallow copy of it)`` for all that an argument object reaches."""
 
 
-def take_objects(leaves: Sequence[Any]) -> Objects:
+def copy_objects(leaves: Sequence[Any]) -> Objects:
     """Copies, one level deep each, the lists and attributes that objects among ``leaves`` reach.
 
     This is how a key-value cache that is passed by reference can be seen as it was.
@@ -39,7 +39,7 @@ def take_objects(leaves: Sequence[Any]) -> Objects:
     return found
 
 
-def settle_objects(before: Objects) -> Objects:
+def drop_unchanged(before: Objects) -> Objects:
     """Drops from ``before`` the tensors that the original forward did not change."""
     return [(owner, _settled(owner, then)) for owner, then in before]
 

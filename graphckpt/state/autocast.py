@@ -18,7 +18,7 @@ Ambient: TypeAlias = tuple[object, ...]
 
 
 def take_ambient(devices: tuple[torch.device, ...]) -> Ambient:
-    """Reads the settings in force for the CPU and for the types of ``devices``."""
+    """Reads the active settings for the CPU and for the types of ``devices``."""
     kernels = tuple([is_enabled() for is_enabled, _ in _KERNEL_SWITCHES])
     device = torch.get_default_device() if has_function_modes() else _CPU
     if not devices:
@@ -28,7 +28,7 @@ def take_ambient(devices: tuple[torch.device, ...]) -> Ambient:
 
 
 def enter_ambient(stack: ExitStack, wanted: Ambient, now: Ambient) -> None:
-    """Puts ``wanted`` in force on ``stack``, touching only what differs from ``now``."""
+    """Applies ``wanted`` on ``stack``, touching only what differs from ``now``."""
     device, kernels, *autocasts = wanted
     if device != now[0]:
         stack.enter_context(device)  # type: ignore[arg-type]  # a torch.device is a context manager

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from graphckpt._compat import is_fake, pytree
-from graphckpt.state.values import Moving, Snapshot
+from graphckpt.state.values import ChangedValue, Snapshot
 from graphckpt.undo import ABSENT, CONTAINERS, Undo, differs, replace_item
 from graphckpt.writes import Writes
 
@@ -47,8 +47,16 @@ class ModuleState:
     """The parameters, buffers, modes and moving places of a set of modules."""
 
     __slots__ = (
-        "_attributes", "_children", "_forwards", "_modules", "_moving", "_num_parameters", "_policy_changes",
-        "_renormalized", "_slots", "_still",
+        "_attributes",
+        "_changed_values",
+        "_children",
+        "_forwards",
+        "_modules",
+        "_num_parameters",
+        "_policy_changes",
+        "_renormalized",
+        "_slots",
+        "_unchanged_buffers",
     )  # fmt: skip
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -60,8 +68,8 @@ class ModuleState:
         self._num_parameters = len(self._slots)
         self._renormalized = [(m._parameters, "weight") for m in found if _renormalizes(m)]
         self._slots += [(m._buffers, key) for m in found for key in m._buffers]
-        self._moving: dict[tuple[bool, ...], tuple[Moving, ...]] = {}
-        self._still: dict[tuple[bool, ...], list[int]] = {}  # the buffers that are not known to move
+        self._changed_values: dict[tuple[bool, ...], tuple[ChangedValue, ...]] = {}
+        self._unchanged_buffers: dict[tuple[bool, ...], list[int]] = {}  # the buffers that are not known to move
         self._attributes: dict[tuple[bool, ...], list[tuple[weakref.ref[nn.Module], str]]] = {}
         self._forwards: list[tuple[weakref.ref[nn.Module], weakref.ref[Any]]] = []
         self._policy_changes = -1
@@ -76,7 +84,7 @@ class ModuleState:
 
     def has_learnt(self, snapshot: Snapshot) -> bool:
         """Whether a call with the modules in these modes (train or eval, each) has shown which places move."""
-        return snapshot.modes in self._moving
+        return snapshot.modes in self._changed_values
 
     def attribute_ids(self) -> set[int]:
         """Returns the ids of the modules' dictionaries of attributes."""
@@ -97,7 +105,7 @@ class ModuleState:
             self._policy_changes = -1
         tensors = [owner.get(key) for owner, key in self._slots]
         modes = tuple([ref().training for ref in self._modules])  # type: ignore[union-attr]
-        moving = self._moving.get(modes)
+        changed = self._changed_values.get(modes)
         if self._policy_changes != policy_changes.number:
             self._policy_changes = policy_changes.number
             self._forwards = [
@@ -110,8 +118,8 @@ class ModuleState:
             tensors,
             [0 if tensor is None else tensor._version for tensor in tensors],
             modes,
-            tuple([(place, place.take()) for place in moving]) if moving else (),
-            {i: t.detach().clone() for i in self._still.get(modes, ()) if _is_small(t := tensors[i])},
+            tuple([(place, place.take()) for place in changed]) if changed else (),
+            {i: t.detach().clone() for i in self._unchanged_buffers.get(modes, ()) if _is_small(t := tensors[i])},
             _read_attributes(self._attributes.get(modes, ())),
             [(module, forward()) for module, forward in self._forwards],
             changes,
@@ -135,7 +143,7 @@ class ModuleState:
             module = ref()
             if module is not None and module.training is not mode:
                 replace_item(module.__dict__, "training", mode, undo)
-        for place, value in snapshot.moving:
+        for place, value in snapshot.changed:
             replace_item(place.owner, place.key, place.fresh(value), undo)
 
     def protect(self, undo: Undo) -> None:
@@ -172,52 +180,54 @@ class ModuleState:
         tensors = [(d, key, d[key], d[key].detach().clone()) for d, key in copied]
         return Watch(tensors, [(d, _shallow(d)) for d in attributes])
 
-    def learn(self, watch: Watch, snapshot: Snapshot) -> tuple[Snapshot, tuple[Moving, ...]]:
+    def learn(self, watch: Watch, snapshot: Snapshot) -> tuple[Snapshot, tuple[ChangedValue, ...]]:
         """Returns ``snapshot`` with the values of all places that moved since ``watch``, and the places."""
-        moved: list[tuple[Moving, Any]] = []
+        moved: list[tuple[ChangedValue, Any]] = []
         for owner, key, tensor, before in watch.tensors:
-            is_edited = any(owner is own for own, _ in self._renormalized) or (
+            is_mutated = any(owner is own for own, _ in self._renormalized) or (
                 watch.was_written(tensor) if is_fake(tensor) else not _same_bits(tensor, before)
             )
             if owner.get(key) is not tensor:
-                value = before if is_edited else tensor.detach()
-                moved.append((Moving(owner, key, in_place=False), value.requires_grad_(tensor.requires_grad)))
-            elif is_edited:
-                moved.append((Moving(owner, key, in_place=True), before))
-        moved += self._moving_unseen(watch, [place for place, _ in moved])
+                value = before if is_mutated else tensor.detach()
+                moved.append((ChangedValue(owner, key, in_place=False), value.requires_grad_(tensor.requires_grad)))
+            elif is_mutated:
+                moved.append((ChangedValue(owner, key, in_place=True), before))
+        moved += self._changed_unseen(watch, [place for place, _ in moved])
         for owner, attributes in watch.attributes:
-            moved.extend((Moving(owner, key, in_place=False), value) for key, value in _changed(owner, attributes))
+            moved.extend(
+                (ChangedValue(owner, key, in_place=False), value) for key, value in _changed(owner, attributes)
+            )
         lasting = tuple((place, value) for place, value in moved if not _sets_up(value, place.owner.get(place.key)))
         places = tuple(place for place, _ in moved)
         before_of = {(id(owner), key): before for owner, key, _, before in watch.tensors}
-        still = self._not_among(places)
+        unchanged = self._not_among(places)
         copies = {
-            i: before_of[id(self._slots[i][0]), self._slots[i][1]] for i in still if _is_small(snapshot.tensors[i])
+            i: before_of[id(self._slots[i][0]), self._slots[i][1]] for i in unchanged if _is_small(snapshot.tensors[i])
         }
         held = _read_attributes(self._attributes_not_among(places))
-        return replace(snapshot, moving=lasting, copies=copies, attributes=held), places
+        return replace(snapshot, changed=lasting, copies=copies, attributes=held), places
 
-    def _moving_unseen(self, watch: Watch, moved: list[Moving]) -> list[tuple[Moving, Any]]:
-        """Returns the small buffers beside one that is edited in place, such as the other statistics of a BatchNorm.
+    def _changed_unseen(self, watch: Watch, moved: list[ChangedValue]) -> list[tuple[ChangedValue, Any]]:
+        """Returns the small buffers beside one that is modified in place, such as the other statistics of a BatchNorm.
 
         They may hold the same before and after the first call alone, as the mean of a centred batch, and BatchNorm
-        edits them without a bump of their versions.
+        modifies them without a bump of their versions.
         """
         owners = {id(place.owner) for place in moved if place.in_place}
         known = {(id(place.owner), place.key) for place in moved}
         return [
-            (Moving(owner, key, in_place=True), before)
+            (ChangedValue(owner, key, in_place=True), before)
             for owner, key, tensor, before in watch.tensors
             if id(owner) in owners and (id(owner), key) not in known and _is_small(tensor)
         ]
 
-    def remember(self, snapshot: Snapshot, places: tuple[Moving, ...]) -> None:
+    def remember(self, snapshot: Snapshot, places: tuple[ChangedValue, ...]) -> None:
         """Takes ``places`` for what every call with the modules in these modes moves."""
         self._attributes[snapshot.modes] = self._attributes_not_among(places)
-        self._still[snapshot.modes] = self._not_among(places)
-        self._moving[snapshot.modes] = places
+        self._unchanged_buffers[snapshot.modes] = self._not_among(places)
+        self._changed_values[snapshot.modes] = places
 
-    def _attributes_not_among(self, places: tuple[Moving, ...]) -> list[tuple[weakref.ref[nn.Module], str]]:
+    def _attributes_not_among(self, places: tuple[ChangedValue, ...]) -> list[tuple[weakref.ref[nn.Module], str]]:
         """Returns the tensor attributes that are none of ``places``."""
         known = {(id(place.owner), place.key) for place in places}
         return [
@@ -228,25 +238,25 @@ class ModuleState:
             if key not in _OWN and _is_plain(value) and (id(owner), key) not in known
         ]
 
-    def _not_among(self, places: tuple[Moving, ...]) -> list[int]:
+    def _not_among(self, places: tuple[ChangedValue, ...]) -> list[int]:
         """Returns the indices of the buffers that are none of ``places``."""
         known = {(id(place.owner), place.key) for place in places}
         slots = enumerate(self._slots[self._num_parameters :], self._num_parameters)
         return [index for index, (owner, key) in slots if (id(owner), key) not in known]
 
-    def edits_unknown(self, snapshot: Snapshot) -> str | None:
-        """Returns the name of a parameter or buffer that forward has edited in place, and of which there is no copy.
+    def mutates_unknown(self, snapshot: Snapshot) -> str | None:
+        """Returns the name of a parameter or buffer that forward has modified in place, and of which there is no copy.
 
         A buffer is then taken for one that may move, from the next call on.
         """
-        found = self.edited(snapshot)
+        found = self.mutated(snapshot)
         if found is not None:
-            self._moving.pop(snapshot.modes, None)
+            self._changed_values.pop(snapshot.modes, None)
         return found
 
-    def edited(self, snapshot: Snapshot) -> str | None:
-        """Returns the name of a parameter or buffer that was edited after the original forward, or ``None``."""
-        known = {(id(place.owner), place.key) for place, _ in snapshot.moving}
+    def mutated(self, snapshot: Snapshot) -> str | None:
+        """Returns the name of a parameter or buffer that was modified after the original forward, or ``None``."""
+        known = {(id(place.owner), place.key) for place, _ in snapshot.changed}
         for index, (tensor, version) in enumerate(zip(snapshot.tensors, snapshot.versions, strict=True)):
             if tensor is not None and tensor._version != version and index not in snapshot.copies:
                 owner, key = self._slots[index]
@@ -275,7 +285,7 @@ class Watch:
     writes: Writes = field(default_factory=Writes)
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns what to call for ``function``, so that edits of tensors without values are seen too."""
+        """Returns what to call for ``function``, so that modifications of tensors without values are seen too."""
         if not any(is_fake(tensor) for _, _, tensor, _ in self.tensors):
             return function
 
@@ -341,7 +351,7 @@ def _is_small(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
 
 
 def _renormalizes(module: nn.Module) -> bool:
-    """Whether a forward edits the weight of ``module`` in place, as embeddings with ``max_norm`` do."""
+    """Whether a forward modifies the weight of ``module`` in place, as embeddings with ``max_norm`` do."""
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
 
 

@@ -1,4 +1,4 @@
-"""Random state of the CPU and of a block's devices: read before the original forward, set for the recomputation."""
+"""RNG state of the CPU and of a block's devices: read before the original forward, set for the recomputation."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-RandomState: TypeAlias = tuple[torch.Tensor, tuple[tuple[torch.device, torch.Tensor], ...]]
+RNGState: TypeAlias = tuple[torch.Tensor, tuple[tuple[torch.device, torch.Tensor], ...]]
 """State of the default CPU generator, and of each device's default generator."""
 
 _STATELESS = frozenset({"cpu", "meta"})  # device types with no generator beside the CPU's
 
 
-def random_devices(tensors: Iterable[torch.Tensor]) -> tuple[torch.device, ...]:
+def rng_devices(tensors: Iterable[torch.Tensor]) -> tuple[torch.device, ...]:
     """Returns the devices of ``tensors`` that have a random generator of their own, each once, in order."""
     return tuple(dict.fromkeys(t.device for t in tensors if t.device.type not in _STATELESS))
 
 
-def take_random_state(devices: tuple[torch.device, ...]) -> RandomState:
-    """Returns the random state of the CPU and of ``devices``; nothing is drawn."""
+def get_rng_state(devices: tuple[torch.device, ...]) -> RNGState:
+    """Returns the RNG state of the CPU and of ``devices``; nothing is drawn."""
     return torch.default_generator.get_state(), tuple((d, _device_module(d).get_rng_state(*_index(d))) for d in devices)
 
 
-def set_random_state(state: RandomState) -> None:
-    """Sets the random state that :func:`take_random_state` returned."""
+def set_rng_state(state: RNGState) -> None:
+    """Sets the RNG state that :func:`get_rng_state` returned."""
     cpu_state, device_states = state
     torch.default_generator.set_state(cpu_state)
     for device, device_state in device_states:

@@ -15,22 +15,22 @@ from graphckpt.undo import ABSENT, CONTAINERS
 
 @final
 @dataclass(frozen=True, slots=True)
-class Moving:
-    """A place that forward changes: ``owner[key]``. ``in_place`` if the tensor there is edited, not replaced."""
+class ChangedValue:
+    """A place that forward changes: ``owner[key]``. ``in_place`` if its tensor is modified, not replaced."""
 
     owner: dict[str, Any]
     key: str
     in_place: bool
 
     def take(self) -> Any:
-        """Returns the present value, safe from later edits."""
+        """Returns the present value, safe from later modifications."""
         value = self.owner.get(self.key, ABSENT)
         if isinstance(value, torch.Tensor):
             return value.detach().clone() if self.in_place else value.detach().requires_grad_(value.requires_grad)
         return copy.copy(value) if isinstance(value, CONTAINERS) else value
 
     def fresh(self, value: Any) -> Any:
-        """Returns a taken value for a recomputation, which may edit it."""
+        """Returns a taken value for a recomputation, which may modify it in place."""
         if not isinstance(value, torch.Tensor):
             return copy.copy(value) if isinstance(value, CONTAINERS) else value
         present = self.owner.get(self.key)
@@ -52,7 +52,7 @@ class Snapshot:
     tensors: list[Any]
     versions: list[int]
     modes: tuple[bool, ...]
-    moving: tuple[tuple[Moving, Any], ...]
+    changed: tuple[tuple[ChangedValue, Any], ...]
     copies: dict[int, torch.Tensor]
     """Of small buffers that are not known to move, by their index in ``tensors``."""
     attributes: list[tuple[weakref.ref[nn.Module], str, torch.Tensor, int]]

@@ -1,6 +1,6 @@
 """Where saved tensors are held between forward and backward."""
 
-from graphckpt.stores.base import Group, Store, Traffic
+from graphckpt.stores.base import Store, TensorGroup, Traffic
 from graphckpt.stores.byte_store import ByteHandle, ByteStore
 from graphckpt.stores.device import DeviceStore
 from graphckpt.stores.disk.disk import Disk
@@ -14,12 +14,12 @@ __all__ = [
     "ByteStore",
     "DeviceStore",
     "Disk",
-    "Group",
     "Host",
     "Offload",
     "Partition",
     "Placement",
     "Store",
+    "TensorGroup",
     "Traffic",
     "offload_targets",
     "parse_contiguous",

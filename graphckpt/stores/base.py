@@ -2,31 +2,70 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, final
 
+from graphckpt.stores.high_water import Share, Total
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
 
+TIERS = ("device", "host", "disk")
+
+
 @final
 class Traffic:
-    """What one block stores during a recorded step. Bytes are those of this rank."""
+    """What one block stores during a recorded step. Bytes are those of this rank.
 
-    __slots__ = ("bytes_at", "copy_seconds", "wait_seconds")
+    Args:
+        totals: The sums of all blocks, by tier.
+    """
 
-    def __init__(self) -> None:
-        self.bytes_at: dict[str, int] = {"device": 0, "host": 0, "disk": 0}
+    __slots__ = ("_ends", "_shares", "copy_seconds", "wait_seconds")
+
+    def __init__(self, totals: Mapping[str, Total] | None = None) -> None:
+        self._shares = {tier: Share(Total() if totals is None else totals[tier]) for tier in TIERS}
+        self._ends: dict[int, _End] = {}
         self.copy_seconds = 0.0
         """Time of the copies in both directions, whether or not they overlapped with computation."""
         self.wait_seconds = 0.0
         """Time that the step waited for them."""
 
+    @property
+    def bytes_at(self) -> dict[str, int]:
+        """The bytes at each tier when all blocks together stored most there."""
+        return {tier: share.at_largest for tier, share in self._shares.items()}
+
+    def count(self, tier: str, num_bytes: int, owner: object) -> None:
+        """Counts bytes that are stored at ``tier`` while ``owner`` is alive."""
+        self._shares[tier].add(num_bytes)
+        end = _End(owner, _drop)
+        end.traffic, end.tier, end.num_bytes = self, tier, num_bytes
+        self._ends[id(end)] = end
+
+
+class _End(weakref.ref[Any]):
+    """A weak reference to what holds stored bytes."""
+
+    __slots__ = ("num_bytes", "tier", "traffic")
+
+    traffic: Traffic
+    tier: str
+    num_bytes: int
+
+
+def _drop(end: weakref.ref[Any]) -> None:
+    assert isinstance(end, _End)
+    end.traffic._ends.pop(id(end), None)
+    end.traffic._shares[end.tier].drop(end.num_bytes)
+
 
 @final
-class Group:
+class TensorGroup:
     """The tensors saved by one call of a block. They are offloaded together and prefetched together. Data only.
 
     Args:
@@ -68,19 +107,19 @@ class Store(ABC):
         """The name of the store in tables."""
 
     @abstractmethod
-    def open_group(self, group: Group) -> Group | None:
+    def open_group(self, group: TensorGroup) -> TensorGroup | None:
         """Begins the tensors of one call of a block; ``None`` if this store has no groups."""
 
     @abstractmethod
-    def put(self, tensor: torch.Tensor, group: Group | None) -> object:
+    def put(self, tensor: torch.Tensor, group: TensorGroup | None) -> object:
         """Stores ``tensor`` and returns its key, or an alias of it if it stays where it is."""
 
     @abstractmethod
     def get(self, key: object) -> torch.Tensor | None:
-        """Returns the stored tensor, without autograd history; ``None`` if it was edited in place since."""
+        """Returns the stored tensor, without autograd history; ``None`` if it was modified in place since."""
 
     @abstractmethod
-    def close_group(self, group: Group | None) -> None:
+    def close_group(self, group: TensorGroup | None) -> None:
         """Ends the original forward of the block: no more tensors join the group."""
 
     def close(self) -> None:  # noqa: B027  # there may be nothing to release

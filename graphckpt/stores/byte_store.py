@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from graphckpt.stores.base import Group
+    from graphckpt.stores.base import TensorGroup
 
 Tier: TypeAlias = Literal["device", "host", "disk"]
 """The kind of memory that holds bytes."""
@@ -52,24 +52,24 @@ class ByteStore(ABC):
         """The kind of memory that holds the bytes."""
 
     @abstractmethod
-    def put(self, data: torch.Tensor, group: Group) -> ByteHandle:
+    def put(self, data: torch.Tensor, group: TensorGroup) -> ByteHandle:
         """Stores the bytes of ``data``, a flat ``uint8`` alias of the tensor's own memory, which is not changed."""
 
     @abstractmethod
-    def get(self, handle: ByteHandle, group: Group) -> torch.Tensor:
+    def get(self, handle: ByteHandle, group: TensorGroup) -> torch.Tensor:
         """Returns the bytes, flat, as ``uint8``, on their original device, ready for the current stream."""
 
     @abstractmethod
     def free(self, handle: ByteHandle) -> None:
         """Releases the bytes, which will not be read again."""
 
-    def hint(self, handles: Sequence[ByteHandle], group: Group) -> None:  # noqa: B027  # optional
+    def hint(self, handles: Sequence[ByteHandle], group: TensorGroup) -> None:  # noqa: B027  # optional
         """Announces that the group's bytes are needed two groups from now."""
 
-    def prefetch(self, handles: Sequence[ByteHandle], group: Group) -> None:  # noqa: B027  # optional
+    def prefetch(self, handles: Sequence[ByteHandle], group: TensorGroup) -> None:  # noqa: B027  # optional
         """Starts to reload the group's bytes; returns at once."""
 
-    def close_group(self, group: Group) -> None:  # noqa: B027  # optional
+    def close_group(self, group: TensorGroup) -> None:  # noqa: B027  # optional
         """No more bytes join the group."""
 
     def begin_step(self) -> None:  # noqa: B027  # optional

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast, final
 
-from graphckpt.stores.base import Group, Store
+from graphckpt.stores.base import Store, TensorGroup
 
 if TYPE_CHECKING:
     import torch
@@ -16,10 +16,10 @@ class DeviceStore(Store):
 
     label = "device"
 
-    def open_group(self, group: Group) -> None:
+    def open_group(self, group: TensorGroup) -> None:
         """Does nothing."""
 
-    def put(self, tensor: torch.Tensor, group: Group | None) -> torch.Tensor:
+    def put(self, tensor: torch.Tensor, group: TensorGroup | None) -> torch.Tensor:
         """Returns an alias without history: the tensor's own graph must not be held by what it feeds."""
         return tensor.detach()
 
@@ -27,5 +27,5 @@ class DeviceStore(Store):
         """Returns the alias."""
         return cast("torch.Tensor", key)
 
-    def close_group(self, group: Group | None) -> None:
+    def close_group(self, group: TensorGroup | None) -> None:
         """Does nothing."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
 from graphckpt.errors import ConfigError
-from graphckpt.stores.base import Group, Store
+from graphckpt.stores.base import Store, TensorGroup
 from graphckpt.stores.device import DeviceStore
 from graphckpt.stores.offload import Offload, parse_offload
 from graphckpt.stores.partition.partition import group_for, parse_partition
@@ -73,7 +73,7 @@ class Placement:
         words += ["part"] if self.partition is not None else []
         return " ".join(words)
 
-    def _byte_store_for(self, device: torch.device, is_shard: bool, group: Group) -> ByteStore | None:
+    def _byte_store_for(self, device: torch.device, is_shard: bool, group: TensorGroup) -> ByteStore | None:
         store = self.offload.byte_store_for(device, group.note) if self.offload is not None else None
         if store is None and self.contiguous:
             store = SlabStore(device)

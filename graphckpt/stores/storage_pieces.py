@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections import deque
     from collections.abc import Callable
 
-    from graphckpt.stores.base import Group
+    from graphckpt.stores.base import TensorGroup
     from graphckpt.stores.byte_store import ByteHandle, ByteStore
     from graphckpt.stores.version_guard import VersionGuard
 
@@ -76,7 +76,7 @@ class GroupState:
         """By ``id``; references to freed pieces may remain."""
 
 
-def pieces_of(group: Group) -> list[Piece]:
+def pieces_of(group: TensorGroup) -> list[Piece]:
     """Returns the pieces of a group that are not freed, in the order of ``put``."""
     return [piece for ref in group.state.pieces.values() if (piece := ref()) is not None]
 
@@ -87,7 +87,7 @@ class TensorKey:
 
     __slots__ = ("_is_read", "_offset", "dtype", "group", "piece", "size", "stride")
 
-    def __init__(self, piece: Piece, tensor: torch.Tensor, group: Group) -> None:
+    def __init__(self, piece: Piece, tensor: torch.Tensor, group: TensorGroup) -> None:
         self._is_read = True  # so that an interrupt here leaves the count as it was
         self.piece = piece
         self.group = group
@@ -119,11 +119,11 @@ class TensorKey:
 class WrappedKey:
     """The key of a wrapper subclass such as a DTensor: the keys of its inner tensors."""
 
-    __slots__ = ("_context", "_keys", "_kind", "_others", "_size", "_stride")
+    __slots__ = ("_class", "_context", "_keys", "_others", "_size", "_stride")
 
     def __init__(self, tensor: Any, put: Callable[[torch.Tensor], object]) -> None:
         names, self._context = tensor.__tensor_flatten__()
-        self._kind: Any = type(tensor)
+        self._class: Any = type(tensor)
         self._size, self._stride = tensor.size(), tensor.stride()
         parts = {name: getattr(tensor, name) for name in names}
         self._keys = {name: put(part) for name, part in parts.items() if isinstance(part, torch.Tensor)}
@@ -140,7 +140,7 @@ class WrappedKey:
         if any(value is None for value in inner.values()):
             return None
         inner |= self._others
-        tensor: torch.Tensor = self._kind.__tensor_unflatten__(inner, self._context, self._size, self._stride)
+        tensor: torch.Tensor = self._class.__tensor_unflatten__(inner, self._context, self._size, self._stride)
         return tensor
 
 
@@ -174,7 +174,7 @@ class KnownStorages:
                 and piece.begin <= begin
                 and end <= piece.end
                 and piece.store is store
-                and not piece.guard.is_edited()
+                and not piece.guard.is_mutated()
                 and piece.guard.covers(tensor)
             ):
                 return piece

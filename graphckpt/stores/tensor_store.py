@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from graphckpt._compat import what_is_not_plain
-from graphckpt.stores.base import Group, Store
+from graphckpt.stores.base import Store, TensorGroup
 from graphckpt.stores.byte_store import ByteHandle, ByteStore
 from graphckpt.stores.prefetch_order import PrefetchOrder
 from graphckpt.stores.storage_pieces import (
@@ -50,7 +50,7 @@ class TensorStore(Store):
     def __init__(
         self,
         label: str,
-        byte_store_for: Callable[[torch.device, bool, Group], ByteStore | None],
+        byte_store_for: Callable[[torch.device, bool, TensorGroup], ByteStore | None],
         *,
         min_elements: int = 1024,
     ) -> None:
@@ -59,7 +59,7 @@ class TensorStore(Store):
         self._min_elements = min_elements
         self._byte_stores: dict[tuple[torch.device, bool], tuple[ByteStore | None, list[str]]] = {}
         self._known = KnownStorages()
-        self._groups: list[weakref.ref[Group]] = []
+        self._groups: list[weakref.ref[TensorGroup]] = []
         self._order = PrefetchOrder()
         self._freed: deque[tuple[ByteStore, ByteHandle]] = deque()
         self._num_alive = 0
@@ -82,7 +82,7 @@ class TensorStore(Store):
                 self._num_alive = 0  # an interrupt ended the constructor or destructor of a piece
             return self._num_alive
 
-    def open_group(self, group: Group) -> Group:
+    def open_group(self, group: TensorGroup) -> TensorGroup:
         """Begins the tensors of one call of a block."""
         with self._lock:
             if not self.num_alive and all((g := ref()) is None or g.state.is_closed for ref in self._groups):
@@ -94,7 +94,7 @@ class TensorStore(Store):
             self._groups.append(weakref.ref(group))
         return group
 
-    def put(self, tensor: torch.Tensor, group: Group | None, *, is_shard: bool = False) -> object:
+    def put(self, tensor: torch.Tensor, group: TensorGroup | None, *, is_shard: bool = False) -> object:
         """Stores ``tensor`` and returns its key, or an alias if it stays where it is."""
         assert group is not None
         kind = what_is_not_plain(tensor)
@@ -124,14 +124,14 @@ class TensorStore(Store):
             return TensorKey(piece, tensor, group)
 
     def get(self, key: object) -> torch.Tensor | None:
-        """Returns the stored tensor, without autograd history; ``None`` if it was edited in place since."""
+        """Returns the stored tensor, without autograd history; ``None`` if it was modified in place since."""
         if isinstance(key, torch.Tensor):
             return key
         if isinstance(key, WrappedKey):
             return key.rebuild(self.get)
         assert isinstance(key, TensorKey)
         piece = key.piece
-        if piece.guard.is_edited():
+        if piece.guard.is_mutated():
             return None
         with self._lock:
             self._free_dropped()
@@ -143,7 +143,7 @@ class TensorStore(Store):
             key.mark_read()
             return tensor
 
-    def close_group(self, group: Group | None) -> None:
+    def close_group(self, group: TensorGroup | None) -> None:
         """Closes ``group``: the forward of its block has ended, and no more tensors are added."""
         assert group is not None
         group.state.is_closed = True
@@ -161,7 +161,7 @@ class TensorStore(Store):
                 store.close()
             self._byte_stores.clear()
 
-    def _stays(self, tensor: torch.Tensor, group: Group) -> bool:
+    def _stays(self, tensor: torch.Tensor, group: TensorGroup) -> bool:
         if (
             tensor.numel() < max(1, self._min_elements)
             or type(tensor) is not torch.Tensor
@@ -176,31 +176,32 @@ class TensorStore(Store):
     def _open_stores(self) -> list[ByteStore]:
         return [store for store, _ in self._byte_stores.values() if store is not None]
 
-    def _store_of(self, device: torch.device, is_shard: bool, group: Group) -> ByteStore | None:
+    def _store_of(self, device: torch.device, is_shard: bool, group: TensorGroup) -> ByteStore | None:
         found = self._byte_stores.get((device, is_shard))
         if found is None:
             notes: list[str] = []
-            store = self._byte_store_for(device, is_shard, Group(group.block, group.own, notes.append))
+            store = self._byte_store_for(device, is_shard, TensorGroup(group.block, group.own, notes.append))
             found = self._byte_stores[device, is_shard] = store, notes
         store, notes = found
         for note in notes:
             group.note(note)
         return store
 
-    def _new_piece(self, tensor: torch.Tensor, store: ByteStore, group: Group) -> Piece:
+    def _new_piece(self, tensor: torch.Tensor, store: ByteStore, group: TensorGroup) -> Piece:
         data, begin, end = bytes_to_move(tensor)
         traffic = group.traffic
         started = perf_counter() if traffic is not None else 0.0
         handle = store.put(data, group)
         if traffic is not None:
             traffic.wait_seconds += perf_counter() - started
-            traffic.bytes_at[store.tier] += store.stored_bytes(end - begin)
         piece = Piece(store, handle, VersionGuard(tensor), begin, end, self._freed)
+        if traffic is not None:
+            traffic.count(store.tier, store.stored_bytes(end - begin), piece)
         self._num_alive += 1
         self._known.add(tensor, piece)
         return piece
 
-    def _reload(self, piece: Piece, group: Group) -> torch.Tensor:
+    def _reload(self, piece: Piece, group: TensorGroup) -> torch.Tensor:
         traffic = group.traffic
         started = perf_counter() if traffic is not None else 0.0
         flat = piece.store.get(piece.handle, group)
@@ -209,7 +210,7 @@ class TensorStore(Store):
         piece.reloaded = flat
         return flat
 
-    def _prefetch_from(self, group: Group) -> None:
+    def _prefetch_from(self, group: TensorGroup) -> None:
         """On the first tensor of a group: prefetches the rest of it, and the next group while this one is used."""
         state = group.state
         if state.is_requested:
@@ -225,13 +226,13 @@ class TensorStore(Store):
                 for store, handles in _handles(later).items():
                     store.hint(handles, later)
 
-    def _prefetch(self, group: Group) -> None:
+    def _prefetch(self, group: TensorGroup) -> None:
         if not group.state.is_prefetched:
             group.state.is_prefetched = True
             for store, handles in _handles(group).items():
                 store.prefetch(handles, group)
 
-    def _next_group(self, group: Group) -> Group | None:
+    def _next_group(self, group: TensorGroup) -> TensorGroup | None:
         """Returns the group that backward likely needs next, or the last one before it that is still to be used."""
         number = self._order.next_after(group.number)
         while 0 <= number < len(self._groups):
@@ -254,7 +255,7 @@ def _is_replicated(tensor: Any) -> bool:
     return placements is not None and all(placement.is_replicate() for placement in placements)
 
 
-def _handles(group: Group) -> dict[ByteStore, list[ByteHandle]]:
+def _handles(group: TensorGroup) -> dict[ByteStore, list[ByteHandle]]:
     handles: dict[ByteStore, list[ByteHandle]] = {}
     for piece in pieces_of(group):
         if piece.reloaded is None:  # else it was reloaded for another group

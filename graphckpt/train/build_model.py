@@ -60,7 +60,7 @@ def build_model(
         from graphckpt.train.parallel.fsdp import apply_fsdp, broadcast_weights  # noqa: PLC0415 - as above
 
         broadcast_weights(model, data_mesh)
-        if stage := settings.zero_optimization.in_force:
+        if stage := settings.zero_optimization.active_stage:
             layers = layer_names(model, settings.activation_checkpoint)
             apply_fsdp(model, data_mesh, layers, stage=stage)
     seed_per_rank(settings.seed, ranks.stream)
@@ -107,4 +107,4 @@ def grad_sync_of(model: nn.Module, task: Task, settings: TrainConfig, ranks: Tra
         return None
     from graphckpt.train.parallel.grad_sync import make_grad_sync  # noqa: PLC0415 - loads what one process does not need
 
-    return make_grad_sync(model, partial(task.losses, model), ranks, stage=settings.zero_optimization.in_force)
+    return make_grad_sync(model, partial(task.losses, model), ranks, stage=settings.zero_optimization.active_stage)

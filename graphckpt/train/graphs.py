@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from graphckpt import Graph
+from graphckpt.graph.graph import Graph
 from graphckpt.train.settings import AmpConfig
 from graphckpt.train.tasks.base import Task, sum_of_losses
 

@@ -10,12 +10,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor
 
 from graphckpt.errors import GraphckptError
 from graphckpt.train.console import Report
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from graphckpt.ledger.explanation import Explanation
 
 
 @final
@@ -82,6 +87,10 @@ class Loop:
         """Whether the user stopped the run."""
         self.data_seconds = 0.0
         """Seconds that the last iteration waited for its data; set by the step."""
+        self.explanation: Explanation | None = None
+        """What each block saved; set at the end of training."""
+        self.picture: Path | None = None
+        """The picture of a step's memory, a ``.png``; set at the end of training."""
         self._step = step
         self._hooks = tuple(hooks)
         self._agree = agree

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -13,44 +13,44 @@ from graphckpt.train.snapshot.run_folder import PLAN
 from graphckpt.train.units import head_policies, unit_names
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Mapping
     from pathlib import Path
 
-    from graphckpt.planning import Plan
+    from torch import Tensor
+
+    from graphckpt.planning.budget import Budget
+    from graphckpt.planning.plan import Plan
     from graphckpt.train.console import Report
     from graphckpt.train.graphs import TrainGraph
     from graphckpt.train.settings import ActivationCheckpointConfig
     from graphckpt.train.snapshot.saved_run import SavedRun
 
 
-def plan_on_first_batch(
-    graph: TrainGraph, config: ActivationCheckpointConfig, report: Report, saved: SavedRun
-) -> Callable[..., Any]:
-    """Returns the function to call with each batch: the graph, planned at the first call if there is a budget.
+def plan_on_batch(
+    graph: TrainGraph,
+    budget: Budget,
+    config: ActivationCheckpointConfig,
+    report: Report,
+    saved: SavedRun,
+    batch: Mapping[str, Tensor],
+) -> None:
+    """Plans the graph for a batch and applies the plan.
 
     All ranks plan together; rank 0 writes the plan.
     """
-    if config.memory_budget is None:
-        return graph
-    todo = [config.memory_budget]
     model = graph.model.origin
     assert isinstance(model, nn.Module)
-
-    def call(**batch: Any) -> Any:
-        if todo:
-            head = head_policies(model, config.head)
-            options = config.plan_options(
-                blocks=[f"model.{name}" for name in unit_names(model, config)],
-                head={f"model.{name}": rules for name, rules in head.items()},
-            )
-            found = graph.plan(**batch, memory_budget=todo.pop(), **{n: getattr(options, n) for n in options.names()})
-            found.apply()
-            for line in summary_lines(found):
-                report.line(f"plan: {line}")
-            saved.at_start(partial(_save, found.below("model"), saved.folder / PLAN))
-        return graph(**batch)
-
-    return call
+    head = head_policies(model, config.head)
+    options = config.plan_options(
+        blocks=[f"model.{name}" for name in unit_names(model, config)],
+        head={f"model.{name}": rules for name, rules in head.items()},
+    )
+    fields = {name: getattr(options, name) for name in options.names()}
+    found = graph.plan(**batch, memory_budget=budget, **fields)
+    found.apply()
+    for line in summary_lines(found):
+        report.line(f"plan: {line}")
+    saved.at_start(partial(_save, found.below("model"), saved.folder / PLAN))
 
 
 def _save(plan: Plan, path: Path) -> None:

@@ -13,7 +13,7 @@ from graphckpt.blocks.config import OTHER_NAMES, BlockConfig
 from graphckpt.errors import ConfigError
 from graphckpt.planning import budget
 from graphckpt.planning.options import PlanOptions
-from graphckpt.rules import parse_rule
+from graphckpt.rules.registry import parse_rule
 from graphckpt.train.batch_sizes import BatchSizes, batch_sizes
 from graphckpt.train.optim import warmup_cosine_lr
 from graphckpt.train.parallel.config import DistConfig, ZeroConfig
@@ -49,7 +49,7 @@ class ActivationCheckpointConfig:
     """Keys of DeepSpeed without meaning here, and why."""
 
     enabled: bool = False
-    """Whether any block does."""
+    """Whether blocks get policies; with ``memory_budget`` they do in any case."""
     rule: bool | str | dict[str, Any] | None = True
     """For every unit: ``True``, ``"selective"``, or a mapping such as ``{"rule": "selective"}``; ``None`` for none."""
     unit: str | list[str] | None = None
@@ -57,27 +57,29 @@ class ActivationCheckpointConfig:
     blocks: dict[str, bool | str | dict[str, Any] | None] | None = None
     """On top of ``rule``, by name pattern: ``{"transformer.h.[01]": False, "transformer.h.2": "selective"}``."""
     offload: bool | str | None = None
-    """Where what every unit keeps goes: ``True`` or ``"cpu"``, ``"disk"``, ``"disk:/a/folder"``."""
+    """Where the saved tensors of every unit are stored: ``True`` or ``"cpu"``, ``"disk"``, ``"disk:/a/folder"``."""
     partition: bool | None = None
-    """Whether it is cut over the processes of ``train.dist.tensor_parallel_size``."""
+    """Whether they are partitioned over the processes of ``train.dist.tensor_parallel_size``."""
     contiguous: bool | None = None
-    """Whether it lies in one slab, as big as the first step needs."""
+    """Whether they are stored in one slab, as big as the first step needs."""
     compile: bool | dict[str, Any] | None = None
     """Whether each unit is compiled inside of its policy; or what ``torch.compile`` is called with."""
 
+    plan: str | None = None
+    """A file that ``graphckpt plan --save`` or ``Plan.save`` has written: its policies, in place of ``rule``."""
     memory_budget: int | float | str | None = None
     """Bytes of each process, ``"12GiB"``, ``"50%"`` of what the plain step saves, ``"max"`` or ``"min"``: before the
     first update, each unit gets the policy with which the step is fastest within it. Beside it, ``offload`` says where
     tensors may go, ``partition`` that they may be cut, and ``contiguous`` that what is kept lies in one slab. Units
     that ``compile`` are planned as they run then."""
     host_budget: int | str | None = None
-    """Beside it, the most bytes that may be offloaded at a time, such as ``"64GiB"``."""
+    """With ``memory_budget``, the most bytes that may be offloaded at a time, such as ``"64GiB"``."""
     candidates: list[Any] | None = None
-    """Beside it, the rules to consider, such as ``["full", "joined"]``; ``None`` is all."""
+    """With ``memory_budget``, the rules to consider, such as ``["full", "joined"]``; ``None`` is all."""
     check: bool = True
-    """Beside it, run the step under the plan, and plan again if its peak exceeds the budget or differs by over 1 %."""
+    """With ``memory_budget``: run the step under the plan, and replan if its peak is over the budget or off by 1 %."""
     head: dict[str, Any] | None = None
-    """Beside it, the block that computes the loss, and one way or a list of ways in which it may run:
+    """With ``memory_budget``, the block that computes the loss, and one way or a list of ways in which it may run:
     ``{"loss_head": {"rule": "tiles", "num_tiles": 8, "reduce": "sum"}}``, with ``task.loss_head=True``."""
 
     @property
@@ -102,6 +104,9 @@ class ActivationCheckpointConfig:
                 yield str(error)
             if self.blocks is not None:
                 yield "memory_budget: the plan chooses, and blocks is set as well · fix: unset one of them"
+        if self.plan is not None and (self.blocks is not None or self.memory_budget is not None):
+            other = "blocks" if self.memory_budget is None else "memory_budget"
+            yield f"plan: expected no {other} beside a saved plan · fix: unset one of them"
         yield from self._head_faults()
         for name, value in self.beside_rule.items():
             try:

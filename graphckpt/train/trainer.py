@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from graphckpt.errors import ConfigError, GraphError, bullets
+from graphckpt.planning.budget import Budget
 from graphckpt.train.batch_sizes import epoch_period, iterations
 from graphckpt.train.build_model import BuiltModel, block_fields, build_model, grad_sync_of
 from graphckpt.train.console import Report
@@ -23,23 +24,19 @@ from graphckpt.train.data.sampling import ShuffledOrder, heldout_batches
 from graphckpt.train.data.text_data import Data
 from graphckpt.train.foreign_errors import attribute_errors, explain_out_of_memory
 from graphckpt.train.graphs import EvalGraph, TrainGraph
-from graphckpt.train.hooks import (
-    BestHook,
-    EvalHook,
-    ExplainHook,
-    LogHook,
-    MetricsHook,
-    SnapshotHook,
-    StartHook,
-    TensorBoardHook,
-    WandbHook,
-)
-from graphckpt.train.hooks.evaluate import format_metrics
+from graphckpt.train.hooks.evaluate import EvalHook, format_metrics
+from graphckpt.train.hooks.explain import ExplainHook
+from graphckpt.train.hooks.log import LogHook
+from graphckpt.train.hooks.metrics import MetricsHook
+from graphckpt.train.hooks.snapshot import BestHook, SnapshotHook
+from graphckpt.train.hooks.start import StartHook
+from graphckpt.train.hooks.tensorboard import TensorBoardHook
+from graphckpt.train.hooks.wandb import WandbHook
 from graphckpt.train.loop import HookBase, Loop
 from graphckpt.train.parallel.launch import resolve_device
 from graphckpt.train.parallel.ranks import TrainRanks
-from graphckpt.train.plan_first_batch import plan_on_first_batch
-from graphckpt.train.settings import TrainConfig
+from graphckpt.train.plan_first_batch import plan_on_batch
+from graphckpt.train.settings import ActivationCheckpointConfig, TrainConfig
 from graphckpt.train.snapshot.run_folder import LOG, METRICS, PICTURE, TrainResult, written_files
 from graphckpt.train.snapshot.run_state import RunState
 from graphckpt.train.snapshot.saved_run import SavedRun, unwritable_error, weights_folder
@@ -170,7 +167,7 @@ class Trainer:
             agree=self.ranks.any,
             synchronize=partial(synchronize, self.device),
         )
-        self._run(loop, state, data=writer.data)
+        self._run(loop, state, step, data=writer.data)
         writer.close()
         files = written_files(self.folder) if self.saved.has_begun or self.saved.source else {}
         result = TrainResult(iterations=loop.done, is_stopped=loop.is_stopped, files=files)
@@ -233,10 +230,9 @@ class Trainer:
             start = settings.consumed_train_samples + self.saved.consumed_samples(iteration)
             return opened.train.batch(self.ranks.local_samples(order.take(start=start, count=self.batch_size)))
 
-        update = plan_on_first_batch(graph, settings.activation_checkpoint, self.report, self.saved)
-        return _Step(update, Prefetcher(read, self.device, train_iter), self.ranks)
+        return _Step(graph, Prefetcher(read, self.device, train_iter), self.ranks)
 
-    def _run(self, loop: Loop, state: RunState, *, data: dict[str, Any]) -> None:
+    def _run(self, loop: Loop, state: RunState, step: _Step, *, data: dict[str, Any]) -> None:
         settings = self.settings
         checkpointed, micro_batch = settings.activation_checkpoint.enabled, settings.sizes.micro_batch
         with (
@@ -244,6 +240,8 @@ class Trainer:
             self.ranks.translate_errors(),
         ):
             self.saved.restore(state, loop, data=data, report=self.report)
+            if (budget := settings.activation_checkpoint.memory_budget) is not None and loop.done < loop.train_iter:
+                step.plan(loop.done, budget, settings.activation_checkpoint, self.report, self.saved)
             loop.run()
 
     def evaluate(self) -> dict[str, float]:
@@ -307,8 +305,6 @@ class Trainer:
             yield eval_hook
         if self.ranks.is_main:
             yield MetricsHook(self.folder / METRICS)
-        if settings.tensorboard and self.ranks.is_main:
-            yield TensorBoardHook(self.folder)
         if settings.wandb.enabled and self.ranks.is_main:
             yield WandbHook(settings.wandb, self.folder, self.saved.run)
         yield from self._more_hooks
@@ -325,6 +321,8 @@ class Trainer:
         )
         if self.ranks.is_main:
             yield ExplainHook(graph, self.folder / PICTURE)
+        if settings.tensorboard and self.ranks.is_main:
+            yield TensorBoardHook(self.folder)
 
     def _eval_hook(self, built: BuiltModel, opened: Opened) -> EvalHook | None:
         heldout = opened.heldout
@@ -356,24 +354,33 @@ class Trainer:
             yield to_device(batch, self.device), counts
 
 
+_KEYS = "model, task, data, optim, train.scheduler"  # of code that is not the trainer's, for messages
+
+
 @final
 class _Step:
     """Reads a batch, updates the weights, and returns the losses of the iteration, means over the processes."""
 
-    def __init__(self, update: Callable[..., Any], batches: Prefetcher, ranks: TrainRanks) -> None:
+    def __init__(self, graph: TrainGraph, batches: Prefetcher, ranks: TrainRanks) -> None:
         self.loop: Loop | None = None
         """Receives the seconds that the step waited for its data."""
-        self._update = update
+        self._graph = graph
         self._batches = batches
         self._ranks = ranks
 
+    def plan(
+        self, iteration: int, budget: Budget, config: ActivationCheckpointConfig, report: Report, saved: SavedRun
+    ) -> None:
+        """Plans the policies on the batch of ``iteration``."""
+        with attribute_errors(_KEYS, "planning"), self._ranks.translate_errors():
+            plan_on_batch(self._graph, budget, config, report, saved, self._batches.get(iteration))
+
     def __call__(self, iteration: int) -> dict[str, Tensor]:
-        keys = "model, task, data, optim, train.scheduler"
-        with attribute_errors(keys, f"iteration {iteration}"), self._ranks.translate_errors():
+        with attribute_errors(_KEYS, f"iteration {iteration}"), self._ranks.translate_errors():
             started = time.perf_counter()
             batch = self._batches.get(iteration)
             if self.loop is not None:
                 self.loop.data_seconds = time.perf_counter() - started
-            losses: dict[str, Tensor] = self._update(**batch)
+            losses: dict[str, Tensor] = self._graph(**batch)
             self._batches.prefetch(iteration + 1)
             return self._ranks.average({name: loss.mean() for name, loss in losses.items()})

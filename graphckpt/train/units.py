@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from graphckpt.blocks.apply import policies_from_file
 from graphckpt.blocks.config import BlockConfig, fields_of
 from graphckpt.blocks.find_layers import marked_layers
 from graphckpt.blocks.select import select
@@ -20,31 +21,40 @@ def block_policies(model: nn.Module, config: ActivationCheckpointConfig) -> dict
     """Returns the fields to set on each block, by its name in ``model``.
 
     ``rule``, the store and ``compile`` apply to every unit; the fields in ``blocks`` override them, pattern by
-    pattern.
+    pattern. A saved plan replaces both.
 
     Raises:
-        ConfigError: a name matches no block, a value is invalid, or no unit can be found.
+        ConfigError: A name matches no block, a value is invalid, no unit can be found, or the plan cannot be read.
     """
     if not config.enabled or config.memory_budget is not None:
         return {}
     settings: dict[str, dict[str, Any]] = {}
     faults: list[str] = []
+    blocks = config.blocks or {} if config.plan is None else _blocks_of_plan(config.plan)
     try:
         fields: dict[str, Any] = {} if config.rule is None else {"activation_checkpointing": config.rule}
         fields |= config.beside_rule
-        settings = {name: dict(fields) for name in unit_names(model, config)} if fields else {}
+        if fields and config.plan is None:
+            settings = {name: dict(fields) for name in unit_names(model, config)}
     except ConfigError as error:
         faults.append(str(error))
-    for pattern, value in (config.blocks or {}).items():
+    for pattern, value in blocks.items():
         try:
             for name, _ in select(model, pattern):
                 settings[name] = {**settings.get(name, {}), **fields_of(value)}
         except ConfigError as error:
-            faults.append(f"{_WHERE}.blocks: {error}")
+            faults.append(f"{_WHERE}.{'blocks' if config.plan is None else 'plan'}: {error}")
     faults += _invalid_fields(settings)
     if faults:
         raise ConfigError(bullets(f"{_WHERE} is invalid", faults) if len(faults) > 1 else faults[0])
     return settings
+
+
+def _blocks_of_plan(path: str) -> Mapping[Any, Any]:
+    try:
+        return policies_from_file(path)
+    except ConfigError as error:
+        raise ConfigError(f"{_WHERE}.plan: {error}") from None
 
 
 def head_policies(model: nn.Module, head: Mapping[str, Any] | None) -> dict[str, Any]:

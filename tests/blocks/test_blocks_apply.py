@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.hard_modules import Mlp, chain
 from torch import Tensor, nn
-from zoo import Mlp, chain
 
 import graphckpt
-from graphckpt import ConfigError, Full, Graph, Segments, Selective
+from graphckpt import ConfigError, Full, Graph, Segments, Selective, errors
 
 
 class Model(nn.Module):
@@ -351,7 +351,7 @@ def accelerate_style(module: nn.Module, log: list[str]) -> None:
     module._old_forward = old
 
 
-def test_a_wrapper_of_another_library_beneath_stays_in_force() -> None:
+def test_a_wrapper_of_another_library_beneath_stays_active() -> None:
     model, log = build(), []
     accelerate_style(model.encoder[0], log)
     wrapped = model.encoder[0].forward
@@ -364,7 +364,7 @@ def test_a_wrapper_of_another_library_beneath_stays_in_force() -> None:
     assert log == ["before", "after"]
 
 
-def test_a_wrapper_of_another_library_on_top_stays_in_force() -> None:
+def test_a_wrapper_of_another_library_on_top_stays_active() -> None:
     model, log = build(), []
     handle = graphckpt.apply(model, {"encoder.0": True})
     accelerate_style(model.encoder[0], log)
@@ -517,13 +517,13 @@ def test_explain_before_a_step() -> None:
 def test_disable_checkpointing_is_for_one_with_block() -> None:
     model = build()
     with graphckpt.apply(model, {"encoder.*": True}):
-        with graphckpt.disable_checkpointing():
+        with graphckpt.blocks.disable_checkpointing():
             assert recomputed(model) == []
-            with graphckpt.disable_checkpointing():
+            with graphckpt.blocks.disable_checkpointing():
                 pass
             assert recomputed(model) == []
         assert recomputed(model) == ENCODER
-        with pytest.raises(KeyboardInterrupt), graphckpt.disable_checkpointing():
+        with pytest.raises(KeyboardInterrupt), graphckpt.blocks.disable_checkpointing():
             raise KeyboardInterrupt
         assert recomputed(model) == ENCODER
 
@@ -553,3 +553,28 @@ def test_it_works_through_functional_call_and_vmap_free_grad(kind: str) -> None:
     with graphckpt.apply(model, {"[123]": True}):
         ours = torch.autograd.grad(loss(), parameters.values())
     assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+
+
+def test_faults_that_differ_in_numbers_are_one_line() -> None:
+    with pytest.raises(ConfigError) as error:
+        graphckpt.apply(build(), {f"layer{number}": True for number in range(80)})
+    assert len(str(error.value).splitlines()) <= 2
+    assert "more like it" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"partition": True}, "partition does nothing: torch.distributed is not initialized"),
+        ({"offload": True}, "offload to 'cpu' does nothing: the tensors are in host memory already"),
+    ],
+)
+def test_a_field_without_effect_is_logged_once(
+    fields: dict[str, Any], text: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(errors, "_WARNED", set())
+    for _ in range(2):
+        model = build()
+        with graphckpt.apply(model, {"encoder.*": {"activation_checkpointing": True, "min_elements": 1, **fields}}):
+            run(model)
+    assert [record.message for record in caplog.records] == [f"encoder.0: {text}"]

@@ -14,6 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from helpers.hard_modules import Mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -22,7 +23,6 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.checkpoint import checkpoint as torchs
 from torch.utils.checkpoint import checkpoint_sequential as torchs_sequential
-from zoo import Mlp
 
 import graphckpt
 from graphckpt import (
@@ -31,9 +31,8 @@ from graphckpt import (
     checkpoint,
     checkpoint_sequential,
     checkpoint_wrapper,
-    disable_checkpointing,
-    is_recomputing,
 )
+from graphckpt.blocks import disable_checkpointing, is_recomputing
 
 
 def module() -> nn.Sequential:
@@ -42,7 +41,7 @@ def module() -> nn.Sequential:
 
 
 def result(call: Any, *, steps: int = 3) -> list[Tensor]:
-    """Runs ``call(model, x)`` in some steps; returns losses, gradients, buffers and the random state."""
+    """Runs ``call(model, x)`` in some steps; returns losses, gradients, buffers and the RNG state."""
     model, seen = module(), []
     torch.manual_seed(1)
     for _ in range(steps):
@@ -238,7 +237,7 @@ def test_early_stop_as_torchs_context_manager_sets_it(rule: Any) -> None:
         reached.clear()
         x = torch.ones(2, requires_grad=True)
         output = checkpoint(late, x, early_stop=early_stop) if rule is None else late(x)
-        with set_checkpoint_early_stop(not early_stop):  # what counts is what is in force in forward
+        with set_checkpoint_early_stop(not early_stop):  # what counts is what is active in forward
             output.sum().backward()
         return list(reached)
 
@@ -309,7 +308,7 @@ def test_a_function_that_returns_a_cached_result_is_refused() -> None:
 def test_a_function_that_edits_its_argument_is_told_what_is_true() -> None:
     h = torch.ones(4, requires_grad=True) * 2
     with pytest.raises(
-        RecomputeError, match=r"edited its argument `argument 0` in place, and the recomputation has no copy .* fix: "
+        RecomputeError, match=r"modified its argument `argument 0` in place, and the recomputation has no copy .* fix: "
     ) as caught:
         checkpoint(torch.relu_, h)
     assert "did not do on its first call" not in str(caught.value)

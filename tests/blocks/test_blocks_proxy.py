@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from graphckpt import Block, ConfigError, Graph, GraphModule
+from graphckpt import ConfigError, Graph, GraphModule
+from graphckpt.blocks import Block
 
 
 class Part(nn.Module):

@@ -64,7 +64,7 @@ def test_backward_follows_the_policies_of_its_forward(policies: str, then: str) 
             wrapped.zero_grad()
         loss = loss_of(wrapped)
         if then == "disabled":
-            with graphckpt.disable_checkpointing():
+            with graphckpt.blocks.disable_checkpointing():
                 loss.backward()
             handle.remove()
         else:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, Architecture
+from helpers.architectures import ARCHITECTURES, Architecture
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -88,7 +88,7 @@ def test_a_policy_on_transformers_layers_acts_alone(when: str, policy: str) -> N
     model.zero_grad()
     theirs, runs = train(GPT2, model)
     assert equal(theirs, plain)
-    assert runs == [2, 2, 2], "the model's own checkpointing must be in force again"
+    assert runs == [2, 2, 2], "the model's own checkpointing must be active again"
     disable(model)
     assert train(GPT2, model)[1] == [1, 1, 1]
 

@@ -1,4 +1,4 @@
-"""N calls of a captured Graph equal N plain steps, in every bit; what changes between calls is in force in the next."""
+"""N calls of a captured Graph equal N plain steps, in every bit; changes between calls take effect in the next one."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from policies import HOLES, NESTED, ON_CHAIN
-from tape import TapeRunner
-from thinning import is_chosen, slow_unless
+from helpers.fake_capture import TapeRunner
+from helpers.hard_modules import ZOO, chain
+from helpers.policies import HOLES, NESTED, ON_CHAIN
+from helpers.thinning import is_chosen, slow_unless
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from zoo import ZOO, chain
 
 import graphckpt.blocks.select
 from graphckpt import ConfigError, Graph, GraphError
@@ -53,7 +53,7 @@ class Train(Graph):
 
 
 def captured(graph: Graph) -> Any:
-    return graph._step.recorded.captures
+    return graph._step.captured.captures
 
 
 def batches(count: int, rows: int = 6) -> list[Tensor]:
@@ -75,7 +75,7 @@ def run(
     schedule: bool = True,
     graph_class: type[Train] = Train,
 ) -> tuple[list[Any], Train]:
-    """Runs ten steps, and returns all that they left: outputs, parameters, buffers, rates, random state."""
+    """Runs ten steps, and returns all that they left: outputs, parameters, buffers, rates, RNG state."""
     model = chain(kind)
     optimizer = make(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) if schedule else None
@@ -256,7 +256,7 @@ def test_a_replay_with_a_scaler_does_not_hold_up_the_host(schedule: bool, most: 
     assert graph._update.num_steps == 10
 
 
-def test_a_rate_that_the_user_sets_is_in_force_at_once() -> None:
+def test_a_rate_that_the_user_sets_is_active_at_once() -> None:
     def between(number: int, graph: Graph) -> None:
         if number in (2, 6):
             graph._update.optimizers[0].param_groups[0]["lr"] = torch.tensor(0.123 / number)
@@ -374,7 +374,7 @@ def test_a_module_that_takes_the_place_of_another_records_again() -> None:
     assert runner.num_warm == 3 + 2, "a module more has a mode more"
 
 
-def test_a_loaded_state_is_in_force() -> None:
+def test_a_loaded_state_is_active() -> None:
     saved: dict[str, Any] = {}
 
     def between(number: int, graph: Graph) -> None:
@@ -388,7 +388,7 @@ def test_a_loaded_state_is_in_force() -> None:
     both(between=between, schedule=False)
 
 
-def test_a_flag_set_later_is_in_force() -> None:
+def test_a_flag_set_later_is_active() -> None:
     def between(number: int, graph: Graph) -> None:
         if number == 5:
             graph.model[1].config.activation_checkpointing = True
@@ -545,14 +545,14 @@ def test_verify_passes_and_puts_everything_back() -> None:
     _, graph = run(runner)
     model = graph._roots["model"]
     before = [t.clone() for t in model.parameters()]
-    state, random_state = str(graph._update.optimizers[0].state_dict()), torch.get_rng_state()
+    state, rng_state = str(graph._update.optimizers[0].state_dict()), torch.get_rng_state()
     report = graph.verify(batches(1)[0], steps=2)
     assert report.is_captured
     assert report.num_steps == 2
     assert report.num_bytes > 2 * sum(p.nbytes for p in before)
     assert same(before, list(model.parameters()))
     assert str(graph._update.optimizers[0].state_dict()) == state
-    assert torch.equal(torch.get_rng_state(), random_state)
+    assert torch.equal(torch.get_rng_state(), rng_state)
 
 
 @pytest.mark.parametrize("capture", ["eager", "tape"])
@@ -622,7 +622,7 @@ def test_capture_takes_known_words_only() -> None:
     graph = Train(chain("mlp"), plain_sgd(chain("mlp")))
     with pytest.raises(ConfigError, match=r"capture: there is no 'cudagraph' · did you mean 'cuda_graph'"):
         graph.config.capture = "cudagraph"
-    with pytest.raises(ConfigError, match=r"max_captures: 0 is no number of recordings"):
+    with pytest.raises(ConfigError, match=r"max_captures: expected a positive int, got 0"):
         graph.config.max_captures = 0
     graph.config.capture = "cuda_graph"
     with pytest.raises(ConfigError, match=r"'cuda_graph' expected modules on one CUDA device, got cpu"):
@@ -693,7 +693,7 @@ def test_draws_of_the_host_are_seen(draw: Callable[[], Any], what: str) -> None:
     assert twice() == first
 
 
-def test_an_attribute_of_the_graph_that_is_set_later_is_in_force() -> None:
+def test_an_attribute_of_the_graph_that_is_set_later_is_active() -> None:
     class Scaled(Train):
         scale = 1.0
 

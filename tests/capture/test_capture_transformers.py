@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, Architecture
+from helpers.architectures import ARCHITECTURES, Architecture
+from helpers.fake_capture import TapeCopies, TapeRunner
 from helpers.thread_copies import FakeHost
-from tape import TapeCopies, TapeRunner
 from torch import Tensor, nn
 from transformers import masking_utils
 
@@ -133,7 +133,7 @@ def test_a_mask_that_only_the_recording_has_is_not_offloaded(name: str, masks: l
     ours, graph = run(architecture, TapeRunner(), rule=True, more=more, offload=FakeHost(copies=TapeCopies()))
     assert any(masks)
     assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(ours, plain, strict=True))
-    assert graph._step.recorded.captures.num_replays == 3
+    assert graph._step.captured.captures.num_replays == 3
     assert any("stay on the device" in row.note for row in graph.explain(show=False).rows)
 
 

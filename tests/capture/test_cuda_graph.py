@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fake_cuda import FakeCuda
+from helpers.fake_cuda import FakeCuda
 
 from graphckpt.capture.cuda_graph import CudaGraphBackend
 
@@ -78,7 +78,7 @@ def test_a_capture_that_does_not_begin_at_all_gives_back_no_pool_of_others(
         raise RuntimeError("generator is captured already")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fake_cuda.FakeGraph.capture_begin", refuse)
+        patch.setattr("helpers.fake_cuda.FakeGraph.capture_begin", refuse)
         with pytest.raises(RuntimeError, match="generator"):
             graphs.capture(cuda.matmul)
     assert cuda.pool_uses[pool] == 1

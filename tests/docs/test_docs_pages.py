@@ -5,20 +5,17 @@ from __future__ import annotations
 import gc
 import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import pages
 
 from graphckpt.stores import offload_targets
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import pages
-
 DOCS = Path(__file__).parent.parent.parent / "docs"
-RUN = [DOCS / "tutorial.md", *sorted((DOCS / "howto").glob("*.md"))]
+NAMES = ("tutorial.md", "graph.md", "reference/selectors.md", "reference/policies.md")
+RUN = [*(DOCS / name for name in NAMES), *sorted((DOCS / "howto").glob("*.md"))]
 
 
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)

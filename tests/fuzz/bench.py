@@ -69,7 +69,7 @@ class Bench:
             for key, value in vars(module).items():
                 if not key.startswith("_") and key != "forward":
                     self.see(f"attribute {name}.{key}", value)
-        self.see("random state", torch.get_rng_state())
+        self.see("RNG state", torch.get_rng_state())
 
 
 def frozen(value: Any) -> Any:
@@ -105,7 +105,7 @@ def differing(ours: dict[str, Any], plain: dict[str, Any]) -> list[str]:
 
 
 def left_behind(stores: set[Any]) -> list[str]:
-    """Names what a run has left in force, or in one of its stores, now that its model is gone."""
+    """Names what a run has left active, or in one of its stores, now that its model is gone."""
     found = []
     if running.get() is not None:
         found.append("a run that has not ended")
@@ -130,7 +130,7 @@ def run(
     bench = Bench(model, handle)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.5)
     torch.manual_seed(5)
-    with graphckpt.disable_checkpointing() if rules is None else nullcontext():
+    with graphckpt.blocks.disable_checkpointing() if rules is None else nullcontext():
         for number, (shape, options) in enumerate(steps):
             bench.begin(number, **options)
             shape(bench)

@@ -19,9 +19,9 @@ class Refusal(NamedTuple):
 
 
 DOCUMENTED = (
-    Refusal("edited its argument `[^`]+` in place, and the recomputation has no copy of it", "", "has no copy of it"),
-    Refusal("its argument `[^`]+` was edited in place", "EditsItsInputLater", "only from a later call on"),
-    Refusal("a tensor that one of its ops saves was edited in place", "saved_on_cpu", "save_on_cpu"),
+    Refusal("modified its argument `[^`]+` in place, and the recomputation has no copy of it", "", "has no copy of it"),
+    Refusal("its argument `[^`]+` was modified in place", "EditsItsInputLater", "only from a later call on"),
+    Refusal("a tensor that one of its ops saves was modified in place", "saved_on_cpu", "save_on_cpu"),
     Refusal(r"left behind .*alive in a store'\]$", "spectral, by hook", "as `torch.nn.utils.spectral_norm` sets one"),
     Refusal(
         r"^step \d+: gradient of",

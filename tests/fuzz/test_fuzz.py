@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from thinning import slow_unless
+from helpers.thinning import slow_unless
 
 from fuzz.apart import execute_apart
 from fuzz.documented import DOCUMENTED
@@ -52,7 +52,7 @@ def test_a_broken_engine_is_found_and_the_programme_shrunk(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     right = [programme for programme in map(generate, range(40)) if execute(programme).kind == "same"]
-    monkeypatch.setattr("graphckpt.rules.engine.frame.set_random_state", lambda state: None)
+    monkeypatch.setattr("graphckpt.rules.engine.frame.set_rng_state", lambda state: None)
     found = ((programme, execute(programme)) for programme in right)
     programme, outcome = next((p, o) for p, o in found if o.kind == "differs")
     small = shrink(programme, lambda other: execute(other).is_like(outcome))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from architectures import ARCHITECTURES, Architecture
+from helpers.architectures import ARCHITECTURES, Architecture
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -98,7 +98,7 @@ class Train(Graph):
 
 
 def captures(graph: Graph) -> Any:
-    return graph._step.recorded.captures
+    return graph._step.captured.captures
 
 
 def batches(count: int, rows: int = 32) -> list[Tensor]:
@@ -114,7 +114,7 @@ def run(
     inputs: list[Tensor] | None = None,
     blocks: tuple[type[nn.Module], ...] = (),
 ) -> tuple[list[Any], Train]:
-    """Runs 20 steps, and returns all that they left: losses, rates, parameters, random state."""
+    """Runs 20 steps, and returns all that they left: losses, rates, parameters, RNG state."""
     model = model_of(*blocks)
     optimizer = make(model)
     graph = Train(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5), capture=capture)
@@ -280,7 +280,7 @@ def test_masks_differ_between_replays_and_agree_within_one() -> None:
     assert all(0.4 < mask.float().mean() < 0.6 for mask in seen)
 
 
-def test_a_seed_set_between_replays_is_in_force() -> None:
+def test_a_seed_set_between_replays_is_active() -> None:
     graph = Masks()
     x = torch.ones(4096, device="cuda")
     for _ in range(4):

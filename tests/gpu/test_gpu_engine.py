@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, Architecture
+from helpers.architectures import ARCHITECTURES, Architecture
+from helpers.hard_modules import ZOO, B, D, chain, differing, state_of
 from torch import nn
-from zoo import ZOO, B, D, chain, differing, state_of
 
 import graphckpt
 from graphckpt import Graph, Segments, Selective, Tiles
@@ -52,7 +52,7 @@ def run_steps(model: nn.Module, *, autocast: bool) -> dict[str, Any]:
         loss.backward()
         seen[f"loss {number}"] = loss.detach()
         seen[f"input grad {number}"] = x.grad
-    return seen | state_of(model) | {"random state": torch.cuda.get_rng_state()}
+    return seen | state_of(model) | {"RNG state": torch.cuda.get_rng_state()}
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
@@ -117,7 +117,7 @@ def test_the_allocator_confirms_what_explain_says(rules: dict[str, Any]) -> None
     torch.cuda.synchronize()
 
 
-def test_random_state_of_every_device_in_use_is_restored() -> None:
+def test_rng_state_of_every_device_in_use_is_restored() -> None:
     """A block whose tensors come as keywords and in containers, which PyTorch's own checkpoint does not look into."""
 
     class Drops(nn.Module):
@@ -165,7 +165,7 @@ def test_graph_with_scaler_and_clipping() -> None:
 
 
 def test_recompute_with_dropout_inside_one_cuda_graph() -> None:
-    """Rewinding the random state is legal under capture: forward and second run draw equal masks in every replay."""
+    """Rewinding the RNG state is legal under capture: forward and second run draw equal masks in every replay."""
     torch.manual_seed(0)
     model = wide_chain()
     x = torch.randn(256, 512, device="cuda", requires_grad=True)
@@ -190,7 +190,7 @@ def test_recompute_with_dropout_inside_one_cuda_graph() -> None:
             seen.append((loss.clone(), x.grad.clone()))
     assert not torch.equal(seen[0][1], seen[1][1]), "replays must draw new masks"
     # <d loss / d x, x> by a mask that agrees: a finite difference under the same replayed masks cannot be had, so
-    # compare with an eager step from the same random state
+    # compare with an eager step from the same RNG state
     torch.cuda.manual_seed(7)
     graph.replay()
     captured = (loss.clone(), x.grad.clone())

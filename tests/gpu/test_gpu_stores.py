@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.hard_modules import ZOO, B, D, chain, differing, state_of
 from torch import nn
-from zoo import ZOO, B, D, chain, differing, state_of
 
 import graphckpt
 from graphckpt import Segments, Selective
-from graphckpt.stores import Group, Host
+from graphckpt.stores import Host, TensorGroup
 from graphckpt.stores.host.host import HostStore
 from graphckpt.stores.host.pinned import pin
 
@@ -100,8 +100,8 @@ def fail(note: str) -> None:
     raise AssertionError(note)
 
 
-def group(number: int) -> Group:
-    made = Group(f"layers.{number}", list, fail)
+def group(number: int) -> TensorGroup:
+    made = TensorGroup(f"layers.{number}", list, fail)
     made.number = number
     return made
 
@@ -119,7 +119,7 @@ def test_no_race_in_200_random_steps(pinned: Pinned, in_flight_bytes: int | None
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(200):
         place.begin_step()
-        kept: list[tuple[Any, Group, int, int]] = []
+        kept: list[tuple[Any, TensorGroup, int, int]] = []
         for number in range(dice.randint(1, 5)):
             block = group(number)
             for _ in range(dice.randint(0, 3)):
@@ -221,7 +221,7 @@ def run_steps(model: nn.Module, *, autocast: bool) -> dict[str, Any]:
         loss.backward()
         seen[f"loss {number}"] = loss.detach()
         seen[f"input grad {number}"] = x.grad
-    return seen | state_of(model) | {"random state": torch.cuda.get_rng_state()}
+    return seen | state_of(model) | {"RNG state": torch.cuda.get_rng_state()}
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])

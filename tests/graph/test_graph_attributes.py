@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.train_graphs import Train, adamw, batches, mlp
 from torch import nn
-from train_graphs import Train, adamw, batches, mlp
 
-from graphckpt import Block, Graph
+from graphckpt import Graph
+from graphckpt.blocks import Block
 
 
 def test_a_module_becomes_a_block_and_comes_back_as_itself_in_build() -> None:
@@ -56,9 +57,18 @@ def test_nothing_can_be_set_before_init() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (lambda: adamw(mlp()), "Train.extra: an Optimizer is no attribute of a Graph · fix: use add_optimizer(...)"),
-        (lambda: torch.ones(2), "Train.extra: a Tensor is no attribute of a Graph · fix: hold it in an nn.Module"),
-        (lambda: nn.Parameter(torch.ones(2)), "Train.extra: a Tensor is no attribute of a Graph · fix: hold it in"),
+        (
+            lambda: adamw(mlp()),
+            "Train.extra: an Optimizer cannot be an attribute of a Graph · fix: use add_optimizer(...)",
+        ),
+        (
+            lambda: torch.ones(2),
+            "Train.extra: a Tensor cannot be an attribute of a Graph · fix: hold it in an nn.Module",
+        ),
+        (
+            lambda: nn.Parameter(torch.ones(2)),
+            "Train.extra: a Tensor cannot be an attribute of a Graph · fix: hold it in",
+        ),
     ],
 )
 def test_optimizers_and_tensors_are_no_attributes(value: Any, message: str) -> None:
@@ -209,8 +219,8 @@ def test_training_and_is_compiled() -> None:
     graph(*batches(1)[0])
     assert graph.is_compiled
     graph.model[1].config.activation_checkpointing = True
-    graph.measure()
-    assert graph.is_compiled
+    with graph.measure():
+        assert graph.is_compiled
 
 
 def test_a_failed_first_call_does_not_count() -> None:
@@ -243,7 +253,7 @@ def test_trace_makes_a_graph_of_a_function() -> None:
 
 @pytest.mark.parametrize("value", [3, nn.Linear(1, 1), Graph, None])
 def test_trace_takes_functions_only(value: Any) -> None:
-    with pytest.raises(RuntimeError, match=r"Graph.trace: \w+ is no function · fix: decorate a function"):
+    with pytest.raises(RuntimeError, match=r"Graph.trace: expected a function, got \w+ · fix: decorate a function"):
         Graph.trace(value)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.train_graphs import Train, adamw, batches, mlp, run_graph, run_plain, same
 from torch import Tensor, nn
-from train_graphs import Train, adamw, batches, mlp, run_graph, run_plain, same
 
 from graphckpt import ConfigError, Graph, GraphError, GraphModule, Segments, Selective, Tiles
 
@@ -217,7 +217,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("segments", 0, "segments: expected a positive int, 'sqrt' or 'log', got 0 · fix: use one of these"),
     ("segments", True, "segments: expected a positive int, 'sqrt' or 'log', got True"),
     ("tiles", "two", "tiles: expected a positive int, got 'two' · fix: use the number of slices"),
-    ("stage_id", 1.5, "1.5 is no stage · fix: use an int"),
+    ("stage_id", 1.5, "expected an int from 0 on, got 1.5 · fix: the stage's number"),
     (
         "activation_checkpoint",
         True,
@@ -283,7 +283,7 @@ def test_flags_on_containers_without_a_forward_do_nothing_and_say_so() -> None:
 def test_explain_after_one_two_and_three_calls() -> None:
     graph = make()
     with pytest.raises(
-        GraphError, match=r"explain: no step was watched · fix: call the graph, with config.measure = True"
+        GraphError, match=r"explain: no step was watched · fix: call the graph inside `with graph.measure\(\):`"
     ):
         graph.explain()
     flag_like_libai_old(graph)
@@ -305,7 +305,7 @@ def test_explain_after_one_two_and_three_calls() -> None:
     assert explanation.title == graph.name
 
 
-def test_measure_watches_the_next_calls_again() -> None:
+def test_measure_records_the_calls_inside() -> None:
     graph = make()
     flag_layers_1(graph)
     run_graph(graph, 6)
@@ -313,11 +313,27 @@ def test_measure_watches_the_next_calls_again() -> None:
     x, y = batches(1)[0]
     graph(x.repeat(3, 1), y.repeat(3))
     assert graph.explain(show=False).bytes_before == first.bytes_before
-    graph.measure()
-    for _ in range(3):
+    with graph.measure():
         graph(x.repeat(3, 1), y.repeat(3))
-    assert graph.explain(show=False).bytes_before > 2 * first.bytes_before
+    measured = graph.explain(show=False)
+    assert measured.bytes_before > 2 * first.bytes_before
+    assert measured.rows[1].forward_seconds is not None  # of the third call
+    graph(x, y)
+    assert graph.explain(show=False).bytes_before == measured.bytes_before
     assert graph.is_compiled
+
+
+def test_measure_as_the_first_call_and_without_config_measure(capsys: pytest.CaptureFixture[str]) -> None:
+    graph = make()
+    graph.config.measure = False
+    with graph.measure():
+        run_graph(graph, 1)
+    kept = graph.explain(show=False).bytes_before
+    x, y = batches(1)[0]
+    for _ in range(3):  # none of these replaces what was measured
+        graph(x.repeat(3, 1), y.repeat(3))
+    assert graph.explain(show=False).bytes_before == kept > 0
+    assert not capsys.readouterr().out
 
 
 def test_without_measure_no_step_is_watched() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.train_graphs import Train, adamw, batches, mlp, run_graph, same
 from torch import Tensor, nn
-from train_graphs import Train, adamw, batches, mlp, run_graph, same
 
 from graphckpt import Graph, GraphError
 

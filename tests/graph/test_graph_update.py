@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.train_graphs import B, Train, adamw, batches, mlp, run_graph, run_plain, same
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
@@ -17,7 +18,6 @@ from torch.optim.lr_scheduler import (
     ReduceLROnPlateau,
     SequentialLR,
 )
-from train_graphs import B, Train, adamw, batches, mlp, run_graph, run_plain, same
 
 from graphckpt import ConfigError, Graph, GraphError
 
@@ -66,7 +66,7 @@ def test_the_schedule_moves_once_after_each_step(kind: str) -> None:
     assert optimizer.param_groups[0]["lr"] == plain_optimizer.param_groups[0]["lr"]
 
 
-def test_an_edited_learning_rate_is_in_force_at_the_next_call() -> None:
+def test_a_changed_learning_rate_takes_effect_at_the_next_call() -> None:
     ours, optimizer, plain, plain_optimizer = pair(lambda m: torch.optim.SGD(m.parameters(), lr=0.2))
     graph = Train(ours, optimizer)
     run_graph(graph)
@@ -177,13 +177,13 @@ def test_several_backwards_add_up() -> None:
 
 WRONG_OPTIMIZERS: dict[str, tuple[Any, Any, str]] = {
     "none": (lambda m: None, None, "optimizer cannot be None · fix: pass a torch.optim.Optimizer"),
-    "module": (lambda m: m, None, "Sequential is no Optimizer · fix: pass a torch.optim.Optimizer"),
+    "module": (lambda m: m, None, "expected a torch.optim.Optimizer, got Sequential · fix: pass one"),
     "lbfgs": (
         lambda m: torch.optim.LBFGS(m.parameters()),
         None,
         "LBFGS runs the forward itself, several times a step · fix: use it without a Graph, with graphckpt.apply",
     ),
-    "no scheduler": (adamw, lambda o: "cosine", "lr_sch str is no LRScheduler · fix: pass one, or None"),
+    "no scheduler": (adamw, lambda o: "cosine", "expected an LRScheduler as lr_sch, got str · fix: pass one, or None"),
     "plateau": (
         adamw,
         ReduceLROnPlateau,
@@ -461,11 +461,11 @@ def test_amp_in_an_evaluation_graph_and_off_again() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"mode": "yes"}, "enable_amp: mode 'yes' is no bool · fix: use True or False"),
-        ({"mode": 1}, "enable_amp: mode 1 is no bool · fix: use True or False"),
+        ({"mode": "yes"}, "enable_amp: expected a bool as mode, got 'yes' · fix: use True or False"),
+        ({"mode": 1}, "enable_amp: expected a bool as mode, got 1 · fix: use True or False"),
         (
             {"dtype": torch.float32},
-            "enable_amp: dtype torch.float32 is not for autocast · fix: use torch.float16 or torch.bfloat16",
+            "enable_amp: expected torch.float16 or torch.bfloat16, got torch.float32 · fix: the dtype",
         ),
     ],
 )
@@ -544,7 +544,9 @@ def test_a_scaler_with_two_optimizers_of_which_one_is_not_reached() -> None:
 def test_what_set_grad_scaler_refuses_and_unset() -> None:
     ours, optimizer, plain, plain_optimizer = pair()
     graph = Train(ours, optimizer)
-    with pytest.raises(GraphError, match=r"set_grad_scaler: str is no GradScaler · fix: pass a torch.amp.GradScaler"):
+    with pytest.raises(
+        GraphError, match=r"set_grad_scaler: expected a GradScaler, got str · fix: pass a torch.amp.GradScaler"
+    ):
         graph.set_grad_scaler("dynamic")
     graph.set_grad_scaler(scaler())
     graph.set_grad_scaler(None)
@@ -662,7 +664,7 @@ def test_micro_batches_must_return_the_same_structure() -> None:
 def test_what_accumulation_refuses(value: Any) -> None:
     with pytest.raises(
         ConfigError,
-        match=re.escape(f"set_gradient_accumulation_steps: {value!r} is no number of steps · fix: a positive int"),
+        match=re.escape(f"set_gradient_accumulation_steps: expected a positive int, got {value!r} · fix: use 1"),
     ):
         Train(mlp()).config.set_gradient_accumulation_steps(value)
 

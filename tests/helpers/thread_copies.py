@@ -62,15 +62,20 @@ class Copy(CopyEvent):
     def make(self) -> None:
         """CopyEngine, unless one of the two has been given back."""
         self.started_at = time.perf_counter()
-        source, target = self._source.hold(), self._target.hold()
-        if source is None or target is None:
-            gone = "source" if source is None else "target"
-            self.error = f"copy {self.what} {self.number}: its {gone} was freed before it was made"
-        else:
-            target.copy_(source)
-        del source, target  # whoever joins may look at who holds them
-        self.ended_at = time.perf_counter()
-        self.is_done.set()
+        source = target = None
+        try:
+            source, target = self._source.hold(), self._target.hold()
+            if source is None or target is None:
+                gone = "source" if source is None else "target"
+                self.error = f"copy {self.what} {self.number}: its {gone} was freed before it was made"
+            else:
+                target.copy_(source)
+        except Exception as error:  # whoever waits for the copy would wait for ever
+            self.error = f"copy {self.what} {self.number}: {error}"
+        finally:
+            del source, target  # whoever joins may look at who holds them
+            self.ended_at = time.perf_counter()
+            self.is_done.set()
 
 
 @final

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parent.parent / "parallel"))  # ranks.py is imported by name, also by the ranks
-
-from ranks import run_on_ranks
-from two_ranks import train
+from helpers.ranks import run_on_ranks
+from helpers.two_ranks import train
 
 
 @pytest.mark.multi_process

@@ -38,9 +38,10 @@ class Layer(nn.Module):
 
 
 class Regression(LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, batch: int = 8) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.batch = batch
         self.net = nn.Sequential(nn.Linear(8, 16), *(Layer(16) for _ in range(LAYERS)), nn.Linear(16, 1))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -52,14 +53,14 @@ class Regression(LightningModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         generator = torch.Generator().manual_seed(0)
-        x = torch.randn(24, 8, generator=generator)
-        return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
+        x = torch.randn(3 * self.batch, 8, generator=generator)
+        return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=self.batch)
 
 
 def fit(
-    folder: Path, *callbacks: GraphckptCallback, strategy: Any = "auto", devices: int = 1, **more: Any
+    folder: Path, *callbacks: GraphckptCallback, strategy: Any = "auto", devices: int = 1, batch: int = 8, **more: Any
 ) -> Regression:
-    module = Regression()
+    module = Regression(batch)
     RUNS[module] = [0] * LAYERS
     for number in range(LAYERS):
 
@@ -122,6 +123,23 @@ def test_the_same_line_under_ddp(tmp_path: Path, ddp: Any) -> None:
     assert callback.explanation.bytes_saved > 0
 
 
+def test_a_memory_budget_is_planned_for_on_the_first_batch(tmp_path: Path, capsys: Any) -> None:
+    plain = fit(tmp_path, batch=256)
+    callback = GraphckptCallback(unit="Layer", memory_budget="60%", report="table", plot=str(tmp_path / "step.png"))
+    ours = fit(tmp_path, callback, batch=256)
+    assert differences(ours, plain) == []
+    plan, seen = callback.plan, callback.explanation
+    assert plan is not None
+    assert seen is not None
+    assert plan.predicted_peak_bytes <= plan.budget_bytes < plan.plain_peak_bytes
+    assert seen.bytes_after < seen.bytes_before
+    printed = capsys.readouterr().out
+    assert "graphckpt: plan: memory budget" in printed
+    assert "kept for backward: " in printed
+    assert (tmp_path / "step.png").stat().st_size > 1000
+    assert not any("forward" in vars(m) for m in ours.modules())
+
+
 def test_an_error_takes_the_policies_off(tmp_path: Path) -> None:
     class Failing(Callback):
         def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
@@ -132,7 +150,6 @@ def test_an_error_takes_the_policies_off(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         fit(tmp_path, callback, failing)
     assert not any("forward" in vars(m) for m in failing.module.modules())
-    assert callback.handle is None
 
 
 def test_a_selector_that_matches_nothing_fails_before_the_first_batch(tmp_path: Path) -> None:

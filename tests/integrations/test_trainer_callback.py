@@ -26,6 +26,7 @@ from transformers import (
 
 from graphckpt import ConfigError
 from graphckpt.blocks.find_layers import layers
+from graphckpt.integrations.policy_callback import saved_line
 from graphckpt.integrations.transformers import GraphckptArguments, GraphckptCallback
 from graphckpt.ledger.live_memory import LiveBytes
 
@@ -118,7 +119,39 @@ def test_one_line_in_trainer_saves_bytes_and_changes_no_bit(build: Any, tmp_path
     assert entry["graphckpt/kept_bytes_plain"] == seen.bytes_before
     assert f"policies act on {LAYERS} blocks; kept for backward: " in capsys.readouterr().out
     assert not has_policies(model)
-    assert callback.handle is None
+    assert callback.handle is not None
+    assert callback.handle.explain(show=False) == callback.explanation
+
+
+def test_a_memory_budget_is_planned_for_when_training_starts(tmp_path: Path, capsys: Any) -> None:
+    plain_model = gpt2()
+    train(plain_model, tmp_path)
+    model = gpt2()
+    (keys,) = HfArgumentParser(GraphckptArguments).parse_args_into_dataclasses(["--graphckpt_memory_budget", "50%"])
+    callback = GraphckptCallback(**keys.keys(), report="table", plot=str(tmp_path / "step.png"))
+    train(model, tmp_path, callback)
+    assert_equal(weights(model), weights(plain_model))
+    plan, seen = callback.plan, callback.explanation
+    assert plan is not None
+    assert seen is not None
+    assert plan.predicted_peak_bytes <= plan.budget_bytes < plan.plain_peak_bytes
+    assert {row.block: row.rule != "keep" for row in seen.rows if row.block in plan.blocks} == dict.fromkeys(
+        plan.blocks, True
+    )
+    printed = capsys.readouterr().out
+    assert "graphckpt: plan: memory budget" in printed
+    assert "kept for backward: " in printed
+    assert (tmp_path / "step.png").stat().st_size > 1000
+    assert not has_policies(model)
+
+
+def test_a_table_and_a_picture_of_the_first_step(tmp_path: Path, capsys: Any) -> None:
+    callback = GraphckptCallback("selective", report="table", plot=str(tmp_path / "step.svg"))
+    train(gpt2(), tmp_path, callback)
+    assert callback.explanation is not None
+    assert callback.explanation.peak_bytes is not None
+    assert "transformer.h.0-3 (4x)" in capsys.readouterr().out
+    assert "<svg" in (tmp_path / "step.svg").read_text()
 
 
 def test_keys_name_units_blocks_and_places(tmp_path: Path) -> None:
@@ -169,7 +202,9 @@ def test_checkpointing_in_call_is_switched_off_where_a_policy_recomputes(tmp_pat
     model(torch.ones(2, 4)).sum().backward()
     assert [layer.gradient_checkpointing for layer in model] == [False, True, True]
     assert callback.handle is not None
-    assert [row.reruns for row in callback.handle.explain(show=False).rows][:2] == [1, 0]
+    rows = callback.handle.explain(show=False).rows
+    assert [(row.rule, row.reruns) for row in rows[:2]] == [("full", 1), ("own checkpointing", 1)]
+    assert "policies act on 1 blocks" in saved_line(callback.handle.explain(show=False))
     callback.on_train_end(arguments(tmp_path), TrainerState(), TrainerControl())
     assert [layer.gradient_checkpointing for layer in model] == [True] * 3
 
@@ -288,6 +323,31 @@ def test_wrong_keys_fail_before_training() -> None:
         GraphckptCallback(blocks={"h": {"tiles": 0}})
     with pytest.raises(ConfigError, match=r"^GraphckptCallback\.cpu_checkpointing: .* · fix: write offload, "):
         GraphckptCallback(cpu_checkpointing=True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"rule": "ful"}, r"\.rule: expected a rule, got 'ful' · did you mean 'full'"),
+        (
+            {"rules": "full"},
+            r": unexpected argument 'rules' · did you mean 'rule' .*use rule, unit, blocks, mem",
+        ),
+        ({"report": "tabel"}, r"\.report: expected True, False or 'table', got 'tabel'"),
+        ({"rule": "selective", "memory_budget": "50%"}, r"\.memory_budget: the plan chooses .* fix: leave rule out"),
+        ({"blocks": {"h": True}, "memory_budget": "50%"}, r"\.memory_budget: .* fix: leave blocks out"),
+        ({"memory_budget": "50%", "offlod": True}, r": there is no option 'offlod' · did you mean 'offload'"),
+        ({"memory_budget": "150%"}, r"memory_budget: expected above 0% and up to 100%, got '150%'"),
+    ],
+)
+def test_errors_are_in_the_words_of_the_callback(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        GraphckptCallback(**keys)
+
+
+def test_a_misspelt_unit_names_the_class(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'GPT2Blok' matches no module .* did you mean 'GPT2Block'"):
+        train(gpt2(), tmp_path, GraphckptCallback(unit="GPT2Blok"))
 
 
 def test_a_model_without_a_stack_of_layers_says_what_to_name(tmp_path: Path) -> None:

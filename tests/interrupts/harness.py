@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from fuzz.bench import frozen, same
+from helpers.hard_modules import B, BatchNorm, Counts, D, EditsItsInput, Mlp, Noise
 from helpers.thread_copies import FakeHost, ThreadCopies
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
-from zoo import B, BatchNorm, Counts, D, EditsItsInput, Mlp, Noise
 
 import graphckpt
 from graphckpt import Segments, Selective
@@ -101,8 +101,8 @@ def copy_state(source: nn.Module, target: nn.Module) -> None:
                 twin.__dict__[key] = copy.deepcopy(value)
 
 
-def left_in_force() -> list[str]:
-    """Names what is in force that was not before."""
+def left_active() -> list[str]:
+    """Names what is active that was not before."""
     found = []
     if not torch.is_grad_enabled():
         found.append("gradients are off")
@@ -116,13 +116,13 @@ def left_in_force() -> list[str]:
         found.append("autocast")
     if running.get() is not None:
         found.append("a run")
-    if graphckpt.is_recomputing():
+    if graphckpt.blocks.is_recomputing():
         found.append("is_recomputing()")
     return found
 
 
 def _are_of_explain() -> bool:
-    """Whether the hooks in force are those that record the first forward for `explain()`.
+    """Whether the active hooks are those that record the first forward for `explain()`.
 
     They change nothing, and the next forward of the model removes them.
     """
@@ -206,7 +206,7 @@ class Trial:
         with torch.autocast("cpu", torch.bfloat16) if self._autocast else nullcontext():
             y = self._model(x)
         self._loss = y.float().pow(2).mean()
-        self._after_forward = state_of(self._model) | {"random state": torch.get_rng_state()}
+        self._after_forward = state_of(self._model) | {"RNG state": torch.get_rng_state()}
         self._loss.backward()
 
     def num_events(self, *, is_fresh: bool) -> int:
@@ -266,12 +266,10 @@ class Trial:
         return Fault(self.policy, place, is_fresh, moment.where(), tuple(what)) if what else None
 
     def _check(self, moment: Moment) -> list[str]:
-        found = [
-            f"left: {name}" for name in left_in_force() if not (name == "saved-tensor hooks" and _are_of_explain())
-        ]
+        found = [f"left: {name}" for name in left_active() if not (name == "saved-tensor hooks" and _are_of_explain())]
         if not moment.is_in_engine:
             clear_what_is_left()
-        ours = state_of(self._model) | {"random state": torch.get_rng_state()}
+        ours = state_of(self._model) | {"RNG state": torch.get_rng_state()}
         after = self._after_forward
         if after is not None and self.policy != RIVAL:
             found += [f"not put back: {name}" for name in after if not same(ours[name], after[name])]
@@ -284,10 +282,10 @@ class Trial:
         results = []
         for model in (self._model, twin):
             torch.manual_seed(7)
-            with nullcontext() if model is self._model else graphckpt.disable_checkpointing():
+            with nullcontext() if model is self._model else graphckpt.blocks.disable_checkpointing():
                 results.append(self._next_step(model))
             if model is self._model:
-                found += [f"left after the next step: {name}" for name in left_in_force()]
+                found += [f"left after the next step: {name}" for name in left_active()]
                 clear_what_is_left()
         names = [name for name in results[1] if not same(results[0].get(name), results[1][name])]
         found += [f"next step differs: {name}" for name in names[:3]]
@@ -306,7 +304,7 @@ class Trial:
             return {f"{type(error).__name__}: {str(error).splitlines()[0][:120]}": None}
         found = {"loss": frozen(loss), "gradient of the input": frozen(x.grad)}
         found |= {f"gradient of {name}": frozen(p.grad) for name, p in model.named_parameters()}
-        return found | state_of(model) | {"random state": torch.get_rng_state()}
+        return found | state_of(model) | {"RNG state": torch.get_rng_state()}
 
     def _alive(self) -> list[str]:
         stores = {wrapper.context.store for wrapper in self._handle._wrappers} if self._handle is not None else set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from interrupts.harness import POLICIES, Trial, left_in_force
+from interrupts.harness import POLICIES, Trial, left_active
 
 COUNT = 12
 
@@ -27,12 +27,12 @@ def test_a_timer_interrupts_too() -> None:
 
 
 def test_leftovers_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The harness itself: an engine that leaves gradients off, or random state behind, is found."""
+    """The harness itself: an engine that leaves gradients off, or RNG state behind, is found."""
     trial = Trial("full", seed=1)
     with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-        assert left_in_force() == ["gradients are off", "saved-tensor hooks"]
-    assert left_in_force() == []
-    monkeypatch.setattr("graphckpt.rules.engine.frame.set_random_state", lambda state: None)
+        assert left_active() == ["gradients are off", "saved-tensor hooks"]
+    assert left_active() == []
+    monkeypatch.setattr("graphckpt.rules.engine.frame.set_rng_state", lambda state: None)
     faults = [trial.interrupt() for _ in range(4)]
     trial.close()
     assert any("next step differs: gradient" in str(fault) for fault in faults)

@@ -1,11 +1,11 @@
-"""The plain models of ``architectures.py``: deterministic, and counted as the allocator counts them."""
+"""The plain models of ``helpers/architectures.py``: deterministic, and counted as the allocator counts them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from architectures import ARCHITECTURES
-from thinning import slow_unless
+from helpers.architectures import ARCHITECTURES
+from helpers.thinning import slow_unless
 
 from graphckpt.ledger.live_memory import LiveBytes
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_on_ranks
+from helpers.ranks import run_on_ranks
+from helpers.small_run import place, rows_of, same_weights  # noqa: F401
 from safetensors.torch import load_file
-from small_run import place, rows_of, same_weights  # noqa: F401
 from torch import nn
 
 from graphckpt.config.run import trainer_from

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import run_on_ranks
+from helpers.ranks import run_on_ranks
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "05_tensor_parallel.py"
 SIZES = ["--layers", "3", "--width", "64", "--heads", "4", "--vocab", "128", "--batch", "8", "--length", "32"]

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launch import launch
+from helpers.hard_modules import chain
+from helpers.launch import launch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from zoo import chain
 
 import graphckpt
 from graphckpt import Segments, Selective

@@ -6,8 +6,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from ranks import run_on_ranks
-from small_run import place, train  # noqa: F401
+from helpers.ranks import run_on_ranks
+from helpers.small_run import place, train  # noqa: F401
 
 from graphckpt.config.run import trainer_from
 from graphckpt.errors import ConfigError, GraphckptError

@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launch import launch
+from helpers.hard_modules import ZOO, chain, differing, run_steps
+from helpers.launch import launch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from zoo import ZOO, chain, differing, run_steps
 
 import graphckpt
 import graphckpt.stores.partition.ranks
 from graphckpt import ConfigError, Segments, Selective
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.stores import Group, Partition, Placement
+from graphckpt.stores import Partition, Placement, TensorGroup
 
 PARTITION: dict[str, Any] = {"partition": True, "min_elements": 1}
 FULL: dict[str, Any] = {"activation_checkpointing": True, **PARTITION}
@@ -70,8 +70,8 @@ def stores_of(handle: graphckpt.Handle) -> list[Any]:
     return [wrapper.placement.store for wrapper in handle._wrappers if wrapper.placement is not None]
 
 
-def group_of(block: str = "block", notes: list[str] | None = None) -> Group:
-    return Group(block, lambda: (), [].append if notes is None else notes.append)
+def group_of(block: str = "block", notes: list[str] | None = None) -> TensorGroup:
+    return TensorGroup(block, lambda: (), [].append if notes is None else notes.append)
 
 
 def step(model: nn.Module, *args: Any, **kwargs: Any) -> list[Tensor]:
@@ -368,7 +368,7 @@ def knows_meshes(rank: int) -> None:
     for partition in (mesh, mesh["tp"], groups[rank // 2], Partition(mesh, timeout_seconds=20), True):
         notes: list[str] = []
         store: Any = Placement(partition=partition).store
-        group = store.open_group(Group("block", lambda: list(own.parameters()), notes.append))
+        group = store.open_group(TensorGroup("block", lambda: list(own.parameters()), notes.append))
         key = store.put(x, group)
         store.close_group(group)
         shard = key.piece.store

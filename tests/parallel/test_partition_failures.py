@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launch import launch, say_done
+from helpers.launch import launch, say_done
 from torch import nn
 
 import graphckpt
 from graphckpt import StoreError
-from graphckpt.stores import Group, Partition, Placement
+from graphckpt.stores import Partition, Placement, TensorGroup
 
 LIMIT_SECONDS = 2.0
 
@@ -76,7 +76,7 @@ def other_blocks(rank: int) -> None:
 
 def other_sizes(rank: int) -> None:
     store: Any = Placement(partition=fresh()).store
-    group = store.open_group(Group("block", lambda: (), lambda _: None))
+    group = store.open_group(TensorGroup("block", lambda: (), lambda _: None))
     key = store.put(torch.ones(2000 + 500 * rank), group)
     fails(lambda: store.close_group(group), "block: ", "[8000]", "[10000]")
     assert torch.equal(store.get(key), torch.ones(2000 + 500 * rank))

@@ -15,7 +15,7 @@ from torch import nn
 
 import graphckpt
 from graphckpt import ConfigError
-from graphckpt.stores import Group, Partition, Placement, Traffic, parse_partition
+from graphckpt.stores import Partition, Placement, TensorGroup, Traffic, parse_partition
 from graphckpt.stores.byte_store import ByteHandle, ByteStore
 from graphckpt.stores.partition.ranks import PendingGather, RankGroup
 from graphckpt.stores.partition.replica_check import _CHUNK, checksum
@@ -46,7 +46,7 @@ def test_without_other_ranks_it_does_nothing_and_says_why() -> None:
     store: Any = Placement(partition=True).store
     notes: list[str] = []
     tensor = torch.randn(2000)
-    key = store.put(tensor, store.open_group(Group("block", lambda: (), notes.append)))
+    key = store.put(tensor, store.open_group(TensorGroup("block", lambda: (), notes.append)))
     assert key.data_ptr() == tensor.data_ptr()
     assert notes == ["partition does nothing: torch.distributed is not initialized"]
 
@@ -90,22 +90,22 @@ class Beneath(ByteStore):
         self.calls: list[str] = []
         self.kept: dict[ByteHandle, torch.Tensor] = {}
 
-    def put(self, data: torch.Tensor, group: Group) -> ByteHandle:
+    def put(self, data: torch.Tensor, group: TensorGroup) -> ByteHandle:
         handle = ByteHandle(data.numel())
         self.kept[handle] = data.clone()
         return handle
 
-    def get(self, handle: ByteHandle, group: Group) -> torch.Tensor:
+    def get(self, handle: ByteHandle, group: TensorGroup) -> torch.Tensor:
         self.calls.append(f"get {handle.num_bytes}")
         return self.kept[handle].clone()
 
     def free(self, handle: ByteHandle) -> None:
         del self.kept[handle]
 
-    def prefetch(self, handles: Sequence[ByteHandle], group: Group) -> None:
+    def prefetch(self, handles: Sequence[ByteHandle], group: TensorGroup) -> None:
         self.calls.append(f"prefetch {[handle.num_bytes for handle in handles]}")
 
-    def close_group(self, group: Group) -> None:
+    def close_group(self, group: TensorGroup) -> None:
         self.calls.append("close group")
 
     def begin_step(self) -> None:
@@ -132,7 +132,7 @@ def test_a_place_beneath_holds_slices_and_whole_pieces() -> None:
 
     object.__setattr__(shard, "_ranks", SimpleNamespace(rank=1, size=2, gather=gather))
     traffic = Traffic()
-    group = Group("block", lambda: (), lambda _: None, traffic)
+    group = TensorGroup("block", lambda: (), lambda _: None, traffic)
     shard.begin_step()
     handles = [shard.put(piece, group) for piece in pieces]
     assert beneath.kept == {}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launch import launch
+from helpers.launch import launch
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B
 

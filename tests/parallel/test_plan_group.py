@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from busy import be_busy
-from ranks import run_on_ranks
+from helpers.cpu_burn import be_busy
+from helpers.ranks import run_on_ranks
 from torch import Tensor, nn
 
 import graphckpt

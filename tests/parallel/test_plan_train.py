@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ranks import run_on_ranks
-from small_run import CONFIG, place, same_weights  # noqa: F401
+from helpers.ranks import run_on_ranks
+from helpers.small_run import CONFIG, place, same_weights  # noqa: F401
 
 from graphckpt.cli import main
 from graphckpt.planning import Plan

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_on_ranks
+from helpers.ranks import run_on_ranks
+from helpers.small_run import place, rows_of, same_weights  # noqa: F401
 from safetensors.torch import load_file
-from small_run import place, rows_of, same_weights  # noqa: F401
 from transformers import AutoModelForCausalLM
 
 from graphckpt.config.run import trainer_from

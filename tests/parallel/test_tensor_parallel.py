@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_on_ranks
+from helpers.ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import (

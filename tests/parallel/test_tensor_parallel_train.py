@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_on_ranks
+from helpers.ranks import run_on_ranks
+from helpers.small_run import StopAfter, place, rows_of, same_weights, stopped  # noqa: F401
 from safetensors.torch import load_file
-from small_run import StopAfter, place, rows_of, same_weights, stopped  # noqa: F401
 
 from graphckpt.cli import main
 from graphckpt.config.run import trainer_from

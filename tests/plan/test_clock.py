@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from busy import be_busy
+from helpers.cpu_burn import be_busy
 from torch import nn
 
 from graphckpt.planning.api import find_blocks

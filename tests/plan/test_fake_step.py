@@ -6,11 +6,13 @@ import pytest
 import torch
 import transformers
 
+from graphckpt import cli_plan
 from graphckpt.cli import main
 from graphckpt.planning.api import find_blocks
 from graphckpt.planning.candidates import NEAR, options
 from graphckpt.planning.device.fake_device import FakeDevice
 from graphckpt.planning.device.profile import load_profile
+from graphckpt.planning.measure import sweep
 from graphckpt.planning.measure.fake_step import FakeStep
 from graphckpt.planning.measure.instrument import Blocks
 from graphckpt.planning.measure.real_step import RealStep
@@ -18,12 +20,13 @@ from graphckpt.planning.measure.sweep import measure
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.planner import Planner
 from graphckpt.planning.solve.search import CopyRates
+from graphckpt.units import format_bytes
 
 
-def made(num_layers=7):
+def made(num_layers=7, vocab_size=64):
     config = transformers.LlamaConfig(
         num_hidden_layers=num_layers, hidden_size=32, intermediate_size=64, num_attention_heads=4,
-        num_key_value_heads=4, vocab_size=64, use_cache=False,
+        num_key_value_heads=4, vocab_size=vocab_size, use_cache=False,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
@@ -54,6 +57,36 @@ def test_equal_layers_are_run_in_a_shorter_stack(simulated):
     assert runs == [7, len(NEAR)], "all layers once, and as many as there are options"
     assert len(model.model.layers) == 7
     assert not known.notes
+
+
+def test_the_ops_of_a_few_equal_layers_are_timed(monkeypatch):
+    monkeypatch.setattr(sweep, "_MOST_TIMED", 2)
+    model, _, step = made()
+    real, timed = RealStep(model, step), []
+    ops = real.ops
+    real.ops = lambda blocks: timed.append(blocks.names) or ops(blocks)
+    measure(real, Blocks(find_blocks(model, None)), NEAR)
+    assert [len(names) for names in timed] == [2], "of seven"
+
+
+def test_a_shorter_stack_shows_where_autocast_frees_its_copies_of_weights():
+    device = FakeDevice(load_profile("h200"))
+    with device:
+        model, optimizer, _ = made(vocab_size=4096)  # so that the loss sets the peak
+        x = torch.ones(2, 64, dtype=torch.long)
+
+    def step():
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(input_ids=x, labels=x).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    fake, blocks = FakeStep(device, model, step, optimizer), Blocks(find_blocks(model, None))
+    known = measure(fake, blocks, options(False, ["full"]))
+    for plan in ([1] * 7, [0, 1, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0]):
+        chosen = [own[option] for own, option in zip(known.options_of, plan, strict=True)]
+        assert known.model.highest(plan).peak == fake.sample(blocks, chosen).trace.peak_bytes, plan
 
 
 def test_it_predicts_the_bytes_of_the_real_step(monkeypatch):
@@ -105,6 +138,26 @@ def test_the_command_plans_a_config_for_another_device(tmp_path, capsys):
     plan = Plan.load(saved)
     assert plan.predicted_peak_bytes <= plan.budget_bytes
     assert set(plan.blocks) <= {f"transformer.h.{n}" for n in range(4)}
+
+
+@pytest.mark.parametrize("patience", [0.0, 1e6])
+def test_the_command_says_what_takes_long_and_which_budget_it_takes(patience, monkeypatch, capsys):
+    monkeypatch.setattr(cli_plan, "_PATIENCE", patience)
+    words = ["model.config.n_layer=2", "train.train_micro_batch_size=2"]
+    assert main(["plan", "--config-file", "configs/quickstart.py", "--device", "h200", *words]) == 0
+    err = capsys.readouterr().err
+    size = format_bytes(load_profile("h200").memory_bytes)
+    assert f"--memory-budget is not set: planning for all memory of h200, {size}\n" in err
+    said = [line.partition(" s: ")[2] for line in err.splitlines() if line.startswith("planning, ")]
+    assert (said[-1:] == ["choosing the policies of 2 blocks"]) is (patience == 0.0)
+    assert any(line.startswith("simulated run ") for line in said) is (patience == 0.0)
+
+
+def test_the_command_says_nothing_of_a_budget_that_is_given(capsys):
+    flags = ["--device", "h200", "--memory-budget", "max"]
+    words = ["model.config.n_layer=2", "train.train_micro_batch_size=2"]
+    assert main(["plan", "--config-file", "configs/quickstart.py", *flags, *words]) == 0
+    assert "--memory-budget" not in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from tables import Table, all_outcomes, cheapest, least_peak, pareto, random_table
+from helpers.tables import Table, all_outcomes, cheapest, least_peak, pareto, random_table
 
 from graphckpt.errors import ConfigError
 from graphckpt.planning.solve.chain import ChainInterval, Move, binding, levels, peak, seconds

@@ -10,8 +10,8 @@ import random
 
 import pytest
 import torch
-from architectures import ARCHITECTURES
-from thinning import slow_unless
+from helpers.architectures import ARCHITECTURES
+from helpers.thinning import slow_unless
 from torch import nn
 
 import graphckpt

@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from tables import Table, cheapest
+from helpers.tables import Table, cheapest
 
 from graphckpt.errors import ConfigError
 from graphckpt.planning.solve.chain import Move, levels, peak, seconds

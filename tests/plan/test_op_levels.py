@@ -31,7 +31,7 @@ def drawn(seed):
         inputs = frozenset(rng.sample(range(number), min(number, rng.choice((1, 1, 2)))))
         call = OpCall("op", number, inputs, (), None, num_bytes=rng.choice((0, 40, 100, 400)), is_read=True)
         call.is_random = rng.random() < 0.1
-        call.is_edited = rng.random() < 0.1
+        call.is_mutated = rng.random() < 0.1
         log.calls.append(call)
     log.num_saving = 8
     log.saved = set(rng.sample(range(8), 4)) | {7}
@@ -141,7 +141,8 @@ def test_an_op_that_two_processes_time_unlike_is_decided_by_one():
 
     _, own = with_levels(NEAR, [0], lambda: seen, tell)
     assert len(told) == 1
-    assert own[0][2].fields["activation_checkpointing"] == {"rule": "selective", "save": ["aten.addmm.default[0]"]}
+    value = {"rule": "selective", "save": ["aten.addmm.default[0]"], "label": "level 1 of 1"}
+    assert own[0][2].fields["activation_checkpointing"] == value
 
 
 def test_a_class_without_levels_has_full_in_their_place_near_and_far():

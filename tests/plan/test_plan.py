@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import json
 import re
+import textwrap
 
 import pytest
 import torch
@@ -290,6 +292,7 @@ def test_plan_takes_budgets_of_every_kind(budget):
     ("budget", "message"),
     [
         ("0%", r"memory_budget: expected above 0% and up to 100%, got '0%' · fix: "),
+        ("0.5", r"memory_budget: expected a unit, got '0\.5' · fix: '0\.5GiB', or '50%'"),
         ("150%", r"memory_budget: expected above 0% and up to 100%, got '150%'"),
         (1.5, r"memory_budget: expected above 0% and up to 100%, got 1\.5"),
         ("a%", r"memory_budget: expected a percentage, got 'a%' · fix: '50%', or '12GiB'"),
@@ -510,7 +513,7 @@ def test_save_and_load(planned, tmp_path):
     assert "&" not in path.read_text(encoding="utf-8"), "any line may be copied"
     loaded = Plan.load(path)
     assert loaded.blocks == found.blocks != {}
-    assert loaded.explain(show=False) == found.rows
+    assert loaded.explain(show=False).rows == found.rows
     assert loaded == dataclasses.replace(found, stages=(), notes=())
     with pytest.raises(
         ConfigError, match=r"Plan\.apply: expected a model, since the plan is from a file · fix: plan\.apply\(model\)"
@@ -568,24 +571,46 @@ PEAK_OF_FIXED = (
 
 
 def test_explain_prints_policies_costs_and_notes(capsys):
-    assert FIXED.explain(show=False) == FIXED.rows
+    assert FIXED.explain(show=False) is FIXED
     assert capsys.readouterr().out == ""
     FIXED.explain()
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert printed == [
-        "",
-        " block   policy        blocks     costs      moves",
-        " ─────────────────────────────────────────────────",
-        " h.0-2   full               3   6.00 ms          -",
-        " h.3     full + host        1   1.00 ms   3.00 MiB",
-        " h.4-5   keep               2         -          -",
-        "",
+        "block  policy       blocks    costs     moves",
+        "---------------------------------------------",
+        "h.0-2  full              3  6.00 ms         -",
+        "h.3    full + host       1  1.00 ms  3.00 MiB",
+        "h.4-5  keep              2        -         -",
         "memory budget 12.0 MiB on h200",
-        PEAK_OF_FIXED,
+        *textwrap.wrap(PEAK_OF_FIXED, 80),
         "step 110 ms, +10.0 % over keeping everything",
         "everything kept: 20.0 MiB; lowest possible: 5.00 MiB",
-        "note: something to [know]",
+        "* something to [know]",
     ]
+    assert str(FIXED).splitlines() == printed
+    assert "h.0-2" in FIXED._repr_html_()
+    assert repr(FIXED) == "<Plan of 6 blocks: peak 11.0 MiB of a budget of 12.0 MiB>"
+    assert json.loads(json.dumps(FIXED.to_dict()))["plan"]["rows"][3]["option"] == "full + host"
+
+
+def test_levels_have_one_name_in_all_tables_and_their_ops_stand_below(capsys, tmp_path):
+    case = gpt2()
+    planner = case.planner()
+    choices = [planner.to_plan(choice, choice.peak) for _, choice in planner.search.uniform()]
+    found = next(choice for choice in choices if choice.rows[0].option.startswith("selective(level"))
+    found.save(tmp_path / "plan.yaml")
+    for each in (found, Plan.load(tmp_path / "plan.yaml")):
+        each.explain()
+        with each.apply(case.model) as handle:
+            with handle.measure():
+                case.step()
+            seen = handle.explain()
+        rules = {row.block: row.rule for row in seen.rows}
+        assert {row.block: rules[row.block] for row in found.rows} == {row.block: row.option for row in found.rows}
+        printed = capsys.readouterr().out.splitlines()
+        assert max(map(len, printed)) <= 80
+        assert sum("keeps the results of" in line for line in printed) == 2 * len(seen.legend) > 0
+        assert not any("aten." in line for line in printed if line.startswith(found.rows[0].block[:2]))
 
 
 @pytest.mark.parametrize("name", ["plan.png", "plan.svg"])

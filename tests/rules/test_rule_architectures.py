@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, Architecture
-from thinning import slow_unless
+from helpers.architectures import ARCHITECTURES, Architecture
+from helpers.thinning import slow_unless
 from torch import nn
 
 import graphckpt
@@ -63,7 +63,7 @@ def step(architecture: Architecture, model: nn.Module, *, seed: int = 3) -> dict
         seen[f"loss {number}"] = loss.detach()
     seen |= {f"grad {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
     seen |= {f"buffer {name}": b.clone() for name, b in model.named_buffers()}
-    seen["random state"] = torch.get_rng_state()
+    seen["RNG state"] = torch.get_rng_state()
     return seen
 
 
@@ -97,4 +97,4 @@ def test_same_bits_as_the_plain_step(
 
     assert ours.keys() == plain.keys()
     assert [name for name in plain if not torch.equal(ours[name], plain[name])] == []
-    assert sum(row.reruns for row in explanation.rows) > 0, "nothing ran again: the policy was not in force"
+    assert sum(row.reruns for row in explanation.rows) > 0, "nothing ran again: the policy was not active"

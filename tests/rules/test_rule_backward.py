@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.hard_modules import chain
 from torch import nn
-from zoo import chain
 
 import graphckpt
 from graphckpt import Segments, Selective

@@ -7,10 +7,10 @@ import weakref
 
 import pytest
 import torch
-from policies import HOLES, NESTED, ON_CHAIN, put
-from thinning import is_chosen, slow_unless
+from helpers.hard_modules import ZOO, chain, differing, plain_steps, run_steps
+from helpers.policies import HOLES, NESTED, ON_CHAIN, put
+from helpers.thinning import is_chosen, slow_unless
 from torch import nn
-from zoo import ZOO, chain, differing, plain_steps, run_steps
 
 from graphckpt.rules import rule_classes
 

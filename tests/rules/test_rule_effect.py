@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from architectures import ARCHITECTURES
+from helpers.architectures import ARCHITECTURES
+from helpers.hard_modules import Mlp, chain
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from zoo import Mlp, chain
 
 import graphckpt
 from graphckpt import Segments, Selective, Tiles

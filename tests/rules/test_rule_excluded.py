@@ -191,3 +191,15 @@ def test_an_excluded_child_that_edits_a_kept_result() -> None:
     with graphckpt.apply(model, policies):
         for _ in range(2):
             assert all(map(torch.equal, gradients(), expected))
+
+
+def test_hooks_of_the_caller_may_pack_a_tuple() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)))
+    x = torch.randn(4, 8)
+    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    policies = {"": {"activation_checkpointing": True}, "1": {"activation_checkpointing": False}}
+    with graphckpt.apply(model, policies):
+        with torch.autograd.graph.save_on_cpu():
+            loss = model(x).square().sum()
+        assert all(map(torch.equal, torch.autograd.grad(loss, list(model.parameters())), expected))

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.hard_modules import Mlp, chain, differing, plain_steps, run_steps
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from zoo import Mlp, chain, differing, plain_steps, run_steps
 
 import graphckpt
 from graphckpt.ledger.live_memory import LiveBytes

@@ -116,7 +116,7 @@ def test_ops_that_do_not_run_are_named():
     model, x = made(num=1)
     with under(model, ["aten.addmm.default[0]", "aten.relu.default", "attention[0]"]) as handle:
         step(model, x)
-        notes = str(handle.explain(show=False))
+        notes = str(handle.explain(show=False).rows)
     assert "the block runs no aten.relu.default" in notes
     assert "the block runs no attention[0]" in notes
     assert "no aten.addmm" not in notes
@@ -131,8 +131,32 @@ def test_numbers_of_one_op_may_be_named_apart():
 
 @pytest.mark.parametrize("name", ["aten.addmm.default[0,]", "aten.addmm.default[]", "aten.addmm.default[a]"])
 def test_numbers_that_mean_nothing_are_refused(name):
-    with pytest.raises(graphckpt.ConfigError, match="expected an op such as"):
+    with pytest.raises(
+        graphckpt.ConfigError,
+        match=r"expected the numbers of calls in brackets, .* fix: write aten\.addmm\.default\[0,2\]",
+    ):
         Selective([name])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("aten.softmx", r"did you mean 'aten\.softmax'"),
+        ("softmx", r"expected an op or one of matmul, attention"),
+        ("aten.addmm.defualt", r"'aten\.addmm' has no such overload, .* fix: use .*aten\.addmm\.default"),
+    ],
+)
+def test_misspelt_ops_have_near_misses(name, message):
+    with pytest.raises(graphckpt.ConfigError, match=message):
+        Selective([name])
+
+
+def test_a_number_that_is_never_reached_is_noted():
+    model, x = made(num=1)
+    with under(model, ["aten.addmm.default[0,9]"]) as handle:
+        step(model, x)
+        (row,) = [row for row in handle.explain(show=False).rows if row.block == "0"]
+    assert "the block runs no aten.addmm.default[0,9]" in row.note
 
 
 def test_the_first_call_of_a_block_keeps_what_its_own_second_run_asks_for():
@@ -233,7 +257,7 @@ def test_casts_of_weights_that_only_the_first_call_makes_do_not_shift_other_resu
     with graphckpt.apply(model, {"0.block": {"activation_checkpointing": Selective(save)}}) as handle:
         for _ in range(8):
             assert all(torch.equal(a, b) for a, b in zip(expected, step(model, x), strict=True))
-        assert "by number are not kept" not in str(handle.explain(show=False))
+        assert "by number are not kept" not in str(handle.explain(show=False).rows)
 
 
 def test_random_ops_keep_their_place_in_the_stream():

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from helpers.hard_modules import differing, run_steps
 from helpers.thread_copies import FakeHost, ThreadCopies
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from zoo import differing, run_steps
 
 import graphckpt
 from graphckpt import Disk, Segments, Selective, Tiles

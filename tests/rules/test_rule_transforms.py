@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,7 +138,7 @@ def test_blocks_run_as_they_are(transform: str, store: str) -> None:
 
 def run_in_a_process(script: str) -> None:
     begin = "import warnings; warnings.simplefilter('ignore')\n"
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    path = os.pathsep.join(sys.path)
     ran = subprocess.run(
         [sys.executable, "-c", begin + script],
         capture_output=True,
@@ -151,18 +150,18 @@ def run_in_a_process(script: str) -> None:
 
 
 def test_blocks_with_a_store_on_disk_run_as_they_are_and_end_no_process() -> None:
-    run_in_a_process("import test_rule_transforms as t\nfor name in t.TRANSFORMS: t.check(name, 'disk')")
+    run_in_a_process("from tests.rules.test_rule_transforms import *\nfor name in TRANSFORMS: check(name, 'disk')")
 
 
 def test_a_zero_tensor_on_disk_does_not_end_the_process() -> None:
     run_in_a_process(
         """
 import torch
-from graphckpt.stores import Group
+from graphckpt.stores import TensorGroup
 from graphckpt.stores.placement import placement_of
 
 store, notes = placement_of({"offload": "disk", "min_elements": 1}).store, []
-group = store.open_group(Group("block", list, notes.append))
+group = store.open_group(TensorGroup("block", list, notes.append))
 assert not store.get(store.put(torch._efficientzerotensor(64, 64), group)).any()
 assert notes == ["zero tensors stay on the device: only plain tensors can be moved"]
 """

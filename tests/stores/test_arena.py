@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.hard_modules import chain
 from torch import nn
-from zoo import chain
 
 import graphckpt
 from graphckpt import StoreError
-from graphckpt.stores import Group, Placement
+from graphckpt.stores import Placement, TensorGroup
 from graphckpt.stores.slab.slab_store import SlabStore
 from graphckpt.stores.tensor_store import TensorStore
 
@@ -23,8 +23,8 @@ def store() -> TensorStore:
     return placed
 
 
-def group(block: str = "block") -> Group:
-    return Group(block, list, lambda _: None)
+def group(block: str = "block") -> TensorGroup:
+    return TensorGroup(block, list, lambda _: None)
 
 
 def arena_of(placed: TensorStore) -> SlabStore:
@@ -49,7 +49,7 @@ def test_same_addresses_and_no_allocation_from_the_second_step_on(
     allocated: list[int] = []
     allocate = SlabStore._allocate
 
-    def counted(self: SlabStore, num_bytes: int, opened: Group) -> torch.Tensor:
+    def counted(self: SlabStore, num_bytes: int, opened: TensorGroup) -> torch.Tensor:
         allocated.append(num_bytes)
         return allocate(self, num_bytes, opened)
 

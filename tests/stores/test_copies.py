@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphckpt.stores import Group, Host, Traffic, streams
+from graphckpt.stores import Host, TensorGroup, Traffic, streams
 from graphckpt.stores.host.copy_engine import CudaCopyEngine
 from graphckpt.stores.host.host import HostStore
 
@@ -206,8 +206,8 @@ def test_stores_share_two_streams_that_are_not_the_captures(machine: Machine) ->
     assert id(capture) not in (id(out), id(back))
 
 
-def group(number: int = 0, traffic: Traffic | None = None) -> Group:
-    made = Group(f"layers.{number}", list, print, traffic)
+def group(number: int = 0, traffic: Traffic | None = None) -> TensorGroup:
+    made = TensorGroup(f"layers.{number}", list, print, traffic)
     made.number = number
     return made
 
@@ -255,7 +255,7 @@ def in_backward(call: Callable[[], None]) -> None:
     Calls.apply(torch.zeros(1, requires_grad=True)).backward()
 
 
-def take(place: HostStore, machine: Machine, handle: Any, block: Group, size: int, seed: int) -> None:
+def take(place: HostStore, machine: Machine, handle: Any, block: TensorGroup, size: int, seed: int) -> None:
     machine.compute_something()
     flat = place.get(handle, block)
     if flat is not handle.data:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch.autograd.graph import saved_tensors_hooks
 
 from graphckpt.errors import ConfigError, StoreError
-from graphckpt.stores import Disk, Group, Placement, Traffic, parse_offload
+from graphckpt.stores import Disk, Placement, TensorGroup, Traffic, parse_offload
 from graphckpt.stores.disk import io_thread, transfer
 from graphckpt.stores.disk.extents import BLOCK, Extents, in_blocks
 from graphckpt.stores.disk.file import UnlinkedFile, file_system_in_memory
@@ -36,7 +36,7 @@ def opened(folder, *, min_elements=0, **settings):
 
 
 def group(block="h.0", traffic=None, notes=None):
-    return Group(block, list, (notes if notes is not None else []).append, traffic)
+    return TensorGroup(block, list, (notes if notes is not None else []).append, traffic)
 
 
 def put_one(store, tensor, block="h.0"):
@@ -226,7 +226,9 @@ def test_gradients_are_the_same_in_every_bit(tmp_path):
         y = x
         for at, layer in enumerate(layers):
             mine = (
-                store.open_group(Group(f"{at}", lambda layer=layer: list(layer.parameters()), print)) if store else None
+                store.open_group(TensorGroup(f"{at}", lambda layer=layer: list(layer.parameters()), print))
+                if store
+                else None
             )
             hooks = saved_tensors_hooks(lambda t, mine=mine: store.put(t, mine), store.get if store else None)
             with hooks if store else contextlib.nullcontext():
@@ -251,7 +253,7 @@ def test_gradients_are_the_same_in_every_bit(tmp_path):
 
 RSS = """
 import gc, os, resource, sys, torch
-from graphckpt.stores import Disk, Group, Placement
+from graphckpt.stores import Disk, TensorGroup, Placement
 torch.set_num_threads(1)
 def rss():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -260,7 +262,7 @@ def rss():
 PUT_20 = """
 with_store = sys.argv[2] == "with"
 store = Placement(offload=Disk(sys.argv[1], in_flight_bytes="40MiB")).store
-group = store.open_group(Group("h.0", list, print))
+group = store.open_group(TensorGroup("h.0", list, print))
 torch.ones(20 * 2**18).sum(); key = store.put(torch.ones(2000), group) if with_store else None
 before, most, kept = rss(), 0, []
 for at in range(20):
@@ -282,7 +284,7 @@ store = Placement(offload=Disk(sys.argv[1], in_flight_bytes="1MiB")).store
 def step(seed):
     keys = []
     for at in range(3):
-        group = store.open_group(Group(f"h.{at}", list, print))
+        group = store.open_group(TensorGroup(f"h.{at}", list, print))
         x = torch.full((20_000 + 777 * at,), float(seed + at))
         keys += [store.put(x, group), store.put(x[100:5000], group), store.put(torch.ones(3000), group)]
         store.close_group(group)
@@ -378,7 +380,7 @@ def test_no_thread_is_waited_for_when_the_program_ends(tmp_path):
     run(
         """
 store = Placement(offload=Disk(sys.argv[1])).store
-key = store.put(torch.ones(10**6), store.open_group(Group("h.0", list, print)))
+key = store.put(torch.ones(10**6), store.open_group(TensorGroup("h.0", list, print)))
 """,
         tmp_path,
     )

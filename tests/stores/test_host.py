@@ -16,7 +16,7 @@ from helpers.thread_copies import Copy, FakeHost, ThreadCopies
 from torch import nn
 
 from graphckpt.errors import ConfigError, StoreError
-from graphckpt.stores import Group, Host, Placement, Traffic
+from graphckpt.stores import Host, Placement, TensorGroup, Traffic
 from graphckpt.stores.host.copy_engine import HostBuffer
 from graphckpt.stores.host.host import HostStore
 from graphckpt.stores.host.pinned import pin
@@ -25,8 +25,8 @@ from graphckpt.stores.tensor_store import TensorStore
 CPU = torch.device("cpu")
 
 
-def group(number: int = 0, traffic: Traffic | None = None) -> Group:
-    made = Group(f"layers.{number}", list, lambda note: None, traffic)
+def group(number: int = 0, traffic: Traffic | None = None) -> TensorGroup:
+    made = TensorGroup(f"layers.{number}", list, lambda note: None, traffic)
     made.number = number
     return made
 
@@ -95,7 +95,7 @@ def in_backward(call: Callable[[], None]) -> None:
     Calls.apply(torch.zeros(1, requires_grad=True)).backward()
 
 
-def use(place: HostStore, kept: list[tuple[Any, Group, int, int]], dice: random.Random, leave: int = 0) -> None:
+def use(place: HostStore, kept: list[tuple[Any, TensorGroup, int, int]], dice: random.Random, leave: int = 0) -> None:
     """Sends for, takes and frees what is kept, in any order, but for some that it leaves."""
     while len(kept) > leave:
         if dice.random() < 0.5:
@@ -119,7 +119,7 @@ def test_no_race_in_random_steps(is_held: bool, in_flight_bytes: int | None) -> 
     place = place_of(copies, in_flight_bytes)
     for _ in range(60):
         place.begin_step()
-        kept: list[tuple[Any, Group, int, int]] = []
+        kept: list[tuple[Any, TensorGroup, int, int]] = []
         for number in range(dice.randint(1, 6)):
             block = group(number)
             for _ in range(dice.randint(0, 4)):
@@ -509,7 +509,7 @@ def test_what_exists_only_in_a_capture_stays_and_pushes_nothing_out(
     for _ in range(2):
         copies.history.clear()
         place.begin_step()
-        block = Group("layers.0", list, notes.append)
+        block = TensorGroup("layers.0", list, notes.append)
         handles: list[Any] = [place.put(data(n, n), block) for n in (1000, 300, 256, 300, 1000)]
         place.close_group(block)
         assert [copy.what for copy in copies.history] == ["out"] * 3
@@ -647,7 +647,7 @@ class Chain:
         self.store = store
         self.keys: list[Any] = []
         for n in range(num_blocks):
-            opened = store.open_group(Group(f"layers.{n}", list, print))
+            opened = store.open_group(TensorGroup(f"layers.{n}", list, print))
             self.keys.append(store.put(torch.full((1000,), float(n)), opened))
             store.close_group(opened)
 
@@ -688,7 +688,7 @@ def mlp() -> nn.Sequential:
 def save_through(store: TensorStore, model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
     """A forward whose every layer keeps what autograd saves in the store."""
     for number, layer in enumerate(model):
-        opened = store.open_group(Group(f"{number}", lambda layer=layer: list(layer.parameters()), print))
+        opened = store.open_group(TensorGroup(f"{number}", lambda layer=layer: list(layer.parameters()), print))
 
         def unpack(key: Any) -> torch.Tensor:
             found = store.get(key)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, Architecture
+from helpers.architectures import ARCHITECTURES, Architecture
+from helpers.hard_modules import ZOO, B, D, chain, differing, plain_steps, run_steps
 from helpers.thread_copies import FakeHost, ThreadCopies
 from torch import nn
-from zoo import ZOO, B, D, chain, differing, plain_steps, run_steps
 
 import graphckpt
 from graphckpt import Graph, Segments, Selective, Tiles

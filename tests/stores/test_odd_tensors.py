@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 
 import graphckpt
 from graphckpt import Selective
-from graphckpt.stores import Group, Store
+from graphckpt.stores import Store, TensorGroup
 from graphckpt.stores.placement import placement_of
 
 # Legend: N rows, D width
@@ -57,10 +57,10 @@ ODD: dict[str, Callable[[], Tensor]] = {
 }
 
 
-def new_store(flags: dict[str, Any]) -> tuple[Store, Group, list[str]]:
+def new_store(flags: dict[str, Any]) -> tuple[Store, TensorGroup, list[str]]:
     notes: list[str] = []
     store = placement_of(flags).store
-    group = store.open_group(Group("block", list, notes.append))
+    group = store.open_group(TensorGroup("block", list, notes.append))
     assert group is not None
     return store, group, notes
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from third_party import BYTE_STORE, install
+from helpers.third_party import BYTE_STORE, install
 from torch import nn
 
 import graphckpt

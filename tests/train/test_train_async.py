@@ -7,7 +7,7 @@ from __future__ import annotations
 import threading
 
 import torch
-from small_run import place, rows_of, same_weights, train  # noqa: F401
+from helpers.small_run import place, rows_of, same_weights, train  # noqa: F401
 
 from graphckpt.train.snapshot import folder as snapshot
 from graphckpt.train.snapshot.folder import SnapshotWriteError

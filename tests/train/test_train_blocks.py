@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from architectures import ARCHITECTURES
+from helpers.architectures import ARCHITECTURES
 from torch import nn
 from transformers import (
     BertConfig,
@@ -135,3 +135,19 @@ def test_faults_name_key_and_fix(fields, messages):
 def test_model_without_marks_asks_for_the_unit():
     with pytest.raises(ConfigError, match="Sequential marks no layer as a unit · fix: name its class or its blocks"):
         _blocks(nn.Sequential(nn.Tanh()))
+
+
+def test_a_saved_plan_replaces_the_rule(tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text("blocks:\n  body.0: {activation_checkpointing: selective, offload: cpu}\nplan: {}\n")
+    fields = {"activation_checkpointing": "selective", "offload": "cpu"}
+    assert _blocks(Whole(), plan=str(path)) == {"body.0": fields}
+    for beside in ({"blocks": {"body.0": True}}, {"memory_budget": "50%"}):
+        (name,) = beside
+        config = ActivationCheckpointConfig(plan=str(path), **beside)
+        assert list(config.faults()) == [f"plan: expected no {name} beside a saved plan · fix: unset one of them"]
+    with pytest.raises(ConfigError, match=r"activation_checkpoint\.plan: .*none\.yaml: cannot be read"):
+        _blocks(Whole(), plan=str(tmp_path / "none.yaml"))
+    path.write_text("blocks: {body.9: true}")
+    with pytest.raises(ConfigError, match=r"activation_checkpoint\.plan: 'body\.9' matches no module"):
+        _blocks(Whole(), plan=str(path))

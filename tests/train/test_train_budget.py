@@ -6,9 +6,11 @@ import json
 
 import pytest
 import torch
-from small_run import CONFIG, place, same_weights, train
+from helpers.small_run import CONFIG, place, same_weights, train
 
 from graphckpt.planning.plan import Plan
+from graphckpt.train import trainer
+from graphckpt.train.hooks import LogHook
 
 __all__ = ["place"]
 BUDGET = "train.activation_checkpoint.memory_budget"
@@ -30,10 +32,26 @@ def test_weights_are_those_of_the_plain_run(place, capsys):
     plan = Plan.load(place / "planned" / "plan.yaml")
     assert plan.predicted_peak_bytes <= plan.budget_bytes < plan.plain_peak_bytes
     assert plan.blocks
-    blocks = f"train.activation_checkpoint.blocks={json.dumps(plan.blocks)}"
-    words = ["train.output_dir=again", "train.activation_checkpoint.enabled=True"]
-    assert train(*words, "train.activation_checkpoint.rule=null", blocks) == 0
-    assert same_weights(place / "plain", place / "again")
+    by_hand = ["train.activation_checkpoint.rule=null", f"train.activation_checkpoint.blocks={json.dumps(plan.blocks)}"]
+    for name, more in (("by_hand", by_hand), ("by_file", ["train.activation_checkpoint.plan=planned/plan.yaml"])):
+        assert train(f"train.output_dir={name}", "train.activation_checkpoint.enabled=True", *more) == 0
+        assert same_weights(place / "plain", place / name)
+        assert kept_bytes(capsys.readouterr().out) == kept_bytes(printed.partition("plan: ")[2])
+
+
+def kept_bytes(printed: str) -> str:
+    """Returns what the run kept for backward, by its table."""
+    return next(line for line in printed.splitlines() if line.startswith("kept for backward"))
+
+
+def test_planning_counts_as_no_iteration(place, monkeypatch):
+    (place / "tiny.py").write_text(CONFIG + WIDE, encoding="utf-8")
+    calls = []
+    for owner, name in ((trainer, "plan_on_batch"), (LogHook, "before_step")):
+        plain = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, f=plain, n=name: (calls.append(n), f(*args)))
+    assert train(f"{BUDGET}=50%", "train.train_iter=2") == 0
+    assert calls == ["plan_on_batch", "before_step", "before_step"]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import errno
 
-from small_run import place, rows_of, same_weights, stopped, train  # noqa: F401 - a fixture
+from helpers.small_run import place, rows_of, same_weights, stopped, train  # noqa: F401 - a fixture
 
 from graphckpt.train import files
 from graphckpt.train.snapshot import folder as snapshot

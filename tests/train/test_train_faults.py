@@ -11,8 +11,8 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from helpers.small_run import place, train  # noqa: F401
 from omegaconf import OmegaConf
-from small_run import place, train  # noqa: F401
 from transformers import GPT2Config
 
 from graphckpt.cli import main

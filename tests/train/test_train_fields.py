@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.small_run import place, stopped, train  # noqa: F401
 from safetensors.torch import load_file, save_file
-from small_run import place, stopped, train  # noqa: F401
 from torch import nn
 from torch.optim import lr_scheduler
 

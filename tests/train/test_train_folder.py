@@ -9,8 +9,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from helpers.small_run import place, rows_of, same_weights, stopped, train  # noqa: F401
 from omegaconf import OmegaConf
-from small_run import place, rows_of, same_weights, stopped, train  # noqa: F401
 from transformers import GenerationConfig
 
 from graphckpt.cli import main

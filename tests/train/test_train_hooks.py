@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import pytest
-from small_run import CONFIG, place, train  # noqa: F401 - a fixture
+from helpers.small_run import CONFIG, place, train  # noqa: F401 - a fixture
 
 from graphckpt import train as package
 from graphckpt.cli import main

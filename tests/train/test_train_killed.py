@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import killed
 from safetensors.torch import load_file
 
 _CONFIG = """
@@ -57,7 +58,7 @@ def run(tmp_path, monkeypatch):
         (tmp_path / "texts" / f"{index}.txt").write_text(f"text {index}: {text}\n", encoding="utf-8")
     (tmp_path / "tiny.py").write_text(_CONFIG, encoding="utf-8")
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, str(Path(__file__).with_name("killed.py"))]
+    words = [sys.executable, killed.__file__]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
 
         def run(folder, *more, when=None, after=0.0):

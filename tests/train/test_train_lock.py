@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import pytest
-from small_run import place, train  # noqa: F401 - a fixture
+from helpers.small_run import place, train  # noqa: F401 - a fixture
 
 from graphckpt.config.run import trainer_from
 from graphckpt.errors import ConfigError

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from small_run import CONFIG, place, train
+from helpers.small_run import CONFIG, place, train
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 

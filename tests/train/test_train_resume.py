@@ -10,11 +10,12 @@ import types
 
 import pytest
 import torch
-from small_run import CONFIG, TIMES, StopAfter, place, rows_of, same_weights, stopped, train  # noqa: F401
+from helpers.small_run import CONFIG, TIMES, StopAfter, place, rows_of, same_weights, stopped, train  # noqa: F401
 from transformers import AutoModelForCausalLM
 
 from graphckpt.config.run import trainer_from
 from graphckpt.train.hooks import BestHook
+from graphckpt.train.hooks.tensorboard import tag_of
 from graphckpt.train.snapshot import folder as snapshot
 from graphckpt.train.snapshot.run_state import RunState
 
@@ -68,7 +69,7 @@ def test_the_scaler_of_float16_goes_on_where_it_was(place):
     assert str(scales[0]) == str(scales[1])
 
 
-def test_without_the_random_state_it_would_not_be_the_same(place, monkeypatch):
+def test_without_the_rng_state_it_would_not_be_the_same(place, monkeypatch):
     """The test above sees what a resume leaves out."""
     assert train("train.output_dir=whole") == 0
     stopped("parts", 5)
@@ -199,8 +200,8 @@ def test_best_is_by_the_mode():
     assert saved == [0.5, 0.6]
 
 
-def test_tensorboard_gets_every_metric(place, monkeypatch):
-    written = []
+def test_tensorboard_gets_every_metric(place, pictures, monkeypatch):
+    written, pictures = [], {}
 
     class SummaryWriter:
         def __init__(self, folder, purge_step):
@@ -209,18 +210,32 @@ def test_tensorboard_gets_every_metric(place, monkeypatch):
         def add_scalar(self, name, value, step):
             written.append((name, value, step))
 
+        def add_image(self, name, picture, step, dataformats):
+            pictures[name] = picture.shape, step, dataformats
+
         def close(self):
             written.append("closed")
 
     module = types.ModuleType("torch.utils.tensorboard")
     module.SummaryWriter = SummaryWriter
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    assert train("train.tensorboard=True") == 0
+    assert train("train.tensorboard=True", "train.activation_checkpoint.enabled=True") == 0
     assert written[0] == ("out", 0)
     assert written[-1] == "closed"
-    rows = {row["iteration"]: row for row in rows_of(place / "out")}
-    assert all(rows[step][name] == value for name, value, step in written[1:-1] if name not in TIMES)
-    assert {name for name, *_ in written[1:-1]} >= {"total_loss", "lr", "eval_ppl", "rss_bytes"}
+    last = max(step for _, _, step in written[1:-1])
+    expected = {
+        (tag_of(name), value, row["iteration"])
+        for row in rows_of(place / "out")
+        for name, value in row.items()
+        if name != "iteration"
+    }
+    found = {row for row in written[1:-1] if row[0] not in map(tag_of, TIMES)}
+    kept = {name: value for name, value, step in found - expected if step == last}
+    assert expected - found == set()
+    assert kept.keys() == {"memory/kept_bytes", "memory/kept_bytes_plain"}
+    assert kept["memory/kept_bytes"] < kept["memory/kept_bytes_plain"]
+    assert {name for name, *_ in found} >= {"train/total_loss", "train/lr", "eval/ppl"}
+    assert pictures == {"memory/step": ((*pictures["memory/step"][0][:2], 4), last, "HWC")}
 
 
 def test_wandb_gets_every_metric_and_goes_on_with_the_same_run(place, monkeypatch):
@@ -239,8 +254,10 @@ def test_wandb_gets_every_metric_and_goes_on_with_the_same_run(place, monkeypatc
     assert second["resume"] == "allow"
     rows = {row["iteration"]: row for row in rows_of(place / "out")}
     assert {step for step, _ in logged} == set(rows)
-    sent = [(step, name, value) for step, found in logged for name, value in found.items() if name not in TIMES]
-    assert all(rows[step][name] == value for step, name, value in sent)
+    sent = [
+        (step, name, value) for step, found in logged for name, value in found.items() if name not in map(tag_of, TIMES)
+    ]
+    assert all({tag_of(key): number for key, number in rows[step].items()}[name] == value for step, name, value in sent)
 
 
 def test_epochs_between_snapshots(place):

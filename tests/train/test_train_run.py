@@ -13,7 +13,7 @@ import signal
 
 import pytest
 import torch
-from fresh import run_script
+from helpers.subprocess_runner import run_script
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

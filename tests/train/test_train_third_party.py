@@ -8,8 +8,8 @@ import os
 import subprocess
 import sys
 
-from small_run import CONFIG, place, same_weights, train  # noqa: F401 - a fixture
-from third_party import BYTE_STORE, install
+from helpers.small_run import CONFIG, place, same_weights, train  # noqa: F401 - a fixture
+from helpers.third_party import BYTE_STORE, install
 
 PACKAGE = f"""{BYTE_STORE}
 from dataclasses import dataclass

@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from killed import DIED
+from helpers import killed
+from helpers.small_run import CONFIG
 from omegaconf import OmegaConf
-from small_run import CONFIG
 
 from graphckpt.train import files
 from graphckpt.train.files import cut_metrics, replacing, write_text
@@ -87,7 +87,7 @@ def run(tmp_path, monkeypatch):
         (tmp_path / "texts" / f"{index}.txt").write_text(f"text {index}: {text}\n", encoding="utf-8")
     (tmp_path / "tiny.py").write_text(CONFIG, encoding="utf-8")
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, str(Path(__file__).with_name("killed.py"))]
+    words = [sys.executable, killed.__file__]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
 
         def run(*more, dies_at=None):
@@ -141,4 +141,4 @@ def test_dead_at_any_call_the_folder_holds_the_old_or_the_new(run, mode):
         assert [json.loads(line) for line in _rows(out)] if "metrics.json" in left else True
         if count % 4 == 0:
             assert run("train.train_iter=7", mode) == 0
-    assert ends.count(DIED) >= _NUM_MOMENTS // 2
+    assert ends.count(killed.DIED) >= _NUM_MOMENTS // 2

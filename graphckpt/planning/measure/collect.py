@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any, final
@@ -12,7 +12,7 @@ from graphckpt.planning.model.events import Interval, Phase
 from graphckpt.planning.model.measured_step import MeasuredStep, StepSample
 from graphckpt.planning.model.memory_model import MemoryModel
 from graphckpt.planning.model.program import BlockProgram, StepLog, StorageEnd, with_holds
-from graphckpt.rules import Selective
+from graphckpt.rules.selective import Selective
 
 if TYPE_CHECKING:
     from graphckpt.planning.measure.instrument import Blocks
@@ -177,6 +177,8 @@ class TraceCollector:
                     continue  # no block holds a gradient from forward on: one run suffices
                 if end is not None and end.interval in order:
                     found.setdefault(number, {})[end] = None
+        for storage, end in self._ends_in_short_runs():
+            found.setdefault(storage, {end: None})
         ends: dict[int, StorageEnd] = {}
         for storage, seen in found.items():
             in_order = sorted(seen, key=lambda end: (order[end.interval], end.number))
@@ -191,6 +193,23 @@ class TraceCollector:
                 users = [c for c in range(len(base.calls)) if storage in base.roles(c)]
                 ends[storage] = StorageEnd(Interval(Phase.AFTER_FORWARD, max(users)), 1 << 60)
         return ends
+
+    def _ends_in_short_runs(self) -> Iterator[tuple[int, StorageEnd]]:
+        """Yields what is freed between forward and backward, as autocast frees its copies of weights, by class."""
+        heads, seen = _heads(self._base), {}
+        for run in self._runs:
+            own = {} if run.is_whole else _heads(run.log)
+            for block, calls in run.calls.items():
+                for place, call in enumerate(calls):
+                    for storage, role in run.log.roles(call).items():
+                        end = run.log.ends.get(storage)
+                        if call in own and end is not None and end.interval == own[call] != (Phase.AFTER_FORWARD, call):
+                            seen[self.classes[block], place, role] = end.number
+        for call in heads if seen else ():
+            for storage, role in self._base.roles(call).items():
+                number = seen.get((self.classes[self._base.calls[call].block], self._place[call], role))
+                if number is not None:
+                    yield storage, StorageEnd(heads[call], number)
 
     def _in_base(self, log: StepLog) -> dict[int, int]:
         names: dict[int, int] = {}
@@ -239,6 +258,19 @@ def _smoothed(options: Sequence[Option], found: Mapping[int, float], phase: Phas
         number: least + (beyond if number in levels else min(beyond, max(0.0, found[number] - least)))
         for number, least in ops.items()
     }
+
+
+def _heads(log: StepLog) -> dict[int, Interval]:
+    """Returns, for each call, the interval between the last forward of its batch and the first backward."""
+    heads: dict[int, Interval] = {}
+    batch: list[int] = []
+    for phase, call in log.intervals:
+        if phase is Phase.FORWARD:
+            batch.append(call)
+        elif phase is Phase.BACKWARD:
+            heads.update((each, Interval(Phase.AFTER_FORWARD, batch[-1])) for each in batch)
+            batch.clear()
+    return heads
 
 
 def _calls_by_block(log: StepLog, numbers: Sequence[int]) -> dict[int, list[int]]:

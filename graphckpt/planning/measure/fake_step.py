@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from graphckpt.planning.device.fake_device import FakeDevice
     from graphckpt.planning.measure.instrument import Blocks
     from graphckpt.planning.option import Option
-    from graphckpt.stores import Offload
+    from graphckpt.stores.offload import Offload
 
 
 @final

@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphckpt.blocks.forward import BlockForward
-from graphckpt.tree import flatten_call, flatten_value
+from graphckpt.tree import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from graphckpt.planning.option import Option
-    from graphckpt.stores import Store
+    from graphckpt.stores.base import Store
 
 
 class StepListener(Protocol):
@@ -125,7 +125,7 @@ class _BlockHooks:
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         listener = self._listener  # all that a hook on a tensor keeps alive
         if torch.is_grad_enabled() and not listener.is_in_block:
-            tensors = _tensors(flatten_call(args, kwargs)[0])
+            tensors = tensors_in((args, kwargs))
             call = listener.begin_call(self._block, tensors)
             at_end = [tensor for tensor in tensors if tensor.requires_grad and not tensor.is_leaf]
             for tensor in at_end:
@@ -136,7 +136,7 @@ class _BlockHooks:
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         del module, args
         if torch.is_grad_enabled() and self._listener.is_in_block:
-            tensors = _tensors(flatten_value(output)[0])
+            tensors = tensors_in(output)
             call = self._listener.end_call(tensors)
             for number, tensor in enumerate(tensors):
                 if tensor.requires_grad:
@@ -148,7 +148,3 @@ class _BlockHooks:
             if parameter.requires_grad:
                 hook = parameter.register_post_accumulate_grad_hook(lambda _: self._listener.parameter_done(call))
                 self._stack.callback(hook.remove)
-
-
-def _tensors(leaves: Iterable[Any]) -> list[torch.Tensor]:
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -13,7 +13,7 @@ from graphckpt._compat_autocast import call_with_autocast
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.planning.model.op_times import OpTimes
 from graphckpt.planning.option import Option
-from graphckpt.rules import Rule
+from graphckpt.rules.base import Rule
 from graphckpt.rules.engine.saved_hooks import KEEP_ON_DEVICE
 from graphckpt.rules.ops.modes import is_counted
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from graphckpt.planning.measure.instrument import Blocks
     from graphckpt.planning.model.events import OpSeconds
-    from graphckpt.rules import BlockContext
+    from graphckpt.rules.engine.context import BlockContext
 
 
 @final

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from graphckpt.stores import Group, Placement, Store, parse_partition
+from graphckpt.stores.base import Store, TensorGroup
+from graphckpt.stores.partition.partition import parse_partition
 from graphckpt.stores.partition.sharded import ShardedStore, whole_bytes
+from graphckpt.stores.placement import Placement
 from graphckpt.stores.storage_pieces import TensorKey, WrappedKey, pieces_of
 
 if TYPE_CHECKING:
@@ -54,13 +56,13 @@ class PartitionStore(Store):
         found, self._ahead_bytes = self._ahead_bytes, {}
         return found
 
-    def open_group(self, group: Group) -> Group | None:
+    def open_group(self, group: TensorGroup) -> TensorGroup | None:
         """Opens the group of one call."""
         if group.block not in self._stores:
             self._stores[group.block] = Placement(None, self._partition, min_elements=self._min_elements).store
         return self._stores[group.block].open_group(group)
 
-    def put(self, tensor: torch.Tensor, group: Group | None) -> object:
+    def put(self, tensor: torch.Tensor, group: TensorGroup | None) -> object:
         """Stores ``tensor`` and returns its key."""
         assert group is not None
         store = self._stores[group.block]
@@ -71,7 +73,7 @@ class PartitionStore(Store):
         assert isinstance(key, _PartitionKey)
         return key.store.get(key.key)
 
-    def close_group(self, group: Group | None) -> None:
+    def close_group(self, group: TensorGroup | None) -> None:
         """Closes the group."""
         assert group is not None
         num_whole = len(_pieces(group, is_cut=False))
@@ -100,7 +102,7 @@ def settle(stores: Collection[PartitionStore], step: Callable[[], object]) -> No
         step()
 
 
-def _pieces(group: Group, *, is_cut: bool) -> list[Piece]:
+def _pieces(group: TensorGroup, *, is_cut: bool) -> list[Piece]:
     return [piece for piece in pieces_of(group) if (whole_bytes(piece.handle) is None) == is_cut]
 
 

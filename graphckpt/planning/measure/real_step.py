@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from graphckpt.stores import Offload, Store
+    from graphckpt.stores.base import Store
+    from graphckpt.stores.offload import Offload
 
 _TIMED_RUNS = 2  # of which the fastest counts: other load only adds time
 _TIMED_COMPILED = 3  # times as many for compiled layers, whose ops cannot be timed one by one

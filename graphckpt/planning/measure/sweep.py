@@ -17,7 +17,11 @@ from graphckpt.planning.model.program import StepLog
 from graphckpt.planning.option import KEEP, Option
 
 if TYPE_CHECKING:
-    from graphckpt.stores import Offload
+    from graphckpt.stores.offload import Offload
+
+
+_MOST_TIMED = 16
+"""Of equal blocks, so many have their ops timed one by one: the fastest of each op counts."""
 
 
 class MeasurableStep(Protocol):
@@ -75,12 +79,14 @@ def measure(
         raise PlanError("no backward went through the blocks · fix: let step_fn call loss.backward()")
     found = TraceCollector(base, classes(_classes(base, blocks)))
     found.add(kept, every, [0] * len(every))
-    some = _excerpt(found.classes, len(options))
+    some = _excerpt(found.classes, len(options))  # enough to measure each option in a short run
     with step.restricted_to(blocks, some) as is_shorter:
         numbers = some if is_shorter else list(every)
         part = Blocks([(blocks.names[number], blocks.modules[number]) for number in numbers])
         kinds = [found.classes[number] for number in numbers]
-        options, own = with_levels(options, kinds, lambda: step.ops(part), broadcast)
+        timed = _excerpt(kinds, _MOST_TIMED)
+        few = Blocks([(part.names[number], part.modules[number]) for number in timed])
+        options, own = with_levels(options, [kinds[number] for number in timed], lambda: step.ops(few), broadcast)
         turns = list(_turns(kinds, len(options), is_shorter=is_shorter))
         for done, turn in enumerate(turns, start=1):
             if progress is not None:
@@ -91,13 +97,13 @@ def measure(
     return found.measured(blocks, options, own, kept.step_seconds, len(turns) + 1)
 
 
-def _excerpt(classes: Sequence[int], num_options: int) -> list[int]:
-    """Returns enough blocks to measure each option in a short run: as many of each class as there are options."""
+def _excerpt(classes: Sequence[int], most: int) -> list[int]:
+    """Returns the numbers of the first blocks of each class, at most ``most`` of each."""
     seen: dict[int, int] = {}
     numbers = []
     for number, kind in enumerate(classes):
         seen[kind] = seen.get(kind, 0) + 1
-        if seen[kind] <= num_options:
+        if seen[kind] <= most:
             numbers.append(number)
     return numbers
 

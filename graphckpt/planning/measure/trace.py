@@ -49,13 +49,7 @@ class Trace(LiveBytes):
         self._running: list[int] = []
 
     @never_compiled
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Runs one op, and adds its time and temporary bytes on the device."""
         self._num_ops += 1
         if getattr(func, "namespace", "") == "prim":  # asks for a device: of the calls of a fake step, two out of three

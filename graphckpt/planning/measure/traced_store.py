@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, final
 import torch
 
 from graphckpt._compat import unseen_by_modes
-from graphckpt.stores import Group, Store
+from graphckpt.stores.base import Store, TensorGroup
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -38,11 +38,11 @@ class TracedStore(Store):
         self._min_elements = min_elements
         self._sent: dict[int, weakref.ref[_Far]] = {}
 
-    def open_group(self, group: Group) -> Group:
+    def open_group(self, group: TensorGroup) -> TensorGroup:
         """Opens the group of one call."""
         return group
 
-    def put(self, tensor: torch.Tensor, group: Group | None) -> object:
+    def put(self, tensor: torch.Tensor, group: TensorGroup | None) -> object:
         """Stores ``tensor`` and returns its key."""
         assert group is not None
         if not self.is_far or self.trace is None or self._stays(tensor, group):
@@ -64,10 +64,10 @@ class TracedStore(Store):
         assert isinstance(key, _View)
         return key.take()
 
-    def close_group(self, group: Group | None) -> None:
+    def close_group(self, group: TensorGroup | None) -> None:
         """Closes the group."""
 
-    def _stays(self, tensor: torch.Tensor, group: Group) -> bool:
+    def _stays(self, tensor: torch.Tensor, group: TensorGroup) -> bool:
         return (
             tensor.numel() < self._min_elements
             or isinstance(tensor, torch.nn.Parameter)
@@ -105,11 +105,11 @@ class _Far:
             self._copy = None if storage.device.type == "meta" else storage.cpu().clone()
         self._back: weakref.ref[torch.Tensor] | None = None
 
-    def back(self, like: torch.Tensor) -> torch.Tensor:
+    def back(self, device: torch.device) -> torch.Tensor:
         """Returns the bytes on the device; the same tensor as long as it is in use."""
         flat = self._back() if self._back is not None else None
         if flat is None:
-            flat = torch.empty(self.num_bytes, dtype=torch.uint8, device=like.device)
+            flat = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
             if self._copy is not None:
                 with unseen_by_modes():
                     flat.untyped_storage().copy_(self._copy)
@@ -121,19 +121,19 @@ class _Far:
 class _View:
     """The key of an offloaded tensor: which part of its storage it is."""
 
-    __slots__ = ("_empty", "_far", "_flat", "_offset", "_stride")
+    __slots__ = ("_device", "_dtype", "_far", "_flat", "_offset", "_stride")
 
     def __init__(self, far: _Far, tensor: torch.Tensor) -> None:
         self._far = far
-        self._empty = tensor.detach().new_empty(0)
+        self._device, self._dtype = tensor.device, tensor.dtype
         self._offset, self._stride = tensor.storage_offset(), (tensor.shape, tensor.stride())
         self._flat: torch.Tensor | None = None
 
     def take(self) -> torch.Tensor:
         """Returns the tensor on the device."""
-        self._flat = self._far.back(self._empty)
+        self._flat = self._far.back(self._device)
         shape, stride = self._stride
-        typed = self._flat.view(self._empty.dtype)
+        typed = self._flat.view(self._dtype)
         return typed.as_strided(shape, stride, self._offset)
 
 

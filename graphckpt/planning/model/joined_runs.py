@@ -20,7 +20,7 @@ from graphckpt.planning.model.events import EventKind, Interval, Phase
 from graphckpt.planning.model.program import PrivateRun
 from graphckpt.planning.model.simulate import Change
 from graphckpt.planning.option import KEEP
-from graphckpt.rules import Full
+from graphckpt.rules.full import Full
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -1,22 +1,19 @@
-"""Prints a plan as a table."""
+"""The tables of a plan and of a sweep."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, TextIO
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from rich.console import RenderableType
+from rich.text import Text
 
+from graphckpt.ledger.table_style import Column, bullet, show, table_of
 from graphckpt.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from graphckpt.planning.rows import PlanRow, PlanSummary
-
-_WIDTH = 4096
 
 
 def summary_lines(plan: PlanSummary) -> Iterator[str]:
@@ -38,47 +35,53 @@ def print_plan(
     rows: Sequence[PlanRow], summary: PlanSummary, notes: Sequence[str] = (), file: TextIO | None = None
 ) -> None:
     """Prints runs of equal rows, the totals, and the notes."""
-    console = _console(file)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    show(parts_of(rows, summary, notes), file)
+
+
+def parts_of(rows: Sequence[PlanRow], summary: PlanSummary, notes: Sequence[str] = ()) -> Iterator[RenderableType]:
+    """Yields what :func:`print_plan` prints."""
+    columns = [Column("block"), Column("policy"), Column("blocks", is_number=True), Column("costs", is_number=True)]
     moves = any(row.moved_bytes for row in rows)
-    table.add_column("block", no_wrap=True)
-    table.add_column("policy", no_wrap=True)
-    table.add_column("blocks", justify="right", no_wrap=True)
-    table.add_column("costs", justify="right", no_wrap=True)
     if moves:
-        table.add_column("moves", justify="right", no_wrap=True)
+        columns.append(Column("moves", is_number=True))
+    lines = []
     for group in equal_runs(rows):
         cost = sum(row.extra_seconds for row in group)
-        cells = [name_of(group), group[0].option, str(len(group)), format_seconds(cost) if cost > 0 else "-"]
         moved = sum(row.moved_bytes for row in group)
-        table.add_row(*cells, *([format_bytes(moved) if moved else "-"] if moves else []))
-    console.print(table)
-    for line in (*summary_lines(summary), *(f"note: {note}" for note in notes)):
-        console.print(line, markup=False)
+        cells = [name_of(group), group[0].option, str(len(group)), format_seconds(cost) if cost > 0 else "-"]
+        lines.append([*cells, format_bytes(moved) if moved else "-"] if moves else cells)
+    yield table_of(columns, lines)
+    yield from map(Text, summary_lines(summary))
+    for name, ops in _levels(rows).items():
+        yield bullet(f"{name} keeps the results of {ops}", "*")
+    for note in notes:
+        yield bullet(note, "*")
+
+
+def _levels(rows: Sequence[PlanRow]) -> dict[str, str]:
+    """Returns the ops that each level of ``selective`` keeps."""
+    found: dict[str, str] = {}
+    for row in rows:
+        value = row.fields.get("activation_checkpointing")
+        if isinstance(value, dict) and value.get("label"):
+            found[f"selective({value['label']})"] = ", ".join(map(str, value["save"]))
+    return dict(sorted(found.items()))
 
 
 def print_sweep(
     front: Sequence[tuple[int, float, Sequence[PlanRow]]], uniform: Sequence[tuple[str, int, float]]
 ) -> None:
     """Prints the Pareto-optimal plans in peak and time, and the uniform policies."""
-    console = _console(None)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("peak", justify="right", no_wrap=True)
-    table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("policies", no_wrap=True)
     rows = [
         (peak, seconds, ", ".join(f"{name_of(r)} {r[0].option}" for r in equal_runs(plan)))
         for peak, seconds, plan in front
     ]
     rows += [(peak, seconds, f"all {name}") for name, peak, seconds in uniform]
-    for peak, seconds, text in sorted(rows, key=lambda row: row[0]):
-        table.add_row(format_bytes(peak), format_seconds(seconds), text)
-    console.print(table)
-
-
-def _console(file: TextIO | None) -> Console:
-    """Returns a console that is wide enough for every row, so that numbers are not wrapped."""
-    return Console(file=file or sys.stdout, highlight=False, soft_wrap=True, width=_WIDTH)
+    lines = [
+        (format_bytes(peak), format_seconds(seconds), text)
+        for peak, seconds, text in sorted(rows, key=lambda row: row[0])
+    ]
+    show([table_of([Column("peak", is_number=True), Column("step", is_number=True), Column("policies")], lines)])
 
 
 def equal_runs(plan: Sequence[PlanRow]) -> Iterator[list[PlanRow]]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass
+from itertools import chain, islice
 from math import fsum
 from typing import TYPE_CHECKING, final
 
@@ -17,6 +20,25 @@ if TYPE_CHECKING:
     from graphckpt.planning.model.measured_step import MeasuredStep
 
 Held = frozenset[int]
+
+_Release = int | tuple[int, int, int] | None
+"""Where a storage is released: the interval, the place in it, and the bytes; itself if unknown; ``None``: too late."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """The events of one block, or of a run of blocks, in forward and backward."""
+
+    steps: Sequence[Sequence[EventSeq]]
+    """By interval, with the events before the next interval of a block."""
+    holds: Held
+    handed: Held
+    """What the blocks of a run pass to one another."""
+    storages: Held
+    """All shared storages of the events."""
+    after: Interval
+    """Begins when its forward has ended."""
 
 
 @final
@@ -56,8 +78,14 @@ class StepChain:
         self._constants, self._others = self._simulate_constants()
         self._until: dict[Interval, Sequence[Interval]] = {}
         self._stretches: dict[EventSeq, EventSeq] = {}
+        self._spans: dict[tuple[int, int], _Span] = {}
+        self._effects: dict[tuple[int, int, Held], tuple[int, int, int]] = {}
         self._order = {interval: number for number, interval in enumerate(model.intervals)}
         self._last_use = self._last_uses(len(measured.options))
+        self._release_of = self._releases()
+        self._released: dict[_Release, list[int]] = {}
+        for storage, release in sorted(self._release_of.items()):  # by birth: those that live come first
+            self._released.setdefault(release, []).append(storage)
         first = self._order[Interval(Phase.FORWARD, self._calls[0])]
         last = Interval(Phase.BACKWARD, self._calls[0])
         after = self._order[last] if last in self._order else len(model.intervals) - 1
@@ -105,45 +133,62 @@ class StepChain:
         if any(self._fixed.get(n, chosen) != chosen or (n, chosen) in self._banned for n in numbers):
             return None
         calls = range(self._calls[block], self._calls[block] + length)
-        steps: list[tuple[Interval, Sequence[EventSeq]]]
-        if length == 1:
-            own, handed = self._model.holds(calls[0], chosen), frozenset[int]()
-            steps = [(i, (self._model.steps(i, chosen),)) for i in _intervals(calls[0]) if i in self._order]
+        span = self._spans.get((block, option)) or self._spans.setdefault((block, option), self._span(calls, chosen))
+        local = held & span.storages  # equal blocks after equal ones differ in the rest of the state alone
+        key = block, option, local
+        effect = self._effects.get(key) or self._effects.setdefault(key, self._effect(calls, span, local))
+        forward_peak, kept, backward_peak = effect
+        if len(span.steps) > length:
+            backward_peak += self._released_bytes(held, span.after, calls[-1])
+            backward_peak -= self._released_bytes(local, span.after, calls[-1])
+        still = self._still_of_use(held | span.holds, block + length - 1, span.after)
+        return Move(forward_peak, kept, backward_peak, still, length=length)
+
+    def _span(self, calls: range, option: int) -> _Span:
+        """Returns the events of a block under an option, or of a run of blocks."""
+        if len(calls) == 1:
+            own, handed = self._model.holds(calls[0], option), frozenset[int]()
+            intervals = [interval for interval in _intervals(calls[0]) if interval in self._order]
+            steps: list[tuple[Interval, Sequence[EventSeq]]] = [(i, (self._model.steps(i, option),)) for i in intervals]
         else:
             assert self._joined_runs is not None
-            own, handed = (
-                self._joined_runs.holds(calls),
-                self._joined_runs.inputs(calls),
-            )  # freed, and recomputed
+            own, handed = self._joined_runs.holds(calls), self._joined_runs.inputs(calls)  # freed, and recomputed
             steps = list(self._joined_runs.steps(calls))
-        first = Interval(Phase.FORWARD, calls[0])
-        state = LiveState(self._constants[first], self._others[first], held)
-        for interval, parts in steps[:length]:
-            self._simulate(state, interval, parts)
-        after, now_held = self._next_start(Interval(Phase.FORWARD, calls[-1])), held | own
-        peak = 0
-        if steps[length:]:
-            backward = Interval(Phase.BACKWARD, calls[-1])
-            level = self._constants[backward] + self._unseen(now_held, backward) - self._unseen(now_held, after)
-            state_back = LiveState(level, self._others[backward] - handed, held)
-            state_back.hold(own)
-            for interval, parts in steps[length:]:
-                self._simulate(state_back, interval, parts)
-            peak = state_back.peak
-        kept = state.level - self._constants[after]
-        still = self._still_of_use(now_held, block + length - 1, after)
-        return Move(state.peak, kept, peak, still, length=length)
+        whole = [self._with_next(interval, parts) for interval, parts in steps]
+        storages = frozenset(storage for parts in whole for part in parts for storage in part.storages)
+        return _Span(whole, own, handed, storages | own, self._next_start(Interval(Phase.FORWARD, calls[-1])))
 
-    def _simulate(self, state: LiveState, interval: Interval, parts: Sequence[EventSeq]) -> None:
-        """Simulates an interval of a block, and those before the next block."""
+    def _effect(self, calls: range, span: _Span, held: Held) -> tuple[int, int, int]:
+        """Returns the peaks and the kept bytes of a :class:`Move`."""
+        first, after = Interval(Phase.FORWARD, calls[0]), span.after
+        state = LiveState(self._constants[first], self._others[first], held)
+        for part in chain.from_iterable(span.steps[: len(calls)]):
+            state.advance(part)
+        peak = 0
+        if span.steps[len(calls) :]:
+            backward = Interval(Phase.BACKWARD, calls[-1])
+            now_held = held | span.holds
+            level = self._constants[backward] + self._unseen(now_held, backward) - self._unseen(now_held, after)
+            state_back = LiveState(level, self._others[backward] - span.handed, held)
+            state_back.hold(span.holds)
+            for part in chain.from_iterable(span.steps[len(calls) :]):
+                state_back.advance(part)
+            peak = state_back.peak
+        return state.peak, state.level - self._constants[after], peak
+
+    def _with_next(self, interval: Interval, parts: Sequence[EventSeq]) -> Sequence[EventSeq]:
+        """Returns the events of an interval of a block with those of the intervals before the next block."""
         *again, own = parts
-        for steps in again:
-            state.advance(steps)
         stretch = self._stretches.get(own)
         if stretch is None:
             others = (self._model.steps(each, 0) for each in self._until_next(interval)[1:])
             stretch = self._stretches[own] = self._model.steps_of(step for each in (own, *others) for step in each)
-        state.advance(stretch)
+        return (*again, stretch)
+
+    def _released_bytes(self, held: Held, after: Interval, call: int) -> int:
+        """Returns the bytes that only blocks hold when the backward of a call begins, and other code held ``after``."""
+        released = self._others[after] - self._others[Interval(Phase.BACKWARD, call)]
+        return sum(self._model.base.sizes.get(storage, 0) for storage in held & released)
 
     @property
     def _full(self) -> int:
@@ -190,9 +235,41 @@ class StepChain:
         return sum(self._model.base.sizes.get(storage, 0) for storage in held if storage not in others)
 
     def _still_of_use(self, held: Held, block: int, after: Interval) -> Held:
-        """Drops storages that later blocks do not use and only blocks hold: they count as private from here on."""
+        """Drops storages that later blocks do not use and only blocks hold: they count as private from here on.
+
+        What later blocks do not use and other code holds as well matters only where that code releases it. Of such
+        storages with equal bytes that are released at one place, the number matters, and the first ones stand for them.
+        """
         others = self._others[after]
-        return frozenset(s for s in held if self._last_use.get(s, -1) > block or s in others)
+        used = {s for s in held if self._last_use.get(s, -1) > block}
+        releases = Counter(self._release_of.get(s, s) for s in (held & others) - used)
+        unused = (s for release, count in releases.items() for s in self._first_unused(release, count, block, others))
+        return frozenset(used.union(unused))
+
+    def _first_unused(self, release: _Release, count: int, block: int, others: Held) -> Iterator[int]:
+        """Yields ``count`` storages of a release which code outside of blocks holds and no later block uses."""
+        if release is None:
+            return iter(())
+        alike = self._released.get(release, (release,))
+        return islice((s for s in alike if s in others and self._last_use.get(s, -1) <= block), count)
+
+    def _releases(self) -> dict[int, _Release]:
+        """Returns where code outside of blocks releases each storage: the interval, the place there, and the bytes.
+
+        Releases have one place if nothing is allocated between them. After the backward of the first block the place
+        does not matter.
+        """
+        model = self._model
+        end = self._order.get(Interval(Phase.BACKWARD, self._calls[0]), len(model.intervals))
+        releases: dict[int, _Release] = dict.fromkeys(s for s in model.base.shared if not model.base.is_gone(s))
+        for number, interval in enumerate(model.intervals):
+            allocations = 0
+            for step in () if interval.is_of_block else model.steps(interval, 0):
+                if isinstance(step, Change) and step.kind is EventKind.GONE:
+                    releases[step.storage] = (number, allocations, step.num_bytes) if number < end else None
+                else:
+                    allocations += isinstance(step, Change) or step.peak > 0
+        return releases
 
     def _last_uses(self, num_options: int) -> dict[int, int]:
         uses: dict[int, int] = {}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import torch
 
 from graphckpt.errors import RecomputeError
-from graphckpt.rules.engine.argument import Traits
+from graphckpt.rules.engine.argument import TensorProperties
 from graphckpt.rules.engine.mismatch import unknown_alias
 
 if TYPE_CHECKING:
@@ -24,11 +24,11 @@ class _Member(NamedTuple):
     """In elements, from the first one of the group."""
     has_history: bool
     """Whether it is, or is a view of, the tensor of the group that requires grad."""
-    traits: Traits
+    properties: TensorProperties
 
 
 @final
-class Aliases:
+class AliasedArguments:
     """Arguments of one call that share memory.
 
     Args:
@@ -56,7 +56,7 @@ class Aliases:
                 tensor.stride(),
                 int(tensor.storage_offset()) - begin,
                 id(_root(tensor)) in roots,
-                Traits(tensor),
+                TensorProperties(tensor),
             )
             for position, tensor in tensors
         ]
@@ -72,12 +72,12 @@ class Aliases:
                 flat.as_strided(member.size, member.stride, member.offset)[once].copy_(value[once])
         with torch.enable_grad():
             if any(member.has_history for member in self._members):
-                flat = flat.requires_grad_().clone()  # no leaf, which could not be edited
+                flat = flat.requires_grad_().clone()  # no leaf, which could not be modified in place
             apart = flat.detach()
             for member in self._members:
                 base = flat if member.has_history else apart
                 view = base.as_strided(member.size, member.stride, member.offset)
-                taken[member.position] = member.traits.give_class_to(view)
+                taken[member.position] = member.properties.apply_class_to(view)
 
 
 def alias_groups(tensors: Sequence[tuple[int, torch.Tensor]]) -> list[set[int]]:

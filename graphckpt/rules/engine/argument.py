@@ -1,7 +1,8 @@
 """One tensor argument of a recomputed block, held so that the recomputation is called with the same tensor.
 
-If it stays on the device and forward does not edit it, the recomputation gets the same object. Otherwise it gets a new
-tensor with the same class, Python attributes and ``requires_grad``, which has a ``grad_fn`` if the original had one.
+If it stays on the device and forward does not modify it in place, the recomputation gets the same object. Otherwise it
+gets a new tensor with the same class, Python attributes and ``requires_grad``, which has a ``grad_fn`` if the original
+had one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import nn
 
 from graphckpt.errors import RecomputeError
 from graphckpt.rules.engine.saved import SavedTensor
-from graphckpt.stores import DeviceStore
+from graphckpt.stores.device import DeviceStore
 from graphckpt.undo import differs, fill
 
 if TYPE_CHECKING:
@@ -22,25 +23,25 @@ if TYPE_CHECKING:
 
 
 @final
-class Traits:
+class TensorProperties:
     """What a tensor has beside its values.
 
     Args:
         tensor: The argument as the original forward was called with it.
     """
 
-    __slots__ = ("_attributes", "_has_history", "_is_view", "_kind", "requires_grad")
+    __slots__ = ("_attributes", "_class", "_has_history", "_is_view", "requires_grad")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.requires_grad = tensor.requires_grad
         self._has_history = not tensor.is_leaf
         self._is_view = tensor._is_view()
         arrives = hasattr(tensor, "trigger_wait")  # AsyncCollectiveTensor: a plain tensor once waited on
-        self._kind = torch.Tensor if arrives else type(tensor)
+        self._class = torch.Tensor if arrives else type(tensor)
         self._attributes: dict[str, Any] | None = own_attributes(tensor) if tensor.__dict__ else None
 
-    def give_to(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns ``tensor``, which has no history, with these traits."""
+    def apply_to(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns ``tensor``, which has no history, with these properties."""
         if self.requires_grad:
             tensor.requires_grad_()
         if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
@@ -49,27 +50,27 @@ class Traits:
                     tensor = tensor.view_as(tensor)
                 elif self._has_history:
                     tensor = _Result.apply(tensor, tensor.data)
-        return self.give_class_to(tensor)
+        return self.apply_class_to(tensor)
 
-    def give_class_to(self, tensor: torch.Tensor) -> torch.Tensor:
+    def apply_class_to(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns ``tensor`` with the class and the Python attributes of the argument.
 
         Raises:
             RecomputeError: Python cannot make it one of that class.
         """
-        if type(tensor) is not self._kind and not hasattr(tensor, "trigger_wait"):
+        if type(tensor) is not self._class and not hasattr(tensor, "trigger_wait"):
             try:
-                tensor.__class__ = self._kind
+                tensor.__class__ = self._class
             except TypeError:
                 raise RecomputeError(
-                    f"expected an argument of class {self._kind.__name__} for the recomputation, got a "
+                    f"expected an argument of class {self._class.__name__} for the recomputation, got a "
                     f"{type(tensor).__name__} from its store · fix: set offload = False on this block"
                 ) from None
         for name, value in (self._attributes or {}).items():
             tensor.__dict__.setdefault(name, value)
         return tensor
 
-    def put_back_attributes(self, tensor: torch.Tensor, undo: Undo) -> None:
+    def restore_attributes(self, tensor: torch.Tensor, undo: Undo) -> None:
         """Gives the object itself the Python attributes that it had, if they were changed since."""
         present, past = tensor.__dict__, self._attributes or {}
         if (present or past) and not hasattr(tensor, "__tensor_flatten__") and differs(present, past):
@@ -99,26 +100,28 @@ class Argument:
     Args:
         tensor: The argument.
         frame: The call that keeps it.
-        copied: A copy to keep in its place, where forward edits the argument or may do so.
+        copied: A copy to keep in its place, where forward modifies the argument in place or may do so.
     """
 
-    __slots__ = ("_kept", "_tensor", "_version", "traits")
+    __slots__ = ("__weakref__", "_kept", "_tensor", "_version", "properties")
 
     def __init__(self, tensor: torch.Tensor, frame: RecomputableCall, copied: torch.Tensor | None) -> None:
-        self.traits = Traits(tensor)
+        self.properties = TensorProperties(tensor)
         value = tensor if copied is None else copied
         self._tensor: torch.Tensor | None = None
         self._version: int | None = None
         self._kept: SavedTensor | None = None
-        block, outer = frame.block, frame.outer
+        block, outer_hooks = frame.block, frame.outer_hooks
         # A parameter is not passed to the hooks around the block: its module keeps it alive.
-        if isinstance(block.store, DeviceStore) if outer is None else isinstance(tensor, nn.Parameter):
-            if outer is None and block.recorder is not None:
-                block.recorder.kept(block.name, value)
+        if isinstance(block.store, DeviceStore) if outer_hooks is None else isinstance(tensor, nn.Parameter):
+            if outer_hooks is None and block.recorder is not None:
+                block.recorder.kept(block.name, value, self)
         else:
-            self._kept = SavedTensor(value, frame, outer)
+            self._kept = SavedTensor(value, frame, outer_hooks)
             if not self._kept.stays:
                 return
+            if block.recorder is not None:
+                block.recorder.kept(block.name, value, self)
             self._kept = None
         self._hold(value)
 
@@ -131,28 +134,28 @@ class Argument:
         self._tensor = tensor
         self._version = None if tensor.is_inference() else tensor._version
 
-    def take(self, undo: Undo, *, is_edited: bool) -> torch.Tensor | None:
-        """Returns the tensor to call the block with; ``None`` if it was edited in place since.
+    def take(self, undo: Undo, *, is_mutated: bool) -> torch.Tensor | None:
+        """Returns the tensor to call the block with; ``None`` if it was modified in place since.
 
         Args:
             undo: Notes what is replaced for the time of the recomputation.
-            is_edited: Whether forward edits it in place, so that it must be a copy.
+            is_mutated: Whether forward modifies it in place, so that it must be a copy.
         """
         tensor = self._tensor if self._kept is None else self._kept.take()
         if tensor is None or (self._version is not None and tensor._version != self._version):
             return None
-        if is_edited:
-            return as_edited(tensor, self.traits)
-        if self._kept is None and tensor.requires_grad is self.traits.requires_grad:
-            self.traits.put_back_attributes(tensor, undo)
+        if is_mutated:
+            return as_mutated(tensor, self.properties)
+        if self._kept is None and tensor.requires_grad is self.properties.requires_grad:
+            self.properties.restore_attributes(tensor, undo)
             return tensor
-        return self.traits.give_to(tensor.detach())
+        return self.properties.apply_to(tensor.detach())
 
 
-def as_edited(tensor: torch.Tensor, traits: Traits) -> torch.Tensor:
-    """Returns a copy of ``tensor`` that forward may edit in place: no leaf, if it requires grad."""
+def as_mutated(tensor: torch.Tensor, properties: TensorProperties) -> torch.Tensor:
+    """Returns a copy of ``tensor`` that forward may modify in place: no leaf, if it requires grad."""
     with torch.enable_grad():
-        return traits.give_class_to(tensor.detach().requires_grad_(traits.requires_grad).clone())
+        return properties.apply_class_to(tensor.detach().requires_grad_(properties.requires_grad).clone())
 
 
 def own_attributes(tensor: Any) -> dict[str, Any]:

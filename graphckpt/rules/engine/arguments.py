@@ -1,7 +1,7 @@
 """The arguments of one call of a recomputed block: what is kept of them, and what the recomputation is called with.
 
-An argument that forward edits in place is kept as a copy. Which ones these are shows on the first call of a block, for
-which every tensor is copied. Arguments that share memory with one that is edited are edited with it.
+An argument that forward modifies in place is kept as a copy. The first call of a block, for which every tensor is
+copied, shows which ones these are. Arguments that share memory with one that is modified are modified with it.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import torch
 
 from graphckpt.errors import RecomputeError
-from graphckpt.rules.engine.aliases import Aliases, alias_groups, has_storage
-from graphckpt.rules.engine.argument import Argument, Traits, as_edited
+from graphckpt.rules.engine.aliases import AliasedArguments, alias_groups, has_storage
+from graphckpt.rules.engine.argument import Argument, TensorProperties, as_mutated
 from graphckpt.rules.engine.joined_input import BlockOutput, JoinedInput
-from graphckpt.rules.engine.mismatch import edited, edits_argument, iterator_argument, shares_with_buffer
+from graphckpt.rules.engine.mismatch import iterator_argument, modified_in_place, mutates_argument, shares_with_buffer
 from graphckpt.rules.engine.saved import SameArgument
-from graphckpt.state.arguments import rewind_objects, settle_objects, take_objects
+from graphckpt.state.arguments import copy_objects, drop_unchanged, rewind_objects
 from graphckpt.tree import ATOMS, flatten_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from graphckpt.rules.engine.execution import RecomputableCall
-    from graphckpt.state.values import Moving, Snapshot
+    from graphckpt.state.values import ChangedValue, Snapshot
     from graphckpt.undo import Undo
 
 
-class _Given(NamedTuple):
+class _OriginalArgument(NamedTuple):
     """A tensor argument while the original forward runs."""
 
     position: int
@@ -35,15 +35,15 @@ class _Given(NamedTuple):
     version: int
     copied: torch.Tensor | None
 
-    def is_edited(self) -> bool:
+    def is_mutated(self) -> bool:
         return not self.tensor.is_inference() and self.tensor._version != self.version
 
-    def as_edited(self) -> torch.Tensor:
-        """Returns the tensor as it was, which forward may edit."""
+    def as_mutated(self) -> torch.Tensor:
+        """Returns the tensor as it was, which forward may modify in place."""
         assert self.copied is not None
-        traits = Traits(self.tensor)
-        traits.requires_grad = self.copied.requires_grad  # an edit may change that of the tensor
-        return as_edited(self.copied, traits)
+        properties = TensorProperties(self.tensor)
+        properties.requires_grad = self.copied.requires_grad  # a modification may change that of the tensor
+        return as_mutated(self.copied, properties)
 
 
 @final
@@ -55,19 +55,29 @@ class Arguments:
         kwargs: Keyword arguments.
     """
 
-    __slots__ = ("_aliases", "_error", "_given", "_leaves", "_objects", "_own", "_shape", "before", "edited")
+    __slots__ = (
+        "_aliases",
+        "_error",
+        "_leaves",
+        "_module_tensors",
+        "_objects",
+        "_originals",
+        "_shape",
+        "before",
+        "mutated",
+    )
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self._leaves, self._shape = flatten_call(args, kwargs)
-        self._given: list[_Given] = []
+        self._originals: list[_OriginalArgument] = []
         self._objects: Any = ()
-        self._own: dict[int, Moving] = {}
-        self._aliases: list[Aliases] = []
+        self._module_tensors: dict[int, ChangedValue] = {}
+        self._aliases: list[AliasedArguments] = []
         self._error: str | None = None
         self.before: RecomputableCall | None = None
         """The call of the recomputed block right before, if the two are recomputed as one."""
-        self.edited: frozenset[int] = frozenset()
-        """Positions of the tensors that forward edits in place."""
+        self.mutated: frozenset[int] = frozenset()
+        """Positions of the tensors that forward modifies in place."""
 
     @property
     def leaves(self) -> Sequence[Any]:
@@ -95,74 +105,76 @@ class Arguments:
             elif type(leaf) not in ATOMS:
                 if hasattr(leaf, "__next__"):
                     raise RecomputeError(iterator_argument(frame.block.name, frame.name_of(position)))
-                self._objects = self._objects or take_objects(leaves)
-        self._find_own(frame, snapshot, tensors)
-        self.edited = frame.block.edited
-        if self.edited and not learning:
+                self._objects = self._objects or copy_objects(leaves)
+        self._find_module_tensors(frame, snapshot, tensors)
+        self.mutated = frame.block.mutated
+        if self.mutated and not learning:
             groups = alias_groups(tensors)
-            self.edited |= {p for group in groups if not self.edited.isdisjoint(group) for p in group}
+            self.mutated |= {p for group in groups if not self.mutated.isdisjoint(group) for p in group}
         for position, tensor in tensors:
-            copied = _copy_of(tensor) if learning or position in self.edited else None
+            copied = _copy_of(tensor) if learning or position in self.mutated else None
             version = 0 if tensor.is_inference() else tensor._version
-            self._given.append(_Given(position, tensor, version, copied))
-            if not learning or frame.outer is not None:  # else at the end of the forward, which shows what is edited
+            self._originals.append(_OriginalArgument(position, tensor, version, copied))
+            if (
+                not learning or frame.outer_hooks is not None
+            ):  # else at the end of the forward, which shows what is modified in place
                 leaves[position] = self._keep(frame, tensor, copied, returned)
 
-    def settle(
+    def after_forward(
         self, frame: RecomputableCall, snapshot: Snapshot, returned: BlockOutput | None, *, learning: bool
     ) -> None:
         """Drops what the recomputation does not need, after the original forward.
 
         Raises:
-            RecomputeError: Forward edited an argument in place that earlier calls left alone, or one that cannot be
+            RecomputeError: Forward modified an argument in place that earlier calls left alone, or one that cannot be
                 copied.
         """
-        given, self._given = self._given, []
-        tensors = [(each.position, each.tensor) for each in given]
+        originals, self._originals = self._originals, []
+        tensors = [(each.position, each.tensor) for each in originals]
         if learning:
-            self._find_own(frame, snapshot, tensors)
-        moved = frozenset(each.position for each in given if each.is_edited()) - self._own.keys()
+            self._find_module_tensors(frame, snapshot, tensors)
+        moved = frozenset(each.position for each in originals if each.is_mutated()) - self._module_tensors.keys()
         if learning:
-            self.edited = moved | frame.block.edited
-            frame.block.edited = self.edited
-        elif not moved <= self.edited:
-            message = edits_argument(frame.block.name, frame.name_of(min(moved - self.edited)))
+            self.mutated = moved | frame.block.mutated
+            frame.block.mutated = self.mutated
+        elif not moved <= self.mutated:
+            message = mutates_argument(frame.block.name, frame.name_of(min(moved - self.mutated)))
             self.drop(message)
             raise RecomputeError(message)
         self._find_aliases(frame, tensors)
         if learning:
-            for each in given:
-                is_edited = each.position in self.edited
-                if frame.outer is None:
-                    copied = each.copied if is_edited else None
+            for each in originals:
+                is_mutated = each.position in self.mutated
+                if frame.outer_hooks is None:
+                    copied = each.copied if is_mutated else None
                     self._leaves[each.position] = self._keep(frame, each.tensor, copied, returned)
-                elif not is_edited:
+                elif not is_mutated:
                     self._leaves[each.position].drop_copy(each.tensor)
         if self._objects:
-            self._objects = settle_objects(self._objects)
+            self._objects = drop_unchanged(self._objects)
 
     def drop(self, error: str) -> None:
-        """Drops all tensors after an error: the ``grad_fn`` of one edited in place would make a reference cycle.
+        """Drops all tensors after an error: the ``grad_fn`` of one modified in place would make a reference cycle.
 
         Args:
             error: The message of the error that :meth:`take` raises from now on.
         """
-        self._leaves, self._given, self._aliases = [], [], []
+        self._leaves, self._originals, self._aliases = [], [], []
         self._error = error
 
     def take(self, frame: RecomputableCall, undo: Undo) -> list[Any]:
         """Returns the leaves for the recomputation; :meth:`assemble` makes arguments of them.
 
         Raises:
-            RecomputeError: One was edited in place since, or they were dropped.
+            RecomputeError: One was modified in place since, or they were dropped.
         """
         if self._error is not None:
             raise RecomputeError(self._error)
         taken: list[Any] = []
-        if self._given:  # a backward within the original forward, which may edit others yet
-            copied = [each for each in self._given if each.copied is not None]
-            self.edited |= {each.position for each in copied if each.is_edited()} - self._own.keys()
-            self._find_aliases(frame, [(each.position, each.tensor) for each in self._given])
+        if self._originals:  # a backward within the original forward, which may modify others yet
+            copied = [each for each in self._originals if each.copied is not None]
+            self.mutated |= {each.position for each in copied if each.is_mutated()} - self._module_tensors.keys()
+            self._find_aliases(frame, [(each.position, each.tensor) for each in self._originals])
         for position, leaf in enumerate(self._leaves):
             taken.append(
                 taken[leaf.position] if isinstance(leaf, SameArgument) else self._take(frame, position, leaf, undo)
@@ -172,16 +184,16 @@ class Arguments:
         return taken
 
     def versions(self, leaves: list[Any]) -> list[tuple[int, torch.Tensor, int]]:
-        """Returns the tensors among ``leaves`` that the recomputation must not edit, and their versions."""
+        """Returns the tensors among ``leaves`` that the recomputation must not modify, and their versions."""
         return [
             (position, leaf, leaf._version)
             for position, leaf in enumerate(leaves)
-            if isinstance(leaf, torch.Tensor) and position not in self.edited and not leaf.is_inference()
+            if isinstance(leaf, torch.Tensor) and position not in self.mutated and not leaf.is_inference()
         ]
 
     def assemble(self, leaves: list[Any], undo: Undo) -> tuple[Sequence[Any], dict[str, Any]]:
         """Returns ``(args, kwargs)``, once the modules are in the state of the original forward."""
-        for position, place in self._own.items():
+        for position, place in self._module_tensors.items():
             leaves[position] = place.owner[place.key]
         for position, leaf in enumerate(self._leaves):
             if isinstance(leaf, SameArgument):
@@ -191,18 +203,18 @@ class Arguments:
         return self._shape.assemble(leaves)
 
     def _take(self, frame: RecomputableCall, position: int, leaf: Any, undo: Undo) -> Any:
-        if position in self._own:
+        if position in self._module_tensors:
             return None  # filled in by `assemble`
         if isinstance(leaf, JoinedInput):
             return leaf.of(self.before)  # type: ignore[arg-type]
-        for each in self._given:
+        for each in self._originals:
             if each.position == position and each.copied is not None:
-                return each.as_edited() if position in self.edited else each.tensor
+                return each.as_mutated() if position in self.mutated else each.tensor
         if not isinstance(leaf, Argument):
             return leaf
-        tensor = leaf.take(undo, is_edited=position in self.edited)
+        tensor = leaf.take(undo, is_mutated=position in self.mutated)
         if tensor is None:
-            raise RecomputeError(edited(frame.block.name, f"its argument `{frame.name_of(position)}`"))
+            raise RecomputeError(modified_in_place(frame.block.name, f"its argument `{frame.name_of(position)}`"))
         return tensor
 
     def _keep(
@@ -216,15 +228,19 @@ class Arguments:
         return JoinedInput(number, tensor)
 
     def _find_aliases(self, frame: RecomputableCall, tensors: list[tuple[int, torch.Tensor]]) -> None:
-        """Finds the arguments that share memory with one that forward edits, and so are edited with it."""
-        if self.edited:
-            groups = [group for group in alias_groups(tensors) if not self.edited.isdisjoint(group)]
-            self.edited |= {position for group in groups for position in group}
-            self._aliases = [Aliases(frame, [each for each in tensors if each[0] in group]) for group in groups]
+        """Finds the arguments that share memory with one that forward modifies, and so are modified with it."""
+        if self.mutated:
+            groups = [group for group in alias_groups(tensors) if not self.mutated.isdisjoint(group)]
+            self.mutated |= {position for group in groups for position in group}
+            self._aliases = [
+                AliasedArguments(frame, [each for each in tensors if each[0] in group]) for group in groups
+            ]
 
-    def _find_own(self, frame: RecomputableCall, snapshot: Snapshot, tensors: list[tuple[int, torch.Tensor]]) -> None:
-        """Finds the arguments that are tensors of the block's own modules which its forward edits."""
-        places = [place for place, _ in snapshot.moving if place.in_place]
+    def _find_module_tensors(
+        self, frame: RecomputableCall, snapshot: Snapshot, tensors: list[tuple[int, torch.Tensor]]
+    ) -> None:
+        """Finds the arguments that are tensors of the block's own modules which its forward modifies in place."""
+        places = [place for place, _ in snapshot.changed if place.in_place]
         if not places:
             return
         for position, tensor in tensors:
@@ -233,7 +249,7 @@ class Arguments:
             for place in places:
                 own = place.owner.get(place.key)
                 if own is tensor:
-                    self._own[position] = place
+                    self._module_tensors[position] = place
                 elif _share_storage(own, tensor):
                     raise RecomputeError(shares_with_buffer(frame.block.name, frame.name_of(position), place.key))
 

@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
+from graphckpt.errors import warn_once
 from graphckpt.state.modules import ModuleState
-from graphckpt.state.rng import random_devices
-from graphckpt.stores import DeviceStore, Group
+from graphckpt.state.rng import rng_devices
+from graphckpt.stores.base import TensorGroup
+from graphckpt.stores.device import DeviceStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from graphckpt.ledger.recorder import Recorder
-    from graphckpt.stores import Store
+    from graphckpt.stores.base import Store
 
 
 @final
@@ -34,10 +36,10 @@ class BlockContext:
     __slots__ = (
         "_parts",
         "_roots",
-        "edited",
         "has_rrelu",
         "is_placed",
         "learns",
+        "mutated",
         "name",
         "notes",
         "num_mismatches",
@@ -58,8 +60,8 @@ class BlockContext:
         self.learns = learns
         self.has_rrelu = any(isinstance(module, nn.RReLU) for module in self._modules())
         """Whether the block has an ``nn.RReLU``, whose op writes its noise after autograd has saved it."""
-        self.edited: frozenset[int] = frozenset()
-        """Positions of the tensor arguments that forward edits in place, as first calls have shown."""
+        self.mutated: frozenset[int] = frozenset()
+        """Positions of the tensor arguments that forward modifies in place, as first calls have shown."""
         self.schedules: dict[object, Any] = {}
         """Op schedules of earlier calls, by the shapes of their arguments; see :mod:`graphckpt.rules.ops.schedule`."""
         self.num_mismatches = 0
@@ -85,25 +87,27 @@ class BlockContext:
             self.state = ModuleState(self._modules())
         return self.state
 
-    def open_group(self) -> Group | None:
+    def open_group(self) -> TensorGroup | None:
         """Opens the group of what one call of the block keeps in its store."""
         traffic = self.recorder.traffic[self.name] if self.recorder is not None else None
-        return self.store.open_group(Group(self.name or "(model)", self.tensors, self.note, traffic))
+        return self.store.open_group(TensorGroup(self.name or "(model)", self.tensors, self.note, traffic))
 
     def _modules(self) -> Iterable[nn.Module]:
         found = (module for ref in self._roots if (root := ref()) is not None for module in root.modules())
         return dict.fromkeys(found)
 
     def note(self, text: str) -> None:
-        """Adds a line about the block to ``explain()``."""
+        """Adds a line about the block to ``explain()``; that a field has no effect is logged once as well."""
         self.notes.setdefault(text)
+        if "does nothing" in text:
+            warn_once(self.name, text)
 
     def tensors(self) -> list[torch.Tensor]:
         """Returns the block's parameters and buffers."""
         return self.state.tensors()
 
-    def random_devices(self, leaves: Iterable[Any]) -> tuple[torch.device, ...]:
+    def rng_devices(self, leaves: Iterable[Any]) -> tuple[torch.device, ...]:
         """Returns the devices, except the CPU, on which a call with ``leaves`` may draw random numbers."""
         if torch.accelerator.current_accelerator() is None:
             return ()
-        return random_devices(chain(self.tensors(), (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))))
+        return rng_devices(chain(self.tensors(), (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))))

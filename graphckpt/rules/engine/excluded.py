@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
-from graphckpt.rules.engine.argument import Traits, own_attributes
+from graphckpt.rules.engine.argument import TensorProperties, own_attributes
 from graphckpt.rules.engine.execution import Execution, Recomputation, modes_paused, running
 from graphckpt.rules.engine.guard import Guard
 from graphckpt.rules.engine.mismatch import excluded_differ
-from graphckpt.rules.engine.saved import SavedTensor, are_edited, versions_of
+from graphckpt.rules.engine.saved import SavedTensor, are_mutated, versions_of
 from graphckpt.rules.engine.saved_hooks import KEEP_ON_DEVICE, StoredCall, hooks_around
-from graphckpt.state.arguments import take_objects
-from graphckpt.state.rng import set_random_state, take_random_state
-from graphckpt.stores import DeviceStore
+from graphckpt.state.arguments import copy_objects
+from graphckpt.state.rng import get_rng_state, set_rng_state
+from graphckpt.stores.device import DeviceStore
 from graphckpt.tree import build_value, flatten_call, flatten_value
 from graphckpt.undo import differs
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from graphckpt.rules.engine.context import BlockContext
     from graphckpt.rules.engine.execution import RecomputableCall
-    from graphckpt.state.rng import RandomState
+    from graphckpt.state.rng import RNGState
     from graphckpt.state.values import Snapshot
 
 
@@ -35,7 +35,7 @@ class ExcludedCall:
 
     __slots__ = ("_block", "_handles", "_leaves", "_random", "_spec", "_versions")
 
-    def __init__(self, block: BlockContext, output: Any, frame: RecomputableCall, random: RandomState) -> None:
+    def __init__(self, block: BlockContext, output: Any, frame: RecomputableCall, random: RNGState) -> None:
         self._block = block
         self._random = random
         leaves, self._spec = flatten_value(output)
@@ -52,14 +52,14 @@ class ExcludedCall:
         """Path of the child."""
         return self._block.name
 
-    def settle(self, snapshot: Snapshot) -> None:
+    def after_forward(self, snapshot: Snapshot) -> None:
         """Decides after the original forward whether the recomputation can take the outputs from here.
 
-        It cannot where the parent has edited one in place, and where the child sets attributes of its modules, which
+        It cannot where the parent has modified one in place, and where the child sets attributes of its modules, which
         the parent may read.
         """
-        attributes = {id(place.owner) for place, _ in snapshot.moving if not place.in_place}
-        if are_edited(self._versions) or (attributes and not attributes.isdisjoint(self._block.state.attribute_ids())):
+        attributes = {id(place.owner) for place, _ in snapshot.changed if not place.in_place}
+        if are_mutated(self._versions) or (attributes and not attributes.isdisjoint(self._block.state.attribute_ids())):
             self._leaves = None
         self._versions = []
         while self._handles:
@@ -67,7 +67,7 @@ class ExcludedCall:
 
     def answer(self) -> tuple[bool, Any]:
         """Returns ``(True, output)``, or ``(False, None)`` if the child has to be recomputed after all."""
-        if self._leaves is None or are_edited(self._versions):
+        if self._leaves is None or are_mutated(self._versions):
             return False, None
         leaves = []
         for leaf in self._leaves:
@@ -78,7 +78,7 @@ class ExcludedCall:
                 leaves.append(tensor)
             else:
                 leaves.append(leaf)
-        set_random_state(self._random)
+        set_rng_state(self._random)
         return True, build_value(self._spec, leaves)
 
 
@@ -86,28 +86,28 @@ class ExcludedCall:
 class _Output:
     """A tensor that an excluded child has returned."""
 
-    __slots__ = ("_kept", "_traits")
+    __slots__ = ("_kept", "_properties")
 
     def __init__(self, tensor: torch.Tensor, frame: RecomputableCall) -> None:
-        self._kept = SavedTensor(tensor, frame, frame.outer)
-        self._traits = Traits(tensor)
+        self._kept = SavedTensor(tensor, frame, frame.outer_hooks)
+        self._properties = TensorProperties(tensor)
 
     def take(self) -> torch.Tensor | None:
-        """Returns the tensor, with a history if it had one; ``None`` if it was edited in place since."""
+        """Returns the tensor, with a history if it had one; ``None`` if it was modified in place since."""
         tensor = self._kept.take()
-        return None if tensor is None else self._traits.give_to(tensor.detach())
+        return None if tensor is None else self._properties.apply_to(tensor.detach())
 
 
 @final
 class RepeatedCall:
-    """One call of an excluded child that is recomputed after all: it raised, or has edited its arguments."""
+    """One call of an excluded child that is recomputed after all: it raised, or has modified its arguments in place."""
 
     __slots__ = ("name",)
 
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def settle(self, snapshot: Snapshot) -> None:
+    def after_forward(self, snapshot: Snapshot) -> None:
         """Decides nothing."""
 
     def answer(self) -> tuple[bool, Any]:
@@ -117,20 +117,20 @@ class RepeatedCall:
 
 @final
 class _Inputs:
-    """The arguments of an excluded child, to find out whether its forward edits them."""
+    """The arguments of an excluded child, to find out whether its forward modifies them in place."""
 
     __slots__ = ("_objects", "_versions")
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         leaves, _ = flatten_call(args, kwargs)
         self._versions = versions_of(leaves)
-        self._objects = take_objects([*args, *kwargs.values(), *leaves])
+        self._objects = copy_objects([*args, *kwargs.values(), *leaves])
 
-    def edited(self) -> list[torch.Tensor]:
+    def mutated(self) -> list[torch.Tensor]:
         return [tensor for tensor, version in self._versions if tensor._version != version]
 
-    def are_edited(self) -> bool:
-        return are_edited(self._versions) or any(differs(owner, then) for owner, then in self._objects)
+    def are_mutated(self) -> bool:
+        return are_mutated(self._versions) or any(differs(owner, then) for owner, then in self._objects)
 
 
 def _is_special(leaf: Any) -> bool:
@@ -168,8 +168,10 @@ def run_excluded(block: BlockContext, function: Callable[..., Any], args: Sequen
     with modes_paused(around[0]):  # copies of a store, or of hooks, are no ops of the block
         answered, output = _ask(outermost, block) if isinstance(outermost, Recomputation) else (False, None)
     if not answered:
-        stored = None if isinstance(outermost, Recomputation) or outermost.frame.outer is not None else _stored(block)
-        keep = None if isinstance(outermost, Recomputation) else outermost.frame.outer
+        stored = (
+            None if isinstance(outermost, Recomputation) or outermost.frame.outer_hooks is not None else _stored(block)
+        )
+        keep = None if isinstance(outermost, Recomputation) else outermost.frame.outer_hooks
         hooks = (stored.pack, stored.unpack) if stored is not None else keep or KEEP_ON_DEVICE
         inputs = _Inputs(args, kwargs) if originals else None
         try:
@@ -181,14 +183,14 @@ def run_excluded(block: BlockContext, function: Callable[..., Any], args: Sequen
     with modes_paused(around[0]):
         if stored is not None:
             stored.seal()
-        is_repeated = inputs is not None and inputs.are_edited()
+        is_repeated = inputs is not None and inputs.are_mutated()
         if inputs is not None and is_repeated:
             for run in originals:
                 if run.frame.contexts is not None:
-                    run.frame.contexts.drop_edited(inputs.edited())
+                    run.frame.contexts.drop_mutated_outside(inputs.mutated())
         for frame in (run.frame for run in originals if not run.frame.keeps_rest):
             call = RepeatedCall(block.name) if is_repeated else None
-            frame.excluded.append(call or ExcludedCall(block, output, frame, take_random_state(frame.devices)))
+            frame.excluded.append(call or ExcludedCall(block, output, frame, get_rng_state(frame.devices)))
     return output
 
 
@@ -231,7 +233,7 @@ def _ask(run: Recomputation, block: BlockContext) -> tuple[bool, Any]:
         raise excluded_differ(frame.block.name, call.name if call else None, block.name)
     answered, output = call.answer()
     if not answered:
-        block.note("it is recomputed: it edits its arguments or sets attributes, or its parent edits its output")
+        block.note("it is recomputed: it modifies its arguments or sets attributes, or its parent modifies its output")
     return answered, output
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from graphckpt.rules.engine.context import BlockContext
     from graphckpt.rules.engine.saved import Holder
     from graphckpt.state.values import Snapshot
-    from graphckpt.stores import Group
+    from graphckpt.stores.base import TensorGroup
 
 
 class Contexts(Protocol):
@@ -35,27 +35,27 @@ class Contexts(Protocol):
     def saves(self, tensor: torch.Tensor) -> None:
         """Is called when autograd saves a tensor of the original forward."""
 
-    def drop_edited(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Is called when an excluded child has edited tensors in place, by ops that no context sees."""
+    def drop_mutated_outside(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Is called when an excluded child has modified tensors in place, by ops that no context sees."""
 
-    def settle(self, frame: RecomputableCall, *, has_failed: bool) -> None:
+    def after_forward(self, frame: RecomputableCall, *, has_failed: bool) -> None:
         """Is called after the original forward; ``has_failed`` if it has raised an exception."""
 
     def run_all(self, frame: RecomputableCall) -> bool:
         """Called after a recomputation that raised: the next skips no op. Returns whether ops may have been skipped."""
 
     def paused(self) -> AbstractContextManager[None]:
-        """Returns a context in which the one in force does nothing."""
+        """Returns a context in which the active one does nothing."""
 
 
-class AnsweredCall(Protocol):
+class ChildCall(Protocol):
     """One call of an excluded child, and how the recomputation answers for it."""
 
     @property
     def name(self) -> str:
         """Path of the child."""
 
-    def settle(self, snapshot: Snapshot) -> None:
+    def after_forward(self, snapshot: Snapshot) -> None:
         """Is called after the original forward of the block around the child."""
 
     def answer(self) -> tuple[bool, Any]:
@@ -67,12 +67,12 @@ class RecomputableCall(Protocol):
 
     block: BlockContext
     contexts: Contexts | None
-    group: Group | None
-    outer: Any
+    group: TensorGroup | None
+    outer_hooks: Any
     """The saved-tensor hooks around the call, which receive what it keeps; ``None`` if its store does."""
     devices: tuple[torch.device, ...]
-    """Whose random state the call may use, beside that of the CPU."""
-    excluded: list[AnsweredCall]
+    """Whose RNG state the call may use, beside that of the CPU."""
+    excluded: list[ChildCall]
     outputs: list[torch.Tensor] | None
     """What a recomputation for a joined block has returned."""
     original: Execution | None

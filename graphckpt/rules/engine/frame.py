@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from graphckpt._compat import early_stop_in_force
+from graphckpt._compat import early_stop_active
 from graphckpt._compat_compiler import never_compiled
-from graphckpt.errors import EditedError, RecomputeError
+from graphckpt.errors import MutatedError, RecomputeError
 from graphckpt.rules.engine.arguments import Arguments
 from graphckpt.rules.engine.execution import (
-    AnsweredCall,
+    ChildCall,
     Contexts,
     Execution,
     RecomputableCall,
@@ -31,22 +31,23 @@ from graphckpt.rules.engine.execution import (
     running,
 )
 from graphckpt.rules.engine.guard import Guard
-from graphckpt.rules.engine.joined_input import BlockOutput, last_output, tensors_in
-from graphckpt.rules.engine.mismatch import differs, edited, edits_argument, edits_module
+from graphckpt.rules.engine.joined_input import BlockOutput, last_output
+from graphckpt.rules.engine.mismatch import differs, modified_in_place, mutates_argument, mutates_module
 from graphckpt.rules.engine.saved import Holder
 from graphckpt.rules.engine.saved_hooks import StoredCall, hooks_around
 from graphckpt.state.autocast import autocast_depth, enter_ambient, take_ambient
-from graphckpt.state.rng import set_random_state, take_random_state
-from graphckpt.stores import DeviceStore
+from graphckpt.state.rng import get_rng_state, set_rng_state
+from graphckpt.stores.device import DeviceStore
+from graphckpt.tree import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from graphckpt.rules.engine.context import BlockContext
     from graphckpt.state.modules import Watch
-    from graphckpt.state.rng import RandomState
+    from graphckpt.state.rng import RNGState
     from graphckpt.state.values import Snapshot
-    from graphckpt.stores import Group
+    from graphckpt.stores.base import TensorGroup
 
 
 @final
@@ -65,7 +66,7 @@ class Frame:
     __slots__ = (
         "__weakref__", "_ambient", "_arguments", "_early_stop", "_failure", "_function", "_holders", "_is_complete",
         "_is_joined", "_random", "_rest", "_snapshot", "_state", "_strict", "_watch", "block", "contexts", "devices",
-        "excluded", "group", "original", "outer", "outputs",
+        "excluded", "group", "original", "outer_hooks", "outputs",
     )  # fmt: skip
 
     def __init__(
@@ -80,12 +81,12 @@ class Frame:
     ) -> None:
         self.block = block
         self.contexts = contexts
-        self._early_stop = early_stop_in_force(early_stop)
+        self._early_stop = early_stop_active(early_stop)
         self._strict = strict
         self._is_joined = joins
         self.outputs: list[torch.Tensor] | None = None
-        self.excluded: list[AnsweredCall] = []
-        self.outer: Any = None
+        self.excluded: list[ChildCall] = []
+        self.outer_hooks: Any = None
         self.original: Execution | None = None
         """The original forward while it runs; after that, the execution around it."""
         self._function = function
@@ -94,19 +95,19 @@ class Frame:
         self._rest: StoredCall | None = None
         self._watch: Watch | None = None
         self._holders: list[weakref.ref[Holder]] = []
-        self.group: Group | None = None
+        self.group: TensorGroup | None = None
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs the original forward, which keeps nothing but what the recomputation needs."""
         block = self.block
         state = self._state = block.present_state()
-        self.outer = hooks_around(block)
-        if self.outer is None and not isinstance(block.store, DeviceStore):
+        self.outer_hooks = hooks_around(block)
+        if self.outer_hooks is None and not isinstance(block.store, DeviceStore):
             self.group = block.open_group()
         arguments = self._arguments = Arguments(args, kwargs)
-        self.devices = block.random_devices(arguments.leaves)
+        self.devices = block.rng_devices(arguments.leaves)
         with modes_paused(running.get()):
-            self._random = take_random_state(self.devices)
+            self._random = get_rng_state(self.devices)
             self._ambient = take_ambient(self.devices)
             run = running.get()
             self._snapshot = state.take(is_again=run is not None and run.is_recomputation)
@@ -114,7 +115,7 @@ class Frame:
             self._early_stop &= not learning  # the first recomputation runs to its end: it must save no more
             watch = self._watch = state.watch() if learning else None
             function = self._function if watch is None else watch.around(self._function)
-            returned = last_output.get() if self._is_joined and self.outer is None else None
+            returned = last_output.get() if self._is_joined and self.outer_hooks is None else None
             arguments.keep(self, self._snapshot, returned, learning=learning)
 
         try:
@@ -136,17 +137,17 @@ class Frame:
         """Learns from the original forward, and drops what the recomputation does not need."""
         state, watch = self._state, self._watch
         with modes_paused(running.get()):
-            moving = self._watch = None
+            places = self._watch = None
             if watch is not None:
-                self._snapshot, moving = state.learn(watch, self._snapshot)
-            edits = state.edits_unknown(self._snapshot)
-            if edits is not None:
-                message = edits_module(self.block.name, edits)
+                self._snapshot, places = state.learn(watch, self._snapshot)
+            mutated = state.mutates_unknown(self._snapshot)
+            if mutated is not None:
+                message = mutates_module(self.block.name, mutated)
                 self._arguments.drop(message)
                 raise RecomputeError(message)
-            self._settle(returned, learning=watch is not None)
-            if moving is not None and self._failure is None:
-                state.remember(self._snapshot, moving)
+            self._finish_forward(returned, learning=watch is not None)
+            if places is not None and self._failure is None:
+                state.remember(self._snapshot, places)
 
     @property
     def keeps_rest(self) -> bool:
@@ -160,7 +161,7 @@ class Frame:
         numbers, so a repeated backward might visit them in another order.
         """
         if self._rest is None and not self._is_complete:
-            self._rest = StoredCall(self.block, self.group, self.outer)
+            self._rest = StoredCall(self.block, self.group, self.outer_hooks)
             self.block.note(
                 "its forward runs a backward: what the block saves from there on is kept, and only what it saves "
                 "before is recomputed"
@@ -189,7 +190,7 @@ class Frame:
         value, holder.value = holder.value, None
         assert value is not None
         if value._version != holder.version:
-            raise EditedError(edited(self.block.name, "a tensor that one of its ops saves"))
+            raise MutatedError(modified_in_place(self.block.name, "a tensor that one of its ops saves"))
         return value
 
     def _original_forward(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -223,19 +224,19 @@ class Frame:
         """Names the argument that leaf ``position`` belongs to."""
         return self._arguments.name(position, self._function)
 
-    def _settle(self, returned: BlockOutput | None, *, learning: bool) -> None:
+    def _finish_forward(self, returned: BlockOutput | None, *, learning: bool) -> None:
         """Drops what the recomputation does not need, after the original forward."""
         block = self.block
-        self._arguments.settle(self, self._snapshot, returned, learning=learning)
+        self._arguments.after_forward(self, self._snapshot, returned, learning=learning)
         if self._is_joined and self.before is None:
             block.note("joined: no argument is the output of a recomputed block right before it; all are kept")
         for call in self.excluded:
-            call.settle(self._snapshot)
+            call.after_forward(self._snapshot)
         self._is_complete = True
         if self._rest is not None:
             self._rest.keep_pending()
         if self.contexts is not None:
-            self.contexts.settle(self, has_failed=self._failure is not None)
+            self.contexts.after_forward(self, has_failed=self._failure is not None)
         if self.group is not None:
             block.store.close_group(self.group)
 
@@ -272,7 +273,7 @@ class Frame:
                 run = self._recompute_once(early_stop=early_stop, returns_output=returns_output)
             for position, tensor, version in run.given:
                 if tensor._version != version:
-                    raise RecomputeError(edits_argument(self.block.name, self.name_of(position)))
+                    raise RecomputeError(mutates_argument(self.block.name, self.name_of(position)))
             fault = run.fault()
             if fault is not None and (self._strict or isinstance(fault.first, int)):
                 self._recompute_before()
@@ -303,10 +304,10 @@ class Frame:
         state, snapshot = self._state, self._snapshot
         if self._watch is not None:  # a backward within the original forward of a first call
             snapshot, _ = state.learn(self._watch, snapshot)
-        changed = state.edited(snapshot)
+        changed = state.mutated(snapshot)
         if changed is not None:
-            raise RecomputeError(edited(self.block.name, changed))
-        random_now = take_random_state(self.devices)
+            raise RecomputeError(modified_in_place(self.block.name, changed))
+        random_now = get_rng_state(self.devices)
         ambient_now = take_ambient(self.devices)
         depth = autocast_depth()
         guard = Guard()
@@ -334,7 +335,7 @@ class Frame:
                 guard.leave()  # see Note [An interrupt at any moment]
 
     def _enter_again(
-        self, run: Recomputation, guard: Guard, snapshot: Snapshot, random_now: RandomState
+        self, run: Recomputation, guard: Guard, snapshot: Snapshot, random_now: RNGState
     ) -> tuple[Sequence[Any], dict[str, Any]]:
         """Puts everything back to what it was before the original forward, and returns the arguments."""
         arguments = self._arguments
@@ -343,12 +344,12 @@ class Frame:
         if self.before is not None:
             self.before.outputs = None
         guard.enter(run, run.pack, run.unpack)
-        guard.restore_random_state(random_now)
+        guard.restore_rng_state(random_now)
         self._state.rewind(snapshot, guard.undo)
         if not self._is_complete:
             self._state.protect(guard.undo)
         args, kwargs = arguments.assemble(leaves, guard.undo)
-        set_random_state(self._random)
+        set_rng_state(self._random)
         return args, kwargs
 
     def _call(self, run: Recomputation, args: Sequence[Any], kwargs: dict[str, Any]) -> None:

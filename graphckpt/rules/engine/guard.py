@@ -25,17 +25,17 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from graphckpt._compat import (
+    active_saved_tensor_hooks,
     num_dispatch_modes,
     num_function_modes,
     pop_dispatch_mode,
     pop_function_mode,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
-    saved_tensor_hooks_in_force,
 )
 from graphckpt.rules.engine.execution import running
 from graphckpt.state.autocast import restore_ambient
-from graphckpt.state.rng import set_random_state
+from graphckpt.state.rng import set_rng_state
 from graphckpt.undo import put_back
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from graphckpt.rules.engine.execution import Execution
     from graphckpt.state.autocast import Ambient
-    from graphckpt.state.rng import RandomState
+    from graphckpt.state.rng import RNGState
     from graphckpt.undo import Undo
 
 
@@ -59,7 +59,7 @@ class Guard:
     def __init__(self) -> None:
         self._is_entered = False
         self._ambient: tuple[Ambient, int] | None = None
-        self._random: RandomState | None = None
+        self._random: RNGState | None = None
         self._run: Execution | None = None
         self._grad = torch.is_grad_enabled()
         self.undo: Undo = []
@@ -69,7 +69,7 @@ class Guard:
         self, run: Execution | None, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
     ) -> None:
         """Makes ``run`` the present one, and passes what autograd saves through ``pack`` and ``unpack``."""
-        self._hooks = saved_tensor_hooks_in_force()
+        self._hooks = active_saved_tensor_hooks()
         self._num_dispatch_modes = num_dispatch_modes()
         self._num_function_modes = num_function_modes()
         self._outer = running.get()
@@ -81,7 +81,7 @@ class Guard:
             run.is_active = True
         push_saved_tensor_hooks(pack, unpack)
 
-    def restore_random_state(self, random: RandomState) -> None:
+    def restore_rng_state(self, random: RNGState) -> None:
         """Makes :meth:`leave` restore the RNG state."""
         self._random = random
 
@@ -98,14 +98,14 @@ class Guard:
                 pop_dispatch_mode(None)
             while num_function_modes() > self._num_function_modes:
                 pop_function_mode()
-            while not _are_same(saved_tensor_hooks_in_force(), self._hooks):
+            while not _are_same(active_saved_tensor_hooks(), self._hooks):
                 pop_saved_tensor_hooks()
             running.set(self._outer)
             if self._run is not None:
                 self._run.is_active = self._was_active
             self._is_entered = False
         if self._random is not None:
-            set_random_state(self._random)
+            set_rng_state(self._random)
         if self._ambient is not None:
             restore_ambient(*self._ambient)
         if torch.is_grad_enabled() is not self._grad:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from graphckpt.errors import RecomputeError
-from graphckpt.rules.engine.argument import Traits
+from graphckpt.rules.engine.argument import TensorProperties
 from graphckpt.rules.engine.mismatch import returns_differ
-from graphckpt.tree import flatten_value
+from graphckpt.tree import tensors_in
 
 if TYPE_CHECKING:
     from graphckpt.rules.engine.execution import RecomputableCall
@@ -28,7 +28,7 @@ class BlockOutput:
         self._tensors = [(weakref.ref(t), None if t.is_inference() else t._version) for t in tensors_in(output)]
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
-        """Returns the position of ``tensor`` among them, or ``None`` if it is not there or was edited since."""
+        """Returns the position of ``tensor`` among them, or ``None`` if it is not there or was modified since."""
         if self.frame() is None or tensor.is_inference():
             return None
         for number, (ref, version) in enumerate(self._tensors):
@@ -44,12 +44,12 @@ last_output: ContextVar[BlockOutput | None] = ContextVar("last_output", default=
 class JoinedInput:
     """An argument that is not kept: the recomputation of the block before returns it."""
 
-    __slots__ = ("_kind", "_number", "_traits")
+    __slots__ = ("_dtype_and_shape", "_number", "_properties")
 
     def __init__(self, number: int, tensor: torch.Tensor) -> None:
-        self._kind = tensor.dtype, tensor.shape
+        self._dtype_and_shape = tensor.dtype, tensor.shape
         self._number = number
-        self._traits = Traits(tensor)
+        self._properties = TensorProperties(tensor)
 
     def of(self, before: RecomputableCall) -> torch.Tensor:
         """Returns the argument, one of the tensors that the recomputation of the block before has returned.
@@ -57,14 +57,7 @@ class JoinedInput:
         Raises:
             RecomputeError: it has returned something else.
         """
-        kinds = [(tensor.dtype, tensor.shape) for tensor in before.outputs or ()]
-        if kinds[self._number : self._number + 1] != [self._kind]:
-            raise RecomputeError(returns_differ(before.block.name, self._number, self._kind, kinds))
-        return self._traits.give_to(before.outputs[self._number])  # type: ignore[index]
-
-
-def tensors_in(output: Any) -> list[torch.Tensor]:
-    """Returns the tensors in what a block returns, in order."""
-    if isinstance(output, torch.Tensor):
-        return [output]
-    return [leaf for leaf in flatten_value(output)[0] if isinstance(leaf, torch.Tensor)]
+        found = [(tensor.dtype, tensor.shape) for tensor in before.outputs or ()]
+        if found[self._number : self._number + 1] != [self._dtype_and_shape]:
+            raise RecomputeError(returns_differ(before.block.name, self._number, self._dtype_and_shape, found))
+        return self._properties.apply_to(before.outputs[self._number])  # type: ignore[index]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     _Kind = tuple[torch.dtype, torch.Size]
 
 _FIX = (
-    "fix: make forward depend on its arguments, parameters and random state alone, or set "
+    "fix: make forward depend on its arguments, parameters and RNG state alone, or set "
     "activation_checkpointing = False on this block"
 )
 _LIBRARIES = tuple(str(Path(module).parent) for module in (torch.__file__, __file__))
@@ -101,26 +101,26 @@ def returns_differ(block: str, number: int, was: _Kind, second: Sequence[_Kind])
     return f"{block}: tensor {number} that it returns: expected {first}, got {now} in the recomputation · {_FIX}"
 
 
-def edited(block: str, what: str) -> str:
-    """The message for a tensor that was edited between forward and backward."""
+def modified_in_place(block: str, what: str) -> str:
+    """The message for a tensor that was modified in place between forward and backward."""
     return (
-        f"{block}: {what} was edited in place between forward and backward · "
-        "fix: edit a clone, or edit after backward()"
+        f"{block}: {what} was modified in place between forward and backward · "
+        "fix: modify a clone, or modify after backward()"
     )
 
 
-def edits_argument(block: str, name: str) -> str:
-    """The message for a forward that edits an argument of which no copy was made."""
+def mutates_argument(block: str, name: str) -> str:
+    """The message for a forward that modifies an argument of which no copy was made."""
     return (
-        f"{block}: forward edited its argument `{name}` in place, and the recomputation has no copy of it: copies are "
-        "kept of the arguments that the first call of a module edits · fix: edit a clone of it"
+        f"{block}: forward modified its argument `{name}` in place, and the recomputation has no copy of it: copies "
+        "are kept of the arguments that the first call of a module modifies · fix: modify a clone of it"
     )
 
 
 def shares_with_buffer(block: str, name: str, buffer: str) -> str:
-    """The message for an argument that is a view of what forward edits in its own modules."""
+    """The message for an argument that is a view of what forward modifies in its own modules."""
     return (
-        f"{block}: argument `{name}` shares memory with `{buffer}` of the block, which forward edits in place; the "
+        f"{block}: argument `{name}` shares memory with `{buffer}` of the block, which forward modifies in place; the "
         "recomputation cannot restore both · fix: pass a clone"
     )
 
@@ -128,17 +128,17 @@ def shares_with_buffer(block: str, name: str, buffer: str) -> str:
 def unknown_alias(block: str, names: Sequence[str]) -> str:
     """The message for arguments that share memory in a way that copies of them cannot."""
     return (
-        f"{block}: forward edits one of its arguments {', '.join(f'`{name}`' for name in names)} in place, which share "
-        "memory: expected views of one tensor with one dtype, got other aliases · fix: pass a clone"
+        f"{block}: forward modifies one of its arguments {', '.join(f'`{name}`' for name in names)} in place, which "
+        "share memory: expected views of one tensor with one dtype, got other aliases · fix: pass a clone"
     )
 
 
-def edits_module(block: str, name: str) -> str:
-    """The message for a forward that edits a parameter, or a large buffer for the first time."""
+def mutates_module(block: str, name: str) -> str:
+    """The message for a forward that modifies a parameter, or a large buffer for the first time."""
     return (
-        f"{block}: forward edited {name} in place, and no copy of it from before the forward exists, which the "
-        "recomputation needs · fix: edit it outside of the block, edit a large buffer from the first call on, or set "
-        "activation_checkpointing = False on this block"
+        f"{block}: forward modified {name} in place, and no copy of it from before the forward exists, which the "
+        "recomputation needs · fix: modify it outside of the block, modify a large buffer from the first call on, or "
+        "set activation_checkpointing = False on this block"
     )
 
 

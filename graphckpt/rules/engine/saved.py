@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 
 import torch
 
-from graphckpt.errors import EditedError
+from graphckpt.errors import MutatedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from graphckpt.rules.engine.context import BlockContext
-    from graphckpt.state.rng import RandomState
-    from graphckpt.stores import Group, Store
+    from graphckpt.state.rng import RNGState
+    from graphckpt.stores.base import Store, TensorGroup
 
 
 @final
@@ -44,7 +44,7 @@ class Keeper(Protocol):
     """A call of a block that keeps tensors."""
 
     block: BlockContext
-    group: Group | None
+    group: TensorGroup | None
 
 
 @final
@@ -57,26 +57,26 @@ class SavedTensor:
     Args:
         tensor: The tensor.
         keeper: The call that keeps it.
-        outer: The hooks around the call; ``None`` if its store keeps the tensor.
+        outer_hooks: The hooks around the call; ``None`` if its store keeps the tensor.
     """
 
-    __slots__ = ("_held", "_requires_grad", "_store", "_unpack", "_version")
+    __slots__ = ("__weakref__", "_held", "_requires_grad", "_store", "_unpack", "_version")
 
-    def __init__(self, tensor: torch.Tensor, keeper: Keeper, outer: Any) -> None:
+    def __init__(self, tensor: torch.Tensor, keeper: Keeper, outer_hooks: Any) -> None:
         block = keeper.block
         self._requires_grad = tensor.requires_grad
-        self._store: Store | None = block.store if outer is None else None
+        self._store: Store | None = block.store if outer_hooks is None else None
         self._unpack: Any = None
         self._version: int | None = None
         recorder = block.recorder
-        if outer is None:
+        if outer_hooks is None:
             self._held = block.store.put(tensor, keeper.group)
-            if self.stays:  # other stores see edits themselves
+            if self.stays:  # other stores detect modifications themselves
                 self._version = None if tensor.is_inference() else tensor._version
                 if recorder is not None:
-                    recorder.kept(block.name, tensor)
+                    recorder.kept(block.name, tensor, self)
         else:
-            pack, self._unpack = outer
+            pack, self._unpack = outer_hooks
             tensor = tensor.detach()  # as one with history is saved by an op, which may fill another one after that
             if recorder is None:
                 self._held = pack(tensor)
@@ -93,15 +93,15 @@ class SavedTensor:
         """Drops the tensor, which :meth:`take` must not be called for any more."""
         recorder = keeper.block.recorder
         if recorder is not None and self._store is not None and isinstance(self._held, torch.Tensor):
-            recorder.released(keeper.block.name, self._held)
+            recorder.released(self._held, self)
         self._held = None
 
     def take(self) -> torch.Tensor | None:
-        """Returns the tensor without history; ``None`` if it was edited in place since."""
+        """Returns the tensor without history; ``None`` if it was modified in place since."""
         tensor: torch.Tensor | None
         try:
             tensor = self._unpack(self._held) if self._store is None else self._store.get(self._held)
-        except EditedError:  # from a block around this one
+        except MutatedError:  # from a block around this one
             return None
         if tensor is None or (self._version is not None and tensor._version != self._version):
             return None
@@ -117,21 +117,21 @@ class SavedResult:
     spec: Any
     """``None`` if it is one tensor."""
     versions: list[tuple[torch.Tensor, int]]
-    random: RandomState | None  # after an op that draws random numbers, for the ops behind it
+    random: RNGState | None  # after an op that draws random numbers, for the ops behind it
 
-    def is_edited(self) -> bool:
-        """Whether a tensor of it was edited in place since."""
-        return are_edited(self.versions)
+    def is_mutated(self) -> bool:
+        """Whether a tensor of it was modified in place since."""
+        return are_mutated(self.versions)
 
     def take(self) -> list[Any] | None:
-        """Returns its leaves; ``None`` if one was edited."""
-        if self.is_edited():
+        """Returns its leaves; ``None`` if one was modified in place."""
+        if self.is_mutated():
             return None  # by code after the block: the op is recomputed
         taken = [leaf.take() if isinstance(leaf, SavedTensor) else leaf for leaf in self.leaves]
-        edited = any(
+        is_mutated = any(
             isinstance(leaf, SavedTensor) and value is None for leaf, value in zip(self.leaves, taken, strict=True)
         )
-        return None if edited else taken
+        return None if is_mutated else taken
 
     def release(self, keeper: Keeper) -> None:
         """Drops it."""
@@ -145,8 +145,8 @@ def versions_of(leaves: Iterable[Any]) -> list[tuple[torch.Tensor, int]]:
     return [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
 
 
-def are_edited(versions: Iterable[tuple[torch.Tensor, int]]) -> bool:
-    """Whether one of the tensors was edited in place since its version was read."""
+def are_mutated(versions: Iterable[tuple[torch.Tensor, int]]) -> bool:
+    """Whether one of the tensors was modified in place since its version was read."""
     return any(tensor._version != version for tensor, version in versions)
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, final
 
-from graphckpt._compat import autograd_sequence_number, saved_tensor_hooks_in_force
+from graphckpt._compat import active_saved_tensor_hooks, autograd_sequence_number
 from graphckpt._compat_compiler import never_compiled
-from graphckpt.errors import EditedError
-from graphckpt.rules.engine.mismatch import edited
+from graphckpt.errors import MutatedError
+from graphckpt.rules.engine.mismatch import modified_in_place
 from graphckpt.rules.engine.saved import SavedTensor, may_be_filled_later
 
 if TYPE_CHECKING:
     import torch
 
     from graphckpt.rules.engine.context import BlockContext
-    from graphckpt.stores import Group
+    from graphckpt.stores.base import TensorGroup
 
 
 @final
@@ -24,15 +24,15 @@ class StoredCall:
     Args:
         block: The block.
         group: The group of the call's tensors in the store.
-        outer: Hooks around the block that its tensors pass through, in place of its store.
+        outer_hooks: Hooks around the block that its tensors pass through, in place of its store.
     """
 
-    __slots__ = ("_outer", "_pending", "_pending_op", "block", "group")
+    __slots__ = ("_outer_hooks", "_pending", "_pending_op", "block", "group")
 
-    def __init__(self, block: BlockContext, group: Group | None, outer: Any = None) -> None:
+    def __init__(self, block: BlockContext, group: TensorGroup | None, outer_hooks: Any = None) -> None:
         self.block = block
         self.group = group
-        self._outer = outer
+        self._outer_hooks = outer_hooks
         self._pending: list[_PendingTensor] = []
         self._pending_op = -1
 
@@ -45,20 +45,20 @@ class StoredCall:
             self._pending_op = autograd_sequence_number()
             self._pending.append(_PendingTensor(tensor))
             return self._pending[-1]
-        return SavedTensor(tensor, self, self._outer)
+        return SavedTensor(tensor, self, self._outer_hooks)
 
     @never_compiled
     def unpack(self, kept: SavedTensor | _PendingTensor) -> torch.Tensor:
         """Hook for a saved tensor that autograd needs.
 
         Raises:
-            RecomputeError: The tensor was edited in place since.
+            RecomputeError: The tensor was modified in place since.
         """
         if isinstance(kept, _PendingTensor):
             kept = kept.keep(self)
         tensor = kept.take()
         if tensor is None:
-            raise EditedError(edited(self.block.name, "a tensor that one of its ops saves"))
+            raise MutatedError(modified_in_place(self.block.name, "a tensor that one of its ops saves"))
         return tensor
 
     def seal(self) -> None:
@@ -76,7 +76,7 @@ class StoredCall:
 class _PendingTensor:
     """A tensor that goes to the store once the op that saved it has run."""
 
-    __slots__ = ("_kept", "_tensor")
+    __slots__ = ("__weakref__", "_kept", "_tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor: torch.Tensor | None = tensor
@@ -86,7 +86,7 @@ class _PendingTensor:
         """Returns the tensor's entry in the store."""
         if self._kept is None:
             assert self._tensor is not None
-            self._kept, self._tensor = SavedTensor(self._tensor, call, call._outer), None
+            self._kept, self._tensor = SavedTensor(self._tensor, call, call._outer_hooks), None
         return self._kept
 
 
@@ -111,7 +111,7 @@ def _are_own(hooks: Any) -> bool:
 
 def hooks_around(block: BlockContext) -> Any:
     """Returns the hooks that what a block saves must pass through, or ``None`` if it goes to the block's store."""
-    hooks: Any = saved_tensor_hooks_in_force()
+    hooks: Any = active_saved_tensor_hooks()
     if hooks is None:
         return None
     if block.recorder is not None:

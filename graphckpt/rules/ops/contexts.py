@@ -41,47 +41,49 @@ class SelectiveContexts:
 
     Args:
         policy: Decides which results to keep.
-        kind: What calls that run the same ops have in common, such as the shapes of their arguments; ``None`` for a
-            policy that may decide otherwise in each call.
+        signature: What calls that run the same ops have in common, such as the shapes of their arguments; ``None`` for
+            a policy that may decide otherwise in each call.
     """
 
-    def __init__(self, policy: Policy, kind: object = None) -> None:
-        self._results = KeptResults(policy, learns=kind is not None)
+    def __init__(self, policy: Policy, signature: object = None) -> None:
+        self._results = KeptResults(policy, learns=signature is not None)
         self._schedule: OpSchedule | None = None  # that the recomputation follows
-        self._kind = kind
-        self._is_settled = False
+        self._signature = signature
+        self._is_complete = False
         self._modes: list[OpMode] = []
 
     def original_forward(self, frame: RecomputableCall) -> AbstractContextManager[None]:
         """Returns the context that keeps the chosen results."""
-        if frame.outer is not None or self._kind is None:  # the hooks around must see the same tensors in each call
-            return self._in_force(CachingMode(self._results, frame))
-        schedule: OpSchedule | None = frame.block.schedules.get(self._kind)
+        if (
+            frame.outer_hooks is not None or self._signature is None
+        ):  # the hooks around must see the same tensors in each call
+            return self._active(CachingMode(self._results, frame))
+        schedule: OpSchedule | None = frame.block.schedules.get(self._signature)
         if schedule is None:
             self._results.graph = OpGraph()
         elif schedule.is_valid:
             self._schedule = schedule
             return self._following(ScheduledCachingMode(self._results, frame, schedule, self._drop_schedule))
-        return self._in_force(CachingMode(self._results, frame))
+        return self._active(CachingMode(self._results, frame))
 
     def recomputation(self, frame: RecomputableCall) -> AbstractContextManager[None]:
         """Returns the context that returns the kept results in place of running their ops."""
         run = running.get()
         is_for_backward = isinstance(run, Recomputation) and run.frame is frame and not run.returns_output
-        if self._schedule is not None and self._schedule.is_valid and self._is_settled:
-            return self._in_force(ScheduledCachedMode(self._results, frame, self._schedule, skips=is_for_backward))
-        return self._in_force(CachedMode(self._results, frame))
+        if self._schedule is not None and self._schedule.is_valid and self._is_complete:
+            return self._active(ScheduledCachedMode(self._results, frame, self._schedule, skips=is_for_backward))
+        return self._active(CachedMode(self._results, frame))
 
     def saves(self, tensor: torch.Tensor) -> None:
         """Is called when autograd saves a tensor of the original forward."""
         self._results.saves(tensor)
 
-    def drop_edited(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Drops the kept results that an op has edited which the modes have not seen."""
+    def drop_mutated_outside(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Drops the kept results that ops have modified which the modes have not seen."""
         self._results.drop_sharing(tensors)
 
     @contextmanager
-    def _in_force(self, mode: OpMode) -> Iterator[None]:
+    def _active(self, mode: OpMode) -> Iterator[None]:
         self._modes.append(mode)
         try:
             with mode:
@@ -91,15 +93,15 @@ class SelectiveContexts:
 
     @contextmanager
     def _following(self, mode: ScheduledCachingMode) -> Iterator[None]:
-        with self._in_force(mode):
+        with self._active(mode):
             yield
         mode.end()
 
-    def settle(self, frame: RecomputableCall, *, has_failed: bool) -> None:
+    def after_forward(self, frame: RecomputableCall, *, has_failed: bool) -> None:
         """Drops what the recomputation does not need, and records or checks the schedule of the ops."""
         results = self._results
         results.has_failed_op |= has_failed
-        results.settle(frame)
+        results.after_forward(frame)
         graph, results.graph = results.graph, None
         if has_failed:
             self._schedule = None  # other calls may follow it
@@ -107,7 +109,7 @@ class SelectiveContexts:
             self._record(graph, frame)
         elif self._schedule is not None and results.num_saved != self._schedule.num_saved:
             self._drop_schedule(frame)
-        self._is_settled = True
+        self._is_complete = True
 
     def _record(self, graph: OpGraph, frame: RecomputableCall) -> None:
         results = self._results
@@ -116,10 +118,10 @@ class SelectiveContexts:
         if not schedule.is_valid:
             self._note(frame)
         elif isinstance(results.policy, NamedOps):
-            for word in results.policy.missing(schedule.ops):
+            for word in results.policy.missing(schedule.keys):
                 frame.block.note(f"selective: the block runs no {word}, so no result of it is kept")
         schedules = frame.block.schedules
-        schedules[self._kind] = schedule
+        schedules[self._signature] = schedule
         while len(schedules) > _MAX_SCHEDULES:
             del schedules[next(iter(schedules))]
         if schedule.is_valid:
@@ -130,11 +132,11 @@ class SelectiveContexts:
     def _drop_schedule(self, frame: RecomputableCall) -> None:
         """Is called when a call does not follow its schedule: all that is not kept will be recomputed."""
         block, schedule = frame.block, self._schedule
-        known: OpSchedule | None = block.schedules.get(self._kind)
+        known: OpSchedule | None = block.schedules.get(self._signature)
         if schedule is not None and known is schedule:
             block.num_mismatches += 1
             if block.num_mismatches < _MAX_MISMATCHES:
-                del block.schedules[self._kind]  # the next call records another one
+                del block.schedules[self._signature]  # the next call records another one
             else:
                 schedule.is_valid = False
                 self._note(frame)
@@ -160,7 +162,7 @@ class SelectiveContexts:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Hides ops from the modes that are in force now."""
+        """Hides ops from the modes that are active now."""
         modes = [mode for mode in self._modes if not mode.is_paused]
         for mode in modes:
             mode.is_paused = True

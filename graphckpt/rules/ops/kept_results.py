@@ -12,8 +12,8 @@ from graphckpt._compat_autocast import above_dispatch_modes, call_with_autocast
 from graphckpt.errors import RecomputeError
 from graphckpt.rules.engine.saved import SavedResult, SavedTensor
 from graphckpt.rules.ops.op_graph import CAST
-from graphckpt.state.rng import set_random_state, take_random_state
-from graphckpt.writes import edited_by
+from graphckpt.state.rng import get_rng_state, set_rng_state
+from graphckpt.writes import mutated_by
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -68,8 +68,8 @@ class KeptResults:
         leaves, spec = ([output], None) if isinstance(output, torch.Tensor) else pytree.tree_flatten(output)
         aliases = [version_sharing_detach(x) if isinstance(x, torch.Tensor) else x for x in leaves]
         versions = [(x, x._version) for x in aliases if isinstance(x, torch.Tensor)]
-        kept = [SavedTensor(x, frame, frame.outer) if isinstance(x, torch.Tensor) else x for x in aliases]
-        random = take_random_state(frame.devices) if torch.Tag.nondeterministic_seeded in key[0].tags else None
+        kept = [SavedTensor(x, frame, frame.outer_hooks) if isinstance(x, torch.Tensor) else x for x in aliases]
+        random = get_rng_state(frame.devices) if torch.Tag.nondeterministic_seeded in key[0].tags else None
         for tensor, _ in versions:
             self._storages.setdefault(id(storage_of(tensor)), []).append(key)
         self.results[key] = SavedResult(kept, spec, versions, random)
@@ -80,39 +80,39 @@ class KeptResults:
         result = self.results.get(key)
         try:
             # the block around, if it is the one that keeps the result, may have to be recomputed for it
-            with nullcontext() if frame.outer is None else above_dispatch_modes():
+            with nullcontext() if frame.outer_hooks is None else above_dispatch_modes():
                 leaves = result.take() if result is not None else None
-        except RecomputeError:  # edited in place since, as the block around found: the op is recomputed
+        except RecomputeError:  # modified in place since, as the block around found: the op is recomputed
             return None
         if result is None or leaves is None:
             return None
         if result.random is not None:
-            set_random_state(result.random)
+            set_rng_state(result.random)
         return leaves[0] if result.spec is None else pytree.tree_unflatten(leaves, result.spec)
 
-    def drop_edited(self, func: Op, args: Any, kwargs: dict[str, Any]) -> None:
-        """Drops a kept result that ``func`` edits, also through a view that does not share its version counter.
+    def drop_mutated(self, func: Op, args: Any, kwargs: dict[str, Any]) -> None:
+        """Drops a kept result that ``func`` modifies, also through a view that does not share its version counter.
 
-        GRU edits what ``unsafe_chunk`` returns, which is such a view.
+        GRU modifies what ``unsafe_chunk`` returns, which is such a view.
         """
         if self._storages:
-            self.drop_sharing(edited_by(func, args, kwargs))
+            self.drop_sharing(mutated_by(func, args, kwargs))
 
     def drop_sharing(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Drops the kept results that share memory with one of ``tensors``, which were edited."""
+        """Drops the kept results that share memory with one of ``tensors``, which were modified."""
         for tensor in tensors:
             for key in self._storages.pop(id(storage_of(tensor)), ()):
                 self.results.pop(key, None)
 
-    def settle(self, frame: RecomputableCall) -> None:
-        """Drops the results that the block has edited in place since, and those that no recomputation reads."""
+    def after_forward(self, frame: RecomputableCall) -> None:
+        """Drops the results that the block has modified in place since, and those that no recomputation reads."""
         self._storages.clear()
         for key in self._keys[0 if self.has_failed_op else self._num_used :]:
             self.release(key, frame)
         for key, result in list(self.results.items()):
-            if result.is_edited():
+            if result.is_mutated():
                 del self.results[key]
-            elif frame.outer is not None or frame.group is not None:
+            elif frame.outer_hooks is not None or frame.group is not None:
                 result.versions.clear()  # the block around, or the store, checks versions itself
 
     def release(self, key: Key, frame: RecomputableCall) -> None:

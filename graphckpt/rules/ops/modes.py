@@ -74,7 +74,7 @@ class CachingMode(CountingMode):
         """Is called after an op."""
         func, number = key
         results, frame = self._results, self._frame
-        results.drop_edited(func, args, kwargs)
+        results.drop_mutated(func, args, kwargs)
         is_wanted = _makes_new_tensors(func) and results.policy(output, func, args, kwargs, number)
         if is_wanted and self._is_of_use(func) and not results.has_failed_op:
             results.keep(key, output, frame)
@@ -129,7 +129,7 @@ class ScheduledCachingMode(OpMode):
         if act is Action.CACHED:
             results.keep(schedule.keys[position], output, self._frame)
         else:
-            results.drop_edited(func, args, kwargs)
+            results.drop_mutated(func, args, kwargs)
         return output
 
     def end(self) -> None:

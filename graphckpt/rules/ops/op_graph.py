@@ -10,7 +10,7 @@ import torch
 
 from graphckpt._compat import is_fake, pytree
 from graphckpt.rules.engine.saved import may_be_filled_later
-from graphckpt.writes import edited_by
+from graphckpt.writes import mutated_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -19,7 +19,7 @@ Op: TypeAlias = Any
 """A ``torch._ops.OpOverload`` such as ``torch.ops.aten.mm.default``."""
 
 
-class Kind(NamedTuple):
+class TensorMeta(NamedTuple):
     """The metadata of a tensor."""
 
     size: torch.Size
@@ -58,16 +58,16 @@ class OpCall:
     inputs: frozenset[int]
     """The earlier calls of the block whose results it reads; none if it reads only a size."""
     outputs: tuple[Any, ...]
-    """The :class:`Kind` of each tensor that it returns, and what else it returns."""
+    """The :class:`TensorMeta` of each tensor that it returns, and what else it returns."""
     spec: Any
     """Of the value that holds the outputs; ``None`` if it is one tensor."""
-    edits: bool = False
+    mutates: bool = False
     """Whether it is an in-place op: it writes to its first argument alone and returns it."""
     is_view: bool = False
     must_run: bool = False
     """Whether it has side effects: writes to a tensor from outside the block, is a collective, returns no tensor."""
     is_random: bool = False
-    is_edited: bool = False
+    is_mutated: bool = False
     """Whether a later op writes to a result of it."""
     is_read: bool = False
     """Whether another op reads a result of it."""
@@ -77,7 +77,7 @@ class OpCall:
     @property
     def can_be_kept(self) -> bool:
         """Whether its results are new tensors, which stay as they are."""
-        return not (self.is_view or self.edits or self.must_run or self.is_edited)
+        return not (self.is_view or self.mutates or self.must_run or self.is_mutated)
 
 
 @final
@@ -108,16 +108,16 @@ class OpGraph:
             self.is_complete = False
             return
         producers = frozenset(m for t in given if (m := self._producer.get(id(t.untyped_storage()))) is not None)
-        call = OpCall(func, number, producers, tuple(map(_kind, leaves)), spec)
+        call = OpCall(func, number, producers, tuple(map(_meta, leaves)), spec)
         own = len(self.calls)
         if schema.is_mutable:
-            written = list(edited_by(func, args, kwargs))
-            call.edits = len(written) == 1 and written[0] is output and args[0] is output
-            call.must_run = not call.edits or id(output.untyped_storage()) not in self._producer
+            written = list(mutated_by(func, args, kwargs))
+            call.mutates = len(written) == 1 and written[0] is output and args[0] is output
+            call.must_run = not call.mutates or id(output.untyped_storage()) not in self._producer
             for tensor in written:
                 producer = self._producer.get(id(tensor.untyped_storage()))
                 if producer is not None:
-                    self.calls[producer].is_edited = True
+                    self.calls[producer].is_mutated = True
                 self._producer[id(tensor.untyped_storage())] = own
         else:
             mine = {id(tensor.untyped_storage()) for tensor in given}
@@ -193,5 +193,5 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return (type(tensor) in kinds or is_fake(tensor)) and tensor.layout is torch.strided
 
 
-def _kind(leaf: Any) -> Any:
-    return Kind.of(leaf) if isinstance(leaf, torch.Tensor) else leaf
+def _meta(leaf: Any) -> Any:
+    return TensorMeta.of(leaf) if isinstance(leaf, torch.Tensor) else leaf

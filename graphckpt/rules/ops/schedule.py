@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, final
 import torch
 
 from graphckpt._compat import WithoutValues, pytree
-from graphckpt.rules.ops.op_graph import Kind
+from graphckpt.rules.ops.op_graph import TensorMeta
 
 if TYPE_CHECKING:
     from graphckpt.rules.ops.op_graph import Op, OpCall, OpGraph
@@ -31,16 +31,21 @@ class NamedOps:
     """Ops of which every result is kept."""
     numbered: Mapping[Op, Collection[int]] = field(default_factory=dict)
     """Ops of which the results with these numbers are kept."""
-    names: Mapping[str, Collection[Op]] = field(default_factory=dict)
-    """The names that the user has given, and the ops that each means."""
+    names: Mapping[str, tuple[Collection[Op], Collection[int] | None]] = field(default_factory=dict)
+    """The names that the user has given, the ops that each means, and which of their results, if not all."""
 
     def __call__(self, output: Any, func: Op, args: Any, kwargs: dict[str, Any], number: int) -> bool:
         """Returns whether the result is named."""
         return func in self.whole or number in self.numbered.get(func, ())
 
-    def missing(self, ops: Collection[Op]) -> list[str]:
-        """Returns the names that stand for none of ``ops``."""
-        return [name for name, meant in self.names.items() if not any(op in ops for op in meant)]
+    def missing(self, keys: Collection[Key]) -> list[str]:
+        """Returns the names that mean a result which is not among ``keys``, or none of them."""
+        missing = []
+        for name, (ops, numbers) in self.names.items():
+            found = {number for op, number in keys if op in ops}
+            if not found or (numbers is not None and not found.issuperset(numbers)):
+                missing.append(name)
+        return missing
 
 
 class Action(Enum):
@@ -69,16 +74,16 @@ class OpSchedule:
         """Whether an op that the recomputation will skip has returned what it did when this was recorded."""
         call = self.skipped[position]
         if call.spec is None:
-            return bool(call.outputs[0] == Kind.of(output))
+            return bool(call.outputs[0] == TensorMeta.of(output))
         leaves, spec = pytree.tree_flatten(output)
         return spec == call.spec and all(map(_is_same, leaves, call.outputs))
 
     def without_values(self, position: int, args: Any) -> Any:
         """Returns the result of a skipped op, as tensors without values."""
         call = self.skipped[position]
-        if call.edits:
+        if call.mutates:
             return args[0]
-        leaves = [WithoutValues.like(kind) if isinstance(kind, Kind) else kind for kind in call.outputs]
+        leaves = [WithoutValues.like(meta) if isinstance(meta, TensorMeta) else meta for meta in call.outputs]
         return leaves[0] if call.spec is None else pytree.tree_unflatten(leaves, call.spec)
 
 
@@ -110,4 +115,4 @@ def make_schedule(graph: OpGraph, kept: set[Key], num_saved: int) -> OpSchedule:
 
 
 def _is_same(leaf: Any, known: Any) -> bool:
-    return bool((Kind.of(leaf) if isinstance(leaf, torch.Tensor) else leaf) == known)
+    return bool((TensorMeta.of(leaf) if isinstance(leaf, torch.Tensor) else leaf) == known)

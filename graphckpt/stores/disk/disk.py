@@ -26,7 +26,7 @@ from graphckpt.units import format_bytes, parse_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from graphckpt.stores.base import Group
+    from graphckpt.stores.base import TensorGroup
 
 
 @final
@@ -115,7 +115,7 @@ class DiskStore(ByteStore):
         self._io: IoThread | None = None
         self._stop: Callable[[], object] = _no_op
 
-    def put(self, data: torch.Tensor, group: Group) -> ByteHandle:
+    def put(self, data: torch.Tensor, group: TensorGroup) -> ByteHandle:
         """Queues a write; blocks while more than ``in_flight_bytes`` are not written."""
         self._check()
         if data.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -130,7 +130,7 @@ class DiskStore(ByteStore):
                 self._io.start()
             return self._io.put(data, group)
 
-    def get(self, handle: ByteHandle, group: Group) -> torch.Tensor:
+    def get(self, handle: ByteHandle, group: TensorGroup) -> torch.Tensor:
         """Returns the bytes; blocks until they are read."""
         self._check()
         assert isinstance(handle, DiskHandle)
@@ -140,7 +140,7 @@ class DiskStore(ByteStore):
             flat = self._io.get(handle, group)
         return flat if handle.stream is None else _on_current_stream(flat, handle.stream)
 
-    def prefetch(self, handles: Sequence[ByteHandle], group: Group) -> None:
+    def prefetch(self, handles: Sequence[ByteHandle], group: TensorGroup) -> None:
         """Queues reads. Bytes lost in an earlier failure are skipped: ``get`` raises for them."""
         self._check()
         mine = [handle for handle in handles if isinstance(handle, DiskHandle) and handle.owner is self._io]
@@ -148,12 +148,12 @@ class DiskStore(ByteStore):
             with self._reraises("read", sum(handle.num_bytes for handle in mine), group):
                 self._io.prefetch(mine)
 
-    def hint(self, handles: Sequence[ByteHandle], group: Group) -> None:
+    def hint(self, handles: Sequence[ByteHandle], group: TensorGroup) -> None:
         """Queues reads too, unless they would take device memory: they run after the others, within the bound."""
         if self._device.type == "cpu":
             self.prefetch(handles, group)
 
-    def close_group(self, group: Group) -> None:
+    def close_group(self, group: TensorGroup) -> None:
         """Raises if the thread has failed meanwhile."""
         self._check()
 
@@ -194,7 +194,7 @@ class DiskStore(ByteStore):
             raise StoreError(text)
 
     @contextmanager
-    def _reraises(self, doing: str, num_bytes: int, group: Group) -> Iterator[None]:
+    def _reraises(self, doing: str, num_bytes: int, group: TensorGroup) -> Iterator[None]:
         try:
             yield
         except StoreError:
@@ -205,7 +205,7 @@ class DiskStore(ByteStore):
             raise StoreError(failure_message(group.block, doing, num_bytes, self._folder, error)) from error
 
 
-def _from_another_process(group: Group, handle: DiskHandle, folder: str) -> str:
+def _from_another_process(group: TensorGroup, handle: DiskHandle, folder: str) -> str:
     return (
         f"{group.block}: offload: {format_bytes(handle.num_bytes)} in {folder} belong to process {handle.owner.pid}, "
         "and this process is a fork of it · fix: run forward and backward in the same process"

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from graphckpt.stores.base import Group, Traffic
+    from graphckpt.stores.base import TensorGroup, Traffic
 
 
 class Owner(Protocol):
@@ -32,7 +32,7 @@ class DiskHandle(ByteHandle):
         "target", "traffic",
     )  # fmt: skip
 
-    def __init__(self, owner: Owner, data: torch.Tensor, group: Group, offset: int, ready: Any) -> None:
+    def __init__(self, owner: Owner, data: torch.Tensor, group: TensorGroup, offset: int, ready: Any) -> None:
         super().__init__(data.numel())
         self.owner = owner
         self.block = group.block

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from graphckpt.stores.base import Group
+    from graphckpt.stores.base import TensorGroup
     from graphckpt.stores.disk.transfer import Transfer
 
 _POLL = 1.0  # seconds after which a waiting thread checks that the I/O thread is alive
@@ -83,7 +83,7 @@ class IoThread:
         """Whether an exception has ended a method called by the step's threads, or the thread is not running."""
         return self._is_in_method or bool(self._alive) or not self._thread.is_alive()
 
-    def put(self, data: torch.Tensor, group: Group) -> DiskHandle:
+    def put(self, data: torch.Tensor, group: TensorGroup) -> DiskHandle:
         """Queues a write; blocks while the bound is exceeded."""
         num_bytes = data.numel()
         ready = self._transfer.mark()
@@ -107,7 +107,7 @@ class IoThread:
                     self._request(handle)
             self._is_in_method = False
 
-    def get(self, handle: DiskHandle, group: Group) -> torch.Tensor:
+    def get(self, handle: DiskHandle, group: TensorGroup) -> torch.Tensor:
         """Returns the bytes; blocks until they are read."""
         with self._lock:
             self._is_in_method = True
@@ -181,7 +181,7 @@ class IoThread:
         elif self._writes.pop(handle, self) is None:
             self._writes[handle] = None  # last, as it is likely to be freed before it is written
 
-    def _wait(self, is_so: Callable[[], bool], group: Group) -> None:
+    def _wait(self, is_so: Callable[[], bool], group: TensorGroup) -> None:
         while self.failure is None and not is_so():
             try:
                 self._lock.release()

@@ -19,7 +19,7 @@ from graphckpt.stores.offload import Offload
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from graphckpt.stores.base import Group
+    from graphckpt.stores.base import TensorGroup
 
 
 _STAYS = (
@@ -123,7 +123,7 @@ class HostStore(ByteStore):
         """Host memory in use."""
         return self._memory.num_bytes
 
-    def put(self, data: torch.Tensor, group: Group) -> ByteHandle:
+    def put(self, data: torch.Tensor, group: TensorGroup) -> ByteHandle:
         """Starts a copy to the host."""
         with self._lock:
             self._waits_at_end = False
@@ -145,14 +145,14 @@ class HostStore(ByteStore):
                 self._release_source(next(iter(self._offloading)))
             return handle
 
-    def close_group(self, group: Group) -> None:
+    def close_group(self, group: TensorGroup) -> None:
         """Releases the sources of the groups before, unless ``in_flight_bytes`` decides when."""
         with self._lock:
             if self._max_in_flight_bytes is None:
                 for handle in [other for other in self._offloading if other.group_number != group.number]:
                     self._release_source(handle)
 
-    def prefetch(self, handles: Sequence[ByteHandle], group: Group) -> None:
+    def prefetch(self, handles: Sequence[ByteHandle], group: TensorGroup) -> None:
         """Starts copies to the device."""
         with self._lock:
             self._wait_at_end_of_backward()
@@ -161,7 +161,7 @@ class HostStore(ByteStore):
                 if not handle.is_on_device:
                     self._start_reload(handle, group)
 
-    def get(self, handle: ByteHandle, group: Group) -> torch.Tensor:
+    def get(self, handle: ByteHandle, group: TensorGroup) -> torch.Tensor:
         """Makes the compute stream wait for the bytes."""
         assert isinstance(handle, _HostHandle)
         with self._lock:
@@ -207,14 +207,14 @@ class HostStore(ByteStore):
             if not self._num_alive:
                 self._shut()
 
-    def _start_reload(self, handle: _HostHandle, group: Group) -> None:
+    def _start_reload(self, handle: _HostHandle, group: TensorGroup) -> None:
         assert handle.block is not None
         buffer = torch.empty(handle.num_bytes, dtype=torch.uint8, device=self._device)
         handle.reload_event = self._engine.reload(handle.block.flat, buffer, group.traffic)
         handle.reload_buffer = buffer
         self._reloading[handle] = None
 
-    def _finish_reload(self, handle: _HostHandle, group: Group) -> torch.Tensor:
+    def _finish_reload(self, handle: _HostHandle, group: TensorGroup) -> torch.Tensor:
         if handle.reload_event is not None and not self._engine.is_on_current_stream(handle.reload_event):
             self._drop_reload(handle)  # its memory belongs to the other stream, which may reuse it while this one reads
         if handle.reload_buffer is None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from graphckpt.stores.base import Group
+    from graphckpt.stores.base import TensorGroup
 
 _FIX = "fix: use True, a ProcessGroup, a DeviceMesh, Partition(...) or False"
 
@@ -63,7 +63,7 @@ def parse_partition(value: Any) -> Partition | None:
     return value if isinstance(value, Partition) else Partition(value)
 
 
-def group_for(partition: Any, group: Group) -> RankGroup | None:
+def group_for(partition: Any, group: TensorGroup) -> RankGroup | None:
     """Returns the ranks that ``partition`` means for the block; ``None``, with a note, if there is only this rank.
 
     Raises:

@@ -13,7 +13,7 @@ from graphckpt.errors import StoreError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from graphckpt.stores.base import Group
+    from graphckpt.stores.base import TensorGroup
     from graphckpt.stores.partition.ranks import RankGroup
 
 _CHUNK = 1 << 18  # words of 8 bytes per iteration, so that a checksum takes a few MiB besides the tensor
@@ -41,7 +41,7 @@ class ReplicaCheck:
         """Returns whether tensors of this key are equal on all ranks; ``None`` if that was not checked yet."""
         return self._known.get(key)
 
-    def check(self, keys: Sequence[int], pieces: Sequence[torch.Tensor], group: Group) -> list[bool]:
+    def check(self, keys: Sequence[int], pieces: Sequence[torch.Tensor], group: TensorGroup) -> list[bool]:
         """Compares all ranks and returns for each piece, of flat bytes, whether it is equal on all of them.
 
         Raises:
@@ -77,7 +77,7 @@ class ReplicaCheck:
                         f" {members[0]} and {answer[what]!r} on rank {member} · {_FIX}"
                     )
 
-    def _warn(self, group: Group, num_differ: int, num_all: int) -> None:
+    def _warn(self, group: TensorGroup, num_differ: int, num_all: int) -> None:
         text = "its tensors" if num_differ == num_all else f"{num_differ} of its {num_all} tensors"
         verb = "differs" if num_differ == 1 < num_all else "differ"
         text = f"{text} {verb} between ranks: already sharded, left whole"

@@ -15,7 +15,7 @@ from graphckpt.stores.partition.replica_check import ReplicaCheck, probe
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from graphckpt.stores.base import Group
+    from graphckpt.stores.base import TensorGroup
     from graphckpt.stores.partition.ranks import PendingGather, RankGroup
 
 # Note [Same calls on all ranks]
@@ -32,7 +32,7 @@ _ALIGN = 16  # bytes; slices begin where vectorised kernels may load
 class _ShardedHandle(ByteHandle):
     """Bytes as this rank stores them: whole, until the ranks have compared them."""
 
-    __slots__ = ("_gather", "_run", "inner", "is_split", "probe", "slice", "whole")
+    __slots__ = ("__weakref__", "_gather", "_run", "inner", "is_split", "probe", "slice", "whole")
 
     def __init__(self, data: torch.Tensor) -> None:
         super().__init__(data.numel())
@@ -105,7 +105,7 @@ class ShardedStore(ByteStore):
         self._inner = inner
         self.label = "part" if inner is None else f"{inner.label} part"
         self._replica_check = ReplicaCheck(ranks, f"{self.label} on {device.type} over ranks {ranks.members}")
-        self._checks: weakref.WeakKeyDictionary[Group, _GroupCheck] = weakref.WeakKeyDictionary()
+        self._checks: weakref.WeakKeyDictionary[TensorGroup, _GroupCheck] = weakref.WeakKeyDictionary()
 
     @property
     def tier(self) -> Tier:
@@ -125,7 +125,7 @@ class ShardedStore(ByteStore):
         """Returns the bytes of all slices of a piece."""
         return self._slice_bytes(num_bytes) * self._ranks.size
 
-    def put(self, data: torch.Tensor, group: Group) -> ByteHandle:
+    def put(self, data: torch.Tensor, group: TensorGroup) -> ByteHandle:
         """Splits bytes known to be equal on all ranks; others stay whole until the group is closed."""
         handle = _ShardedHandle(data)
         call = self._checks.setdefault(group, _GroupCheck(group.block))
@@ -134,10 +134,10 @@ class ShardedStore(ByteStore):
         if is_equal is None:
             call.unknown.append((key, handle))
         else:
-            self._settle(handle, group, is_equal=is_equal)
+            self._store_slice(handle, group, is_equal=is_equal)
         return handle
 
-    def close_group(self, group: Group) -> None:
+    def close_group(self, group: TensorGroup) -> None:
         """Compares the group's new sizes between ranks, then splits what has stayed whole."""
         call = self._checks.pop(group, None)
         unknown = [] if call is None else [(k, t, t.whole) for k, t in call.unknown if t.whole is not None]
@@ -145,17 +145,17 @@ class ShardedStore(ByteStore):
             keys, handles, pieces = zip(*unknown, strict=True)
             equal = self._replica_check.check(keys, pieces, group)
             for handle, is_equal in zip(handles, equal, strict=True):
-                self._settle(handle, group, is_equal=is_equal)
+                self._store_slice(handle, group, is_equal=is_equal)
         if self._inner is not None:
             self._inner.close_group(group)
 
-    def hint(self, handles: Sequence[ByteHandle], group: Group) -> None:
+    def hint(self, handles: Sequence[ByteHandle], group: TensorGroup) -> None:
         """Prefetches this rank's bytes from the inner store, for the all-gather."""
         inner = [handle.inner for handle in _sharded(handles) if handle.inner is not None]
         if self._inner is not None and inner:
             self._inner.prefetch(inner, group)
 
-    def prefetch(self, handles: Sequence[ByteHandle], group: Group) -> None:
+    def prefetch(self, handles: Sequence[ByteHandle], group: TensorGroup) -> None:
         """Starts one all-gather for the whole group."""
         away = [handle for handle in _sharded(handles) if handle.whole is None and not handle.is_gathering]
         self.hint(away, group)
@@ -163,13 +163,13 @@ class ShardedStore(ByteStore):
         if split:
             self._start_gather(split, group)
 
-    def get(self, handle: ByteHandle, group: Group) -> torch.Tensor:
+    def get(self, handle: ByteHandle, group: TensorGroup) -> torch.Tensor:
         """Returns the bytes, gathering them now if they were not prefetched (on every rank)."""
         assert isinstance(handle, _ShardedHandle)
         if handle.whole is not None:
             return handle.whole
         if not handle.is_split:
-            return self._own(handle, group)
+            return self._slice_of_handle(handle, group)
         if not handle.is_gathering:
             self._start_gather([handle], group)
         whole = handle.wait()
@@ -193,7 +193,7 @@ class ShardedStore(ByteStore):
         if self._inner is not None:
             self._inner.close()
 
-    def _settle(self, handle: _ShardedHandle, group: Group, *, is_equal: bool) -> None:
+    def _store_slice(self, handle: _ShardedHandle, group: TensorGroup, *, is_equal: bool) -> None:
         """Stores this rank's slice, or all bytes if they are not equal on all ranks."""
         data = handle.whole
         assert data is not None
@@ -204,7 +204,7 @@ class ShardedStore(ByteStore):
             own = data
             if group.traffic is not None:  # `TensorStore` has counted a slice
                 more = self._bytes_here(handle.num_bytes) - self.stored_bytes(handle.num_bytes)
-                group.traffic.bytes_at[self.tier] += more
+                group.traffic.count(self.tier, more, handle)
         if self._inner is not None:
             handle.inner = self._inner.put(own, group)
             handle.whole = None
@@ -221,12 +221,12 @@ class ShardedStore(ByteStore):
         own[: part.numel()] = part
         return own
 
-    def _start_gather(self, handles: Sequence[_ShardedHandle], group: Group) -> None:
-        gather = self._ranks.gather([self._own(handle, group) for handle in handles], group.block)
+    def _start_gather(self, handles: Sequence[_ShardedHandle], group: TensorGroup) -> None:
+        gather = self._ranks.gather([self._slice_of_handle(handle, group) for handle in handles], group.block)
         for run, handle in enumerate(handles):
             handle.set_gather(gather, run)
 
-    def _compare(self, whole: torch.Tensor, handle: _ShardedHandle, group: Group) -> None:
+    def _compare(self, whole: torch.Tensor, handle: _ShardedHandle, group: TensorGroup) -> None:
         """Checks that the ranks still save the same tensors: on the host for CPU tensors, else on the device."""
         ok = probe(whole) == handle.probe
         what = "gathered bytes differ from those that this rank saved: ranks save other tensors, or in another order"
@@ -238,7 +238,7 @@ class ShardedStore(ByteStore):
                 " tensor-parallel ranks, and run the same blocks in the same order on all of them"
             )
 
-    def _own(self, handle: _ShardedHandle, group: Group) -> torch.Tensor:
+    def _slice_of_handle(self, handle: _ShardedHandle, group: TensorGroup) -> torch.Tensor:
         """Returns the bytes that this rank stores."""
         if handle.slice is not None:
             return handle.slice

@@ -17,7 +17,7 @@ from graphckpt.stores.slab.slab_plan import SlabPlan
 from graphckpt.units import format_bytes
 
 if TYPE_CHECKING:
-    from graphckpt.stores.base import Group
+    from graphckpt.stores.base import TensorGroup
 
 _log = logging.getLogger("graphckpt")
 
@@ -66,7 +66,7 @@ class SlabStore(ByteStore):
         """Size of the slab; 0 before the second step."""
         return 0 if self._slab is None else self._slab.numel()
 
-    def put(self, data: torch.Tensor, group: Group) -> ByteHandle:
+    def put(self, data: torch.Tensor, group: TensorGroup) -> ByteHandle:
         """Copies the bytes into the slab."""
         self._free_dropped()
         if self._needs_slab:
@@ -82,7 +82,7 @@ class SlabStore(ByteStore):
         watches[number] = weakref.ref(copy.untyped_storage(), is_free)
         return _SlabHandle(copy.copy_(data))
 
-    def get(self, handle: ByteHandle, group: Group) -> torch.Tensor:
+    def get(self, handle: ByteHandle, group: TensorGroup) -> torch.Tensor:
         """Returns the bytes in place."""
         assert isinstance(handle, _SlabHandle)
         assert handle.data is not None
@@ -111,7 +111,7 @@ class SlabStore(ByteStore):
         while self._free:
             self._plan.free(self._free.popleft())
 
-    def _allocate_slab(self, group: Group) -> None:
+    def _allocate_slab(self, group: TensorGroup) -> None:
         self._needs_slab = False
         _log.info("contiguous: a slab of %s on %s", format_bytes(self._plan.num_bytes), self._device)
         if self._slab is not None and self._is_captured:
@@ -121,7 +121,7 @@ class SlabStore(ByteStore):
         with unseen_by_modes():  # its ranges are counted, not the slab
             self._slab = self._allocate(self._plan.num_bytes, group)
 
-    def _range(self, offset: int | None, num_bytes: int, group: Group) -> torch.Tensor:
+    def _range(self, offset: int | None, num_bytes: int, group: TensorGroup) -> torch.Tensor:
         if offset is None or self._slab is None:
             return self._allocate(num_bytes, group)
         if self._device.type == "cuda":
@@ -129,7 +129,7 @@ class SlabStore(ByteStore):
         with unseen_by_modes():
             return from_dlpack(to_dlpack(self._slab[offset : offset + num_bytes]))
 
-    def _allocate(self, num_bytes: int, group: Group) -> torch.Tensor:
+    def _allocate(self, num_bytes: int, group: TensorGroup) -> torch.Tensor:
         try:
             return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         except RuntimeError as error:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import final
+from typing import TYPE_CHECKING, final
 
-from graphckpt import Graph
 from graphckpt.ledger.table import print_table
 from graphckpt.train.files import replacing
 from graphckpt.train.loop import HookBase, Loop
+
+if TYPE_CHECKING:
+    from graphckpt.graph.graph import Graph
 
 
 @final
@@ -27,9 +29,11 @@ class ExplainHook(HookBase):
         try:
             with replacing(self._picture) as fresh:
                 explanation = self._graph.explain(str(fresh), show=False)
+            loop.picture = self._picture
         except OSError as error:
             loop.report.line(f"{self._picture}: {error.strerror or error}; there is no picture", "red")
             explanation = self._graph.explain(show=False)
+        loop.explanation = explanation
         print_table(explanation, loop.report.stream)
         plain = io.StringIO()
         print_table(explanation, plain)

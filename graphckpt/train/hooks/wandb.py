@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from graphckpt.errors import ConfigError
+from graphckpt.train.hooks.tensorboard import tag_of
 from graphckpt.train.loop import HookBase, Loop
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 @final
 class WandbHook(HookBase):
-    """Logs each metric of an iteration; runs after the hooks that add them.
+    """Logs each metric of an iteration, under ``train/``, ``eval/`` or ``memory/``; runs after the hooks that add them.
 
     ``--resume`` resumes the run there too.
 
@@ -64,7 +65,7 @@ class WandbHook(HookBase):
 
     def _send(self, rows: list[tuple[int, dict[str, float]]]) -> None:
         for iteration, metrics in rows:
-            finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+            finite = {tag_of(name): value for name, value in metrics.items() if math.isfinite(value)}
             self._step = max(iteration, self._step)  # W&B drops rows of earlier steps than the last one
             if finite:
                 self._run.log(finite, step=self._step)

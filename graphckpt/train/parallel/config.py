@@ -74,7 +74,7 @@ class ZeroConfig:
     """1: optimizer states; 2: gradients too; 3: weights too, which are gathered layer by layer."""
 
     @property
-    def in_force(self) -> int:
+    def active_stage(self) -> int:
         """The stage, or 0 if it is switched off."""
         return self.stage if self.enabled else 0
 

@@ -11,10 +11,10 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from graphckpt.state.rng import RandomState, random_devices, set_random_state, take_random_state
+from graphckpt.state.rng import RNGState, get_rng_state, rng_devices, set_rng_state
 
 # Note [One seed from the common stream]
-# The seed of the per-rank stream is drawn from the common one, so a recomputation, which starts from the random state
+# The seed of the per-rank stream is drawn from the common one, so a recomputation, which starts from the RNG state
 # of the original forward, draws the same masks. If nothing was drawn, the common stream is restored: without dropout
 # between these layers a model draws the same numbers as in one process. DTensor's RNG tracker does neither: it supports
 # CUDA only, and only activations that are DTensors.
@@ -29,7 +29,7 @@ class DropoutStream:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._held: tuple[RandomState, RandomState, RandomState] | None = None
+        self._held: tuple[RNGState, RNGState, RNGState] | None = None
 
     def begin(self, module: nn.Module, args: Any, output: Tensor) -> None:
         """Switches to the per-rank stream, after the column-parallel layer."""
@@ -37,13 +37,13 @@ class DropoutStream:
         self._held = None
         if not module.training:
             return
-        devices = random_devices([output])
-        before = take_random_state(devices)
+        devices = rng_devices([output])
+        before = get_rng_state(devices)
         seed = int(torch.randint(2**62, (), device="cpu")) + self._rank
-        after = take_random_state(devices)
+        after = get_rng_state(devices)
         own = [torch.Generator(device).manual_seed(seed).get_state() for device in (torch.device("cpu"), *devices)]
-        set_random_state((own[0], tuple(zip(devices, own[1:], strict=True))))
-        self._held = before, after, take_random_state(devices)
+        set_rng_state((own[0], tuple(zip(devices, own[1:], strict=True))))
+        self._held = before, after, get_rng_state(devices)
 
     def end(self, module: nn.Module, args: Any) -> None:
         """Switches back to the common stream, before the row-parallel layer."""
@@ -52,10 +52,10 @@ class DropoutStream:
             return
         (before, after, start), self._held = self._held, None
         devices = tuple(device for device, _ in start[1])
-        set_random_state(before if _equal(take_random_state(devices), start) else after)
+        set_rng_state(before if _equal(get_rng_state(devices), start) else after)
 
 
-def _equal(one: RandomState, other: RandomState) -> bool:
+def _equal(one: RNGState, other: RNGState) -> bool:
     (cpu, devices), (other_cpu, other_devices) = one, other
     pairs = zip(devices, other_devices, strict=True)
     return torch.equal(cpu, other_cpu) and all(torch.equal(a, b) for (_, a), (_, b) in pairs)

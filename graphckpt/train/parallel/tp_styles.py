@@ -7,6 +7,7 @@ own code see what they see in one process, with fewer heads and narrower middles
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import MethodType
 from typing import Any, final
 
@@ -50,8 +51,8 @@ class ColwiseParallel(ParallelStyle):
         group, gather = device_mesh.get_group(), self.gather
 
         def forward(module: Any, x: Tensor) -> Tensor:
-            output = _affine(module, _GradSummed.apply(x, group), _local(module.weight), _local(module.bias))
-            return _Gathered.apply(output, group) if gather else output
+            output = _affine(module, _sum_gradient(x, group), _local(module.weight), _local(module.bias))
+            return _gather_output(output, group) if gather else output
 
         return _with_forward(module, forward)
 
@@ -78,8 +79,8 @@ class RowwiseParallel(ParallelStyle):
         group, split = device_mesh.get_group(), self.split
 
         def forward(module: Any, x: Tensor) -> Tensor:
-            own = _Split.apply(x, group) if split else x
-            output: Tensor = _Summed.apply(_affine(module, own, _local(module.weight), None), group)
+            own = _split_input(x, group) if split else x
+            output: Tensor = _sum_output(_affine(module, own, _local(module.weight), None), group)
             return output if module.bias is None else output + module.bias
 
         return _with_forward(module, forward)
@@ -107,7 +108,7 @@ class VocabParallel(ParallelStyle):
             found = embedding(
                 place.masked_fill(foreign, 0), weight, padding_idx=pad if pad in range(len(weight)) else None
             )
-            output: Tensor = _Summed.apply(found.masked_fill(foreign.unsqueeze(-1), 0), group)
+            output: Tensor = _sum_output(found.masked_fill(foreign.unsqueeze(-1), 0), group)
             return output
 
         return _with_forward(module, forward)
@@ -136,7 +137,7 @@ def _summing(forward: Callable[..., Any], group: ProcessGroup) -> Callable[..., 
     def summing(module: Any, *args: Any, **kwargs: Any) -> Any:
         own = module._parameters
         module._parameters = {
-            name: _GradSummed.apply(weight, group) if weight is not None and weight.requires_grad else weight
+            name: _sum_gradient(weight, group) if weight is not None and weight.requires_grad else weight
             for name, weight in own.items()
         }
         try:
@@ -218,54 +219,26 @@ def _own(tensor: Tensor, group: ProcessGroup) -> Tensor:
     return tensor.chunk(dist.get_world_size(group), dim=-1)[dist.get_rank(group)].contiguous()
 
 
-class _GradSummed(torch.autograd.Function):
-    """Identity whose gradient is all-reduced."""
+def _identity(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    del group
+    return tensor.view_as(tensor)
+
+
+class _WithGradient(torch.autograd.Function):
+    """Runs one of the functions above in forward, and another one on the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+    def forward(ctx: Any, run: Any, run_on_gradient: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group, ctx.run_on_gradient = group, run_on_gradient
+        output: Tensor = run(x, group)
+        return output
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _sum(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor, None]:
+        return None, None, ctx.run_on_gradient(grad, ctx.group), None
 
 
-class _Summed(torch.autograd.Function):
-    """All-reduce whose gradient is passed through."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        del ctx
-        return _sum(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        del ctx
-        return grad, None
-
-
-class _Gathered(torch.autograd.Function):
-    """All-gather whose gradient is the local chunk."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gather(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _own(grad, ctx.group), None
-
-
-class _Split(torch.autograd.Function):
-    """Takes the local chunk; its gradient is all-gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _own(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gather(grad, ctx.group), None
+_sum_gradient = partial(_WithGradient.apply, _identity, _sum)
+_sum_output = partial(_WithGradient.apply, _sum, _identity)
+_gather_output = partial(_WithGradient.apply, _gather, _own)
+_split_input = partial(_WithGradient.apply, _own, _gather)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 import random
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from graphckpt import Graph
-from graphckpt.state.rng import random_devices, set_random_state, take_random_state
+from graphckpt.state.rng import get_rng_state, rng_devices, set_rng_state
 from graphckpt.train.parallel.ranks import TrainRanks
 from graphckpt.train.parallel.sharding import (
     extract_sharded,
@@ -30,6 +29,9 @@ from graphckpt.train.snapshot.fields import reading
 from graphckpt.train.snapshot.folder import STATE, SnapshotError, first_line
 from graphckpt.train.snapshot.state_fields import MismatchedStateError, check_graph, check_trainer
 from graphckpt.train.snapshot.weights import distinct_tensors, load_weights, tensors_of
+
+if TYPE_CHECKING:
+    from graphckpt.graph.graph import Graph
 
 _STAGES = "pipeline_parallel_size"
 
@@ -229,7 +231,7 @@ class RunState:
         seed_per_rank(self._seed, self._ranks.stream, done=done)
 
     def _take_random(self) -> dict[str, Any]:
-        cpu, devices = take_random_state(self._devices())
+        cpu, devices = get_rng_state(self._devices())
         kind, keys, *rest = np.random.get_state()  # noqa: NPY002
         return {
             "cpu": cpu,
@@ -244,14 +246,14 @@ class RunState:
         if len(here) == len(saved) == 1:  # one device then and now, maybe with another index
             saved = {str(here[0]): value for value in saved.values()}
         devices = tuple((device, saved[str(device)]) for device in here if str(device) in saved)
-        set_random_state((state["cpu"], devices))
+        set_rng_state((state["cpu"], devices))
         kind, keys, *rest = state["numpy"]
         np.random.set_state((kind, np.array(keys, np.uint32), *rest))  # noqa: NPY002
         random.setstate(state["python"])
 
     def _devices(self) -> tuple[torch.device, ...]:
         tensors = (*self._model.parameters(), *self._model.buffers(), torch.empty(0, device=self._device))
-        return random_devices(tensors)
+        return rng_devices(tensors)
 
     def _unsaved_buffers(self) -> dict[str, Tensor]:
         """Returns the non-persistent buffers: some models change them in training."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
@@ -164,10 +164,10 @@ class SavedRun:
         report.line(f"resumed from {source}, after iteration: {loop.iteration}/{loop.train_iter}")
         if (then := info.data) != data:
             report.line(
-                f"the data changed since: {then} then, {data} now; the run sees other text from now on", "yellow"
+                f"the data changed since: {_changes(then, data)}; the run sees other text from now on", "yellow"
             )
         if (then := info.machine) != now:
-            text = f"the machine changed since: {then} then, {now} now"
+            text = f"the machine or the processes changed since: {_changes(then, now)}"
             report.line(f"{text}; sums may be rounded differently, so results may not be bitwise equal", "yellow")
         if loop.is_last:
             report.line("nothing is left to do · fix: raise train.train_iter to train on", "yellow")
@@ -209,3 +209,13 @@ def weights_folder(name: str, folder: Path) -> Path:
         return Snapshots(folder).checked_last()[0]
     except SnapshotError as error:
         raise SnapshotError(f"nothing to evaluate: {error} · or name weights: train.load_weight=folder") from error
+
+
+def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Describes what has changed.
+
+    >>> _changes({"torch": "2.13.0", "threads": 1}, {"torch": "2.13.0", "threads": 2})
+    'threads 1 -> 2'
+    """
+    names = [name for name in dict.fromkeys([*then, *now]) if then.get(name) != now.get(name)]
+    return ", ".join(f"{name} {then.get(name)} -> {now.get(name)}" for name in names)

@@ -12,13 +12,13 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from lightning.pytorch.strategies import DDPStrategy
 from packaging.version import Version
-from test_lightning_callback import differences, fit
-from test_trainer_callback import RandomTokens, arguments, gpt2
 from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
 from graphckpt.integrations import lightning, transformers
-from graphckpt.ledger.record import Explanation
+from graphckpt.ledger.explanation import Explanation
+from tests.integrations.test_lightning_callback import differences, fit
+from tests.integrations.test_trainer_callback import RandomTokens, arguments, gpt2
 
 # accelerate before 1.15 shards tied weights in two groups, which torch 2.13 refuses
 TIED = Version(accelerate.__version__) >= Version("1.15") or Version(torch.__version__) < Version("2.13")

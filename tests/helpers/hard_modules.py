@@ -244,7 +244,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
 
 
 def run_steps(model: nn.Module, *, steps: int = 3, autocast: bool = False, needs_grad: bool = True) -> dict[str, Any]:
-    """Runs some training steps and returns losses, gradients, buffers, attributes and the random state after them."""
+    """Runs some training steps and returns losses, gradients, buffers, attributes and the RNG state after them."""
     torch.manual_seed(5)
     seen: dict[str, Any] = {}
     for number in range(steps):
@@ -254,7 +254,7 @@ def run_steps(model: nn.Module, *, steps: int = 3, autocast: bool = False, needs
         loss.backward()
         seen[f"loss {number}"] = loss.detach()
         seen[f"input grad {number}"] = x.grad
-    return seen | state_of(model) | {"random state": torch.get_rng_state()}
+    return seen | state_of(model) | {"RNG state": torch.get_rng_state()}
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 On a CPU, backward runs in the thread that calls it and sees its context variables. On CUDA, autograd has a thread of
 its own, where each of them has its default. Code that reads one of the caller's fails there, and under
 
-    PYTHONPATH=tests pytest -p fresh_context
+    PYTHONPATH=tests pytest -p helpers.fresh_context
 """
 
 from __future__ import annotations

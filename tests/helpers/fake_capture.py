@@ -2,7 +2,7 @@
 
 What makes a CUDA graph what it is holds here too: recording changes nothing, no Python of the step runs in a replay,
 inputs and outputs stay where they are, and a value on the host is an error. So all that is built on recordings is
-tested where there is no device. Random state is part of the tape: graphckpt takes it and sets it between ops.
+tested where there is no device. RNG state is part of the tape: graphckpt takes it and sets it between ops.
 """
 
 from __future__ import annotations
@@ -73,15 +73,15 @@ class TapeRunner(CaptureBackend):
 
     def capture(self, step: Callable[[], Any]) -> Capture:
         tape = Tape()
-        random_state = torch.get_rng_state()
-        with taped_random_state(tape), seen_by_transformers(), tape:
+        rng_state = torch.get_rng_state()
+        with taped_rng_state(tape), seen_by_transformers(), tape:
             try:
                 output = step()
             finally:
                 with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
                     for whole, value in tape.before.values():
                         whole.copy_(value)  # a recording does no work
-                    torch.set_rng_state(random_state)
+                    torch.set_rng_state(rng_state)
         return TapeRecording(self, tape, output)
 
 
@@ -149,9 +149,9 @@ def seen_by_transformers() -> Iterator[None]:
 
 
 @contextmanager
-def taped_random_state(tape: Tape) -> Iterator[None]:
-    """Makes taking and setting the random state a part of the tape, as they are of a CUDA graph."""
-    take, put = graphckpt.state.rng.take_random_state, graphckpt.state.rng.set_random_state
+def taped_rng_state(tape: Tape) -> Iterator[None]:
+    """Makes taking and setting the RNG state a part of the tape, as they are of a CUDA graph."""
+    take, put = graphckpt.state.rng.get_rng_state, graphckpt.state.rng.set_rng_state
 
     def taped_take(devices: Any) -> Any:
         state = take(devices)
@@ -162,7 +162,7 @@ def taped_random_state(tape: Tape) -> Iterator[None]:
         put(state)
         tape.plays.append(lambda: put(state))
 
-    taped = {"take_random_state": (take, taped_take), "set_random_state": (put, taped_set)}
+    taped = {"get_rng_state": (take, taped_take), "set_rng_state": (put, taped_set)}
     users = [  # by whom they were imported
         (module, name)
         for path, module in sys.modules.items()

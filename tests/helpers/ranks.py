@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fresh import preload
 
 from graphckpt.blocks import step_recorder
+from helpers.subprocess_runner import preload
 
 NUM_RANKS = 2
 

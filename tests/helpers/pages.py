@@ -1,7 +1,7 @@
 """Runs the Python of a page, block by block in one namespace, and compares what it prints with what the page shows.
 
 A block titled with a peer's name is that peer's code and is not run. `<!-- run` begins a block that readers do not see.
-Write a page's outputs anew: python tests/docs/pages.py docs/tutorial.md
+Write a page's outputs anew: python tests/helpers/pages.py docs/tutorial.md
 """
 
 from __future__ import annotations

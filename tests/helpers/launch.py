@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import start
+
+from helpers.ranks import start
 
 
 def launch(check: Callable[..., None], num_ranks: int, folder: Path, *args: Any) -> None:

@@ -1,0 +1,118 @@
+"""Logs when each storage of a step is allocated and freed, and until when the plain step would save it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, final
+
+import torch
+
+from graphckpt._compat import storage_of
+from graphckpt.ledger.live_memory import LiveBytes, inner_tensors
+from graphckpt.ledger.other_policies import Hold, StorageLife
+
+
+class _Release(weakref.ref[Any]):
+    """A weak reference to what autograd holds in place of a saved tensor."""
+
+    __slots__ = ("hold", "log")
+
+    hold: Hold
+    log: weakref.ref[StorageLog]
+
+
+@final
+class StorageLog(LiveBytes):
+    """Counts live bytes as :class:`LiveBytes` does, and logs the lifetime of each storage.
+
+    >>> with StorageLog() as log:
+    ...     x = torch.zeros(256)
+    ...     del x
+    >>> [(life.num_bytes, life.begin, life.end) for life in log.lives]
+    [(1024, 0, 1)]
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lives: list[StorageLife] = []
+        """All storages so far, in order of allocation."""
+        self.recomputed: str | None = None
+        """The outermost block that is being recomputed."""
+        self._static: dict[int, int] = {}
+        self._life_of: dict[int, StorageLife] = {}
+        self._releases: list[_Release] = []
+        self._is_old = False
+
+    @property
+    def _now(self) -> int:
+        return 0 if self._is_old else len(self._changes or ())
+
+    def hold(self, tensor: torch.Tensor, block: str | None, owner: object, *, is_kept: bool = False) -> None:
+        """Logs who holds ``tensor`` while ``owner`` is alive; see :class:`Hold`."""
+        storage = storage_of(tensor)
+        if storage is None or hasattr(tensor, "__tensor_flatten__"):
+            for inner in inner_tensors(tensor):
+                self.hold(inner, block, owner, is_kept=is_kept)
+            return
+        life = self._life_of.get(id(storage))
+        if life is None:
+            return
+        hold = Hold(block)
+        (life.kept if is_kept else life.saved).append(hold)
+        release = _Release(owner, _end_hold)
+        release.hold, release.log = hold, weakref.ref(self)
+        self._releases.append(release)
+
+    @property
+    def static_bytes(self) -> int:
+        """The bytes that :meth:`mark_static` has seen."""
+        return sum(self._static.values())
+
+    def mark_static(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Counts tensors that stay alive: weights and optimizer states."""
+        for tensor in tensors:
+            storage = storage_of(tensor)
+            if storage is None or hasattr(tensor, "__tensor_flatten__"):
+                self.mark_static(inner_tensors(tensor))
+            elif storage.device.type != "meta":
+                self._static[id(storage)] = storage.nbytes()
+
+    def track_as_old(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Counts tensors that were alive all the time."""
+        self._is_old = True
+        try:
+            super().track_as_old(tensors)
+        finally:
+            self._is_old = False
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        super()._see(tensor)
+        if self.recomputed is None and (storage := storage_of(tensor)) is not None:
+            life = self._life_of.get(id(storage))
+            if life is not None:
+                life.last_use = self._now
+
+    def _change(self, num_bytes: int, key: int) -> None:
+        now = self._now
+        super()._change(num_bytes, key)
+        life = self._life_of.pop(key, None)
+        if life is not None:
+            life.end = now
+            num_bytes += life.num_bytes  # of a storage that was resized
+        if num_bytes > 0:
+            self._life_of[key] = StorageLife(now, num_bytes, self.recomputed)
+            self.lives.append(self._life_of[key])
+
+    def _resize(self, alive: Any, num_bytes: int) -> None:
+        life = self._life_of.get(alive.key)
+        if life is not None:
+            life.is_resized = True
+        super()._resize(alive, num_bytes)
+
+
+def _end_hold(release: weakref.ref[Any]) -> None:
+    assert isinstance(release, _Release)
+    log = release.log()
+    if log is not None:
+        release.hold.end = log._now

@@ -1,0 +1,89 @@
+"""The generated parts of the reference list every config key and every option of the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig
+
+import graphckpt
+from graphckpt import blocks, graph, planning, train
+from graphckpt.cli import main
+from graphckpt.config.load import load
+from graphckpt.config.schema import RunConfig
+from graphckpt.train.data import TextData
+from graphckpt.train.own_data import OwnData
+from graphckpt.train.settings import TrainConfig
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def hook() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs/_build_hooks/reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def page(name: str) -> str:
+    return str(hook().fill_in((ROOT / "docs/reference" / name).read_text(encoding="utf-8")))
+
+
+def keys_of(kind: Any, prefix: str) -> Iterator[str]:
+    for field in dataclasses.fields(kind):
+        if dataclasses.is_dataclass(field.default_factory):
+            yield from keys_of(field.default_factory, f"{prefix}.{field.name}")
+        else:
+            yield f"{prefix}.{field.name}"
+
+
+def set_keys(config: Any, prefix: str = "") -> Iterator[str]:
+    for key, value in config.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, DictConfig) and not path.startswith("model"):
+            yield from set_keys(value, f"{path}.")
+        elif key not in {"_target_", "_args_"}:
+            yield path
+
+
+def test_the_page_of_config_keys_describes_every_key() -> None:
+    text = page("config.md")
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| `.+?` \| `.+?` \| (.*) \|$", text, re.MULTILINE))
+    wanted = {*keys_of(TrainConfig, "train"), *keys_of(TextData, "data"), *keys_of(OwnData, "data")}
+    assert wanted - set(rows) == set()
+    assert [key for key, meaning in rows.items() if len(meaning.split()) < 3] == []
+    for field in dataclasses.fields(RunConfig):
+        assert re.search(rf"^## {field.name}$", text, re.MULTILINE), field.name
+
+
+@pytest.mark.parametrize("name", ["quickstart.py", "bert_large_pretrain.py"])
+def test_every_key_of_the_packaged_configs_is_on_the_page(name: str) -> None:
+    text = page("config.md")
+    missing = [key for key in set_keys(load(ROOT / "configs" / name)) if f"`{key}`" not in text]
+    assert [key for key in missing if not key.startswith(("model", "optim.eps"))] == []
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "profile-device"])
+def test_the_page_of_the_command_line_shows_the_help(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert f"```text\n{capsys.readouterr().out}```" in page("cli.md")
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    pages = [path.read_text(encoding="utf-8") for path in (ROOT / "docs/reference").glob("*.md")]
+    shown = {name.rpartition(".")[2] for text in pages for name in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)}
+    public = {*graphckpt.__all__, *blocks.__all__, *planning.__all__, *graph.__all__, *train.__dict__["_PUBLIC"]}
+    assert public - shown == set()

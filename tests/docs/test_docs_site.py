@@ -1,0 +1,74 @@
+"""The built site in a browser: nothing is cut off, and the search finds what readers look for."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+HOOKS = ROOT / "docs/_build_hooks"
+
+
+def check_site() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("check_site", HOOKS / "check_site.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+CHECK = check_site()
+needs_chromium = pytest.mark.skipif(CHECK.chromium() is None, reason="needs Chromium")
+
+PAGE = """<!doctype html><meta charset="utf-8">{style}<input class="md-search__input">
+<pre><code>{code}</code></pre><script>
+document.querySelector("input").addEventListener("keyup", () => {{
+  for (const page of {pages}) {{
+    const link = document.createElement("a");
+    link.className = "md-search-result__link";
+    link.href = page;
+    document.body.append(link);
+  }}
+}});</script>"""
+
+
+def site(folder: Path, style: str, code: str, pages: list[str]) -> Path:
+    (folder / "index.html").write_text(PAGE.format(style=style, code=code, pages=pages), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_a_page_without_faults_has_none(tmp_path: Path) -> None:
+    pages = list(CHECK.WORDS.values())
+    style = "<style>code { display: block; overflow-x: auto }</style>"
+    assert CHECK.check(site(tmp_path, style, "x" * 100, pages)) == []
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_each_fault_is_found(tmp_path: Path) -> None:
+    style = "<style>code { display: block; overflow: hidden; } input { width: 500px }</style>"
+    faults = CHECK.check(site(tmp_path, style, "y" * 400, ["graph.html"]))
+    assert [fault for fault in faults if "at 390 pixels: the page is" in fault]
+    assert len([fault for fault in faults if "pixels of a code block are cut off: yyy" in fault]) == len(CHECK.WIDTHS)
+    assert [word for word in CHECK.WORDS if any(f"search for '{word}'" in fault for fault in faults)] == [
+        word for word in CHECK.WORDS if word != "clip_grad_max_norm"
+    ]
+
+
+@pytest.mark.slow
+@needs_chromium
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs mkdocs")
+def test_the_site_has_no_faults(tmp_path: Path) -> None:
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=300)
+    assert CHECK.check(tmp_path) == []

@@ -1,0 +1,181 @@
+"""What `explain()` advises and predicts holds: whoever follows the advice sees the peak not rise."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.architectures import ARCHITECTURES
+from helpers.hard_modules import ZOO, chain
+from helpers.thinning import slow_unless
+from torch import Tensor, nn
+
+import graphckpt
+from graphckpt import Selective, Tiles
+from graphckpt.ledger.explanation import Explanation
+
+Step = Callable[[nn.Module], Any]
+
+
+@dataclass
+class Case:
+    """A model, its step and policies that may deserve advice."""
+
+    build: Callable[[], nn.Module]
+    loss: Step
+    policies: dict[str, Any]
+    optimizer: Callable[..., torch.optim.Optimizer] | None = field(default=torch.optim.AdamW)
+
+    def explain(self, more: dict[str, Any] | None = None, steps: int = 2) -> Explanation:
+        model = self.build()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = None if self.optimizer is None else self.optimizer(trained)
+        with graphckpt.apply(model, {**self.policies, **(more or {})}) as handle:
+            for _ in range(steps):
+                torch.manual_seed(1)
+                with handle.measure():
+                    self.loss(model).backward()
+                    if optimizer is not None:
+                        optimizer.step()
+                    model.zero_grad()
+            return handle.explain(show=False)
+
+
+class Cnn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(
+                nn.Sequential(nn.Conv2d(3 if i == 0 else 8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+                for i in range(4)
+            )
+        )
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x).mean((2, 3)))
+
+
+class LossHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, 5000)
+
+    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(hidden), labels, reduction="sum")
+
+
+class WithHead(nn.Module):
+    """Layers and a loss over a big vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = chain("mlp", length=4)[1:5]
+        self.loss_head = LossHead()
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return self.loss_head(self.layers(x), labels)
+
+
+class Adapter(nn.Module):
+    """A frozen linear layer with two small ones beside it that train, as LoRA has them."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(base.in_features, 4, bias=False), nn.Linear(4, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def architecture(name: str) -> Any:
+    return next(a for a in ARCHITECTURES if a.name == name)
+
+
+def lora_llama() -> nn.Module:
+    model = architecture("llama").build().requires_grad_(False)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj, layer.self_attn.v_proj = (
+            Adapter(layer.self_attn.q_proj),
+            Adapter(layer.self_attn.v_proj),
+        )
+    return model
+
+
+def of_architecture(name: str, build: Callable[[], nn.Module] | None = None) -> Case:
+    case = architecture(name)
+    return Case(build or case.build, lambda model: case.loss(model(**case.inputs())), {case.layers: True})
+
+
+IMAGES, LABELS = torch.randn(4, 3, 16, 16), torch.arange(4)
+TOKENS = torch.randint(0, 5000, (64,), generator=torch.Generator().manual_seed(1))
+CASES = {
+    "cnn": Case(Cnn, lambda model: F.cross_entropy(model(IMAGES), LABELS), {"layers.*": True}),
+    "tiled loss head": Case(
+        WithHead,
+        lambda model: model(torch.ones(64, 16), TOKENS),
+        {"layers.*": True, "loss_head": Tiles(4, reduce="sum")},
+    ),
+    "segments": Case(lambda: chain("mlp", 9), lambda m: m(torch.ones(99, 16)).sum(), {"": graphckpt.Segments("sqrt")}),
+    "whole model": Case(lambda: chain("mlp", 6), lambda m: m(torch.ones(99, 16)).sum(), {"": True}, torch.optim.SGD),
+    "joined": Case(
+        lambda: chain("mlp", 6), lambda m: m(torch.ones(99, 16)).sum(), {"[14]": True, "[2356]": "joined"}, None
+    ),
+    "gpt2, first kept": of_architecture("gpt2"),
+    "lora llama": of_architecture("llama", lora_llama),
+}
+for name in ZOO:
+    for rule in (True, Selective("matmul")):
+        CASES[f"{name} {'full' if rule is True else 'selective'}"] = Case(
+            lambda name=name: chain(name), lambda model: model(torch.ones(60, 16)).pow(2).mean(), {"[123]": rule}, None
+        )
+
+
+def followed(warning: str, case: Case) -> dict[str, Any]:
+    """Returns the policies that a warning advises."""
+    if "set the flag on its layers" in warning:
+        return {"": None, **{name: True for name, _ in case.build().named_children()}}
+    (field, value, name) = re.fullmatch(r".* · fix: set (\w+) = (\w+) on (.*)", warning).groups()
+    return {name: {field: {"False": False}[value]}}
+
+
+def check(case: Case) -> list[str]:
+    explanation = case.explain()
+    assert explanation.peak_bytes is not None
+    advice = [warning for warning in explanation.warnings if " · fix: " in warning]
+    for warning in advice:
+        after = case.explain(followed(warning, case))
+        assert after.peak_bytes <= explanation.peak_bytes, warning
+    return advice
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_advice_raises_the_peak(name: str) -> None:
+    advice = check(CASES[name])
+    if name in ("tiled loss head", "segments", "joined"):
+        assert advice == []
+    if name in ("cnn", "whole model"):
+        assert len(advice) == 1
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(a.name, marks=slow_unless(n % 9 == 0)) for n, a in enumerate(ARCHITECTURES)]
+)
+def test_no_advice_raises_the_peak_of_an_architecture(name: str) -> None:
+    case = of_architecture(name)
+    check(case)
+    case.policies[architecture(name).layers] = "selective"
+    check(case)
+
+
+def test_the_first_step_that_creates_gradients_and_optimizer_state_gets_no_worse_advice() -> None:
+    case = CASES["lora llama"]
+    explanation = case.explain(steps=1)
+    for warning in explanation.warnings:
+        assert case.explain(followed(warning, case), steps=1).peak_bytes <= explanation.peak_bytes

@@ -1,0 +1,108 @@
+"""Which blocks have a row: each selected one, and the modules beside them, whatever the policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.hard_modules import chain
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import graphckpt
+from graphckpt.ledger.explanation import Explanation
+
+
+class Stages(nn.Module):
+    """A model as ResNets are: stages of layers that have a stack of their own inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(16, 16)
+        self.stages = nn.ModuleList(
+            nn.Sequential(*(nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))) for _ in range(num)))
+            for num in (2, 3)
+        )
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for stage in self.stages:
+            x = stage(x).tanh()
+        return self.head(x)
+
+
+def explain(model: nn.Module, policies: dict[str, Any]) -> Explanation:
+    with graphckpt.apply(model, policies) as handle:
+        with handle.measure():
+            model(torch.ones(6, 16)).sum().backward()
+        return handle.explain(show=False)
+
+
+def blocks(seen: Explanation) -> list[str]:
+    return [row.block for row in seen.rows if row.block != "(outside of blocks)"]
+
+
+LAYERS = [f"stages.{stage}.{layer}" for stage, num in enumerate((2, 3)) for layer in range(num)]
+
+
+@pytest.mark.parametrize("policy", [True, "keep", "selective", {"activation_checkpointing": False}])
+def test_a_selected_block_is_one_row_whatever_its_policy(policy: Any) -> None:
+    assert blocks(explain(Stages(), {"re:stages[.].[.].": policy})) == ["stem", *LAYERS, "head"]
+    names = [str(number) for number in range(5)]
+    assert blocks(explain(chain("mlp"), {"[123]": policy})) == names
+
+
+def test_without_a_selection_the_layers_have_rows_and_no_stack_inside_of_them() -> None:
+    assert blocks(explain(Stages(), {})) == ["stem", "stages.0", "stages.1", "head"]
+    assert blocks(explain(chain("mlp"), {})) == [str(number) for number in range(5)]
+
+
+def test_unselected_modules_are_rows_of_their_outermost_parent() -> None:
+    assert blocks(explain(Stages(), {"stages.0.0": True})) == ["stem", "stages.0.0", "stages.0.1", "stages.1", "head"]
+
+
+def test_a_block_selected_inside_of_another_has_a_row_too() -> None:
+    assert blocks(explain(chain("mlp"), {"1": "keep", "1.up": "keep"}))[:3] == ["0", "1", "1.up"]
+
+
+def test_modules_of_another_pipeline_stage_have_no_row() -> None:
+    model = chain("mlp")
+    for module in (model[1], model[3]):
+        module.to("meta")
+        module.forward = lambda x: x
+    seen = explain(model, {"[12]": True})
+    assert blocks(seen) == ["0", "2", "4"]
+    assert not any(warning.startswith("1:") for warning in seen.warnings)
+
+
+class Checkpoints(nn.Module):
+    """A layer with gradient checkpointing of its own, as those of Transformers have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = chain("mlp")[1]
+        self.gradient_checkpointing = True
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.gradient_checkpointing and self.training:
+            return checkpoint(super().__call__, x, use_reentrant=False)
+        return super().__call__(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("policy", ["keep", False])
+def test_a_block_that_the_model_itself_recomputes_says_so(policy: Any) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), Checkpoints(), Checkpoints())
+    seen = explain(model, {"[12]": policy})
+    own = [row for row in seen.rows if row.is_own]
+    assert [row.block for row in own] == ["1", "2"]
+    assert all(row.rule == "own checkpointing" and row.reruns == 1 for row in own)
+    assert all(row.note == "the model's own gradient checkpointing recomputes it" for row in own)
+    assert seen.plain_peak_bytes is None
+    assert {event.phase for event in seen.timeline} == {"forward", "recompute", "backward"}
+    model.eval()
+    assert not any(row.is_own for row in explain(model, {"[12]": policy}).rows)

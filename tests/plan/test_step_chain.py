@@ -1,0 +1,84 @@
+"""A measured step as a chain: few states, and the peaks of the memory model."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from graphckpt.planning.api import find_blocks
+from graphckpt.planning.candidates import options
+from graphckpt.planning.measure import real_step
+from graphckpt.planning.measure.instrument import Blocks
+from graphckpt.planning.measure.real_step import RealStep
+from graphckpt.planning.measure.sweep import measure
+from graphckpt.planning.solve.chain import peak
+from graphckpt.planning.solve.step_chain import StepChain
+
+NUM_BLOCKS = 8
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Stack(nn.Module):
+    """Returns a loss; a list holds what the layers return until it is computed."""
+
+    def __init__(self, widths: list[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(width) for width in widths)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = []
+        for layer in self.layers:
+            x = layer(x)
+            seen.append(x)
+        return torch.stack(seen[::3]).exp().sum()
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Returns a step and its measurements, near and offloaded."""
+    monkeypatch.setattr(real_step, "_TIMED_RUNS", 1)
+    model, x = Stack([32] * NUM_BLOCKS), torch.randn(64, 32)
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16):  # keeps a copy of each weight until its end
+            loss = model(x)
+        loss.backward()
+
+    some = options("cpu", ["full", {"rule": "selective", "save": "matmul"}])
+    step, blocks = RealStep(model, step), Blocks(find_blocks(model, None))
+    return step, blocks, measure(step, blocks, some)
+
+
+def test_tensors_that_other_code_holds_do_not_multiply_the_states(measured):
+    chain = StepChain(measured[2])
+    states = {chain.start}
+    for block in range(NUM_BLOCKS):
+        moves = (chain.move(block, option, held) for held in states for option in range(len(chain.options(block))))
+        states = {move.held for move in moves if move is not None}
+        assert len(states) <= 4 * (block + 2)
+
+
+def test_the_peak_of_a_plan_is_that_of_the_memory_model(measured):
+    known = measured[2]
+    chain, rng = StepChain(known), random.Random(1)
+    for _ in range(50):
+        choices = [rng.randrange(6) for _ in range(NUM_BLOCKS)]
+        assert peak(chain, choices) == known.model.highest(choices).peak, choices
+
+
+def test_the_peak_of_a_plan_is_that_of_the_step(measured):
+    step, blocks, known = measured
+    for plan in ([3] * NUM_BLOCKS, [0, 1, 2, 3, 4, 5, 0, 3], [3, 0, 5, 1, 4, 2, 3, 1]):
+        chosen = [own[option] for own, option in zip(known.options_of, plan, strict=True)]
+        assert known.model.highest(plan).peak == step.sample(blocks, chosen).trace.peak_bytes, plan
