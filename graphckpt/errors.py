@@ -44,14 +44,14 @@ class StoreError(GraphckptError, RuntimeError):
 
 
 def bullets(head: str, faults: Iterable[str]) -> str:
-    """Returns one message that lists every fault; those that differ in numbers alone are one line.
+    """Returns one message that lists every fault.
 
     >>> print(bullets("two faults", ["a", "b"]))
     two faults:
       • a
       • b
     """
-    return "\n".join([f"{head}:", *(f"  • {fault}" for fault in without_repeats(faults))])
+    return "\n".join([f"{head}:", *(f"  • {fault}" for fault in faults)])
 
 
 def without_repeats(faults: Iterable[str]) -> list[str]:

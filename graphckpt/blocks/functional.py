@@ -148,6 +148,9 @@ class _GivenContexts:
     def saves(self, tensor: torch.Tensor) -> None:
         """PyTorch's contexts do not ask."""
 
+    def drop_mutated_outside(self, tensors: Iterable[torch.Tensor]) -> None:
+        """PyTorch's contexts check versions."""
+
     def after_forward(self, frame: RecomputableCall, *, has_failed: bool) -> None:
         """PyTorch's contexts look after themselves."""
 

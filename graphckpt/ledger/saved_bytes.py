@@ -74,7 +74,10 @@ class SavedBytes:
                 self._shares[block].add(saved.num_bytes)
                 self._owned.add(saved)
             if saved.share is not None:
-                reference = _Owner(owner, _drop)
+                try:
+                    reference = _Owner(owner, _drop)
+                except TypeError:  # hooks of the caller may pack a tuple, as those of `save_on_cpu` do
+                    reference = _Owner(storage, _drop)
                 reference.saved, reference.owned = saved, self._owned
                 saved.owners[id(reference)] = reference
 

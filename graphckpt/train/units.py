@@ -11,7 +11,7 @@ from graphckpt.blocks.apply import policies_from_file
 from graphckpt.blocks.config import BlockConfig, fields_of
 from graphckpt.blocks.find_layers import marked_layers
 from graphckpt.blocks.select import select
-from graphckpt.errors import ConfigError, bullets, did_you_mean
+from graphckpt.errors import ConfigError, bullets, did_you_mean, without_repeats
 from graphckpt.train.settings import ActivationCheckpointConfig
 
 _WHERE = "train.activation_checkpoint"
@@ -45,7 +45,7 @@ def block_policies(model: nn.Module, config: ActivationCheckpointConfig) -> dict
         except ConfigError as error:
             faults.append(f"{_WHERE}.{'blocks' if config.plan is None else 'plan'}: {error}")
     faults += _invalid_fields(settings)
-    if faults:
+    if faults := without_repeats(faults):
         raise ConfigError(bullets(f"{_WHERE} is invalid", faults) if len(faults) > 1 else faults[0])
     return settings
 

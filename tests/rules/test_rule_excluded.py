@@ -152,3 +152,54 @@ def test_a_forward_that_fails_after_an_edit_of_its_argument_leaves_nothing() -> 
                 model(torch.ones(300, 4))
             gc.collect()
             assert [wrapper.context.store.num_alive for wrapper in handle._wrappers if wrapper.name == "0"] == [0]
+
+
+class HalvesItsInput(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(0.5).sin()
+
+
+class Transposes(nn.Module):
+    """Returns a copy through a view that does not share its version counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x).sigmoid()
+        return y.view(-1, 2, 4).transpose(0, 1).reshape(-1, 8)
+
+
+def _keeps_everything(*_: object, **__: object) -> bool:
+    return True
+
+
+def test_an_excluded_child_that_edits_a_kept_result() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(Transposes(), HalvesItsInput(), nn.Linear(8, 8)))
+    x = torch.randn(4, 8)
+
+    def gradients() -> list[torch.Tensor]:
+        return list(torch.autograd.grad(model(x).square().sum(), list(model.parameters())))
+
+    expected = gradients()
+    policies = {
+        "1": {"activation_checkpointing": graphckpt.Selective(_keeps_everything)},
+        "1.1": {"activation_checkpointing": False},
+    }
+    with graphckpt.apply(model, policies):
+        for _ in range(2):
+            assert all(map(torch.equal, gradients(), expected))
+
+
+def test_hooks_of_the_caller_may_pack_a_tuple() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)))
+    x = torch.randn(4, 8)
+    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    policies = {"": {"activation_checkpointing": True}, "1": {"activation_checkpointing": False}}
+    with graphckpt.apply(model, policies):
+        with torch.autograd.graph.save_on_cpu():
+            loss = model(x).square().sum()
+        assert all(map(torch.equal, torch.autograd.grad(loss, list(model.parameters())), expected))

@@ -126,6 +126,9 @@ class _Inputs:
         self._versions = versions_of(leaves)
         self._objects = copy_objects([*args, *kwargs.values(), *leaves])
 
+    def mutated(self) -> list[torch.Tensor]:
+        return [tensor for tensor, version in self._versions if tensor._version != version]
+
     def are_mutated(self) -> bool:
         return are_mutated(self._versions) or any(differs(owner, then) for owner, then in self._objects)
 
@@ -181,6 +184,10 @@ def run_excluded(block: BlockContext, function: Callable[..., Any], args: Sequen
         if stored is not None:
             stored.seal()
         is_repeated = inputs is not None and inputs.are_mutated()
+        if inputs is not None and is_repeated:
+            for run in originals:
+                if run.frame.contexts is not None:
+                    run.frame.contexts.drop_mutated_outside(inputs.mutated())
         for frame in (run.frame for run in originals if not run.frame.keeps_rest):
             call = RepeatedCall(block.name) if is_repeated else None
             frame.excluded.append(call or ExcludedCall(block, output, frame, get_rng_state(frame.devices)))

@@ -13,7 +13,7 @@ from graphckpt.rules.engine.saved import may_be_filled_later
 
 if TYPE_CHECKING:
     import weakref
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     import torch
 
@@ -34,6 +34,9 @@ class Contexts(Protocol):
 
     def saves(self, tensor: torch.Tensor) -> None:
         """Is called when autograd saves a tensor of the original forward."""
+
+    def drop_mutated_outside(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Is called when an excluded child has modified tensors in place, by ops that no context sees."""
 
     def after_forward(self, frame: RecomputableCall, *, has_failed: bool) -> None:
         """Is called after the original forward; ``has_failed`` if it has raised an exception."""

@@ -23,7 +23,7 @@ from graphckpt.rules.ops.op_graph import OpGraph
 from graphckpt.rules.ops.schedule import NamedOps, make_schedule
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     import torch
 
@@ -77,6 +77,10 @@ class SelectiveContexts:
     def saves(self, tensor: torch.Tensor) -> None:
         """Is called when autograd saves a tensor of the original forward."""
         self._results.saves(tensor)
+
+    def drop_mutated_outside(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Drops the kept results that ops have modified which the modes have not seen."""
+        self._results.drop_sharing(tensors)
 
     @contextmanager
     def _active(self, mode: OpMode) -> Iterator[None]:

@@ -16,6 +16,8 @@ from graphckpt.state.rng import get_rng_state, set_rng_state
 from graphckpt.writes import mutated_by
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from graphckpt.rules.engine.execution import RecomputableCall
     from graphckpt.rules.ops.op_graph import Op, OpGraph
     from graphckpt.rules.ops.schedule import Key, Policy
@@ -94,9 +96,13 @@ class KeptResults:
         GRU modifies what ``unsafe_chunk`` returns, which is such a view.
         """
         if self._storages:
-            for tensor in mutated_by(func, args, kwargs):
-                for key in self._storages.pop(id(storage_of(tensor)), ()):
-                    self.results.pop(key, None)
+            self.drop_sharing(mutated_by(func, args, kwargs))
+
+    def drop_sharing(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Drops the kept results that share memory with one of ``tensors``, which were modified."""
+        for tensor in tensors:
+            for key in self._storages.pop(id(storage_of(tensor)), ()):
+                self.results.pop(key, None)
 
     def after_forward(self, frame: RecomputableCall) -> None:
         """Drops the results that the block has modified in place since, and those that no recomputation reads."""
