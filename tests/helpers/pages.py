@@ -21,7 +21,7 @@ _BLOCK = re.compile(
     r"(?:\s*(?:</div>\s*)?^ *```text\n(?P<output>.*?)^ *```\n)?|^<!-- run\n(?P<hidden>.*?)^-->\n",
     re.DOTALL | re.MULTILINE,
 )
-_TIME = re.compile(r"\b\d+(\.\d+)? (ns|us|ms|s)\b|\b\d+ %$")
+_TIME = re.compile(r"\b\d+(\.\d+)? (ns|us|ms|s)\b|\b\d+ %$|[+-]\d+(\.\d+)? %")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
