@@ -103,9 +103,15 @@ class StepLog:
         return [e.storage for e in self.entries(Interval(Phase.FORWARD, call)) if e.kind is EventKind.BORN]
 
     def leaving(self, call: int) -> set[int]:
-        """Returns which storages that the forward of a call allocates outlive the call, by their numbers."""
+        """Returns which storages that the forward of a call allocates outlive the call, by their numbers.
+
+        Outputs are left out: they have a role in every run, while a number may be that of another storage under another
+        option, since a recomputed block copies buffers first.
+        """
         own = {Interval(Phase.FORWARD, call), Interval(Phase.BACKWARD, call)}
-        return {n for n, storage in enumerate(self.made(call)) if self._where_gone.get(storage) not in own}
+        outputs = set(self.calls[call].outputs)
+        made = enumerate(self.made(call))
+        return {n for n, storage in made if storage not in outputs and self._where_gone.get(storage) not in own}
 
     def name_roles(self, leaving: Sequence[Collection[int]]) -> None:
         """Names the shared storages; ``leaving`` holds, for each call, those that it allocates and that outlive it."""
