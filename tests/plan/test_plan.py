@@ -282,7 +282,8 @@ def test_plan_takes_budgets_of_every_kind(budget):
     told = []
     found = plan(case.model, case.step, memory_budget=budget, progress=lambda done, all_runs: told.append(done))
     assert found.predicted_peak_bytes <= found.budget_bytes
-    assert told == [1, 2], "two equal layers take turns with two options: full, and one level"
+    assert told == list(range(1, len(told) + 1))
+    assert 1 <= len(told) <= 5, "two equal layers take turns with full, and with up to four levels, found by time"
     assert found.blocks or budget not in ("min", "70%")
     with found.apply():
         assert case.peak() == found.predicted_peak_bytes
