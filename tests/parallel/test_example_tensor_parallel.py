@@ -35,5 +35,5 @@ def test_each_mode_keeps_less_and_changes_no_bit(tmp_path: Path) -> None:
     assert [rank for _, rank, _, _ in found] == ["0", "1"] * 3
     first = [float(number) * UNITS[unit] for _, rank, number, unit in found if rank == "0"]
     assert first[0] > 2 * first[1] > 2 * first[2]
-    assert re.search(r"^transformer\.h\.0-2 \(3x\) +full +slab part ", output, re.M)
+    assert re.search(r"^transformer\.h\.0-2 \(3x\) +full \+ slab part ", output, re.M)
     assert not (tmp_path / "output of 1.txt").read_text()
