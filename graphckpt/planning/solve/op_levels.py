@@ -97,7 +97,7 @@ def _cut(log: OpGraph, ticks: Sequence[int], price: float) -> _KeptOps:
     for number, took in enumerate(ticks):
         call = log.calls[number]
         wanted, again = ("wanted", number), ("again", number)
-        if call.can_be_kept and call.num_bytes:
+        if call.can_be_kept:
             seconds = round(price * call.num_bytes) if price < infinite else infinite
             graph.add_edge(wanted, again, capacity=min(infinite, seconds))
         else:
