@@ -21,6 +21,11 @@ class Refusal(NamedTuple):
 DOCUMENTED = (
     Refusal("modified its argument `[^`]+` in place, and the recomputation has no copy of it", "", "has no copy of it"),
     Refusal("its argument `[^`]+` was modified in place", "EditsItsInputLater", "only from a later call on"),
+    Refusal(
+        "its argument `[^`]+` was modified in place",
+        r"EditsChildsOutput\('after'\)",
+        "modified in place after the block",
+    ),
     Refusal("a tensor that one of its ops saves was modified in place", "saved_on_cpu", "save_on_cpu"),
     Refusal(r"left behind .*alive in a store'\]$", "spectral, by hook", "as `torch.nn.utils.spectral_norm` sets one"),
     Refusal(
