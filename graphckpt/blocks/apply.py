@@ -128,6 +128,8 @@ def apply(model: nn.Module, policies: Policies) -> Handle:
     Handle(Sequential; full: 1.0-3 (4x))
     """
     model = unwrap(model)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"apply: expected an nn.Module, got {model!r} · fix: apply(model, policies)")
     configs: dict[nn.Module, BlockConfig] = {}
     faults: list[str] = []
     for selector, fields in policies_of(model, policies).items():

@@ -161,6 +161,12 @@ def test_a_file_without_policies(tmp_path: Path) -> None:
         graphckpt.apply(build(), path)
 
 
+@pytest.mark.parametrize("model", ["layers.*", nn.Linear, {"layers.*": True}])
+def test_what_is_no_model(model: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^apply: expected an nn\.Module, got .* · fix: apply\(model, policies\)"):
+        graphckpt.apply(model, True)
+
+
 def test_a_model_without_layers_needs_names() -> None:
     with pytest.raises(ConfigError, match=r"no list of layers was found in Tanh · fix: name the blocks"):
         graphckpt.apply(nn.Tanh(), True)
