@@ -17,6 +17,7 @@ from graphckpt.blocks.apply import Handle, apply
 from graphckpt.blocks.config import FIELDS, OTHER_NAMES, BlockConfig, fields_of
 from graphckpt.blocks.find_layers import layers
 from graphckpt.errors import ConfigError, GraphError, did_you_mean
+from graphckpt.ledger.plot_style import file_of
 from graphckpt.ledger.table import print_table
 from graphckpt.planning.budget import check_budget
 from graphckpt.planning.options import PlanOptions
@@ -152,6 +153,8 @@ class PolicyCallback:
         if report not in (True, False, "table"):
             owner = type(self).__name__
             raise ConfigError(f"{owner}.report: expected True, False or 'table', got {report!r} · fix: report='table'")
+        if plot is not None:
+            file_of(plot)  # raises now, not in the middle of training
         self._policies = CallbackPolicies(type(self).__name__, rule, unit, blocks, memory_budget, fields)
         self._plans = memory_budget is not None
         self._report = report
@@ -208,6 +211,9 @@ class PolicyCallback:
             self.explanation = self.handle.explain(self._plot, show=False)
         except GraphError:
             return None
+        except BaseException:
+            self._remove()  # training ends here, and not every trainer tells its callbacks
+            raise
         return self.explanation
 
     def _text(self, seen: Explanation) -> str:

@@ -167,7 +167,10 @@ def can_join(blocks: Iterable[nn.Module], only: Iterable[Any] | None = None) -> 
 
 
 def _rule(value: Any) -> Rule:
-    rule = parse_rule(value)
+    try:
+        rule = parse_rule(value)
+    except ConfigError as error:
+        raise ConfigError(f"candidates: {error}") from None
     if rule is None or isinstance(rule, Keep):
         raise ConfigError(
             f"candidates: expected a rule other than keep, got {value!r} · fix: leave it out; keep is always considered"

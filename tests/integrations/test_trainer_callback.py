@@ -336,6 +336,7 @@ def test_wrong_keys_fail_before_training() -> None:
             {"rules": "full"},
             r": unexpected argument 'rules' · did you mean 'rule' .*use rule, unit, blocks, mem",
         ),
+        ({"plot": "step.jpg"}, r"step\.jpg: expected a file ending in '\.png' or '\.svg'"),
         ({"report": "tabel"}, r"\.report: expected True, False or 'table', got 'tabel'"),
         ({"rule": "selective", "memory_budget": "50%"}, r"\.memory_budget: the plan chooses .* fix: leave rule out"),
         ({"blocks": {"h": True}, "memory_budget": "50%"}, r"\.memory_budget: .* fix: leave blocks out"),
@@ -346,6 +347,17 @@ def test_wrong_keys_fail_before_training() -> None:
 def test_errors_are_in_the_words_of_the_callback(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         GraphckptCallback(**keys)
+
+
+def test_a_picture_that_cannot_be_drawn_leaves_no_policies(tmp_path: Path) -> None:
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    callback = GraphckptCallback(plot=str(folder / "step.png"))
+    folder.rmdir()
+    model = gpt2()
+    with pytest.raises(ConfigError, match="expected an existing folder"):
+        train(model, tmp_path, callback)
+    assert not has_policies(model)
 
 
 def test_a_misspelt_unit_names_the_class(tmp_path: Path) -> None:
