@@ -14,7 +14,7 @@ from torch._C import (
     _SetExcludeDispatchKeyGuard,
 )
 
-__all__ = ["above_dispatch_modes", "call_with_autocast"]
+__all__ = ["call_with_autocast"]
 
 
 # Note [Autocast below a dispatch mode]
@@ -26,12 +26,6 @@ __all__ = ["above_dispatch_modes", "call_with_autocast"]
 
 _PARTS = {"aten::_euclidean_dist": "aten::cdist", "aten::_trilinear": "aten::bilinear"}
 _PART_OR_WHOLE = {"aten::linalg_pinv": "aten::pinverse"}
-_AUTOGRAD = (
-    DispatchKey.AutogradFunctionality,
-    DispatchKey.AutogradOther,
-    DispatchKey.AutogradNestedTensor,
-    DispatchKey.ADInplaceOrView,
-)
 _NOTHING = nullcontext()
 
 
@@ -62,19 +56,6 @@ def call_with_autocast(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     other = _SetExcludeDispatchKeyGuard(others[0], False) if others else _NOTHING
     with _SetExcludeDispatchKeyGuard(key, False), other:
         return func(*args, **kwargs)
-
-
-def above_dispatch_modes() -> Any:
-    """Returns a context, to be entered below a dispatch mode, in which autograd and autocast are active again.
-
-    Autocast is as it was when Python called the op that the mode is called for.
-    """
-    include = torch._C._dispatch_tls_local_include_set()  # without the mode that is called
-    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
-        exclude = torch._C._dispatch_tls_local_exclude_set()
-    for key in _AUTOGRAD:  # which Python's `randn_like` sets aside before it calls the op
-        exclude = exclude.remove(key)
-    return torch._C._ForceDispatchKeyGuard(include, exclude)
 
 
 @functools.cache

@@ -90,6 +90,10 @@ class ModuleState:
         """Returns the ids of the modules' dictionaries of attributes."""
         return {id(_fields(ref)) for ref in self._modules}
 
+    def buffer_ids(self) -> set[int]:
+        """Returns the ids of the buffers in place now."""
+        return {id(t) for owner, key in self._slots[self._num_parameters :] if (t := owner.get(key)) is not None}
+
     def tensors(self) -> list[torch.Tensor]:
         """Returns the parameters and buffers in place now."""
         return [t for owner, key in self._slots if (t := owner.get(key)) is not None]

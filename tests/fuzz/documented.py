@@ -29,7 +29,7 @@ DOCUMENTED = (
     Refusal("a tensor that one of its ops saves was modified in place", "saved_on_cpu", "save_on_cpu"),
     Refusal(r"left behind .*alive in a store'\]$", "spectral, by hook", "as `torch.nn.utils.spectral_norm` sets one"),
     Refusal(
-        r"^step \d+: gradient of",
+        r"^step \d+: (output|gradient of)",
         "(inplace=True|EditsItsInputLater).*saved_on_cpu",
         "holds tensors of the CPU themselves",
     ),

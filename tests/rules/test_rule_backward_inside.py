@@ -130,6 +130,30 @@ class KeepsState(nn.Module):
         return y
 
 
+class AddsOnLaterCalls(nn.Module):
+    """Counts its calls, and computes another function in the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.count = nn.Linear(8, 8), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        y = self.linear(x)
+        return y + x.sin() if self.count % 2 == 0 else y
+
+
+class EditsSecondOutput(nn.Module):
+    """Calls its child twice, and modifies the second output in place."""
+
+    def __init__(self, child: nn.Module) -> None:
+        super().__init__()
+        self.child = child
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.child(self.child(x).sin()).mul_(0.5).cos()
+
+
 ON, OFF = {"activation_checkpointing": True}, {"activation_checkpointing": False}
 KEEPS_NOTHING = {"activation_checkpointing": Selective("attention")}
 
@@ -147,8 +171,12 @@ KEEPS_NOTHING = {"activation_checkpointing": Selective("attention")}
             nn.Sequential(nn.Linear(8, 8), KeepsState(), nn.Sequential(nn.Linear(8, 8), Force())),
             {"": ON, "1": OFF, "1.linear": {"min_elements": 1}, "2": KEEPS_NOTHING, "2.1.linear": OFF},
         ),
+        (
+            nn.Sequential(nn.Sequential(EditsSecondOutput(AddsOnLaterCalls()), GradientOfChild(nn.Linear(8, 8)))),
+            {"0": ON, "0.0.child": OFF},
+        ),
     ],
-    ids=["behind it", "around it, called twice", "recomputed after all"],
+    ids=["behind it", "around it, called twice", "recomputed after all", "recomputed before the forward ends"],
 )
 def test_excluded_children(model: nn.Module, rules: dict[str, Any], needs_grad: bool) -> None:
     expected = steps(model, needs_grad=needs_grad)

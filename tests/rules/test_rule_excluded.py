@@ -102,6 +102,28 @@ class CatchesError(nn.Module):
             return self.linear(x).sin()
 
 
+class MovesBuffer(nn.Module):
+    """The child is called twice and modifies its buffer each time; the parent modifies the second output in place."""
+
+    class Child(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("average", torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.average.mul_(0.5).add_(x.detach().mean(0))
+            return self.linear(x) + self.average
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = self.Child()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.child(x)
+        return self.child(y.sin()).mul_(0.5).sin() * y
+
+
 def grads(model: nn.Module, rules: dict[str, Any]) -> list[Tensor]:
     torch.manual_seed(1)
     model = nn.Sequential(copy.deepcopy(model), nn.Linear(4, 4))
@@ -115,13 +137,25 @@ def grads(model: nn.Module, rules: dict[str, Any]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("around", [{"0": True}, {"": True, "0": "selective"}], ids=["full", "selective in full"])
-@pytest.mark.parametrize("kind", [EditsItsArgument, FillsCache, ReadsAttribute, TakesGradient, CatchesError])
+@pytest.mark.parametrize(
+    "kind", [EditsItsArgument, FillsCache, ReadsAttribute, TakesGradient, CatchesError, MovesBuffer]
+)
 def test_an_excluded_child_that_does_more_than_return(kind: type[nn.Module], around: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = kind()
     plain, ours = grads(model, {}), grads(model, around | {"0.child": False})
     assert len(plain) == len(ours) > 0
     assert all(map(torch.equal, plain, ours))
+
+
+def test_an_output_that_is_modified_after_the_block_of_a_child_with_a_buffer() -> None:
+    """A repeated second call would find the buffer as the first call, which is not repeated, has found it."""
+    child = MovesBuffer.Child()
+    block = nn.Sequential(nn.Linear(4, 4), nn.Sequential(child), nn.Tanh(), nn.Sequential(child))
+    with graphckpt.apply(nn.Sequential(block), {"0": True, "0.1": False, "0.3": False}):
+        loss = block(torch.ones(3, 4)).mul_(2).sum()
+        with pytest.raises(graphckpt.RecomputeError, match=r"0: the output of 0\.3 was modified in place"):
+            loss.backward()
 
 
 def test_statistics_that_the_first_call_leaves_as_they_are_move_once() -> None:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
+from graphckpt.errors import RecomputeError
 from graphckpt.rules.engine.argument import TensorProperties, own_attributes
 from graphckpt.rules.engine.execution import Execution, Recomputation, modes_paused, running
 from graphckpt.rules.engine.guard import Guard
-from graphckpt.rules.engine.mismatch import excluded_differ
+from graphckpt.rules.engine.mismatch import excluded_differ, modified_in_place
 from graphckpt.rules.engine.saved import SavedTensor, are_mutated, versions_of
 from graphckpt.rules.engine.saved_hooks import KEEP_ON_DEVICE, StoredCall, hooks_around
 from graphckpt.state.arguments import copy_objects
@@ -24,50 +25,68 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from graphckpt.rules.engine.context import BlockContext
-    from graphckpt.rules.engine.execution import RecomputableCall
-    from graphckpt.state.rng import RNGState
+    from graphckpt.rules.engine.execution import ChildCall, RecomputableCall
     from graphckpt.state.values import Snapshot
 
 
 @final
 class ExcludedCall:
-    """One call of an excluded child, whose outputs the recomputation takes from here."""
+    """One call of an excluded child: the recomputation takes its outputs from here, or repeats it.
 
-    __slots__ = ("_block", "_handles", "_leaves", "_random", "_spec", "_versions")
+    Args:
+        block: The child.
+        output: What it has returned.
+        frame: The call of the block around it.
+        is_repeated: Whether the recomputation repeats the call, as it raised or has modified its arguments in place.
+    """
 
-    def __init__(self, block: BlockContext, output: Any, frame: RecomputableCall, random: RNGState) -> None:
+    __slots__ = ("_block", "_handles", "_leaves", "_random", "_spec", "_versions", "is_repeated")
+
+    def __init__(self, block: BlockContext, output: Any, frame: RecomputableCall, *, is_repeated: bool = False) -> None:
         self._block = block
-        self._random = random
+        self._random = get_rng_state(frame.devices)
         leaves, self._spec = flatten_value(output)
+        self.is_repeated: bool = is_repeated or any(map(_is_special, leaves))
+        if self.is_repeated:
+            leaves = []
         self._handles = [_watch_node(leaf, frame) for leaf in leaves if _has_history(leaf)]
         self._versions = [(tensor.detach(), version) for tensor, version in versions_of(leaves)]
-        self._leaves: list[Any] | None = [
-            _Output(leaf, frame) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
-        ]
-        if any(_is_special(leaf) for leaf in leaves):
-            self._leaves = None
+        self._leaves = [_Output(leaf, frame) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
     @property
     def name(self) -> str:
         """Path of the child."""
         return self._block.name
 
-    def after_forward(self, snapshot: Snapshot) -> None:
-        """Decides after the original forward whether the recomputation can take the outputs from here.
+    @property
+    def buffer_ids(self) -> set[int]:
+        """The ids of the child's buffers."""
+        return self._block.state.buffer_ids()
+
+    def decide(self, snapshot: Snapshot) -> None:
+        """Decides whether the recomputation can take the outputs from here.
 
         It cannot where the parent has modified one in place, and where the child sets attributes of its modules, which
         the parent may read.
         """
         attributes = {id(place.owner) for place, _ in snapshot.changed if not place.in_place}
         if are_mutated(self._versions) or (attributes and not attributes.isdisjoint(self._block.state.attribute_ids())):
-            self._leaves = None
+            self.repeat()
+
+    def repeat(self) -> None:
+        """Drops the outputs: the recomputation repeats the call."""
+        self.is_repeated = True
+        self._leaves = []
+
+    def after_forward(self) -> None:
+        """Drops what is needed only during the original forward."""
         self._versions = []
         while self._handles:
             self._handles.pop().remove()
 
     def answer(self) -> tuple[bool, Any]:
         """Returns ``(True, output)``, or ``(False, None)`` if the child has to be recomputed after all."""
-        if self._leaves is None or are_mutated(self._versions):
+        if self.is_repeated or are_mutated(self._versions):
             return False, None
         leaves = []
         for leaf in self._leaves:
@@ -98,21 +117,18 @@ class _Output:
         return None if tensor is None else self._properties.apply_to(tensor.detach())
 
 
-@final
-class RepeatedCall:
-    """One call of an excluded child that is recomputed after all: it raised, or has modified its arguments in place."""
+def decide(calls: Sequence[ChildCall], snapshot: Snapshot) -> None:
+    """Decides which calls of excluded children a recomputation repeats.
 
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def after_forward(self, snapshot: Snapshot) -> None:
-        """Decides nothing."""
-
-    def answer(self) -> tuple[bool, Any]:
-        """Returns ``(False, None)``."""
-        return False, None
+    If it repeats one whose child has buffers, it repeats all of those: each must find the buffers as the ones before it
+    have left them.
+    """
+    for call in calls:
+        call.decide(snapshot)
+    if any(call.is_repeated and call.buffer_ids for call in calls):
+        for call in calls:
+            if call.buffer_ids:
+                call.repeat()
 
 
 @final
@@ -178,7 +194,7 @@ def run_excluded(block: BlockContext, function: Callable[..., Any], args: Sequen
             output = _run_kept(around, hooks, block, function, args, kwargs, is_stored=stored is not None)
         except Exception:
             for run in originals:
-                run.frame.excluded.append(RepeatedCall(block.name))
+                run.frame.excluded.append(ExcludedCall(block, None, run.frame, is_repeated=True))
             raise
     with modes_paused(around[0]):
         if stored is not None:
@@ -189,8 +205,7 @@ def run_excluded(block: BlockContext, function: Callable[..., Any], args: Sequen
                 if run.frame.contexts is not None:
                     run.frame.contexts.drop_mutated_outside(inputs.mutated())
         for frame in (run.frame for run in originals if not run.frame.keeps_rest):
-            call = RepeatedCall(block.name) if is_repeated else None
-            frame.excluded.append(call or ExcludedCall(block, output, frame, get_rng_state(frame.devices)))
+            frame.excluded.append(ExcludedCall(block, output, frame, is_repeated=is_repeated))
     return output
 
 
@@ -233,6 +248,8 @@ def _ask(run: Recomputation, block: BlockContext) -> tuple[bool, Any]:
         raise excluded_differ(frame.block.name, call.name if call else None, block.name)
     answered, output = call.answer()
     if not answered:
+        if not call.is_repeated and any(call.buffer_ids & before.buffer_ids for before in frame.excluded[:position]):
+            raise RecomputeError(modified_in_place(frame.block.name, f"the output of {block.name}"))
         block.note("it is recomputed: it modifies its arguments or sets attributes, or its parent modifies its output")
     return answered, output
 

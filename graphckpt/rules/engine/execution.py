@@ -55,7 +55,20 @@ class ChildCall(Protocol):
     def name(self) -> str:
         """Path of the child."""
 
-    def after_forward(self, snapshot: Snapshot) -> None:
+    @property
+    def buffer_ids(self) -> set[int]:
+        """The ids of the child's buffers."""
+
+    is_repeated: bool
+    """Whether the recomputation repeats it."""
+
+    def decide(self, snapshot: Snapshot) -> None:
+        """Decides whether the recomputation can take the outputs from here."""
+
+    def repeat(self) -> None:
+        """Drops the outputs: the recomputation repeats the call."""
+
+    def after_forward(self) -> None:
         """Is called after the original forward of the block around the child."""
 
     def answer(self) -> tuple[bool, Any]:

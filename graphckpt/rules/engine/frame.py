@@ -18,6 +18,7 @@ from graphckpt._compat import early_stop_active
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.errors import MutatedError, RecomputeError
 from graphckpt.rules.engine.arguments import Arguments
+from graphckpt.rules.engine.excluded import decide
 from graphckpt.rules.engine.execution import (
     ChildCall,
     Contexts,
@@ -230,8 +231,9 @@ class Frame:
         self._arguments.after_forward(self, self._snapshot, returned, learning=learning)
         if self._is_joined and self.before is None:
             block.note("joined: no argument is the output of a recomputed block right before it; all are kept")
+        decide(self.excluded, self._snapshot)
         for call in self.excluded:
-            call.after_forward(self._snapshot)
+            call.after_forward()
         self._is_complete = True
         if self._rest is not None:
             self._rest.keep_pending()
@@ -304,6 +306,8 @@ class Frame:
         state, snapshot = self._state, self._snapshot
         if self._watch is not None:  # a backward within the original forward of a first call
             snapshot, _ = state.learn(self._watch, snapshot)
+        if not self._is_complete:
+            decide(self.excluded, snapshot)
         changed = state.mutated(snapshot)
         if changed is not None:
             raise RecomputeError(modified_in_place(self.block.name, changed))

@@ -72,6 +72,8 @@ class SelectiveContexts:
         is_for_backward = isinstance(run, Recomputation) and run.frame is frame and not run.returns_output
         if self._schedule is not None and self._schedule.is_valid and self._is_complete:
             return self._active(ScheduledCachedMode(self._results, frame, self._schedule, skips=is_for_backward))
+        if frame.outer_hooks is not None:
+            self._results.fetch()
         return self._active(CachedMode(self._results, frame))
 
     def saves(self, tensor: torch.Tensor) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 
 from graphckpt._compat import pytree, storage_of, version_sharing_detach
-from graphckpt._compat_autocast import above_dispatch_modes, call_with_autocast
+from graphckpt._compat_autocast import call_with_autocast
 from graphckpt.errors import RecomputeError
 from graphckpt.rules.engine.saved import SavedResult, SavedTensor
 from graphckpt.rules.ops.op_graph import CAST
@@ -42,6 +42,7 @@ class KeptResults:
         self.has_failed_op = False
         """Whether an op has raised an exception, which forward may catch: nothing is kept then."""
         self._learns = learns
+        self._fetched: dict[Key, list[Any]] = {}
         self._storages: dict[int, list[Key]] = {}  # id of a storage: the kept results in it
         self._keys: list[Key] = []  # of all kept results, in order
         self._num_used = 0  # of them: no recomputation reads what is kept after the last saved tensor
@@ -75,16 +76,26 @@ class KeptResults:
         self.results[key] = SavedResult(kept, spec, versions, random)
         self._keys.append(key)
 
+    def fetch(self) -> None:
+        """Takes all results from the hooks around the call, before the mode of a recomputation is active.
+
+        The hooks may recompute the block around, which must not happen within an op that a mode handles: autograd and
+        autocast are not as in a forward there.
+        """
+        self._fetched.clear()
+        for key, result in self.results.items():
+            with suppress(RecomputeError):  # modified in place since, as the block around found: the op is recomputed
+                leaves = result.take()
+                if leaves is not None:
+                    self._fetched[key] = leaves
+
     def take(self, key: Key, frame: RecomputableCall) -> Any:
         """Returns the result of an op, or ``None`` if it is not kept."""
         result = self.results.get(key)
-        try:
-            # the block around, if it is the one that keeps the result, may have to be recomputed for it
-            with nullcontext() if frame.outer_hooks is None else above_dispatch_modes():
-                leaves = result.take() if result is not None else None
-        except RecomputeError:  # modified in place since, as the block around found: the op is recomputed
+        if result is None:
             return None
-        if result is None or leaves is None:
+        leaves = result.take() if frame.outer_hooks is None else self._fetched.pop(key, None)
+        if leaves is None:
             return None
         if result.random is not None:
             set_rng_state(result.random)
