@@ -1,39 +1,25 @@
 """Say, block by block, what a training step keeps, recomputes or moves."""
 
-from graphckpt.blocks import BlockConfig, GraphModule, Handle, apply
-from graphckpt.blocks.functional import checkpoint, checkpoint_sequential, checkpoint_wrapper
-from graphckpt.errors import ConfigError, GraphckptError, GraphError, RecomputeError, StoreError
-from graphckpt.graph import Graph
-from graphckpt.planning import Plan, PlanError
-from graphckpt.planning.api import plan
-from graphckpt.rules import Full, Joined, Keep, Segments, Selective, Tiles
-from graphckpt.stores import Disk, Host
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "BlockConfig",
-    "ConfigError",
-    "Disk",
-    "Full",
-    "Graph",
-    "GraphError",
-    "GraphModule",
-    "GraphckptError",
-    "Handle",
-    "Host",
-    "Joined",
-    "Keep",
-    "Plan",
-    "PlanError",
-    "RecomputeError",
-    "Segments",
-    "Selective",
-    "StoreError",
-    "Tiles",
-    "apply",
-    "checkpoint",
-    "checkpoint_sequential",
-    "checkpoint_wrapper",
-    "plan",
-]
+if TYPE_CHECKING:
+    from graphckpt._api import *
+    from graphckpt._api import __all__ as __all__
+else:
+
+    def __getattr__(name: str) -> object:
+        """Imports the library, and with it torch, on first use: ``graphckpt --help`` needs neither."""
+        if name.startswith("__") and name != "__all__":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        api = import_module("graphckpt._api")
+        globals().update({public: getattr(api, public) for public in ("__all__", *api.__all__)})
+        try:
+            return globals()[name]
+        except KeyError:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__getattr__("__all__")})

@@ -11,7 +11,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, final
 
 from graphckpt.extras import LazyPackage
-from graphckpt.planning.options import PlanOptions
 
 if TYPE_CHECKING:
     import yaml
@@ -64,7 +63,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     },
     "contiguous": {"action": argparse.BooleanOptionalAction, "help": "keep the saved tensors of each layer in a slab"},
 }
-"""How each option of the planner is given on the command line."""
+"""How each option of :class:`~graphckpt.planning.PlanOptions` is given on the command line."""
 
 
 def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -91,8 +90,8 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help="the peak of the whole step: bytes, 24GiB, max (all memory of the device, the default), min, or 50%% of "
         "the activations of the plain step",
     )
-    for name in PlanOptions.names("command"):
-        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, default=None, **_FLAGS[name])
+    for name, flag in _FLAGS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, default=None, **flag)
     parser.add_argument("--save", default=None, metavar="FILE", help="write the plan as YAML")
     parser.add_argument("--plot", default=None, metavar="FILE", help="draw the step's memory: .png or .svg")
     parser.add_argument("--sweep", default=None, metavar="FILE", help="draw peak against step time for all budgets")
@@ -123,7 +122,7 @@ def _plan(parsed: argparse.Namespace) -> int:
     from graphckpt.units import format_bytes  # noqa: PLC0415
 
     budget = check_budget(_budget(parsed.memory_budget or "max"))
-    given = {name: getattr(parsed, name) for name in PlanOptions.names("command")}
+    given = {name: getattr(parsed, name) for name in _FLAGS}
     options = {name: _READ.get(name, lambda value: value)(value) for name, value in given.items() if value is not None}
     with _Progress() as progress:
         progress.begin("loading the config and its model")

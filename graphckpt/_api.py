@@ -1,0 +1,37 @@
+"""The names of the top level, which :mod:`graphckpt` imports on first use."""
+
+from graphckpt.blocks import BlockConfig, GraphModule, Handle, apply
+from graphckpt.blocks.functional import checkpoint, checkpoint_sequential, checkpoint_wrapper
+from graphckpt.errors import ConfigError, GraphckptError, GraphError, RecomputeError, StoreError
+from graphckpt.graph import Graph
+from graphckpt.planning import Plan, PlanError
+from graphckpt.planning.api import plan
+from graphckpt.rules import Full, Joined, Keep, Segments, Selective, Tiles
+from graphckpt.stores import Disk, Host
+
+__all__ = [
+    "BlockConfig",
+    "ConfigError",
+    "Disk",
+    "Full",
+    "Graph",
+    "GraphError",
+    "GraphModule",
+    "GraphckptError",
+    "Handle",
+    "Host",
+    "Joined",
+    "Keep",
+    "Plan",
+    "PlanError",
+    "RecomputeError",
+    "Segments",
+    "Selective",
+    "StoreError",
+    "Tiles",
+    "apply",
+    "checkpoint",
+    "checkpoint_sequential",
+    "checkpoint_wrapper",
+    "plan",
+]
