@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
-from graphckpt.errors import RecomputeError
 from graphckpt.rules.engine.argument import TensorProperties, own_attributes
-from graphckpt.rules.engine.execution import Execution, Recomputation, modes_paused, running
+from graphckpt.rules.engine.execution import CallMismatch, Execution, Recomputation, modes_paused, running
 from graphckpt.rules.engine.guard import Guard
-from graphckpt.rules.engine.mismatch import excluded_differ, modified_in_place
+from graphckpt.rules.engine.mismatch import excluded_differ
 from graphckpt.rules.engine.saved import SavedTensor, are_mutated, versions_of
 from graphckpt.rules.engine.saved_hooks import KEEP_ON_DEVICE, StoredCall, hooks_around
 from graphckpt.state.arguments import copy_objects
@@ -248,8 +247,11 @@ def _ask(run: Recomputation, block: BlockContext) -> tuple[bool, Any]:
         raise excluded_differ(frame.block.name, call.name if call else None, block.name)
     answered, output = call.answer()
     if not answered:
-        if not call.is_repeated and any(call.buffer_ids & before.buffer_ids for before in frame.excluded[:position]):
-            raise RecomputeError(modified_in_place(frame.block.name, f"the output of {block.name}"))
+        before = [each for each in frame.excluded[:position] if each.buffer_ids and not each.is_repeated]
+        if before and call.buffer_ids:  # which it must find as they have left them
+            for each in frame.excluded:
+                each.repeat()
+            raise CallMismatch
         block.note("it is recomputed: it modifies its arguments or sets attributes, or its parent modifies its output")
     return answered, output
 

@@ -192,6 +192,10 @@ class ScheduleMismatch(BaseException):  # likewise
     """Ends a recomputation in which a skipped op turns out to be needed: none is skipped in the next one."""
 
 
+class CallMismatch(ScheduleMismatch):
+    """Ends a recomputation in which a call of an excluded child should have been repeated: the next one does so."""
+
+
 @final
 class Recomputation(Execution):
     """Fills the holders of a call while its block is recomputed."""

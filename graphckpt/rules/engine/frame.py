@@ -20,6 +20,7 @@ from graphckpt.errors import MutatedError, RecomputeError
 from graphckpt.rules.engine.arguments import Arguments
 from graphckpt.rules.engine.excluded import decide
 from graphckpt.rules.engine.execution import (
+    CallMismatch,
     ChildCall,
     Contexts,
     Execution,
@@ -268,6 +269,8 @@ class Frame:
         early_stop = not returns_output and (self._early_stop or self._rest is not None)
         try:
             try:
+                run = self._recompute_once(early_stop=early_stop, returns_output=returns_output)
+            except CallMismatch:
                 run = self._recompute_once(early_stop=early_stop, returns_output=returns_output)
             except (Exception, ScheduleMismatch):
                 if self.contexts is None or not self.contexts.run_all(self):
