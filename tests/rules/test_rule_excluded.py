@@ -150,20 +150,30 @@ def test_an_excluded_child_that_does_more_than_return(kind: type[nn.Module], aro
 
 def test_an_output_that_is_modified_after_the_block_of_a_child_with_a_buffer() -> None:
     """A repeated second call would find the buffer as the first call, which is not repeated, has found it."""
-    child = MovesBuffer.Child()
-    block = nn.Sequential(nn.Linear(4, 4), nn.Sequential(child), nn.Tanh(), nn.Sequential(child))
-    start = child.average.clone()
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.child = MovesBuffer.Child()
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.child(self.child(x))
+            return y, (y * 2).sin()
+
+    block = Block()
+    start = block.child.average.clone()
 
     def gradients() -> list[Tensor]:
         found = []
-        child.average.copy_(start)
+        block.child.average.copy_(start)
         for number in range(2):
-            loss = block(torch.linspace(-1, 1, 12).view(3, 4) + number).mul_(2).sin().sum()
-            found += [*torch.autograd.grad(loss, list(block.parameters())), child.average.clone()]
+            y, z = block(torch.linspace(-1, 1, 12).view(3, 4) + number)
+            loss = (y.mul_(2).sin() * z).sum()
+            found += [*torch.autograd.grad(loss, list(block.parameters())), block.child.average.clone()]
         return found
 
     expected = gradients()
-    with graphckpt.apply(nn.Sequential(block), {"0": True, "0.1": False, "0.3": False}):
+    with graphckpt.apply(nn.Sequential(block), {"0": True, "0.child": False}):
         assert all(map(torch.equal, gradients(), expected))
 
 
