@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from math import isqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,8 @@ from graphckpt.errors import ConfigError
 from graphckpt.planning import budget as budgets
 from graphckpt.planning.device.profile import DeviceProfile, load_profile
 from graphckpt.planning.errors import PlanError
-from graphckpt.planning.fit.result import BatchFit, Fit
+from graphckpt.planning.fit.result import Fit
+from graphckpt.planning.fit.rows import BatchFit
 from graphckpt.planning.fit.search import divisors, doubling, largest, largest_of
 from graphckpt.planning.fit.sizes import SizedPlanners, SizePlanner
 from graphckpt.planning.fit.steps import FakeSteps, RealSteps
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
     from graphckpt.planning.planner import Planner
 
 _MOST_CORRECTIONS = 4
+_FIRST_FAKE = 8  # larger than where kernels change with small batches
+_MOST_BETWEEN = 3
+_MOST_SPREAD = 32  # of the sizes of rows that were not asked for, the ratio of the largest to the smallest
 _REAL_FACTOR = 4  # the third measurement of a real step, as a multiple of the second
 
 
@@ -48,10 +53,10 @@ def fit(
     Args:
         make_step: called with a batch size; returns the model and a function that runs one training step of that many
             samples, as :func:`graphckpt.plan` takes them. The model may be the same each time.
-        batch_sizes: the micro-batch sizes to plan. A ``range`` are the bounds of a search for the largest that fits, and
-            ``None`` searches from 1 on; then there are rows for the powers of two and the sizes that were found.
-        memory_budget: the peak of the whole step in bytes, or as ``"12GiB"``; ``"max"`` is the memory of the device, and
-            ``"50%"`` half of it.
+        batch_sizes: the micro-batch sizes to plan. A ``range`` are the bounds of a search for the largest that fits,
+            and ``None`` searches from 1 on; then there are rows for powers of two and for the sizes that were found.
+        memory_budget: the peak of the whole step in bytes, or as ``"12GiB"``; ``"max"`` is the memory of the device,
+            and ``"50%"`` half of it.
         device: ``None`` runs the steps on the device of the model. The name of a device profile such as ``"h200"``, a
             profile file or a profile runs no step: ``make_step`` is called where tensors allocate no memory, and has to
             build the model there.
@@ -179,23 +184,32 @@ class _Search:
             if not due:
                 break
             for size in due:
-                if self._at_size.can_measure(size, self._limit):
-                    self._at_size.measure(size)
                 self._check(size)
-        found = Fit(
-            rows=tuple(self._rows()),
+        found = self._fit()
+        _ = found.largest  # raises if there is none
+        if self._global_batch is not None and self._source.can_accumulate:
+            self._check_accumulating(found, self._global_batch)
+            found = self._fit()
+        return found
+
+    def _fit(self) -> Fit:
+        rows = self._rows()
+        notes = (note for row in rows if row.plan is not None for note in row.plan.notes)
+        return Fit(
+            rows=tuple(rows),
             budget_bytes=self._limit,
             device=self._at_size.last_step.measurable.device_name,
             global_batch=self._global_batch,
+            measured_sizes=tuple(self._at_size.measured_sizes),
+            notes=tuple(dict.fromkeys(notes)),
         )
-        _ = found.largest  # raises if there is none
-        return found
 
     def _measure_some(self) -> None:
-        """Measures two sizes, and a third one that shows whether memory is affine."""
+        """Measures two sizes, a third one that shows whether memory is affine, and others in between if it is not."""
         at_size, high = self._at_size, self._high
         listed = [size for size in self._listed or () if size > 1]
-        first = listed[0] if listed else max(self._low, 2)  # at batch size 1 some copies are views
+        is_free = self._source.can_run_any and self._listed is None  # no size costs more than another
+        first = listed[0] if listed else max(self._low, _FIRST_FAKE if is_free else 2)  # at 1 some copies are views
         first = first if high is None else min(first, high)
         planners = at_size.measure(first)
         self._limit = self._limit_of(planners)
@@ -210,6 +224,11 @@ class _Search:
             third = self._largest(lambda size: at_size.predict(size).plain_bytes, min(third, _REAL_FACTOR * second))
         if third > second:
             at_size.measure(third)
+        for _ in range(_MOST_BETWEEN):
+            if at_size.is_affine_above or third <= second + 1:
+                break
+            second = max(second + 1, isqrt(second * third))
+            at_size.measure(second)
 
     def _limit_of(self, planners: SizedPlanners) -> int:
         static = planners.planners.plain.measured.model.static_bytes
@@ -220,14 +239,15 @@ class _Search:
 
     def _largest(self, bytes_of: Callable[[int], int], high: int | None = None) -> int:
         """Returns the largest size whose peak is within the budget; the smallest one minus 1 if there is none."""
-
-        def fits(size: int) -> bool:
-            return (self._not_fitting is None or size < self._not_fitting) and bytes_of(size) <= self._limit
-
+        high = self._high if high is None else high
+        if self._not_fitting is not None:
+            high = self._not_fitting - 1 if high is None else min(high, self._not_fitting - 1)
         if self._listed is not None:
             sizes = [size for size in self._listed if high is None or size <= high]
-            return largest_of(fits, sizes) or self._low - 1
-        return largest(fits, self._low, self._high if high is None else high)
+            return largest_of(lambda size: bytes_of(size) <= self._limit, sizes) or self._low - 1
+        known = [size for size in self._at_size.measured_sizes if self._low <= size <= (high or size)]
+        start = max((size for size in known if bytes_of(size) <= self._limit), default=self._low)
+        return largest(bytes_of, self._limit, start, high)
 
     def _rows(self) -> list[BatchFit]:
         return [self._row(size) for size in self._sizes()]
@@ -240,9 +260,14 @@ class _Search:
         if most < self._low:
             return [self._low]
         plain = self._largest(lambda size: self._planners(size).plain_bytes, most)
-        sizes = {*doubling(self._low, most), *([plain] if plain >= self._low else [])}
+        least = self._low
+        if self._high is None:  # all sizes are possible
+            least = max(most // _MOST_SPREAD, min(most, self._at_size.measured_sizes[0]), self._low)
+            least = 2 ** (least - 1).bit_length()
+            least = min(least, most)
+        sizes = {*doubling(least, most), *([plain] if plain >= self._low else [])}
         if self._global_batch is not None:
-            sizes |= {size for size in divisors(self._global_batch) if self._low <= size <= most}
+            sizes |= {size for size in divisors(self._global_batch) if least <= size <= most}
         return sorted(sizes)
 
     def _planners(self, size: int) -> SizedPlanners:
@@ -292,7 +317,17 @@ class _Search:
             self._not_fitting = min(size, self._not_fitting or size)
             return
         plan = self._portable(run.plan)
-        self._checked[size] = replace(
-            row, plan=plan, checked_peak_bytes=run.peak_bytes, checked_seconds=run.seconds
-        )
+        self._checked[size] = replace(row, plan=plan, checked_peak_bytes=run.peak_bytes, checked_seconds=run.seconds)
 
+    def _check_accumulating(self, found: Fit, global_batch: int) -> None:
+        """Runs a step of two micro-batches, since any more take as much memory."""
+        try:
+            row = found.at_global_batch(global_batch)
+        except PlanError:
+            return
+        if row.accumulation == 1:
+            return
+        run = self._at_size.run(row.batch_size, self._limit, accumulation=2)
+        if run is not None:
+            own = self._row(row.batch_size)
+            self._checked[row.batch_size] = replace(own, checked_accumulating_bytes=run.peak_bytes)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias, cast, final
+from typing import TYPE_CHECKING, TypeAlias, cast, final
 
 from graphckpt.planning.fit.interpolate import NotAffineError, Position, SizedTrace, is_affine, predicted_sample
 from graphckpt.planning.measure.trace import Trace
@@ -84,8 +85,9 @@ class RecordedStep:
         return rates
 
     def sample(self, blocks: Blocks, options: Sequence[Option]) -> StepSample:
-        """Runs the step."""
-        found = self._step.sample(blocks, options)
+        """Runs the step, without the garbage collector, which would free reference cycles at any moment."""
+        with _without_gc():
+            found = self._step.sample(blocks, options)
         assert isinstance(found.trace, Trace)
         found = replace(found, trace=SizedTrace.of(found.trace))
         self.recording.runs.append(_Run(_names(blocks, options), found))
@@ -182,10 +184,22 @@ def _has_equal_runs(one: Recording, other: Recording) -> bool:
     return one.are_shorter == other.are_shorter and [run.names for run in one.runs] == [r.names for r in other.runs]
 
 
+@contextmanager
+def _without_gc() -> Iterator[None]:
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _names(blocks: Blocks, options: Sequence[Option]) -> tuple[tuple[str, str], ...]:
     return tuple((name, option.name) for name, option in zip(blocks.names, options, strict=True))
 
 
-def _scaled(levels: _Levels, factor: float) -> Any:
+def _scaled(levels: _Levels, factor: float) -> _Levels:
     """Returns levels of ``selective`` with the seconds of their recomputation multiplied."""
     return [[(names, None if took is None else took * factor) for names, took in own] for own in levels]

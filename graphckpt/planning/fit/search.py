@@ -3,37 +3,54 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from itertools import count
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+_MOST_ON_LINES = 8  # sizes that are looked at before the search bisects
 _MOST = 2**20  # samples in a batch: what fits beyond this does not depend on the batch
 
 
-def largest(fits: Callable[[int], bool], low: int, high: int | None = None) -> int:
-    """Returns the largest size from ``low`` to ``high`` that fits, or ``low - 1`` if none does.
+def largest(bytes_of: Callable[[int], int], limit: int, low: int, high: int | None = None) -> int:
+    """Returns the largest size from ``low`` to ``high`` whose bytes are within a limit, or ``low - 1`` if none is.
+
+    The next size to look at is where the line through the last two reaches the limit, so that few are needed where the
+    bytes are nearly affine.
 
     Args:
-        fits: returns whether a size fits; if one does, so do all smaller ones.
+        bytes_of: returns the bytes of a size; they do not become fewer with it.
+        limit: the most bytes.
         low: the smallest size.
-        high: the largest size; ``None`` doubles until one does not fit.
+        high: the largest size; ``None`` is no limit.
 
-    >>> largest(lambda size: size <= 83, low=1), largest(lambda size: size <= 83, low=1, high=64)
-    (83, 64)
-    >>> largest(lambda size: False, low=4)
-    3
+    >>> largest(lambda size: 100 + 7 * size, 1000, low=1), largest(lambda size: size, 83, low=1, high=64)
+    (128, 64)
+    >>> largest(lambda size: size * size, 1000, low=1), largest(lambda size: size, 3, low=4)
+    (31, 3)
     """
     most = _MOST if high is None else high
-    if not fits(low):
+    fits, above = low, most + 1
+    at_fits = bytes_of(low)
+    if at_fits > limit:
         return low - 1
-    known, step = low, max(1, low)
-    while known < most:
-        size = min(known + step, most)
-        if not fits(size):
-            return known + bisect_left(range(known + 1, size), True, key=lambda one: not fits(one))
-        known, step = size, size
-    return known
+    width, grown = 0, 0
+    for turn in count():
+        if above - fits <= 1:
+            break
+        if grown > 0 and turn < _MOST_ON_LINES:
+            guess = fits + (limit - at_fits) * width // grown
+        else:
+            guess = (fits + above) // 2 if above <= most else 2 * fits
+        guess = min(max(guess, fits + 1), above - 1)
+        value = bytes_of(guess)
+        width, grown = guess - fits, value - at_fits
+        if value <= limit:
+            fits, at_fits = guess, value
+        else:
+            above = guess
+    return fits
 
 
 def largest_of(fits: Callable[[int], bool], sizes: Sequence[int]) -> int | None:

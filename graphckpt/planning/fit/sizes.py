@@ -61,6 +61,7 @@ class SizePlanner:
         self._recordings: dict[int, Recording] = {}
         self._first: Recording | None = None
         self._measured: dict[int, SizedPlanners] = {}
+        self._interpolated: dict[int, SizedPlanners] = {}
         self._predicted: dict[int, SizedPlanners] = {}
         self._last: SizedStep | None = None
         self._affine: dict[tuple[int, int, int], bool] = {}
@@ -82,6 +83,12 @@ class SizePlanner:
         sizes = self.measured_sizes
         return len(sizes) > 1 and self._replay(2 * sizes[-1], *_nearest(sizes, 2 * sizes[-1])) is not None
 
+    @property
+    def is_affine_above(self) -> bool:
+        """Whether memory is affine in the three largest sizes that were measured."""
+        low, middle, high = self.measured_sizes[-3:]
+        return self._is_affine((low, middle, high))
+
     def at(self, size: int, limit: int) -> SizedPlanners:
         """Returns the planners of a size: from measurements at other sizes if memory is affine, or measured here.
 
@@ -91,19 +98,19 @@ class SizePlanner:
         """
         if size in self._measured:
             return self._measured[size]
-        if size not in self._predicted:
+        if size not in self._interpolated:
             near = self._affine_pair(size)
             found = None if near is None else self._replay(size, *near)
             if found is None:
-                found = self.measure(size) if self.can_measure(size, limit) else self.predict(size)
-            self._predicted[size] = found
-        return self._predicted[size]
+                return self.measure(size) if self.can_measure(size, limit) else self.predict(size)
+            self._interpolated[size] = found
+        return self._interpolated[size]
 
     def can_measure(self, size: int, limit: int) -> bool:
         """Returns whether the step may be measured at a size, which runs it with everything kept."""
         if self._source.can_run_any:
             return True
-        if len(self._measured) < 2:  # noqa: PLR2004 - to predict from
+        if len(self._measured) < 2:
             return all(size < known or planners.plain_bytes <= limit for known, planners in self._measured.items())
         return self.predict(size).plain_bytes <= limit
 
@@ -116,9 +123,7 @@ class SizePlanner:
         step = self._last = self._source.step(size)
         recorded = RecordedStep(step.measurable, size, self._first)
         with step.restoring():
-            planners = measure_all(
-                recorded, step.model, step.blocks, self._options, PlanGroup(), levels=recorded.levels
-            )
+            planners = self._planners(recorded)
         self._recordings[size] = recorded.recording
         self._first = self._first or recorded.recording
         self._measured[size] = _sized(planners, recorded.recording, is_measured=True)
@@ -133,15 +138,18 @@ class SizePlanner:
         sizes = self.measured_sizes
         if size in self._measured:
             return self._measured[size]
-        found = self._replay(size, *_nearest(sizes, size)) if len(sizes) > 1 else None
-        return found or replace(self._measured[_next(sizes, size)], is_measured=False)
+        if size not in self._predicted:
+            found = self._replay(size, *_nearest(sizes, size)) if len(sizes) > 1 else None
+            self._predicted[size] = found or replace(self._measured[_next(sizes, size)], is_measured=False)
+        return self._predicted[size]
 
-    def run(self, size: int, limit: int) -> PlanRun | None:
+    def run(self, size: int, limit: int, accumulation: int = 1) -> PlanRun | None:
         """Runs the step of a size under its plan."""
         self._progress(f"running the step at batch size {size} under its plan")
         self._last = None
-        step = self._last = self._source.step(size)
-        return step.run(self.at(size, limit).planners, limit)
+        step = self._last = self._source.step(size, accumulation)
+        found = self.at(size, limit)
+        return step.run(found.planners, limit, found.gradient_bytes if accumulation > 1 else 0)
 
     def _affine_pair(self, size: int) -> tuple[int, int] | None:
         """Returns the two measured sizes nearest to ``size`` if memory is known to be affine there."""
@@ -158,15 +166,17 @@ class SizePlanner:
         return self._affine[triple]
 
     def _replay(self, size: int, low: int, high: int) -> SizedPlanners | None:
-        step = self.last_step
+        measurable = self.last_step.measurable
         try:
-            replayed = ReplayedStep(size, self._recordings[low], self._recordings[high], step.measurable)
-            planners = measure_all(
-                replayed, step.model, step.blocks, self._options, PlanGroup(), levels=replayed.levels
-            )
+            replayed = ReplayedStep(size, self._recordings[low], self._recordings[high], measurable)
+            planners = self._planners(replayed)
         except NotAffineError:
             return None
         return _sized(planners, self._recordings[low], is_measured=False)
+
+    def _planners(self, step: RecordedStep | ReplayedStep) -> Planners:
+        made, notes = self.last_step, self._source.notes
+        return measure_all(step, made.model, made.blocks, self._options, PlanGroup(), notes, step.levels)
 
 
 def _sized(planners: Planners, recording: Recording, *, is_measured: bool) -> SizedPlanners:

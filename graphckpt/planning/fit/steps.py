@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 import torch
@@ -14,6 +13,7 @@ from graphckpt.planning import budget as budgets
 from graphckpt.planning.api import find_blocks
 from graphckpt.planning.check_plan import plan_and_check
 from graphckpt.planning.device.fake_device import FakeDevice
+from graphckpt.planning.measure.clock import now
 from graphckpt.planning.measure.fake_step import FakeStep
 from graphckpt.planning.measure.real_step import RealStep, on_optimizer_step
 from graphckpt.planning.plan_group import PlanGroup
@@ -65,8 +65,13 @@ class SizedStep(Protocol):
     def restoring(self) -> AbstractContextManager[None]:
         """Restores at the end what runs of the step change."""
 
-    def run(self, planners: Planners, budget: int) -> PlanRun | None:
+    def run(self, planners: Planners, budget: int, correction: int = 0) -> PlanRun | None:
         """Runs the step under its plan; returns ``None`` if that cannot be done.
+
+        Args:
+            planners: the planners of this size.
+            budget: the largest peak in bytes.
+            correction: what the step takes beyond the prediction, in bytes.
 
         Raises:
             PlanError: the peak exceeds the budget, and no other plan fits.
@@ -79,6 +84,14 @@ class StepSource(Protocol):
     @property
     def can_run_any(self) -> bool:
         """Whether steps may need more memory than there is."""
+
+    @property
+    def can_accumulate(self) -> bool:
+        """Whether a step can accumulate gradients."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What plans should mention."""
 
     def step(self, size: int, accumulation: int = 1) -> SizedStep:
         """Returns the step of a batch size."""
@@ -97,6 +110,8 @@ class RealSteps:
     """
 
     can_run_any = False
+    can_accumulate = False
+    notes = ()
 
     def __init__(self, make_step: MakeStep, selectors: Selector | Iterable[Selector] | None = None) -> None:
         self._make_step = make_step
@@ -130,13 +145,12 @@ class RealSizedStep:
         """Restores parameters, buffers, gradients, optimizers and random state at the end."""
         return self.measurable.restoring()
 
-    def run(self, planners: Planners, budget: int) -> PlanRun:
+    def run(self, planners: Planners, budget: int, correction: int = 0) -> PlanRun:
         """Runs the step under its plan, and plans again if the peak differs from the prediction."""
+        assert not correction
 
         def checked(planner: Any) -> Plan:
-            return plan_and_check(
-                planner, self.measurable, budget, group=PlanGroup(), known=planners.known, check=True
-            )
+            return plan_and_check(planner, self.measurable, budget, group=PlanGroup(), known=planners.known, check=True)
 
         with self.restoring():
             plan = planners.best_of(checked)
@@ -145,15 +159,9 @@ class RealSizedStep:
 
     def _seconds(self) -> float:
         device = self.measurable.device
-        started = _now(device)
+        started = now(device)
         self._step_fn()
-        return _now(device) - started
-
-
-def _now(device: torch.device) -> float:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return perf_counter()
+        return now(device) - started
 
 
 @final
@@ -167,6 +175,8 @@ class FakeSteps:
     """
 
     can_run_any = True
+    can_accumulate = False
+    notes = ()
 
     def __init__(
         self, make_step: MakeStep, machine: DeviceProfile, selectors: Selector | Iterable[Selector] | None = None
@@ -183,7 +193,7 @@ class FakeSteps:
             model, step_fn = made_step(self._make_step, size)
             step_fn()  # creates the state of the optimizers
         fake = FakeStep(self._device, model, step_fn, list(optimizers.values()))
-        return FakeSizedStep(fake, model, find_blocks(model, self._selectors), self._device.machine)
+        return FakeSizedStep(fake, model, find_blocks(model, self._selectors))
 
     def available_bytes(self, step: SizedStep, static: int) -> int:
         """Returns the memory of the device."""
@@ -195,21 +205,18 @@ class FakeSteps:
 class FakeSizedStep:
     """A step on a device that need not be present."""
 
-    def __init__(
-        self, fake: FakeStep, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], machine: DeviceProfile
-    ) -> None:
+    def __init__(self, fake: FakeStep, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> None:
         self.model = model
         self.blocks = blocks
         self.measurable = fake
-        self.machine = machine
 
     def restoring(self) -> AbstractContextManager[None]:
         """Does nothing: a fake step has no values."""
         return nullcontext()
 
-    def run(self, planners: Planners, budget: int) -> PlanRun | None:
+    def run(self, planners: Planners, budget: int, correction: int = 0) -> PlanRun | None:
         """Runs the step under its plan, unless it offloads, since the copies take memory that traces do not show."""
-        plan = planners.plan(budget)
+        plan = planners.best_of(lambda planner: planner.plan(budget, correction=correction))
         if any(row.moved_bytes for row in plan.rows):
             return None
         with plan.apply(self.model):
@@ -222,9 +229,9 @@ def made_step(make_step: MakeStep, size: int) -> tuple[nn.Module, Callable[[], o
     Raises:
         ConfigError: it is not a model and a step.
     """
-    made = make_step(size)
+    made: Any = make_step(size)
     fix = "def make_step(batch_size): ...; return model, step_fn"
-    if not (isinstance(made, tuple) and len(made) == 2):  # noqa: PLR2004
+    if not (isinstance(made, tuple) and len(made) == 2):
         raise ConfigError(f"make_step: expected a model and a step function, got {type(made).__name__} · fix: {fix}")
     model, step_fn = made
     if not isinstance(model, torch.nn.Module) or not callable(step_fn):

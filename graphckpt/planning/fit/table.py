@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from rich.text import Text
@@ -15,9 +16,10 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from graphckpt.planning.fit.result import BatchFit, Fit
+    from graphckpt.planning.fit.rows import BatchFit, FitRows
     from graphckpt.planning.plan import Plan
 
+_LEVEL = re.compile(r"\(level \d+ of \d+\)")
 _COLUMNS = (
     Column("batch", is_number=True),
     Column("peak", is_number=True),
@@ -29,17 +31,19 @@ _COLUMNS = (
 )
 
 
-def parts_of(fit: Fit) -> Iterator[RenderableType]:
+def parts_of(fit: FitRows) -> Iterator[RenderableType]:
     """Yields the table, and what was looked for."""
     yield table_of(_COLUMNS, (_cells(row) for row in fit.rows))
     yield from map(Text, summary_lines(fit))
     yield bullet("kept: the peak with everything kept, without recomputation or offloading", "*")
     if any(not row.is_measured for row in fit.rows):
-        sizes = ", ".join(str(row.batch_size) for row in fit.rows if row.is_measured)
-        yield bullet(f"interpolated: predicted from measurements at other sizes; measured: {sizes or 'none'}", "*")
+        sizes = ", ".join(map(str, fit.measured_sizes))
+        yield bullet(f"interpolated, checked: predicted from measurements at {sizes}; checked: it ran as well", "*")
+    for note in fit.notes:
+        yield bullet(note, "*")
 
 
-def summary_lines(fit: Fit) -> Iterator[str]:
+def summary_lines(fit: FitRows) -> Iterator[str]:
     """Yields lines about the batches that were looked for."""
     yield f"memory budget {format_bytes(fit.budget_bytes)} on {fit.device}"
     if not any(row.fits for row in fit.rows):
@@ -64,10 +68,11 @@ def summary_lines(fit: Fit) -> Iterator[str]:
 
 
 def policies_of(plan: Plan) -> dict[str, int]:
-    """Returns the number of blocks of each policy, in the order of the blocks."""
+    """Returns the number of blocks of each policy, in the order of the blocks; levels of ``selective`` count as one."""
     counts: dict[str, int] = {}
     for row in plan.rows:
-        counts[row.option] = counts.get(row.option, 0) + 1
+        name = _LEVEL.sub("", row.option)
+        counts[name] = counts.get(name, 0) + 1
     return counts
 
 
@@ -82,10 +87,11 @@ def _cells(row: BatchFit) -> list[str]:
 
 def _rate(row: BatchFit) -> str:
     rate = row.samples_per_second
-    return f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"  # noqa: PLR2004
+    return f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def _checked(row: BatchFit) -> str:
-    if row.checked_peak_bytes is None or row.checked_seconds is None:
+    if row.checked_peak_bytes is None:
         return ""
-    return f"; it ran: peak {format_bytes(row.checked_peak_bytes)}, {format_seconds(row.checked_seconds)}"
+    took = "" if row.checked_seconds is None else f", {format_seconds(row.checked_seconds)}"
+    return f"; it ran: peak {format_bytes(row.checked_peak_bytes)}{took}"
