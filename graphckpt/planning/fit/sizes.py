@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, final
 
+from graphckpt.planning.fit.gradients import GradientBytes
 from graphckpt.planning.fit.interpolate import NotAffineError
 from graphckpt.planning.fit.recording import RecordedStep, Recording, ReplayedStep, are_affine
 from graphckpt.planning.measure_all import measure_all
@@ -30,8 +31,7 @@ class SizedPlanners:
     optimizer_seconds: float
     """Seconds of the optimizer in a step."""
     gradient_bytes: int
-    """Live bytes between backward and optimizer beyond those before the first block: what an accumulating step holds
-    in its forward, and this one does not."""
+    """Bytes of gradients that an accumulating step holds in its forward, and this one does not."""
 
     @property
     def least_bytes(self) -> int:
@@ -63,6 +63,7 @@ class SizePlanner:
         self._measured: dict[int, SizedPlanners] = {}
         self._interpolated: dict[int, SizedPlanners] = {}
         self._predicted: dict[int, SizedPlanners] = {}
+        self._gradient_bytes = 0
         self._last: SizedStep | None = None
         self._affine: dict[tuple[int, int, int], bool] = {}
 
@@ -122,11 +123,12 @@ class SizePlanner:
         self._last = None  # its tensors take memory
         step = self._last = self._source.step(size)
         recorded = RecordedStep(step.measurable, size, self._first)
-        with step.restoring():
+        with step.restoring(), GradientBytes(step.model, step.blocks[0][1]) as gradients:
             planners = self._planners(recorded)
         self._recordings[size] = recorded.recording
         self._first = self._first or recorded.recording
-        self._measured[size] = _sized(planners, recorded.recording, is_measured=True)
+        self._gradient_bytes = gradients.num_bytes
+        self._measured[size] = self._sized(planners, recorded.recording, is_measured=True)
         self._predicted.clear()
         return self._measured[size]
 
@@ -172,19 +174,15 @@ class SizePlanner:
             planners = self._planners(replayed)
         except NotAffineError:
             return None
-        return _sized(planners, self._recordings[low], is_measured=False)
+        return self._sized(planners, self._recordings[low], is_measured=False)
 
     def _planners(self, step: RecordedStep | ReplayedStep) -> Planners:
         made, notes = self.last_step, self._source.notes
         return measure_all(step, made.model, made.blocks, self._options, PlanGroup(), notes, step.levels)
 
-
-def _sized(planners: Planners, recording: Recording, *, is_measured: bool) -> SizedPlanners:
-    model = planners.plain.measured.model
-    levels = list(model.levels([0] * len(planners.plain.measured.names)))
-    at = next((level.start for level in levels if level.interval.phase is Phase.OPTIMIZER), levels[-1].start)
-    seconds = recording.runs[0].sample.seconds.get(Interval(Phase.OPTIMIZER), 0.0)
-    return SizedPlanners(planners, is_measured, seconds, max(0, at - model.static_bytes))
+    def _sized(self, planners: Planners, recording: Recording, *, is_measured: bool) -> SizedPlanners:
+        seconds = recording.runs[0].sample.seconds.get(Interval(Phase.OPTIMIZER), 0.0)
+        return SizedPlanners(planners, is_measured, seconds, self._gradient_bytes)
 
 
 def _nearest(sizes: tuple[int, ...] | list[int], size: int) -> tuple[int, int]:
