@@ -48,7 +48,8 @@ def fit(
 
     The step is measured at a few sizes only. Where the bytes of every tensor are affine in the batch, which is verified
     at a third size, the plans of all other sizes follow from two; elsewhere the step is measured at each size. The
-    largest and the fastest batch then run under their plans.
+    largest and the fastest batch then run under their plans. A step that runs is measured only where it fits with
+    everything kept; beyond that, the peaks of a step that is not affine are estimates until it runs under its plan.
 
     Args:
         make_step: called with a batch size; returns the model and a function that runs one training step of that many
@@ -139,7 +140,7 @@ def _checked_sizes(given: Iterable[int] | None, global_batch: int | None) -> ran
     sizes = list(given)
     wrong = next((size for size in sizes if isinstance(size, bool) or not isinstance(size, int) or size < 1), None)
     if wrong is not None or not sizes:
-        raise ConfigError(f"batch_sizes: expected whole numbers of 1 or more, got {wrong or sizes!r} · {fix}")
+        raise ConfigError(f"batch_sizes: expected whole numbers of 1 or more, got {sizes!r} · {fix}")
     more = divisors(global_batch) if global_batch is not None else []
     return sorted({*sizes, *(size for size in more if min(sizes) <= size <= max(sizes))})
 
@@ -222,8 +223,9 @@ class _Search:
         third = self._largest(lambda size: at_size.predict(size).least_bytes)
         if not self._source.can_run_any:
             third = self._largest(lambda size: at_size.predict(size).plain_bytes, min(third, _REAL_FACTOR * second))
-        if third > second:
-            at_size.measure(third)
+        if third <= second:
+            return
+        at_size.measure(third)
         for _ in range(_MOST_BETWEEN):
             if at_size.is_affine_above or third <= second + 1:
                 break
