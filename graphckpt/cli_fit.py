@@ -82,8 +82,8 @@ def add_fit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 
 def _fit(parsed: argparse.Namespace) -> int:
-    from graphckpt.config.fitting import fit_from  # noqa: PLC0415 - seconds of imports that --help can do without
-    from graphckpt.planning.fit.api import check_fit_budget  # noqa: PLC0415
+    from graphckpt.config.planning import fit_from  # noqa: PLC0415 - seconds of imports that --help can do without
+    from graphckpt.planning.fit.batch_search import check_fit_budget  # noqa: PLC0415
 
     budget = check_fit_budget(budget_of(parsed.memory_budget))
     sizes = None if parsed.batch_sizes is None else batch_sizes_of(parsed.batch_sizes)

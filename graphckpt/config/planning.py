@@ -1,4 +1,4 @@
-"""Plans the step that a config describes, for a device that need not be present."""
+"""Plans the step that a config describes, and fits its batch size, for a device that need not be present."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from graphckpt.errors import ConfigError, bullets
 from graphckpt.planning.compiled import compile_options
 from graphckpt.planning.device.fake_device import FakeDevice
 from graphckpt.planning.device.profile import DeviceProfile, load_profile
+from graphckpt.planning.fit.batch_search import fit_steps
 from graphckpt.planning.fit.steps import FakeSizedStep, SizedStep
 from graphckpt.planning.measure.fake_step import FakeStep
 from graphckpt.planning.measure_all import measure_all
@@ -29,6 +30,10 @@ from graphckpt.planning.planner import Planners
 from graphckpt.train.console import Report
 from graphckpt.train.tasks.base import TextTask, sum_of_losses
 from graphckpt.train.units import head_policies, unit_names
+
+if TYPE_CHECKING:
+    from graphckpt.planning.budget import Budget
+    from graphckpt.planning.fit.result import Fit
 
 
 def planner_from(
@@ -59,6 +64,40 @@ def planner_from(
         step = steps.step(sizes.micro_batch, sizes.accumulation).measurable
         wanted = replace(steps.options, progress=progress)
         return measure_all(step, steps.model, steps.blocks, wanted, PlanGroup(), steps.notes), steps.machine
+
+
+def fit_from(
+    config_file: str | Path,
+    overrides: Iterable[str] = (),
+    *,
+    device: str,
+    memory_budget: Budget = "max",
+    batch_sizes: Iterable[int] | None = None,
+    global_batch: int | None = None,
+    options: Mapping[str, Any] | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Fit:
+    """Finds the batch sizes that fit, for the step that a config describes, on a device that need not be present.
+
+    Args:
+        config_file: a path, or the name of a packaged config.
+        overrides: words such as ``"data.seq_length=512"``.
+        device: the name of a device profile, or a file that holds one.
+        memory_budget: as :func:`graphckpt.fit` takes it.
+        batch_sizes: as :func:`graphckpt.fit` takes them.
+        global_batch: samples of one update of one process; ``None`` is the config's ``train.global_batch_size``.
+        options: fields of :class:`~graphckpt.planning.PlanOptions` that replace those of the config.
+        progress: called with a line about each measurement before it begins.
+
+    Raises:
+        ConfigError: with every fault of the config, or an argument cannot be used.
+        PlanError: not even the smallest batch fits.
+    """
+    with fake_steps_from(config_file, overrides, device=device, options=options) as steps:
+        train = steps.run.train
+        if global_batch is None and train.global_batch_size is not None:
+            global_batch = train.global_batch_size // train.dist.data_parallel_size
+        return fit_steps(steps, batch_sizes, memory_budget, steps.options, global_batch=global_batch, progress=progress)
 
 
 @contextmanager

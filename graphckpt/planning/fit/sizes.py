@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, final
 from graphckpt.planning.fit.gradients import GradientBytes
 from graphckpt.planning.fit.interpolate import NotAffineError
 from graphckpt.planning.fit.recording import RecordedStep, Recording, ReplayedStep, are_affine
-from graphckpt.planning.measure_all import measure_all
 from graphckpt.planning.model.events import Interval, Phase
 from graphckpt.planning.plan_group import PlanGroup
 
@@ -177,6 +176,8 @@ class SizePlanner:
         return self._sized(planners, self._recordings[low], is_measured=False)
 
     def _planners(self, step: RecordedStep | ReplayedStep) -> Planners:
+        from graphckpt.planning.measure_all import measure_all  # noqa: PLC0415 - imports most of the planner
+
         made, notes = self.last_step, self._source.notes
         return measure_all(step, made.model, made.blocks, self._options, PlanGroup(), notes, step.levels)
 

@@ -10,7 +10,6 @@ import torch
 
 from graphckpt.errors import ConfigError
 from graphckpt.planning import budget as budgets
-from graphckpt.planning.api import find_blocks
 from graphckpt.planning.check_plan import plan_and_check
 from graphckpt.planning.device.fake_device import FakeDevice
 from graphckpt.planning.measure.clock import now
@@ -121,7 +120,7 @@ class RealSteps:
         """Returns the step of a batch size."""
         assert accumulation == 1
         model, step_fn = made_step(self._make_step, size)
-        return RealSizedStep(model, step_fn, find_blocks(model, self._selectors))
+        return RealSizedStep(model, step_fn, _blocks(model, self._selectors))
 
     def available_bytes(self, step: SizedStep, static: int) -> int:
         """Returns the free memory of the device and what the step holds."""
@@ -193,7 +192,7 @@ class FakeSteps:
             model, step_fn = made_step(self._make_step, size)
             step_fn()  # creates the state of the optimizers
         fake = FakeStep(self._device, model, step_fn, list(optimizers.values()))
-        return FakeSizedStep(fake, model, find_blocks(model, self._selectors))
+        return FakeSizedStep(fake, model, _blocks(model, self._selectors))
 
     def available_bytes(self, step: SizedStep, static: int) -> int:
         """Returns the memory of the device."""
@@ -238,3 +237,9 @@ def made_step(make_step: MakeStep, size: int) -> tuple[nn.Module, Callable[[], o
         kinds = f"{type(model).__name__} and {type(step_fn).__name__}"
         raise ConfigError(f"make_step: expected a model and a step function, got {kinds} · fix: {fix}")
     return model, step_fn
+
+
+def _blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | None) -> Sequence[tuple[str, nn.Module]]:
+    from graphckpt.planning.api import find_blocks  # noqa: PLC0415 - imports most of the planner
+
+    return find_blocks(model, selectors)
