@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 
 from graphckpt.planning.errors import PlanError
 from graphckpt.units import format_bytes
 
 if TYPE_CHECKING:
     from graphckpt.planning.plan import Plan
+
+
+Goal: TypeAlias = Literal["throughput", "batch"]
+"""What a micro-batch is chosen for: the most samples per second, or the largest batch."""
 
 
 @final
@@ -146,8 +150,12 @@ class FitRows:
         """
         return max(self._fitting(), key=lambda row: (row.samples_per_second, row.batch_size))
 
-    def at_global_batch(self, global_batch: int) -> BatchFit:
-        """Returns the fastest micro-batch with which gradients are accumulated over ``global_batch`` samples.
+    def at_global_batch(self, global_batch: int, goal: Goal = "throughput") -> BatchFit:
+        """Returns the micro-batch with which gradients are accumulated over ``global_batch`` samples.
+
+        Args:
+            global_batch: samples of one update.
+            goal: ``"throughput"`` for the fastest one, ``"batch"`` for the largest.
 
         Raises:
             PlanError: no row fits whose size divides ``global_batch``.
@@ -162,6 +170,8 @@ class FitRows:
                 f"{format_bytes(self.budget_bytes)} · those tried: {sizes} · fix: fit(..., global_batch={global_batch})"
                 ", or a larger budget"
             )
+        if goal == "batch":
+            return max(found, key=lambda row: row.batch_size)
         return max(found, key=lambda row: (row.samples_per_second, row.batch_size))
 
     def _fitting(self) -> list[BatchFit]:
