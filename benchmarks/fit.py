@@ -3,7 +3,8 @@
 Each model is fitted for a list of batch sizes and a memory budget in which the plain step of the middle size just fits,
 so that larger batches recompute. Then the step of each size runs under its plan, all sizes in each turn in random
 order. A pair of sizes counts if its measured throughputs differ by over 10 %, and is right if the predictions have the
-same order. No prediction is replaced by the time of a run.
+same order. As always, the largest and the fastest batch have run during the fit, and the times of batches that could not
+be measured with everything kept are corrected by these.
 
     OMP_NUM_THREADS=1 python benchmarks/fit.py [--models gpt2 bert resnet] [--turns 5]
 """
@@ -70,6 +71,10 @@ def _tokens(size: int) -> Tensor:
     return torch.ones(size, 128, dtype=torch.long)
 
 
+def _source(row: BatchFit) -> str:
+    return "checked" if row.checked_seconds is not None else "measured" if row.is_measured else "interpolated"
+
+
 class Steps:
     """The steps of a model, of any batch size."""
 
@@ -130,11 +135,11 @@ def run(name: str, turns: int, rng: random.Random) -> tuple[list[dict[str, Any]]
         {
             "model": name,
             "batch_size": row.batch_size,
-            "source": "measured" if row.is_measured else "interpolated",
+            "source": _source(row),
             "predicted_peak_bytes": row.plan.predicted_peak_bytes,
             "peak_bytes": steps.peak(row),
             "budget_bytes": found.budget_bytes,
-            "predicted_rate": row.batch_size / row.plan.predicted_step_seconds,
+            "predicted_rate": row.samples_per_second,
             "rate": row.batch_size / median(times[row.batch_size]),
             "recomputes": row.recomputes,
         }

@@ -12,7 +12,7 @@ from graphckpt.planning import budget as budgets
 from graphckpt.planning.errors import PlanError
 from graphckpt.planning.fit.result import Fit
 from graphckpt.planning.fit.rows import BatchFit
-from graphckpt.planning.fit.search import divisors, doubling, largest, largest_of
+from graphckpt.planning.fit.search import divisors, doubling, largest, largest_of, on_lines
 from graphckpt.planning.fit.sizes import SizedPlanners, SizePlanner
 
 if TYPE_CHECKING:
@@ -210,7 +210,8 @@ class _Search:
 
     def _row(self, size: int) -> BatchFit:
         if size in self._checked:
-            return replace(self._checked[size], is_measured=self._planners(size).is_measured)
+            measured, factor = self._planners(size).is_measured, self._time_factor(size)
+            return replace(self._checked[size], is_measured=measured, time_factor=factor)
         found = self._planners(size)
         grads = found.gradient_bytes
         is_out = self._not_fitting is not None and size >= self._not_fitting
@@ -221,8 +222,17 @@ class _Search:
             floor_bytes=found.least_bytes,
             is_measured=found.is_measured,
             optimizer_seconds=found.optimizer_seconds,
+            time_factor=self._time_factor(size),
             accumulating_plan=None if is_out else self._plan(found, grads),
         )
+
+    def _time_factor(self, size: int) -> float:
+        """Returns by what the predicted seconds of a size are multiplied: 1 where it was measured."""
+        factors = dict.fromkeys(self._at_size.measured_sizes, 1.0)
+        for checked, row in self._checked.items():
+            if row.plan is not None and row.checked_seconds is not None and row.plan.predicted_step_seconds:
+                factors[checked] = row.checked_seconds / row.plan.predicted_step_seconds
+        return on_lines(factors, size)
 
     def _plan(self, found: SizedPlanners, correction: int) -> Plan | None:
         def plan(planner: Planner) -> Plan:

@@ -35,6 +35,8 @@ class BatchFit:
     """Forwards for one update of the weights."""
     optimizer_seconds: float = 0.0
     """Seconds of the optimizer, once for an update."""
+    time_factor: float = 1.0
+    """The seconds of steps that ran under their plans divided by those predicted, interpolated for this size."""
     accumulating_plan: Plan | None = field(default=None, repr=False)
     """The fastest plan of a step that accumulates gradients. It holds all of them in its forward, and its predicted
     peak counts them in every interval, so that it is an upper bound."""
@@ -67,7 +69,7 @@ class BatchFit:
             return float("inf")
         if self.checked_seconds is not None:
             return self.checked_seconds
-        each = self.plan.predicted_step_seconds - self.optimizer_seconds
+        each = self.time_factor * self.plan.predicted_step_seconds - self.optimizer_seconds
         return self.accumulation * each + self.optimizer_seconds
 
     @property

@@ -7,7 +7,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 _MOST_ON_LINES = 8  # sizes that are looked at before the search bisects
 _MOST = 2**20  # samples in a batch: what fits beyond this does not depend on the batch
@@ -71,6 +71,19 @@ def doubling(low: int, high: int) -> list[int]:
     """
     powers = (2**power for power in range(low.bit_length() - 1, high.bit_length()))
     return sorted({low, high, *(size for size in powers if low <= size <= high)})
+
+
+def on_lines(points: Mapping[int, float], size: int) -> float:
+    """Returns the value at a size on the lines between neighbouring points, and that of the last point outside.
+
+    >>> on_lines({4: 1.0, 8: 2.0}, 6), on_lines({4: 1.0, 8: 2.0}, 16), on_lines({4: 1.0, 8: 2.0}, 2)
+    (1.5, 2.0, 1.0)
+    """
+    low = max((one for one in points if one <= size), default=min(points))
+    high = min((one for one in points if one >= size), default=max(points))
+    if low >= high:
+        return points[high] if size < high else points[low]
+    return points[low] + (points[high] - points[low]) * (size - low) / (high - low)
 
 
 def divisors(number: int) -> list[int]:

@@ -157,8 +157,8 @@ class SizePlanner:
         sizes = self.measured_sizes
         for triple in zip(sizes, sizes[1:], sizes[2:], strict=False):
             is_near = triple[0] < size and (size < triple[2] or triple[2] == sizes[-1])
-            if is_near and self._is_affine(triple):
-                return _nearest(triple, size)
+            if is_near and self._is_affine(triple):  # beyond the last size, the longest line errs least in seconds
+                return _nearest(triple, size) if size < triple[2] else (triple[0], triple[2])
         return None
 
     def _is_affine(self, triple: tuple[int, int, int]) -> bool:
