@@ -6,6 +6,8 @@ from graphckpt.errors import ConfigError, GraphckptError, GraphError, RecomputeE
 from graphckpt.graph import Graph
 from graphckpt.planning import Plan, PlanError
 from graphckpt.planning.api import plan
+from graphckpt.planning.fit.api import fit
+from graphckpt.planning.fit.result import Fit
 from graphckpt.rules import Full, Joined, Keep, Segments, Selective, Tiles
 from graphckpt.stores import Disk, Host
 
@@ -13,6 +15,7 @@ __all__ = [
     "BlockConfig",
     "ConfigError",
     "Disk",
+    "Fit",
     "Full",
     "Graph",
     "GraphError",
@@ -33,5 +36,6 @@ __all__ = [
     "checkpoint",
     "checkpoint_sequential",
     "checkpoint_wrapper",
+    "fit",
     "plan",
 ]

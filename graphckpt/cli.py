@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from rich.console import Console
 
+from graphckpt.cli_fit import add_fit
 from graphckpt.cli_plan import add_plan, add_profile_device
 from graphckpt.errors import GraphckptError
 
@@ -80,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     _add_train(commands)
     add_plan(commands)
+    add_fit(commands)
     add_profile_device(commands)
     return parser
 

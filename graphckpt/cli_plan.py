@@ -90,13 +90,24 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help="the peak of the whole step: bytes, 24GiB, max (all memory of the device, the default), min, or 50%% of "
         "the activations of the plain step",
     )
-    for name, flag in _FLAGS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, default=None, **flag)
+    add_plan_options(parser)
     parser.add_argument("--save", default=None, metavar="FILE", help="write the plan as YAML")
     parser.add_argument("--plot", default=None, metavar="FILE", help="draw the step's memory: .png or .svg")
     parser.add_argument("--sweep", default=None, metavar="FILE", help="draw peak against step time for all budgets")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")
     parser.set_defaults(run=_plan)
+
+
+def add_plan_options(parser: argparse.ArgumentParser) -> None:
+    """Adds a flag for each option of the planner."""
+    for name, flag in _FLAGS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, default=None, **flag)
+
+
+def plan_options_of(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Returns the options of the planner that are given."""
+    given = {name: getattr(parsed, name) for name in _FLAGS}
+    return {name: _READ.get(name, lambda value: value)(value) for name, value in given.items() if value is not None}
 
 
 def add_profile_device(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -121,10 +132,9 @@ def _plan(parsed: argparse.Namespace) -> int:
     from graphckpt.planning.budget import check_budget  # noqa: PLC0415
     from graphckpt.units import format_bytes  # noqa: PLC0415
 
-    budget = check_budget(_budget(parsed.memory_budget or "max"))
-    given = {name: getattr(parsed, name) for name in _FLAGS}
-    options = {name: _READ.get(name, lambda value: value)(value) for name, value in given.items() if value is not None}
-    with _Progress() as progress:
+    budget = check_budget(budget_of(parsed.memory_budget or "max"))
+    options = plan_options_of(parsed)
+    with Progress() as progress:
         progress.begin("loading the config and its model")
         planner, target = planner_from(
             parsed.config_file,
@@ -176,7 +186,7 @@ def _profile(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _budget(text: str) -> int | float | str:
+def budget_of(text: str) -> int | float | str:
     """Reads numbers: on a command line all is text."""
     try:
         number = float(text)
@@ -226,7 +236,7 @@ _READ: dict[str, Callable[[Any], Any]] = {"candidates": _rules, "head": _heads}
 
 
 @final
-class _Progress:
+class Progress:
     """Prints on stderr what is being done, once it has taken a while."""
 
     def __init__(self) -> None:

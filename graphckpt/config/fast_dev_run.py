@@ -21,6 +21,7 @@ _SET = {
     "train.train_samples": None,
     "train.log_period": 1,
     "train.evaluation.eval_after_n_epoch": None,
+    "train.activation_checkpoint.fit": None,
 }
 _AT_MOST = {
     "train.train_iter": _ITERATIONS,

@@ -1,16 +1,15 @@
-"""Plans the step that a config describes, for a device that need not be present."""
+"""Plans the step that a config describes, and fits its batch size, for a device that need not be present."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import torch
-from torch import nn
 
 from graphckpt.config import overrides as _overrides
 from graphckpt.config import own_modules
@@ -18,16 +17,23 @@ from graphckpt.config.load import importable_from, load
 from graphckpt.config.packaged import existing
 from graphckpt.config.run import optimizer_of
 from graphckpt.config.schema import RunConfig, checked
+from graphckpt.errors import ConfigError, bullets
 from graphckpt.planning.compiled import compile_options
 from graphckpt.planning.device.fake_device import FakeDevice
 from graphckpt.planning.device.profile import DeviceProfile, load_profile
+from graphckpt.planning.fit.batch_search import fit_steps
+from graphckpt.planning.fit.steps import FakeSizedStep, SizedStep
 from graphckpt.planning.measure.fake_step import FakeStep
 from graphckpt.planning.measure_all import measure_all
 from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.planner import Planners
 from graphckpt.train.console import Report
-from graphckpt.train.tasks.base import sum_of_losses
+from graphckpt.train.tasks.base import TextTask, sum_of_losses
 from graphckpt.train.units import head_policies, unit_names
+
+if TYPE_CHECKING:
+    from graphckpt.planning.budget import Budget
+    from graphckpt.planning.fit.result import Fit
 
 
 def planner_from(
@@ -53,6 +59,52 @@ def planner_from(
     Raises:
         ConfigError: with every fault of the config, or there is no such device.
     """
+    with fake_steps_from(config_file, overrides, device=device, options=options) as steps:
+        sizes = steps.run.train.sizes
+        step = steps.step(sizes.micro_batch, sizes.accumulation).measurable
+        wanted = replace(steps.options, progress=progress)
+        return measure_all(step, steps.model, steps.blocks, wanted, PlanGroup(), steps.notes), steps.machine
+
+
+def fit_from(
+    config_file: str | Path,
+    overrides: Iterable[str] = (),
+    *,
+    device: str,
+    memory_budget: Budget = "max",
+    batch_sizes: Iterable[int] | None = None,
+    global_batch: int | None = None,
+    options: Mapping[str, Any] | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Fit:
+    """Finds the batch sizes that fit, for the step that a config describes, on a device that need not be present.
+
+    Args:
+        config_file: a path, or the name of a packaged config.
+        overrides: words such as ``"data.seq_length=512"``.
+        device: the name of a device profile, or a file that holds one.
+        memory_budget: as :func:`graphckpt.fit` takes it.
+        batch_sizes: as :func:`graphckpt.fit` takes them.
+        global_batch: samples of one update of one process; ``None`` is the config's ``train.global_batch_size``.
+        options: fields of :class:`~graphckpt.planning.PlanOptions` that replace those of the config.
+        progress: called with a line about each measurement before it begins.
+
+    Raises:
+        ConfigError: with every fault of the config, or an argument cannot be used.
+        PlanError: not even the smallest batch fits.
+    """
+    with fake_steps_from(config_file, overrides, device=device, options=options) as steps:
+        train = steps.run.train
+        if global_batch is None and train.global_batch_size is not None:
+            global_batch = train.global_batch_size // train.dist.data_parallel_size
+        return fit_steps(steps, batch_sizes, memory_budget, steps.options, global_batch=global_batch, progress=progress)
+
+
+@contextmanager
+def fake_steps_from(
+    config_file: str | Path, overrides: Iterable[str] = (), *, device: str, options: Mapping[str, Any] | None = None
+) -> Iterator[FakeConfigSteps]:
+    """Yields the steps that a config describes, of any batch size; see :func:`planner_from` for the arguments."""
     path = existing(Path(config_file))
     config = load(path)
     faults = _overrides.apply(config, list(overrides))
@@ -60,39 +112,67 @@ def planner_from(
     target = load_profile(device)
     with importable_from(*places):
         run = checked(config, [*faults, *more], str(path))
+        yield FakeConfigSteps(run, target, options or {})
+
+
+@final
+class FakeConfigSteps:
+    """The steps of a config on a device that need not be present, for any batch size.
+
+    Args:
+        run: the config.
+        machine: the profile of the device.
+        options: fields of :class:`~graphckpt.planning.PlanOptions` that replace those of the config.
+    """
+
+    can_run_any = True
+    can_accumulate = True
+
+    def __init__(self, run: RunConfig, machine: DeviceProfile, options: Mapping[str, Any]) -> None:
+        self.run = run
+        self.machine = machine
+        self._task: Any = run.task()
+        self._data = run.data().open(self._task, seed=run.train.seed, report=Report.silent())
+        self._fake = FakeDevice(machine)
+        with self._fake:
+            self.model: Any = self._task.prepare(run.model())
+        if self._data.text and isinstance(self._task, TextTask):
+            faults = list(self._task.check(self.model, self._data.text))
+            if faults:
+                raise ConfigError(bullets("model and data do not fit", faults) if len(faults) > 1 else faults[0])
+        with self._fake:
+            self.model.train()
+            self._optimizer = optimizer_of(run, self.model, machine.kind)
         section = run.train.activation_checkpoint
-        wanted = section.plan_options(**{**(options or {}), "partition": None, "compile": None, "progress": progress})
-        step, model = _step(run, FakeDevice(target))
-        head = head_policies(model, wanted.head)
-        notes = []
+        wanted = section.plan_options(**{**options, "partition": None, "compile": None})
+        self.options = replace(wanted, head=head_policies(self.model, wanted.head))
+        self.blocks = [(name, self.model.get_submodule(name)) for name in unit_names(self.model, section)]
+        self.notes: list[str] = []
         if compile_options(section.compile) is not None:
-            notes.append("compile: its effect is not known without the device; planned without")
-        blocks = [(name, model.get_submodule(name)) for name in unit_names(model, section)]
-        wanted = replace(wanted, head=head)
-        return measure_all(step, model, blocks, wanted, PlanGroup(), notes), target
+            self.notes.append("compile: its effect is not known without the device; planned without")
 
+    def step(self, size: int, accumulation: int = 1) -> FakeSizedStep:
+        """Returns the step of a micro-batch size."""
+        numbers = np.arange(size, dtype=np.int64) % max(1, len(self._data.train))
+        sample = self._data.train.batch(numbers)
+        with self._fake:
+            batch = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in sample.items()}
 
-def _step(run: RunConfig, fake: FakeDevice) -> tuple[FakeStep, nn.Module]:
-    sizes = run.train.sizes
-    task: Any = run.task()
-    opened = run.data().open(task, seed=run.train.seed, report=Report.silent())
-    numbers = np.arange(sizes.micro_batch, dtype=np.int64) % max(1, len(opened.train))
-    sample = opened.train.batch(numbers)
-    with fake:
-        model: Any = task.prepare(run.model())
-        model.train()
-        optimizer = optimizer_of(run, model, fake.machine.kind)
-        batch = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in sample.items()}
+        def step() -> None:
+            for _ in range(accumulation):
+                with _autocast(self.run, self.machine):
+                    total = sum_of_losses(self._task.losses(self.model, batch))
+                total.backward()
+            self._optimizer.step()
+            self._optimizer.zero_grad()
 
-    def step() -> None:
-        for _ in range(sizes.accumulation):
-            with _autocast(run, fake.machine):
-                total = sum_of_losses(task.losses(model, batch))
-            total.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        fake = FakeStep(self._fake, self.model, step, self._optimizer)
+        return FakeSizedStep(fake, self.model, self.blocks)
 
-    return FakeStep(fake, model, step, optimizer), model
+    def available_bytes(self, step: SizedStep, static: int) -> int:
+        """Returns the memory of the device."""
+        del step, static
+        return self.machine.memory_bytes
 
 
 def _autocast(run: RunConfig, target: DeviceProfile) -> Any:

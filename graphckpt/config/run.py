@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from graphckpt.config import overrides as _overrides
 from graphckpt.config import own_modules
 from graphckpt.config.fast_dev_run import is_given, shrink
+from graphckpt.config.fit_run import fitted
 from graphckpt.config.instantiate import DeferredCall, is_call
 from graphckpt.config.lazy import LazyConfig
 from graphckpt.config.load import importable_from, load
@@ -64,6 +66,9 @@ def trainer_from(
         run = checked(config, faults, str(path))
         if resume and run.train.overwrite:
             raise ConfigError("train.overwrite: True is not supported with --resume · fix: leave one of them out")
+        chosen: list[str] = []
+        if run.train.activation_checkpoint.fit is not None and not eval_only:
+            run, chosen = fitted(run, config, partial(optimizer_of, run), resume=resume)
         trainer = _trainer(
             run,
             resume=resume,
@@ -71,7 +76,7 @@ def trainer_from(
             scratch=scratch,
             write_config=lambda folder: _write_config(config, places, folder),
         )
-    for line in smaller:
+    for line in [*smaller, *chosen]:
         trainer.report.line(line)
     if scratch:
         trainer.report.line(f"--fast-dev-run writes to {trainer.folder}, which stays until you remove it")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 from graphckpt.errors import ConfigError
 from graphckpt.extras import require
 from graphckpt.integrations.policy_callback import PolicyCallback, restored_rng, saved_metrics
+from graphckpt.planning.fit.api import fit
 
 require("transformers-trainer", "transformers", "tqdm", "accelerate")  # the last is imported when a Trainer is made
 
@@ -19,12 +21,15 @@ from tqdm import tqdm  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sized
 
     from torch import nn
     from torch.optim import Optimizer
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, Dataset
     from transformers import TrainerControl, TrainerState, TrainingArguments
+
+    from graphckpt.planning.budget import Budget
+    from graphckpt.planning.fit.rows import Goal
 
 
 @final
@@ -125,13 +130,83 @@ def _step_fn(
     batch = {name: value.to(args.device) for name, value in batch.items()}
 
     def step() -> None:
-        output = model(**batch)
-        loss = output["loss"] if isinstance(output, Mapping) else output[0]
-        loss.mean().backward()
+        for _ in range(min(2, args.gradient_accumulation_steps)):  # any more take as much memory
+            output = model(**batch)
+            loss = output["loss"] if isinstance(output, Mapping) else output[0]
+            loss.mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
     return step
+
+
+def fit_training_arguments(
+    model: nn.Module,
+    args: TrainingArguments,
+    dataset: Dataset[Any],
+    *,
+    memory_budget: Budget = "max",
+    goal: Goal = "throughput",
+    data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
+    **options: Any,
+) -> TrainingArguments:
+    """Returns arguments with the batch size and the accumulation that suit a memory budget.
+
+    The samples of one update, ``per_device_train_batch_size * gradient_accumulation_steps``, stay the same. The step of
+    a ``Trainer`` runs at a few batch sizes, see :func:`graphckpt.fit`, and everything that it changes is restored.
+    Train with ``GraphckptCallback(memory_budget=...)``, which plans the policies for the batch size.
+
+    Args:
+        model: the model to train.
+        args: the arguments; they stay as they are.
+        dataset: a map-style data set, whose first samples are used. Where their lengths differ, pass the longest.
+        memory_budget: the peak of a step in bytes, or as ``"12GiB"``, ``"50%"`` or ``"max"`` of the device's memory.
+        goal: ``"throughput"`` for the fastest batch size, ``"batch"`` for the largest.
+        data_collator: as ``Trainer`` takes it.
+        options: fields of :class:`~graphckpt.planning.PlanOptions`.
+
+    Raises:
+        ConfigError: an argument cannot be used, or there are several processes.
+        PlanError: no batch size that divides the samples of an update fits.
+    """
+    from transformers import Trainer  # noqa: PLC0415 - the callback needs less
+
+    if isinstance(dataset, IterableDataset):
+        fix = "a data set with len()"
+        raise ConfigError(f"fit_training_arguments: expected a map-style data set to fit on · fix: {fix}")
+    was_training = model.training
+    with restored_rng():
+        trainer = Trainer(model=model, args=args, train_dataset=dataset, data_collator=data_collator)
+    prepared: Any = trainer.model
+    optimizer = trainer.create_optimizer()
+    num_samples = len(cast("Sized", dataset))
+
+    def make_step(batch_size: int) -> tuple[nn.Module, Callable[[], None]]:
+        with restored_rng():
+            batch = trainer.data_collator([dataset[number % num_samples] for number in range(batch_size)])
+        inputs = trainer._prepare_inputs(batch)
+
+        def step() -> None:
+            with trainer.compute_loss_context_manager():
+                loss = trainer.compute_loss(prepared, inputs)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return prepared, step
+
+    samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    sizes = [size for size in range(1, samples + 1) if samples % size == 0]
+    try:
+        prepared.train()
+        found = fit(make_step, batch_sizes=sizes, memory_budget=memory_budget, **options)
+    finally:
+        prepared.train(was_training)
+    best = found.at_global_batch(samples, goal)
+    fitted = copy.copy(args)
+    fitted.per_device_train_batch_size = best.batch_size
+    fitted.gradient_accumulation_steps = best.accumulation
+    return fitted
 
 
 @final

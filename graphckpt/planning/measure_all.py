@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ def measure_all(
     options: PlanOptions,
     group: PlanGroup,
     notes: Sequence[str] = (),
+    levels: Callable[[Any], Any] = lambda found: found,
 ) -> Planners:
     """Measures every candidate on every block, once for each way in which the head may run.
 
@@ -45,6 +46,7 @@ def measure_all(
         options: what the planner may use.
         group: the processes that plan together.
         notes: what plans should mention.
+        levels: returns the levels of ``selective`` to use, given those that were found for each class of blocks.
 
     Raises:
         ConfigError: an option cannot be used.
@@ -80,7 +82,9 @@ def measure_all(
         on_head = apply(model, {row.block: row.fields for row in rows}) if rows else nullcontext()
         with on_head, compiled_forwards(modules, code.options):
             progress = options.progress
-            measured = measure(step, Blocks(blocks), candidates, progress, group.classes, group.broadcast)
+            measured = measure(
+                step, Blocks(blocks), candidates, progress, group.classes, lambda found: group.broadcast(levels(found))
+            )
             measured = group.times(measured)
         if not planners:
             found += group.elect_leader(measured.model.highest([0] * len(blocks)).peak)

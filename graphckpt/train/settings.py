@@ -72,6 +72,10 @@ class ActivationCheckpointConfig:
     first update, each unit gets the policy with which the step is fastest within it. Beside it, ``offload`` says where
     tensors may go, ``partition`` that they may be cut, and ``contiguous`` that what is kept lies in one slab. Units
     that ``compile`` are planned as they run then."""
+    fit: Literal["throughput", "batch"] | None = None
+    """Choose ``train_micro_batch_size`` and ``num_accumulation_steps`` before the run, for the ``global_batch_size``:
+    the fastest micro-batch that fits into ``memory_budget``, or the largest, with the policies that are planned for it.
+    The budget is ``"max"`` by default; here ``"50%"`` is half of the device's memory."""
     host_budget: int | str | None = None
     """With ``memory_budget``, the most bytes that may be offloaded at a time, such as ``"64GiB"``."""
     candidates: list[Any] | None = None
@@ -107,6 +111,11 @@ class ActivationCheckpointConfig:
         if self.plan is not None and (self.blocks is not None or self.memory_budget is not None):
             other = "blocks" if self.memory_budget is None else "memory_budget"
             yield f"plan: expected no {other} beside a saved plan · fix: unset one of them"
+        if self.fit is not None and (self.blocks is not None or self.plan is not None):
+            other = "blocks" if self.plan is None else "plan"
+            yield f"fit: the plan of the chosen batch size sets the policies, and {other} is set · fix: unset one"
+        if self.fit is not None and self.memory_budget == "min":
+            yield "fit: expected a memory_budget that does not depend on the batch, got 'min' · fix: 'max', or '12GiB'"
         yield from self._head_faults()
         for name, value in self.beside_rule.items():
             try:
@@ -244,7 +253,9 @@ class TrainConfig:
 
     @property
     def sizes(self) -> BatchSizes:
-        """Samples of a forward and of an update."""
+        """Samples of a forward and of an update; one forward of all until ``activation_checkpoint.fit`` has chosen."""
+        if self.activation_checkpoint.fit is not None and self.global_batch_size is not None:
+            return batch_sizes(micro_batch=None, global_batch=self.global_batch_size, accumulation=1)
         return batch_sizes(
             micro_batch=self.train_micro_batch_size,
             global_batch=self.global_batch_size,
@@ -273,10 +284,23 @@ class TrainConfig:
         if self.activation_checkpoint.memory_budget is not None and self.dist.pipeline_parallel_size > 1:
             what = "the stages of a pipeline have different blocks, and a plan is for equal processes"
             yield f"activation_checkpoint.memory_budget: {what} · fix: name the blocks"
+        yield from self._fit_faults()
         if self.device and self.device.startswith("meta"):
             yield f"device: {self.device!r} holds no values · fix: leave the key out, and the device is picked"
         if not self.output_dir:
             yield "output_dir: is empty · fix: name a folder"
+
+    def _fit_faults(self) -> Iterator[str]:
+        """Yields what contradicts that the batch size is chosen."""
+        if self.activation_checkpoint.fit is None:
+            return
+        where = "activation_checkpoint.fit"
+        if self.global_batch_size is None:
+            yield f"{where}: expected the samples of an update, which stay the same · fix: set global_batch_size"
+        if self.num_accumulation_steps is not None:
+            yield f"{where}: num_accumulation_steps is chosen, and set as well · fix: unset num_accumulation_steps"
+        if self.dist.num_processes > 1:
+            yield f"{where}: expected one process, got {self.dist.num_processes} · fix: set train_micro_batch_size"
 
     def _size_faults(self) -> Iterator[str]:
         """Yields the faults of the batch sizes."""

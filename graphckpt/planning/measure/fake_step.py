@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, final
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from graphckpt.planning.measure.op_trace import record_ops
 from graphckpt.planning.measure.trace import Trace
@@ -16,8 +17,6 @@ from graphckpt.planning.model.op_times import OpTimes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-    from torch.optim import Optimizer
 
     from graphckpt.planning.device.fake_device import FakeDevice
     from graphckpt.planning.measure.instrument import Blocks
@@ -33,16 +32,20 @@ class FakeStep:
         device: the absent device.
         model: the model that is trained.
         step_fn: runs forward, backward and optimizer once.
-        optimizer: the one in ``step_fn``, if there is one; its state is created at once.
+        optimizer: the one in ``step_fn``, or a list of them; their state is created at once.
     """
 
     def __init__(
-        self, device: FakeDevice, model: nn.Module, step_fn: Callable[[], object], optimizer: Optimizer | None = None
+        self,
+        device: FakeDevice,
+        model: nn.Module,
+        step_fn: Callable[[], object],
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
     ) -> None:
         self._device = device
         self._model = model
         self._step_fn = step_fn
-        self._optimizer = optimizer
+        self._optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else optimizer
         with device:
             self._workspace = torch.empty(device.machine.workspace_bytes, dtype=torch.uint8)
             self._make_optimizer_state()
@@ -73,6 +76,16 @@ class FakeStep:
             with traced(stores.values(), trace), blocks.marked(trace), trace:
                 self._step_fn()
         return StepSample(trace, dict(stores[True].far_bytes), trace.seconds, sum(trace.seconds.values()))
+
+    def run(self) -> tuple[int, float]:
+        """Runs the step with the policies that its model has; returns the peak in bytes and the seconds."""
+        with self._device:
+            if any(buffer.is_floating_point() for buffer in self._model.buffers()):
+                self._step_fn()  # finds those that change
+            trace = self._trace()
+            with trace:
+                self._step_fn()
+        return trace.peak_bytes, sum(trace.seconds.values())
 
     def ops(self, blocks: Blocks) -> list[list[OpTimes]]:
         """Runs the step once, and estimates the time of each op of the blocks."""
@@ -117,17 +130,18 @@ class FakeStep:
             seconds=machine.op_seconds,
             extra_bytes=machine.op_extra_bytes,
         )
-        states = self._optimizer.state.values() if self._optimizer is not None else ()
+        states = [each for optimizer in self._optimizers for each in optimizer.state.values()]
         state = [value for each in states for value in each.values() if isinstance(value, torch.Tensor)]
         gradients = [parameter.grad for parameter in self._model.parameters()]
         trace.track([self._workspace, *self._model.parameters(), *self._model.buffers(), *gradients, *state])
         return trace
 
     def _make_optimizer_state(self) -> None:
-        if self._optimizer is None or self._optimizer.state:
-            return
-        for parameter in self._model.parameters():
-            if parameter.requires_grad:
-                parameter.grad = torch.empty_like(parameter)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        for optimizer in self._optimizers:
+            if optimizer.state:
+                continue
+            for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+                if parameter.requires_grad:
+                    parameter.grad = torch.empty_like(parameter)
+            optimizer.step()
+            optimizer.zero_grad()

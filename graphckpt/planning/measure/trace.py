@@ -12,7 +12,7 @@ from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning.model.events import BlockCall, EventKind, Interval, OpSeconds, Phase, StorageEvent, TraceSpan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 
 @final
@@ -67,6 +67,15 @@ class Trace(LiveBytes):
     def is_in_block(self) -> bool:
         """Whether the forward of a block runs now."""
         return bool(self._running)
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """The bytes of each storage by its number, as requested from the allocator."""
+        return self._sizes
+
+    def rounded(self, num_bytes: int) -> int:
+        """Returns the bytes that the allocator reserves for ``num_bytes``."""
+        return self._rounded(num_bytes)
 
     def mark(self, phase: Phase, call: int = -1) -> None:
         """Begins a new interval."""

@@ -1,0 +1,1 @@
+"""Finds the batch sizes that fit into a memory budget, and the plan of each."""

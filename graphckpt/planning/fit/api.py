@@ -1,0 +1,85 @@
+"""Finds the batch sizes that fit into a memory budget, and the plan of each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from graphckpt.errors import ConfigError
+from graphckpt.planning import budget as budgets
+from graphckpt.planning.device.profile import DeviceProfile, load_profile
+from graphckpt.planning.fit.result import Fit
+from graphckpt.planning.options import PlanOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from graphckpt.planning.fit.steps import MakeStep, StepSource
+
+
+def fit(
+    make_step: MakeStep,
+    *,
+    batch_sizes: Iterable[int] | None = None,
+    memory_budget: budgets.Budget = "max",
+    device: str | Path | DeviceProfile | None = None,
+    global_batch: int | None = None,
+    progress: Callable[[str], None] | None = None,
+    **options: Any,
+) -> Fit:
+    """Finds the largest batch that fits into a memory budget, the fastest one, and the plan of each batch size.
+
+    The step is measured at a few sizes only. Where the bytes of every tensor are affine in the batch, which is verified
+    at a third size, the plans of all other sizes follow from two; elsewhere the step is measured at each size. The
+    largest and the fastest batch then run under their plans. A step that runs is measured only where it fits with
+    everything kept; beyond that, the peaks of a step that is not affine are estimates until it runs under its plan.
+
+    Args:
+        make_step: called with a batch size; returns the model and a function that runs one training step of that many
+            samples, as :func:`graphckpt.plan` takes them. The model may be the same each time.
+        batch_sizes: the micro-batch sizes to plan. A ``range`` are the bounds of a search for the largest that fits,
+            and ``None`` searches from 1 on; then there are rows for powers of two and for the sizes that were found.
+        memory_budget: the peak of the whole step in bytes, or as ``"12GiB"``; ``"max"`` is the memory of the device,
+            and ``"50%"`` half of it.
+        device: ``None`` runs the steps on the device of the model. The name of a device profile such as ``"h200"``, a
+            profile file or a profile runs no step: ``make_step`` is called where tensors allocate no memory, and has to
+            build the model there.
+        global_batch: samples of one update; the sizes that divide it are planned too, for
+            :meth:`~graphckpt.planning.fit.result.Fit.at_global_batch`.
+        progress: called with a line about each measurement before it begins.
+        options: fields of :class:`~graphckpt.planning.PlanOptions`, such as ``offload="cpu"``.
+
+    Raises:
+        ConfigError: an argument cannot be used, or no layers were found in the model.
+        PlanError: not even the smallest batch fits.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> layers = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)]
+    >>> model = nn.Sequential(*layers)
+    >>> def make_step(batch_size):
+    ...     x = torch.ones(batch_size, 64)
+    ...     return model, lambda: model(x).sum().backward()
+    >>> found = fit(make_step, memory_budget="8MiB")
+    >>> found.largest.batch_size > found.largest_without_recompute.batch_size
+    True
+    """
+    from graphckpt.planning.fit.batch_search import fit_steps  # noqa: PLC0415 - loads what `import graphckpt` need not
+    from graphckpt.planning.fit.steps import FakeSteps, RealSteps  # noqa: PLC0415
+
+    wanted = PlanOptions.of(options, "fit")
+    has_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if has_group and wanted.group is not False:
+        fix = "fit in one process and pass the batch size on, or group=False"
+        raise ConfigError(f"fit: expected one process, got a group of {dist.get_world_size()} · fix: {fix}")
+    wanted = replace(wanted, group=False)
+    source: StepSource
+    if device is None:
+        source = RealSteps(make_step, wanted.blocks)
+    else:
+        machine = device if isinstance(device, DeviceProfile) else load_profile(device)
+        source = FakeSteps(make_step, machine, wanted.blocks)
+    return fit_steps(source, batch_sizes, memory_budget, wanted, global_batch=global_batch, progress=progress)

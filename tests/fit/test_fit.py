@@ -1,0 +1,328 @@
+"""The predicted largest batch runs inside the budget and one more does not; interpolated sizes equal measured ones."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    ResNetConfig,
+    ResNetForImageClassification,
+)
+
+import graphckpt
+from graphckpt.errors import ConfigError
+from graphckpt.ledger.live_memory import LiveBytes
+from graphckpt.planning import PlanError
+from graphckpt.planning.fit import steps
+from graphckpt.planning.measure import real_step
+
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _timed_once():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(real_step, "_TIMED_RUNS", 1)
+        patch.setattr(steps, "_TIMED_RUNS", 1)
+        yield
+
+
+def gpt2():
+    sizes = {"n_layer": 5, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 32}
+    return GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False, bos_token_id=0, eos_token_id=0)), tokens
+
+
+def bert():
+    sizes = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
+    config = BertConfig(**sizes, vocab_size=64, max_position_embeddings=32, num_labels=3)
+    return BertForSequenceClassification(config), tokens_with_label
+
+
+def resnet():
+    sizes = {"embedding_size": 8, "hidden_sizes": [16, 16, 32], "depths": [2, 3, 2], "layer_type": "basic"}
+    return ResNetForImageClassification(ResNetConfig(**sizes, num_labels=3)), images
+
+
+def tokens(batch_size):
+    x = torch.zeros(batch_size, 32, dtype=torch.long)
+    return {"input_ids": x, "labels": x}
+
+
+def tokens_with_label(batch_size):
+    return {**tokens(batch_size), "labels": torch.zeros(batch_size, dtype=torch.long)}
+
+
+def images(batch_size):
+    return {"pixel_values": torch.zeros(batch_size, 3, 32, 32), "labels": torch.zeros(batch_size, dtype=torch.long)}
+
+
+class Case:
+    """A model with its steps, and what they really take."""
+
+    def __init__(self, made):
+        self.model, self.inputs = made
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=False)
+        self.sizes = []
+
+    def make_step(self, batch_size):
+        self.sizes.append(batch_size)
+        batch = self.inputs(batch_size)
+
+        def step():
+            self.model(**batch).loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+        return self.model, step
+
+    def peak(self, batch_size, accumulation=1):
+        """The tracked peak of a step with the policies that the model has."""
+        batch = self.inputs(batch_size)
+
+        def step():
+            for _ in range(accumulation):
+                self.model(**batch).loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+        step()
+        live = LiveBytes(record_timeline=False)
+        state = [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+        live.track([*self.model.parameters(), *self.model.buffers(), *state])
+        with live:
+            step()
+        return live.peak_bytes
+
+
+@pytest.fixture(scope="module", params=[gpt2, bert, resnet], ids=lambda make: make.__name__)
+def fitted(request):
+    torch.manual_seed(0)
+    case = Case(request.param())
+    smallest = case.peak(2)
+    found = graphckpt.fit(case.make_step, memory_budget=smallest + 6 * (case.peak(4) - smallest), progress=None)
+    return case, found
+
+
+def test_the_largest_batch_runs_inside_the_budget_and_one_more_does_not(fitted):
+    case, found = fitted
+    largest, plain = found.largest, found.largest_without_recompute
+    assert largest.batch_size > plain.batch_size >= 8
+    with largest.plan.apply():
+        assert case.peak(largest.batch_size) <= found.budget_bytes
+    assert case.peak(plain.batch_size) <= found.budget_bytes < case.peak(plain.batch_size + 1)
+    more = largest.batch_size + 1
+    with pytest.raises(PlanError, match="no plan fits"):
+        graphckpt.plan(*case.make_step(more), memory_budget=found.budget_bytes)
+    with graphckpt.plan(*case.make_step(more), memory_budget="min").apply():
+        assert case.peak(more) > found.budget_bytes
+
+
+def test_few_sizes_are_measured(fitted):
+    _, found = fitted
+    assert len(found.rows) > len(found.measured_sizes) <= 4
+    assert any(not row.is_measured for row in found.rows)
+
+
+def test_interpolated_sizes_equal_measured_ones(fitted):
+    case, found = fitted
+    rows = [row for row in found.rows if not row.is_measured]
+    for row in rows:
+        model, step = case.make_step(row.batch_size)
+        plain = graphckpt.plan(model, step, memory_budget=2**40, candidates=["full"])
+        least = graphckpt.plan(model, step, memory_budget="min")
+        assert row.plain_peak_bytes == plain.plain_peak_bytes == case.peak(row.batch_size)
+        assert row.floor_bytes == least.floor_bytes
+        with row.plan.apply():
+            assert case.peak(row.batch_size) == row.peak_bytes
+
+
+def test_the_largest_and_the_fastest_batch_have_run(fitted):
+    case, found = fitted
+    for row in (found.largest, found.fastest):
+        assert row.checked_peak_bytes == row.peak_bytes
+        with row.plan.apply():
+            assert case.peak(row.batch_size) == row.checked_peak_bytes
+
+
+def test_accumulation_needs_no_more_than_predicted(fitted):
+    case, found = fitted
+    for row in found.rows:
+        more = row.accumulating(3)
+        if more.fits:
+            with more.plan.apply():
+                assert case.peak(row.batch_size, accumulation=3) <= more.peak_bytes <= found.budget_bytes
+
+
+def test_training_state_is_as_before():
+    torch.manual_seed(0)
+    case = Case(gpt2())
+    case.make_step(2)[1]()
+    before = [value.clone() for value in case.model.state_dict().values()]
+    random = torch.get_rng_state()
+    graphckpt.fit(case.make_step, batch_sizes=[1, 2, 3], candidates=["full"])
+    assert all(torch.equal(one, other) for one, other in zip(before, case.model.state_dict().values(), strict=True))
+    assert torch.equal(random, torch.get_rng_state())
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Squared(nn.Module):
+    """Layers after a head whose memory grows with the square of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(Layer() for _ in range(3)))
+
+    def forward(self, x):
+        x = self.layers(x)
+        return (x @ x.T).square().mean()
+
+
+def test_where_memory_is_not_affine_each_size_is_measured():
+    model = Squared()
+    made = []
+
+    def make_step(batch_size):
+        made.append(batch_size)
+        x = torch.ones(batch_size, 16)
+        return model, lambda: model(x).backward()
+
+    found = graphckpt.fit(make_step, batch_sizes=[2, 16, 64, 100, 256], memory_budget="max", candidates=["full"])
+    assert all(row.is_measured for row in found.rows)
+    for row in found.rows:
+        direct = graphckpt.plan(*make_step(row.batch_size), memory_budget=2**40, candidates=["full"])
+        assert row.plain_peak_bytes == direct.plain_peak_bytes
+
+
+def test_a_search_is_right_where_memory_is_not_affine():
+    def make_step(batch_size):
+        model, x = Squared(), torch.ones(batch_size, 16)
+        return model, lambda: model(x).backward()
+
+    found = graphckpt.fit(make_step, memory_budget="1MiB", device="cpu", candidates=["full"])
+    limit = found.largest.batch_size
+    graphckpt.plan(*make_step(limit), memory_budget="1MiB", candidates=["full"])
+    with pytest.raises(PlanError, match="no plan fits"):
+        graphckpt.plan(*make_step(limit + 1), memory_budget="1MiB", candidates=["full"])
+
+
+def simple(batch_size):
+    model = nn.Sequential(*(Layer() for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.ones(batch_size, 16)
+
+    def step():
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, step
+
+
+@pytest.fixture(scope="module")
+def absent():
+    return graphckpt.fit(simple, memory_budget="33MiB", device="h200", global_batch=96)
+
+
+def test_a_device_that_is_not_there(absent):
+    assert absent.device == "h200"
+    assert absent.largest.batch_size > absent.largest_without_recompute.batch_size
+    assert absent.largest.checked_peak_bytes == absent.largest.peak_bytes <= 33 * MIB
+    with pytest.raises(ConfigError, match="expected a model"):
+        absent.largest.plan.apply()
+    with absent.largest.plan.apply(simple(1)[0]):
+        pass
+
+
+def test_rows_at_a_global_batch(absent):
+    best = absent.at_global_batch(96)
+    assert best.batch_size * best.accumulation == best.global_batch == 96
+    rows = [row for row in absent.rows if 96 % row.batch_size == 0]
+    each = [row.accumulating(96 // row.batch_size) for row in rows]
+    assert best.samples_per_second == max(row.samples_per_second for row in each)
+    with pytest.raises(PlanError, match="global batch 97: no batch size that divides it fits"):
+        absent.at_global_batch(97)
+
+
+def test_what_it_prints(absent, tmp_path, capsys):
+    text = str(absent)
+    assert f"largest batch: {absent.largest.batch_size} (" in text
+    assert "fastest: " in text
+    assert "global batch 96: " in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert absent.explain() is absent
+    assert capsys.readouterr().out == f"{text}\n"
+    assert "<pre" in absent._repr_html_()
+    assert repr(absent) == f"<Fit of {len(absent.rows)} batch sizes: largest batch {absent.largest.batch_size} in 33.0 MiB on h200>"  # fmt: skip  # noqa: E501
+    plain = json.loads(json.dumps(absent.to_dict()))
+    assert plain["largest"] == absent.largest.batch_size
+    assert [row["batch_size"] for row in plain["rows"]] == [row.batch_size for row in absent.rows]
+    assert plain["global_batch"]["accumulation"] == absent.at_global_batch(96).accumulation
+    first = absent.plot(tmp_path / "fit.svg").read_bytes()
+    assert absent.plot(tmp_path / "other.svg").read_bytes() == first
+    assert b"micro-batch size" in first
+
+
+def test_a_list_of_sizes_is_kept():
+    found = graphckpt.fit(simple, batch_sizes=[64, 8, 8, 100000], memory_budget="256KiB", device="cpu")
+    assert [row.batch_size for row in found.rows] == [8, 64, 100000]
+    assert [row.fits for row in found.rows] == [True, True, False]
+    assert found.largest.batch_size == 64
+    assert "does not fit" in str(found)
+
+
+def test_a_range_bounds_the_search():
+    found = graphckpt.fit(simple, batch_sizes=range(3, 21), memory_budget="1GiB", device="cpu")
+    assert found.largest.batch_size == 20
+    assert found.rows[0].batch_size == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_sizes": [0]}, r"batch_sizes: expected whole numbers of 1 or more, got \[0\]"),
+        ({"batch_sizes": []}, r"batch_sizes: expected whole numbers of 1 or more, got \[\]"),
+        ({"batch_sizes": "1,2"}, r"batch_sizes: expected whole numbers, got '1,2'"),
+        ({"batch_sizes": range(8)}, r"batch_sizes: expected a range from 1 or more"),
+        ({"memory_budget": "min"}, r"memory_budget: 'min' is a different number of bytes for each batch size"),
+        ({"memory_budget": "1 fortnight"}, r"no unit is called"),
+        ({"global_batch": 0}, r"global_batch: expected 1 or more, got 0"),
+        ({"device": "h2000"}, r"did you mean 'h200'"),
+        ({"ofload": "cpu"}, r"fit: there is no option 'ofload'"),
+    ],
+)
+def test_faults_are_one_clear_error(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        graphckpt.fit(simple, **{"device": "cpu", **arguments})
+
+
+def test_a_function_that_makes_no_step_is_an_error():
+    with pytest.raises(ConfigError, match="make_step: expected a model and a step function, got Sequential"):
+        graphckpt.fit(lambda batch_size: nn.Sequential())
+    with pytest.raises(ConfigError, match="make_step: expected a model and a step function, got int and int"):
+        graphckpt.fit(lambda batch_size: (1, 2))
+
+
+def test_a_budget_that_no_batch_fits_is_an_error():
+    with pytest.raises(PlanError, match=r"no batch fits · the lowest possible peak is .* at batch size"):
+        graphckpt.fit(simple, memory_budget="1KiB", device="cpu")
+
+
+def test_a_percentage_is_a_share_of_the_device():
+    whole = graphckpt.fit(simple, batch_sizes=[2], device="h200")
+    half = graphckpt.fit(simple, batch_sizes=[2], memory_budget="50%", device="h200")
+    assert half.budget_bytes == whole.budget_bytes // 2

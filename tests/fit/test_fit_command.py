@@ -1,0 +1,84 @@
+"""``graphckpt fit`` finds batch sizes for a config and a device that is not there."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from graphckpt import cli_plan
+from graphckpt.cli import main
+from graphckpt.config.planning import planner_from
+
+CONFIG = ["--config-file", "configs/quickstart.py", "--device", "h200"]
+SMALL = ["model.config.n_layer=3", "model.config.n_embd=64", "model.config.n_head=4", "data.seq_length=64"]
+
+
+def run(*words, capsys):
+    code = main(["fit", *CONFIG, *words, *SMALL])
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    return printed
+
+
+def test_the_command_finds_the_largest_and_the_fastest_batch(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(cli_plan, "_PATIENCE", 0.0)
+    drawn = tmp_path / "fit.png"
+    printed = run("--memory-budget", "4GiB", "--global-batch-size", "4096", "--plot", str(drawn), capsys=capsys)
+    assert "largest batch: " in printed.out
+    assert "with everything kept" in printed.out
+    assert "fastest: " in printed.out
+    assert "global batch 4096: " in printed.out
+    assert f"drawn: {drawn}" in printed.out
+    assert drawn.stat().st_size > 0
+    assert "measuring the step at batch size" in printed.err
+
+
+def test_its_numbers_are_those_of_the_plan_command(capsys):
+    printed = run("--memory-budget", "2GiB", "--json", "--batch-sizes", "16,64,128,300", capsys=capsys)
+    found = json.loads(printed.out)
+    assert [row["batch_size"] for row in found["rows"]] == [16, 64, 128, 300]
+    assert not found["rows"][2]["is_measured"]
+    for row in found["rows"]:
+        words = [f"train.train_micro_batch_size={row['batch_size']}", *SMALL]
+        planner, _ = planner_from("configs/quickstart.py", words, device="h200")
+        assert row["plain_peak_bytes"] == planner.plain.plain.peak
+        assert row["floor_bytes"] == planner.plain.least()
+
+
+def test_accumulating_steps_take_what_is_predicted(capsys):
+    flags = ["--memory-budget", "1GiB", "--global-batch-size", "4096"]
+    printed = run(*flags, "--json", capsys=capsys)
+    found = json.loads(printed.out)["global_batch"]
+    assert found["batch_size"] * found["accumulation"] == found["size"] == 4096
+    assert found["accumulation"] > 1
+    assert found["checked_peak_bytes"] <= found["peak_bytes"] <= 2**30
+
+
+def test_sequence_lengths(tmp_path, capsys):
+    drawn = tmp_path / "fit.svg"
+    flags = ["--memory-budget", "1GiB", "--sequence-lengths", "32,128", "--plot", str(drawn)]
+    printed = run(*flags, "--json", capsys=capsys)
+    short, long = json.loads(printed.out)
+    assert (short["sequence_length"], long["sequence_length"]) == (32, 128)
+    assert short["largest"] > 3 * long["largest"] > 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fit_128.svg", "fit_32.svg"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--batch-sizes", "1,a"], "--batch-sizes: expected whole numbers, got '1,a' · fix: --batch-sizes 8,16,32, or"),
+        (["--batch-sizes", "1:2:3"], "--batch-sizes: expected whole numbers, got '2:3'"),
+        (["--batch-sizes", "8:4"], "batch_sizes: expected a range from 1 or more"),
+        (["--sequence-lengths", "long"], "--sequence-lengths: expected whole numbers, got 'long'"),
+        (["--global-batch-size", "0"], "global_batch: expected 1 or more, got 0"),
+        (["--memory-budget", "min"], "memory_budget: 'min' is a different number of bytes for each batch size"),
+        (["--memory-budget", "1MiB"], "no batch fits"),
+        (["--plot", "fit.txt"], "fit.txt: expected a file ending in '.png' or '.svg'"),
+        (["--device", "h2000"], "did you mean 'h200'"),
+    ],
+)
+def test_faults_are_one_clear_error(words, message, capsys):
+    assert main(["fit", *CONFIG, *words, *SMALL]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,108 @@
+"""Transformers' Trainer with the batch size and the accumulation that fit a memory budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+from graphckpt import ConfigError
+from graphckpt.integrations.transformers import GraphckptCallback, fit_training_arguments
+from graphckpt.planning import PlanError
+from graphckpt.planning.fit import steps
+from graphckpt.planning.measure import real_step
+
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _timed_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(real_step, "_TIMED_RUNS", 1)
+        patch.setattr(steps, "_TIMED_RUNS", 1)
+        yield
+
+
+class Tokens(Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.full((48,), index)
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    sizes = {"n_layer": 4, "n_embd": 32, "n_head": 2, "n_positions": 48, "vocab_size": 64}
+    return GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False, bos_token_id=0, eos_token_id=0))
+
+
+def arguments(folder: Path, **more: Any) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=16, gradient_accumulation_steps=2, max_steps=2,
+        report_to=[], disable_tqdm=True, use_cpu=True, save_strategy="no", **more,
+    )  # fmt: skip
+
+
+def test_the_samples_of_an_update_stay_the_same(tmp_path: Path) -> None:
+    model, given = gpt2(), arguments(tmp_path)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    sizes = {}
+    for goal in ("throughput", "batch"):
+        fitted = fit_training_arguments(model, given, Tokens(), memory_budget=8 * MIB, goal=goal)  # type: ignore[arg-type]
+        assert fitted.per_device_train_batch_size * fitted.gradient_accumulation_steps == 32
+        sizes[goal] = fitted.per_device_train_batch_size
+    assert sizes["throughput"] <= sizes["batch"] < 32
+    assert given.per_device_train_batch_size == 16, "the arguments that were given stay as they are"
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert torch.equal(random, torch.get_rng_state())
+
+    callback = GraphckptCallback(memory_budget=8 * MIB, report=False)
+    Trainer(model=model, args=fitted, train_dataset=Tokens(), callbacks=[callback]).train()
+    assert callback.plan is not None
+    assert callback.plan.predicted_peak_bytes <= 8 * MIB < callback.plan.plain_peak_bytes
+
+
+def test_all_memory_of_the_device(tmp_path: Path) -> None:
+    fitted = fit_training_arguments(gpt2(), arguments(tmp_path), Tokens(), memory_budget="max", goal="batch")
+    assert (fitted.per_device_train_batch_size, fitted.gradient_accumulation_steps) == (32, 1)
+    callback = GraphckptCallback(memory_budget="max", report=False)
+    Trainer(model=gpt2(), args=fitted, train_dataset=Tokens(), callbacks=[callback]).train()
+    assert callback.plan is not None
+    assert callback.plan.blocks == {}, "all fits"
+
+
+def test_a_callback_plans_for_the_gradients_that_are_accumulated(tmp_path: Path) -> None:
+    plans = []
+    for accumulation in (1, 4):
+        args = arguments(tmp_path)
+        args.gradient_accumulation_steps = accumulation
+        callback = GraphckptCallback(memory_budget="max", report=False)
+        model = gpt2()
+        Trainer(model=model, args=args, train_dataset=Tokens(), callbacks=[callback]).train()
+        assert callback.plan is not None
+        plans.append(callback.plan.plain_peak_bytes)
+    gradients = sum(parameter.nbytes for parameter in model.parameters())
+    assert 0 < plans[1] - plans[0] <= gradients
+
+
+class Stream(IterableDataset[dict[str, Tensor]]):
+    def __iter__(self) -> Any:
+        return iter([Tokens()[0]])
+
+
+def test_faults_are_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="fit_training_arguments: expected a map-style data set to fit on"):
+        fit_training_arguments(gpt2(), arguments(tmp_path), Stream())
+    with pytest.raises(ConfigError, match="'min' is a different number of bytes"):
+        fit_training_arguments(gpt2(), arguments(tmp_path), Tokens(), memory_budget="min")
+    with pytest.raises(PlanError, match="no batch fits"):
+        fit_training_arguments(gpt2(), arguments(tmp_path), Tokens(), memory_budget=1000)
