@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, final
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from typing import final
 
 _log = logging.getLogger("graphckpt")
 _WARNED: set[str] = set()
@@ -71,6 +69,11 @@ def warn_once(block: str, text: str) -> None:
     if text not in _WARNED:
         _WARNED.add(text)
         _log.warning("%s: %s", block, text)
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message, or the name of its class if it has none."""
+    return str(error).strip().split("\n", 1)[0] or type(error).__name__
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

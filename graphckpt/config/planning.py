@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from graphckpt.config import overrides as _overrides
-from graphckpt.config import own_modules
-from graphckpt.config.load import importable_from, load
+from graphckpt.config.load import load
 from graphckpt.config.packaged import existing
 from graphckpt.config.run import optimizer_of
 from graphckpt.config.schema import RunConfig, checked
@@ -56,19 +55,16 @@ def planner_from(
     path = existing(Path(config_file))
     config = load(path)
     faults = _overrides.apply(config, list(overrides))
-    places, more = own_modules.folders(config, path)
     target = load_profile(device)
-    with importable_from(*places):
-        run = checked(config, [*faults, *more], str(path))
+    with checked(config, faults, path) as (run, _):
         section = run.train.activation_checkpoint
         wanted = section.plan_options(**{**(options or {}), "partition": None, "compile": None, "progress": progress})
         step, model = _step(run, FakeDevice(target))
-        head = head_policies(model, wanted.head)
         notes = []
         if compile_options(section.compile) is not None:
             notes.append("compile: its effect is not known without the device; planned without")
         blocks = [(name, model.get_submodule(name)) for name in unit_names(model, section)]
-        wanted = replace(wanted, head=head)
+        wanted = replace(wanted, head=head_policies(model, wanted.head))
         return measure_all(step, model, blocks, wanted, PlanGroup(), notes), target
 
 

@@ -16,7 +16,7 @@ from graphckpt.config import own_modules
 from graphckpt.config.fast_dev_run import is_given, shrink
 from graphckpt.config.instantiate import DeferredCall, is_call
 from graphckpt.config.lazy import LazyConfig
-from graphckpt.config.load import importable_from, load
+from graphckpt.config.load import load
 from graphckpt.config.packaged import existing
 from graphckpt.config.schema import RunConfig, checked
 from graphckpt.errors import ConfigError
@@ -58,10 +58,7 @@ def trainer_from(
     if scratch and resume:
         fix = "leave one of them out, or name the folder of the run: train.output_dir=..."
         raise ConfigError(f"--fast-dev-run: writes to a temporary folder, which has nothing to --resume · fix: {fix}")
-    places, more = own_modules.folders(config, path)
-    faults += more
-    with importable_from(*places):
-        run = checked(config, faults, str(path))
+    with checked(config, faults, path) as (run, places):
         if resume and run.train.overwrite:
             raise ConfigError("train.overwrite: True is not supported with --resume · fix: leave one of them out")
         trainer = _trainer(
@@ -123,9 +120,8 @@ def _trainer(run: RunConfig, **how: Any) -> Trainer:
     def make_model() -> nn.Module:
         model: object = run.model()
         if not isinstance(model, nn.Module):
-            raise ConfigError(
-                f"model: expected an nn.Module, got {type(model).__name__} · fix: call a class of modules"
-            )
+            found = type(model).__name__
+            raise ConfigError(f"model: expected an nn.Module, got {found} · fix: call a class of modules")
         return model
 
     data, task = run.data(), run.task()

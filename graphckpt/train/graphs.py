@@ -101,13 +101,7 @@ class EvalGraph(Graph):
     """One forward over a held-out batch, without saving tensors for backward."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        task: Task,
-        *,
-        amp: AmpConfig,
-        capture: str = "auto",
-        pipeline: Pipeline | None = None,
+        self, model: nn.Module, task: Task, *, amp: AmpConfig, capture: str = "auto", pipeline: Pipeline | None = None
     ) -> None:
         super().__init__()
         self.config.capture = capture

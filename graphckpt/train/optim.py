@@ -56,12 +56,7 @@ def get_default_optimizer_params(
 
 
 def warmup_cosine_lr(
-    optimizer: Optimizer,
-    *,
-    max_iter: int,
-    warmup_iter: int = 0,
-    warmup_factor: float = 0.001,
-    alpha: float = 0.01,
+    optimizer: Optimizer, *, max_iter: int, warmup_iter: int = 0, warmup_factor: float = 0.001, alpha: float = 0.01
 ) -> LambdaLR:
     """Raises the learning rate in a line, then lowers it along a cosine.
 

@@ -39,7 +39,7 @@ from graphckpt.train.plan_first_batch import plan_on_batch
 from graphckpt.train.settings import ActivationCheckpointConfig, TrainConfig
 from graphckpt.train.snapshot.run_folder import LOG, METRICS, PICTURE, TrainResult, written_files
 from graphckpt.train.snapshot.run_state import RunState
-from graphckpt.train.snapshot.saved_run import SavedRun, unwritable_error, weights_folder
+from graphckpt.train.snapshot.saved_run import SavedRun, weights_folder, writing_to
 from graphckpt.train.snapshot.weights import load_weights, read_weights, tensors_of
 from graphckpt.train.snapshot.writer import SnapshotWriter, export
 from graphckpt.train.tasks.base import Task, TextTask
@@ -91,27 +91,24 @@ class Trainer:
         self.folder = Path(settings.output_dir).expanduser()
         self.device = resolve_device(settings.device, settings.dist)
         self.ranks = TrainRanks(settings.dist, self.device)
-        try:
-            if scratch:
-                self.folder = self._scratch_folder()
-            with self.ranks.main_first():
-                self.saved = SavedRun(
-                    self.folder,
-                    resume=resume,
-                    overwrite=settings.overwrite,
-                    eval_only=eval_only,
-                    batch_size=self.batch_size,
-                    ranks=self.ranks,
-                )
-        except OSError as error:
-            raise unwritable_error(self.folder, error) from error
+        if scratch:
+            self.folder = self._scratch_folder()
+        with writing_to(self.folder), self.ranks.main_first():
+            self.saved = SavedRun(
+                self.folder,
+                resume=resume,
+                overwrite=settings.overwrite,
+                eval_only=eval_only,
+                batch_size=self.batch_size,
+                ranks=self.ranks,
+            )
         if write_config is not None:
             self.saved.at_start(partial(write_config, self.folder))
         self.report = report or self._own_report(eval_only=eval_only)
 
     def _scratch_folder(self) -> Path:
         made = ""
-        with self.ranks.main_first():
+        with writing_to(self.folder), self.ranks.main_first():
             if self.ranks.is_main:
                 made = tempfile.mkdtemp(prefix="graphckpt-")
         return Path(self.ranks.broadcast(made))
@@ -206,9 +203,7 @@ class Trainer:
         )
 
     def _snapshot_writer(self, built: BuiltModel, opened: Opened, state: RunState) -> SnapshotWriter:
-        tokens = (
-            opened.tokenizer_file.parent.name if opened.tokenizer_file else None
-        )  # its name is a hash of the text and the tokenizer
+        tokens = opened.tokenizer_file.parent.name if opened.tokenizer_file else None  # a hash of text and tokenizer
         companions = partial(
             export, built.model, built.architecture, opened.tokenizer_file, seq_length=opened.tokens_each
         )
@@ -312,7 +307,6 @@ class Trainer:
             metric, mode = settings.evaluation.eval_metric, settings.evaluation.eval_mode
             yield BestHook(writer.save, metric=metric or self._task.metric, mode=mode or self._task.metric_mode)
         yield SnapshotHook(
-            writer.save,
             writer,
             self.saved.snapshots,
             period=self._period(opened, settings.checkpointer.save_model_after_n_epoch, settings.checkpointer.period),

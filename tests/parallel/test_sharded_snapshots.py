@@ -102,7 +102,7 @@ class Copy(HookBase):
 
     def before_train(self, loop: Loop) -> None:
         hook = next(hook for hook in loop._hooks if isinstance(hook, SnapshotHook))
-        saver: Any = hook._later
+        saver: Any = hook._writer
         weights, states = saver._state.weights(), saver._state.states()
         if self._trainer.ranks.is_main:
             torch.save({"weights": weights, "graph": states["graph"]}, f"{self._name}.pt")

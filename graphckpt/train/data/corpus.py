@@ -212,7 +212,4 @@ def _cut(part: TextPart, eval_fraction: float) -> Corpus:
     if line.endswith(b"\n") and cut + len(line) < part.stop:
         cut += len(line)
     cut = min(max(cut, 1), part.stop - 1)
-    return Corpus(
-        train=(replace(part, stop=cut),),
-        heldout=(replace(part, start=cut),),
-    )
+    return Corpus(train=(replace(part, stop=cut),), heldout=(replace(part, start=cut),))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import TYPE_CHECKING, final
+from typing import final
 
+from graphckpt.graph.graph import Graph
 from graphckpt.ledger.table import print_table
 from graphckpt.train.files import replacing
 from graphckpt.train.loop import HookBase, Loop
-
-if TYPE_CHECKING:
-    from graphckpt.graph.graph import Graph
 
 
 @final

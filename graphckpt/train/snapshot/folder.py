@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from graphckpt.errors import GraphckptError
+from graphckpt.errors import GraphckptError, first_line
 from graphckpt.train.files import hidden, sync
 from graphckpt.train.files import remove as remove_path
 
@@ -47,8 +47,8 @@ class SnapshotWriteError(GraphckptError, OSError):
     """A snapshot could not be written; nothing of it is left, and what was there before still is."""
 
 
-def begin(folder: Path) -> Path:
-    """Returns the folder for the shards of a snapshot, to be written before ``write`` is called.
+def begin(folder: Path) -> None:
+    """Makes the folder for the shards of a snapshot, to be written before ``write`` is called.
 
     Raises:
         SnapshotWriteError: it cannot be made.
@@ -59,7 +59,6 @@ def begin(folder: Path) -> Path:
         (fresh / SHARDS).mkdir(parents=True)
     except OSError as error:
         raise SnapshotWriteError(f"{folder}: {_reason(error)}") from error
-    return fresh / SHARDS
 
 
 def shards_folder(folder: Path) -> Path:
@@ -260,8 +259,3 @@ def _reason(error: BaseException) -> str:
         cause = cause.__cause__ or cause.__context__
     found = _RUST_IO.search(str(error))
     return found[1] if found else first_line(error)
-
-
-def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message."""
-    return str(error).split("\n", 1)[0] or type(error).__name__

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from graphckpt.errors import first_line
 from graphckpt.state.rng import get_rng_state, rng_devices, set_rng_state
 from graphckpt.train.parallel.ranks import TrainRanks
 from graphckpt.train.parallel.sharding import (
@@ -26,9 +27,9 @@ from graphckpt.train.parallel.sharding import (
 )
 from graphckpt.train.seeds import seed_per_rank
 from graphckpt.train.snapshot.fields import reading
-from graphckpt.train.snapshot.folder import STATE, SnapshotError, first_line
+from graphckpt.train.snapshot.folder import STATE, SnapshotError
 from graphckpt.train.snapshot.state_fields import MismatchedStateError, check_graph, check_trainer
-from graphckpt.train.snapshot.weights import distinct_tensors, load_weights, tensors_of
+from graphckpt.train.snapshot.weights import distinct_tensors, load_weights, read_weights, tensors_of
 
 if TYPE_CHECKING:
     from graphckpt.graph.graph import Graph
@@ -82,12 +83,8 @@ class RunState:
         """Whether weights are sharded or split over stages."""
         return self._ranks.stage_mesh is not None or any(map(is_sharded, self._parameters()))
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Returns this process's shards of the weights, unsharded tensors, and names of those on other stages."""
-        return tensors_of(self._model)
-
     def _held(self) -> dict[str, Tensor]:
-        return {name: tensor for name, tensor in self.tensors().items() if not on_other_stage(tensor)}
+        return {name: tensor for name, tensor in tensors_of(self._model).items() if not on_other_stage(tensor)}
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
@@ -130,13 +127,14 @@ class RunState:
         everywhere = {name: value for held in reversed(buffers) for name, value in held.items()}
         return {**trainer, "buffers": everywhere, _STAGES: self._ranks.config.pipeline_parallel_size}
 
-    def load_weights(self, weights: dict[str, Tensor], where: str) -> None:
-        """Sets the model's weights.
+    def load_weights(self, folder: Path) -> None:
+        """Sets the model's weights to those of a snapshot; collective.
 
         Raises:
-            SnapshotError: they belong to another model; nothing was changed.
+            SnapshotError: they cannot be read, or belong to another model; nothing was changed.
         """
-        load_weights(self._model, weights, where)
+        weights = read_weights(folder, like=tensors_of(self._model), group=self._ranks.control)
+        load_weights(self._model, weights, str(folder))
 
     def load_templates(self, graph: dict[str, Any]) -> dict[str, Tensor | None]:
         """Returns a template for each tensor that was extracted from ``graph``, by its name among the shards."""
