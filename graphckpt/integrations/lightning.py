@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Callable, Mapping
+from typing import Any, final
 
 from graphckpt.errors import ConfigError
 from graphckpt.extras import MissingPackageError
 from graphckpt.integrations.policy_callback import PolicyCallback, saved_metrics
-from graphckpt.undo import put_back, replace_item
+from graphckpt.undo import Undo, put_back, replace_item
 
 try:
-    from lightning.pytorch import Callback
+    from lightning.pytorch import Callback, LightningModule, Trainer
 except ModuleNotFoundError as error:
     raise MissingPackageError(error.name or "lightning", "lightning") from None
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from lightning.pytorch import LightningModule, Trainer
-
-    from graphckpt.undo import Undo
 
 
 @final

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
 
 from graphckpt.errors import ConfigError
 from graphckpt.extras import require
@@ -14,17 +18,8 @@ from graphckpt.integrations.policy_callback import PolicyCallback, restored_rng,
 
 require("transformers-trainer", "transformers", "tqdm", "accelerate")  # the last is imported when a Trainer is made
 
-from torch.utils.data import IterableDataset  # noqa: E402
 from tqdm import tqdm  # noqa: E402
-from transformers import TrainerCallback  # noqa: E402
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import nn
-    from torch.optim import Optimizer
-    from torch.utils.data import DataLoader
-    from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments  # noqa: E402
 
 
 @final
@@ -149,8 +144,7 @@ class GraphckptArguments:
         default=None, metadata={"help": """on top of that, as JSON: '{"*.h.0": false, "*.h.1": "selective"}'"""}
     )
     graphckpt_memory_budget: str | None = field(
-        default=None,
-        metadata={"help": "plan policies for this peak, in place of a rule: 12GiB, 50%% or max"},
+        default=None, metadata={"help": "plan policies for this peak, in place of a rule: 12GiB, 50%% or max"}
     )
     graphckpt_offload: str | None = field(default=None, metadata={"help": "cpu, disk, or disk:/a/folder"})
     graphckpt_contiguous: bool | None = field(default=None, metadata={"help": "whether saved tensors are in one slab"})
