@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
 
 from torch import nn
 
 from graphckpt.errors import ConfigError, did_you_mean
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 Selector: TypeAlias = str | re.Pattern[str] | type[nn.Module] | nn.Module
 """A name or name pattern as for :mod:`fnmatch` (``"transformer.h.*"``), a regular expression

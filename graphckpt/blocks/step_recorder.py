@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 from weakref import WeakMethod
 
 import torch
@@ -15,39 +16,28 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from graphckpt._compat import is_transformed
 from graphckpt.blocks.explain import explain_step, is_elsewhere
 from graphckpt.blocks.find_layers import layers
+from graphckpt.blocks.forward import BlockForward
 from graphckpt.blocks.native_checkpointing import NativeCheckpointing
-from graphckpt.blocks.resolve import UNCALLED
+from graphckpt.blocks.resolve import UNCALLED, ResolvedPolicies
 from graphckpt.errors import GraphError
+from graphckpt.ledger.explanation import Explanation
 from graphckpt.ledger.plot import draw
 from graphckpt.ledger.recorder import Recorder
 from graphckpt.ledger.storage_log import StorageLog
 from graphckpt.ledger.table import print_table
 from graphckpt.tree import tensors_in
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from graphckpt.blocks.forward import BlockForward
-    from graphckpt.blocks.resolve import ResolvedPolicies
-    from graphckpt.ledger.explanation import Explanation
-
 
 @final
 class StepRecorder:
     """Records steps of a model, and holds the last records."""
 
-    def __init__(
-        self,
-        title: str,
-        roots: list[tuple[str, nn.Module]],
-        policies: ResolvedPolicies,
-    ) -> None:
+    def __init__(self, title: str, roots: list[tuple[str, nn.Module]], policies: ResolvedPolicies) -> None:
         self.title = title
         self._roots = roots
         self._wrappers = policies.wrappers
         self._policies = policies
         self._bytes: Recorder | None = None
-        self._live: Recorder | None = None
         self._times: Recorder | None = None
         self._hooks: list[Any] = []
 
@@ -70,7 +60,7 @@ class StepRecorder:
                 yield
         finally:
             hook.remove()
-        self._bytes = self._live = recorder
+        self._bytes = recorder
 
     @contextmanager
     def time(self) -> Iterator[Recorder]:
@@ -111,7 +101,7 @@ class StepRecorder:
         recorder = self._bytes
         if recorder is None or not recorder.runs:
             raise GraphError(f"{self.title}: expected a step to explain, got none yet · fix: run one step")
-        explanation = explain_step(self.title, self._roots, self._policies, recorder, self._live, self._times)
+        explanation = explain_step(self.title, self._roots, self._policies, recorder, self._times)
         explanation = replace(explanation, capture=capture)
         if plot is not None:
             draw(explanation, plot)

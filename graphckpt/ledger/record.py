@@ -12,7 +12,7 @@ class Row:
     block: str
     """Path of the block below the wrapped module, such as ``"model.layers.3"``."""
     rule: str
-    """The rule in force, as ``describe()`` of the rule prints it: ``"keep"``, ``"full"``, ``"selective(matmul)"``."""
+    """The active rule, as ``describe()`` of the rule prints it: ``"keep"``, ``"full"``, ``"selective(matmul)"``."""
     place: str = "device"
     """The store of saved tensors."""
     bytes_before: int
@@ -98,7 +98,7 @@ class StepRecord:
         if not self.timeline:
             return ""
         peak = max(self.timeline, key=lambda event: event.live_bytes)
-        phase = _PHASES.get(peak.phase, peak.phase)
+        phase = "recomputation" if peak.phase == "recompute" else peak.phase
         if phase == "optimizer":
             return "optimizer step"
         return f"{phase} of {peak.block}" if peak.block else f"{phase} outside of blocks"
@@ -107,6 +107,3 @@ class StepRecord:
     def bytes_saved(self) -> int:
         """Bytes alive after forward that the policies save."""
         return self.bytes_before - self.bytes_after
-
-
-_PHASES = {"recompute": "recomputation"}
