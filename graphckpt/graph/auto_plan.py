@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import Any, Self, final
 
 import torch
 from torch import nn
 
 from graphckpt.blocks.find_layers import layers
+from graphckpt.blocks.proxy import BlockTree
 from graphckpt.errors import ConfigError, GraphError
+from graphckpt.graph.step import Step
 from graphckpt.graph.verify import unchanged
 from graphckpt.planning.api import find_blocks, plan_step
+from graphckpt.planning.budget import Budget
 from graphckpt.planning.compiled import without_share
 from graphckpt.planning.measure.real_step import RealStep
 from graphckpt.planning.options import PlanOptions
-from graphckpt.planning.plan_group import planning_group
+from graphckpt.planning.plan import Plan
+from graphckpt.planning.plan_group import PlanGroup, planning_group
 from graphckpt.tree import flatten_call
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
-
-    from graphckpt.blocks.proxy import BlockTree
-    from graphckpt.graph.step import Step
-    from graphckpt.planning.budget import Budget
-    from graphckpt.planning.plan import Plan
-    from graphckpt.planning.plan_group import PlanGroup
 
 _UNSET = dict.fromkeys(
     ("activation_checkpointing", "segments", "tiles", "offload", "partition", "contiguous", "compile")

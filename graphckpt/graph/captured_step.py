@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, final
 from weakref import WeakMethod
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from graphckpt._compat import silence_capturable
 from graphckpt.capture.choose import backend_for
 from graphckpt.capture.learning_rates import LearningRates, constant_settings, is_capturable
 from graphckpt.capture.manager import CaptureManager, Program
-from graphckpt.graph.update import clip, has_gradient, zero
+from graphckpt.graph.config import GraphConfig
+from graphckpt.graph.update import Update, clip, step_scaled, zero
 from graphckpt.units import format_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
-
-    from torch import nn
-
-    from graphckpt.graph.config import GraphConfig
-    from graphckpt.graph.update import Update
 
 _WARM_UP, _WARM_UP_DDP = 3, 11  # calls before a capture; DDP settles its buckets and communicators in its first ten
 
@@ -58,11 +53,7 @@ class CapturedUpdate:
         """Steps what is inside. Returns the gradients for what is outside, and the scale before it was updated."""
         scaler, scale = self._update.scaler, None
         if scaler is not None and scaler.is_enabled() and self.inside:
-            for optimizer in self.inside:
-                if has_gradient(optimizer):
-                    scaler.unscale_(optimizer)
-                    clip(optimizer)
-                    scaler.step(optimizer)
+            step_scaled(scaler, self.inside)
             scale = scaler._scale.clone()  # type: ignore[union-attr]  # get_scale() waits for the device
             scaler.update()
         else:

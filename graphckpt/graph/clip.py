@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    TotalNorm = Callable[[list[torch.Tensor], float], torch.Tensor]
-    """Returns the norm of the gradients of parameters, of which other processes may hold some."""
+TotalNorm = Callable[[list[torch.Tensor], float], torch.Tensor]
+"""Returns the norm of the gradients of parameters, of which other processes may hold some."""
 
 
 def clip_grad_norm(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Callable
+from typing import Any, final
 
 import torch
 
@@ -10,9 +11,6 @@ from graphckpt.capture.backend import CHOICES, CaptureBackend
 from graphckpt.errors import ConfigError, did_you_mean
 from graphckpt.planning.budget import check_budget
 from graphckpt.planning.options import PlanOptions
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _WITHOUT_EFFECT = (
     "allow_fuse_add_to_output", "allow_fuse_cast_scale", "allow_fuse_model_update_ops", "enable_compress_memory",

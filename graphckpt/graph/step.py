@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 from weakref import ref
 
 import torch
+from torch import nn
 
-from graphckpt.blocks.forward import disable_checkpointing
+from graphckpt.blocks.forward import BlockForward, disable_checkpointing
+from graphckpt.blocks.proxy import BlockTree
 from graphckpt.blocks.resolve import ResolvedPolicies, resolve_policies
 from graphckpt.blocks.step_recorder import StepRecorder
 from graphckpt.errors import GraphError
 from graphckpt.graph.captured_step import CapturedStep
+from graphckpt.graph.config import GraphConfig
 from graphckpt.graph.inputs import InputCheck
 from graphckpt.graph.micro_batches import fresh_outputs, is_new, micro_batches, pack_outputs
-from graphckpt.graph.update import ScaledBackward, preserve_grads
+from graphckpt.graph.text import DebugLog
+from graphckpt.graph.update import ScaledBackward, Update, preserve_grads
 from graphckpt.ledger.live_memory import inner_tensors
 from graphckpt.tree import tensors_in
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import nn
-
-    from graphckpt.blocks.forward import BlockForward
-    from graphckpt.blocks.proxy import BlockTree
-    from graphckpt.graph.config import GraphConfig
-    from graphckpt.graph.text import DebugLog
-    from graphckpt.graph.update import Update
 
 _WATCHED_OPS, _WATCHED_TIMES = 2, 3  # calls 1 and 2 are watched op by op (2 is the first like all others), 3 for time
 

@@ -5,24 +5,20 @@ from __future__ import annotations
 import sys
 import time
 import traceback
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphckpt.blocks.proxy import BlockTree
 from graphckpt.errors import GraphError
+from graphckpt.graph.config import GraphConfig
+from graphckpt.graph.inputs import InputCheck
 from graphckpt.tree import flatten_value
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from torch import nn
-
-    from graphckpt.blocks.proxy import BlockTree
-    from graphckpt.graph.config import GraphConfig
-    from graphckpt.graph.inputs import InputCheck
 
 
 def graph_text(
