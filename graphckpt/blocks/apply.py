@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, final
@@ -25,8 +26,6 @@ from graphckpt.rules.base import Rule
 from graphckpt.rules.registry import parse_rule
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     import yaml
 
     from graphckpt.ledger.explanation import Explanation

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
+
+from torch import nn
 
 from graphckpt.blocks.compiled import share_of
 from graphckpt.ledger.explanation import Explanation
@@ -18,10 +21,6 @@ from graphckpt.stores.base import Traffic
 from graphckpt.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from torch import nn
-
     from graphckpt.blocks.forward import BlockForward
     from graphckpt.blocks.resolve import ResolvedPolicies
 

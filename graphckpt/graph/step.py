@@ -205,7 +205,7 @@ class Step:
         if self.captured is not None:
             self.captured.release()
         run, work = (self._train, self._forward_backward) if self._trains else (self._evaluate_only,) * 2
-        update = self.update if self._trains else None
+        update = self.update if self._trains else Update(self.name)
         self.captured = CapturedStep.make(self.name, list(self.roots.items()), self.config, update, run, work)
         self.setup.is_stale = False
 
@@ -277,19 +277,14 @@ class Step:
         dtype = self.config.amp_dtype
         if dtype is None:
             return build(*args, **kwargs)
-        with torch.autocast(self._device_type(), dtype):
+        devices = (parameter.device for module in self.roots.values() for parameter in module.parameters())
+        with torch.autocast(next(devices, torch.device("cpu")).type, dtype):
             return build(*args, **kwargs)
 
     def _unmanaged(self) -> list[torch.Tensor]:
         if self._unmanaged_parameters and self.update.num_groups() != self._num_groups:
             self._sort_parameters()  # the user has added a group since
         return self._unmanaged_parameters
-
-    def _device_type(self) -> str:
-        for module in self.roots.values():
-            for parameter in module.parameters():
-                return str(parameter.device.type)
-        return "cpu"
 
     def _addresses(self, args: Any, kwargs: dict[str, Any]) -> set[int]:
         """Where the step's inputs and the modules' own tensors lie, which no output may be."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -77,7 +78,7 @@ class DebugLog:
         if ranks is not None and not isinstance(ranks, (int, list)):
             raise GraphError(f"debug: ranks {ranks!r} must be an int or a list of ints · fix: use 0, [0, 1] or -1")
         chosen = [0] if ranks is None else [ranks] if isinstance(ranks, int) else ranks
-        rank = torch.distributed.get_rank() if _is_distributed() else 0
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         self.level = level if rank in chosen or -1 in chosen else -1
         self._stack_depth = stack_depth
         self._only_user = only_user
@@ -145,7 +146,3 @@ class _OpLog(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         self._log.op(func, args, output)
         return output
-
-
-def _is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()

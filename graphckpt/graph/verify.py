@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 import torch
+from torch import nn
 
 from graphckpt.capture.diagnose import modules_of
 from graphckpt.errors import GraphError
@@ -16,10 +18,6 @@ from graphckpt.tree import flatten_value
 from graphckpt.undo import CONTAINERS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from torch import nn
-
     from graphckpt.graph.step import Step
 
 _ATOMS = (int, float, bool, str, type(None))

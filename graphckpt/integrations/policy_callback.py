@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import random
 import re
 import sys
@@ -20,7 +19,6 @@ from graphckpt.blocks.select import Selector
 from graphckpt.errors import ConfigError, GraphError, did_you_mean
 from graphckpt.ledger.explanation import Explanation
 from graphckpt.ledger.plot_style import file_of
-from graphckpt.ledger.table import print_table
 from graphckpt.planning.budget import Budget, check_budget
 from graphckpt.planning.options import PlanOptions
 from graphckpt.planning.plan import Plan
@@ -168,11 +166,7 @@ class PolicyCallback:
 
     def _text(self, seen: Explanation) -> str:
         """Returns the report: one line, or the table."""
-        if self._report != "table":
-            return saved_line(seen)
-        text = io.StringIO()
-        print_table(seen, text)
-        return text.getvalue().rstrip("\n")
+        return str(seen) if self._report == "table" else saved_line(seen)
 
     def _remove(self) -> None:
         self._measuring.close()

@@ -28,7 +28,7 @@ def legend_names(blocks: Iterable[str]) -> dict[str, str]:
     ('h.0-23.attn', 2)
     """
     steps_of = Counter(blocks)
-    for shorten in (_itself, _any_number, _up_to_number):
+    for shorten in (str, _any_number, _up_to_number):
         stacks = {block: shorten(block) for block in steps_of}
         if len(set(stacks.values())) <= _MAX_NAMES:
             break
@@ -40,10 +40,6 @@ def legend_names(blocks: Iterable[str]) -> dict[str, str]:
         keep = {stack for stack, _ in steps_of_stack.most_common(_MAX_NAMES - 1)}
     names = {stack: _stack_name(stack, [block for block in stacks if stacks[block] == stack]) for stack in keep}
     return {block: names.get(stack, _OTHER) for block, stack in stacks.items()}
-
-
-def _itself(block: str) -> str:
-    return block
 
 
 def _any_number(block: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import final
 
@@ -33,6 +32,4 @@ class ExplainHook(HookBase):
             explanation = self._graph.explain(show=False)
         loop.explanation = explanation
         print_table(explanation, loop.report.stream)
-        plain = io.StringIO()
-        print_table(explanation, plain)
-        loop.report.log(plain.getvalue())
+        loop.report.log(str(explanation))

@@ -102,7 +102,8 @@ def write(
             with (fresh / STATE.format(name)).open("wb") as file:
                 torch.save(state, file)
         companions(fresh)
-        files = {path.relative_to(fresh).as_posix(): _file_entry(path) for path in _files(fresh)}
+        paths = sorted(path for path in fresh.rglob("*") if path.is_file())
+        files = {path.relative_to(fresh).as_posix(): _file_entry(path) for path in paths}
         manifest = json.dumps({"format": _FORMAT, **info, "files": files}, indent=2)
         (fresh / MANIFEST).write_text(manifest + "\n", encoding="utf-8")
         if weights is not None:
@@ -238,10 +239,6 @@ def _crc32(path: Path) -> int:
         while piece := file.read(_CHUNK_BYTES):
             checksum = zlib.crc32(piece, checksum)
     return checksum
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def _file_entry(path: Path) -> dict[str, int]:
