@@ -15,7 +15,7 @@ from torch import nn
 
 from graphckpt.config.run import trainer_from
 from graphckpt.train.data.sampling import heldout_batches
-from graphckpt.train.hooks import SnapshotHook
+from graphckpt.train.hooks.snapshot import SnapshotHook
 from graphckpt.train.loop import HookBase, Loop, TrainError
 from graphckpt.train.parallel.config import DistConfig
 from graphckpt.train.parallel.fsdp import apply_fsdp

@@ -26,7 +26,7 @@ from transformers import (
 from graphckpt.config.run import trainer_from
 from graphckpt.errors import ConfigError
 from graphckpt.train.build_model import _pipeline
-from graphckpt.train.hooks import SnapshotHook
+from graphckpt.train.hooks.snapshot import SnapshotHook
 from graphckpt.train.loop import HookBase, Loop
 from graphckpt.train.parallel.pp_stages import check_split, keep_stage, split_layers, tied_weights
 from graphckpt.train.settings import TrainConfig

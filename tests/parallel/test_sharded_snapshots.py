@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from graphckpt.config.run import trainer_from
-from graphckpt.train.hooks import SnapshotHook
+from graphckpt.train.hooks.snapshot import SnapshotHook
 from graphckpt.train.loop import HookBase, Loop
 from graphckpt.train.parallel.errors import ParallelError
 from graphckpt.train.snapshot import dcp

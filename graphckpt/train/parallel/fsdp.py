@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from graphckpt.train.parallel.sharding import is_sharded, local_shard, on_other_stage
+from graphckpt.train.parallel.sharding import local_shard, on_other_stage
 
 
 def broadcast_weights(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -26,9 +26,8 @@ def broadcast_weights(model: nn.Module, mesh: DeviceMesh) -> None:
     group = mesh.get_group()
     root = dist.get_global_rank(group, 0)
     for tensor in (*model.parameters(), *model.buffers()):
-        if on_other_stage(tensor):
-            continue
-        dist.broadcast((local_shard(tensor) if is_sharded(tensor) else tensor).data, root, group=group)
+        if not on_other_stage(tensor):
+            dist.broadcast(local_shard(tensor).data, root, group=group)
 
 
 def apply_fsdp(model: nn.Module, mesh: DeviceMesh, layers: Iterable[str], *, stage: int) -> None:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from graphckpt.train.loop import TrainError
 from graphckpt.train.parallel.fsdp import set_micro_batch_mode
 from graphckpt.train.parallel.ranks import TrainRanks
-from graphckpt.train.parallel.sharding import is_sharded, local_shard, on_other_stage
+from graphckpt.train.parallel.sharding import local_shard, on_other_stage
 
 _UNFINISHED = "Expected to have finished reduction"  # how DDP begins to say so, in the step after
 _BUCKET_BYTES = 25 << 20  # sent at once: DistributedDataParallel's own
@@ -135,8 +135,8 @@ def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     bucket: list[nn.Parameter] = []
     num_bytes = 0
     for parameter in parameters:
-        own = _share(parameter)
-        if bucket and ((_share(bucket[0]).dtype, bucket[0].device) != (own.dtype, parameter.device)):
+        own = local_shard(parameter)
+        if bucket and ((local_shard(bucket[0]).dtype, bucket[0].device) != (own.dtype, parameter.device)):
             yield bucket
             bucket, num_bytes = [], 0
         bucket.append(parameter)
@@ -150,8 +150,10 @@ def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 def _average(parameters: list[nn.Parameter], group: Any) -> None:
     """Averages gradients over a group; a gradient missing on some ranks counts as zeros there."""
-    grads = [None if p.grad is None else _share(p.grad) for p in parameters]
-    parts = [torch.zeros_like(_share(p)) if grad is None else grad for p, grad in zip(parameters, grads, strict=True)]
+    grads = [None if p.grad is None else local_shard(p.grad) for p in parameters]
+    parts = [
+        torch.zeros_like(local_shard(p)) if grad is None else grad for p, grad in zip(parameters, grads, strict=True)
+    ]
     has_grad = parts[0].new_tensor([grad is not None for grad in grads])
     flat = torch.cat([*(part.reshape(-1) for part in parts), has_grad])
     dist.all_reduce(flat, group=group)
@@ -162,8 +164,4 @@ def _average(parameters: list[nn.Parameter], group: Any) -> None:
             grad.copy_(average.view_as(grad))
         elif count > 0:
             parameter.grad = torch.zeros_like(parameter)
-            _share(parameter.grad).copy_(average.view_as(_share(parameter.grad)))
-
-
-def _share(tensor: Tensor) -> Tensor:
-    return local_shard(tensor) if is_sharded(tensor) else tensor
+            local_shard(parameter.grad).copy_(average.view_as(local_shard(parameter.grad)))
