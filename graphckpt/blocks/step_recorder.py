@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, final
 from weakref import WeakMethod
 
@@ -39,7 +40,7 @@ class StepRecorder:
         self._policies = policies
         self._bytes: Recorder | None = None
         self._times: Recorder | None = None
-        self._hooks: list[Any] = []
+        self._endings: list[Callable[[], object]] = []  # of a record in progress
 
     @contextmanager
     def measure(self, inputs: Iterable[torch.Tensor] = ()) -> Iterator[None]:
@@ -74,7 +75,7 @@ class StepRecorder:
         """Records the next forward of the model and what its backward recomputes, at the cost of a few hooks."""
         root = self._roots[0][1]
         begin = _Hook(WeakMethod(self._begin), passes_on=True)
-        self._hooks.append(root.register_forward_pre_hook(begin, with_kwargs=True))
+        self._endings.append(root.register_forward_pre_hook(begin, with_kwargs=True).remove)
 
     def _begin(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled() or is_transformed():
@@ -85,16 +86,16 @@ class StepRecorder:
         rows.__enter__()
         end = root.register_forward_hook(_Hook(lambda: recorder.end), always_call=True)
         stop = root.register_forward_pre_hook(_Hook(WeakMethod(self.close)))
-        self._hooks += [end, stop, _Closing(rows)]
+        self._endings += [end.remove, stop.remove, partial(rows.__exit__, None, None, None)]
         recorder.begin()
 
     def close(self) -> None:
         """Ends a record in progress, including one that an interrupt has left behind."""
         if self._bytes is not None:
             self._bytes.end()
-        hooks, self._hooks = self._hooks, []
-        for hook in hooks:
-            hook.remove()
+        endings, self._endings = self._endings, []
+        for end in endings:
+            end()
 
     def explain(self, plot: str | None, *, show: bool, capture: str = "") -> Explanation:
         """Returns the explanation of the last recorded steps; ``capture`` says how the step runs now."""
@@ -206,13 +207,3 @@ def _rows_for_modules(
                 wrapper.context.recorder = None
         for hook in hooks:
             hook.remove()
-
-
-class _Closing:
-    """Ends a context manager by the method that ends a hook."""
-
-    def __init__(self, context: Any) -> None:
-        self._context = context
-
-    def remove(self) -> None:
-        self._context.__exit__(None, None, None)

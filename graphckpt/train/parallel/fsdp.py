@@ -11,12 +11,11 @@ FSDP2 keeps everything sharded between steps. The ZeRO stages differ in when it 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import cast
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from graphckpt.train.parallel.sharding import local_shard, on_other_stage
 
@@ -42,12 +41,3 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, layers: Iterable[str], *, sta
     for name in layers:
         fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=stage == 3)
     fully_shard(model, mesh=mesh, reshard_after_forward=None if stage == 3 else False)
-
-
-def set_micro_batch_mode(model: nn.Module, *, stage: int, is_last: bool) -> None:
-    """Sets, before a micro-batch, whether its backward synchronizes gradients and reshards weights."""
-    root = cast("FSDPModule", model)
-    if stage == 1:
-        root.set_requires_gradient_sync(is_last)
-    if stage < 3:
-        root.set_reshard_after_backward(is_last)
