@@ -22,8 +22,6 @@ class _Owner(weakref.ref[Any]):
 
 
 class _Saved:
-    """A storage that is saved."""
-
     __slots__ = ("num_bytes", "owners", "share", "storage")
 
     def __init__(self, storage: torch.UntypedStorage, share: Share | None) -> None:

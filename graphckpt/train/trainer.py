@@ -269,11 +269,6 @@ class Trainer:
         load_weights(model, read_weights(folder, like=tensors_of(model), group=self.ranks.control), where)
 
     def _open(self, model: nn.Module) -> Opened:
-        """Opens the data.
-
-        Raises:
-            ConfigError: the model does not fit the data.
-        """
         with self.ranks.main_first(), attribute_errors("data", "opening it"):
             opened = self._data.open(self._task, seed=self.settings.seed, report=self.report)
         if opened.text and isinstance(self._task, TextTask):

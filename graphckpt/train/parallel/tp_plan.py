@@ -130,7 +130,6 @@ def _words(model: nn.Module) -> dict[str, str]:
 
 
 def _ties(model: nn.Module) -> list[list[str]]:
-    """Returns the names of each tied parameter."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -147,7 +146,6 @@ def _with_whole_ties(model: nn.Module, plan: dict[str, Style]) -> dict[str, Styl
 
 
 def _indivisible(model: nn.Module, plan: Mapping[str, Style], size: int) -> Iterator[str]:
-    """Yields the sizes that are not divisible by the number of processes."""
     config: Any = getattr(model, "config", None)
     if any(isinstance(style, ColwiseParallel) and not style.gather for style in plan.values()):
         for field in _HEADS:

@@ -185,7 +185,6 @@ def check(folder: Path) -> dict[str, Any]:
 
 
 def _entry_fault(name: str, written: Any) -> str | None:
-    """Returns the fault of a file's entry, if any."""
     if Path(name).name != name.removeprefix(f"{SHARDS}/") or Path(name).name in {"", ".", ".."}:
         return f"expected the name of a file in the folder or in {SHARDS}, got another path"
     if not isinstance(written, dict):
