@@ -26,7 +26,7 @@ class BlockTree:
     def __init__(self, changed: Callable[[], None]) -> None:
         self.configs: MutableMapping[nn.Module, BlockConfig] = WeakKeyDictionary()
         self._blocks: MutableMapping[nn.Module, Block] = WeakValueDictionary()  # a block holds its tree
-        self._changed = changed
+        self.mark_changed = changed  # to be called when a module was replaced, added or removed
 
     def block(self, module: nn.Module, prefix: str, name: str) -> Block:
         """Returns the block of ``module``; a module with two names goes by the first."""
@@ -38,12 +38,8 @@ class BlockTree:
     def config(self, module: nn.Module, path: str) -> BlockConfig:
         """Returns the config of ``module``."""
         if module not in self.configs:
-            self.configs[module] = BlockConfig(path, self._changed, getattr(module, "config", None))
+            self.configs[module] = BlockConfig(path, self.mark_changed, getattr(module, "config", None))
         return self.configs[module]
-
-    def mark_changed(self) -> None:
-        """A module was replaced, added or removed."""
-        self._changed()
 
     def policies(self) -> list[tuple[nn.Module, str, dict[str, Any]]]:
         """Returns ``(module, path, fields)`` of every block on which something is set."""

@@ -31,11 +31,10 @@ def clip_grad_norm(
         local.mul_(scale.to(local.device))
 
 
-def _norm(grads: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+def _norm(grads: list[Any], norm_type: float) -> torch.Tensor:
     layouts: dict[Any, list[Any]] = {}
     for grad in grads:
-        cut: Any = grad
-        layout = (cut.device_mesh, tuple(not p.is_replicate() for p in cut.placements)) if _is_cut(grad) else None
+        layout = (grad.device_mesh, tuple(not p.is_replicate() for p in grad.placements)) if _is_cut(grad) else None
         layouts.setdefault(layout, []).append(grad)
     norms: list[torch.Tensor] = []
     for layout, alike in layouts.items():

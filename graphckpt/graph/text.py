@@ -6,7 +6,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, final
 
@@ -90,16 +90,13 @@ class DebugLog:
         begin = time.perf_counter()
         self._say(f"(GRAPH:{name}) start running the step.")
         hooks: list[Any] = []
-        ops = _OpLog(self) if self.level >= 2 else None
+        ops: AbstractContextManager[Any] = _OpLog(self) if self.level >= 2 else nullcontext()
         try:
             if self.level >= 1:
                 for key, root in roots.items():
                     hooks += self._log_blocks(key, root)
-            if ops is None:
+            with ops:
                 yield
-            else:
-                with ops:
-                    yield
         except BaseException as error:
             self._say(f"[ERROR](GRAPH:{name}) run got error: {type(error)} {error}")
             raise

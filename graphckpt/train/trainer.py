@@ -6,6 +6,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -347,29 +348,29 @@ _KEYS = "model, task, data, optim, train.scheduler"  # of code that is not the t
 
 
 @final
+@dataclass(eq=False)
 class _Step:
     """Reads a batch, updates the weights, and returns the losses of the iteration, means over the processes."""
 
-    def __init__(self, graph: TrainGraph, batches: Prefetcher, ranks: TrainRanks) -> None:
-        self.loop: Loop | None = None
-        """Receives the seconds that the step waited for its data."""
-        self._graph = graph
-        self._batches = batches
-        self._ranks = ranks
+    graph: TrainGraph
+    batches: Prefetcher
+    ranks: TrainRanks
+    loop: Loop | None = None
+    """Receives the seconds that the step waited for its data."""
 
     def plan(
         self, iteration: int, budget: Budget, config: ActivationCheckpointConfig, report: Report, saved: SavedRun
     ) -> None:
         """Plans the policies on the batch of ``iteration``."""
-        with attribute_errors(_KEYS, "planning"), self._ranks.translate_errors():
-            plan_on_batch(self._graph, budget, config, report, saved, self._batches.get(iteration))
+        with attribute_errors(_KEYS, "planning"), self.ranks.translate_errors():
+            plan_on_batch(self.graph, budget, config, report, saved, self.batches.get(iteration))
 
     def __call__(self, iteration: int) -> dict[str, Tensor]:
-        with attribute_errors(_KEYS, f"iteration {iteration}"), self._ranks.translate_errors():
+        with attribute_errors(_KEYS, f"iteration {iteration}"), self.ranks.translate_errors():
             started = time.perf_counter()
-            batch = self._batches.get(iteration)
+            batch = self.batches.get(iteration)
             if self.loop is not None:
                 self.loop.data_seconds = time.perf_counter() - started
-            losses: dict[str, Tensor] = self._graph(**batch)
-            self._batches.prefetch(iteration + 1)
-            return self._ranks.average({name: loss.mean() for name, loss in losses.items()})
+            losses: dict[str, Tensor] = self.graph(**batch)
+            self.batches.prefetch(iteration + 1)
+            return self.ranks.average({name: loss.mean() for name, loss in losses.items()})

@@ -73,7 +73,7 @@ class Held(HookBase):
     def after_step(self, loop: Loop) -> None:
         self.losses.append(float(loop.losses["total_loss"]))
         saver: Any = next(hook for hook in loop._hooks if isinstance(hook, SnapshotHook))._writer
-        tensors = [value for state in saver._state._optimizer.state.values() for value in state.values()]
+        tensors = [value for state in saver._state.optimizer.state.values() for value in state.values()]
         self.state_bytes = sum((local_shard(value) if is_sharded(value) else value).nbytes for value in tensors)
 
 

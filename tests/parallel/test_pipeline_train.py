@@ -67,7 +67,7 @@ class Held(HookBase):
 
     def after_train(self, loop: Loop) -> None:
         saver: Any = next(hook for hook in loop._hooks if isinstance(hook, SnapshotHook))._writer
-        rows = saver._state._graph.explain(show=False).rows
+        rows = saver._state.graph.explain(show=False).rows
         self.reruns = {row.block: row.reruns for row in rows if row.reruns}
 
 
