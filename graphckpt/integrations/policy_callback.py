@@ -150,7 +150,7 @@ class PolicyCallback:
         plot: str | None = None,
         **fields: Any,
     ) -> None:
-        if report not in (True, False, "table"):
+        if not isinstance(report, bool) and report != "table":
             owner = type(self).__name__
             raise ConfigError(f"{owner}.report: expected True, False or 'table', got {report!r} · fix: report='table'")
         if plot is not None:
@@ -160,24 +160,26 @@ class PolicyCallback:
         self._report = report
         self._plot = plot
         self._measuring = ExitStack()
+        self._is_reported = self._is_first = False
         self._disabled: Undo = []
         self.handle: Handle | None = None
         """The handle of the policies of the last training, which are removed at its end; ``None`` before it."""
         self.plan: Plan | None = None
         """The plan of the last training, with ``memory_budget``."""
         self.explanation: Explanation | None = None
-        """What the first step of the last training saved; ``None`` before it."""
+        """What a step of the last training saved; ``None`` before it.
+
+        It is measured on the second step, when the optimizer's states exist, or on the first if there is no second.
+        """
 
     def _apply(self, model: nn.Module) -> None:
-        self._remove()  # left by a training that ended in an error
-        self.explanation = None
+        self._start()
         self.handle = self._policies.apply_to(model)
         self._disable_own_checkpointing()
 
     def _plan(self, model: nn.Module, step_fn: Callable[[], object]) -> list[str]:
         """Plans the policies, applies them, and returns the lines to report."""
-        self._remove()
-        self.explanation = None
+        self._start()
         self.plan = self._policies.plan_for(model, step_fn)
         handle = self.plan.apply(model)
         assert isinstance(handle, Handle)
@@ -196,24 +198,36 @@ class PolicyCallback:
             if block.__dict__.get(_OWN_FLAG):
                 replace_item(block.__dict__, _OWN_FLAG, False, self._disabled)
 
-    def _measure(self) -> None:
-        """Measures the next step op by op until :meth:`_explain_once`, unless that is done."""
-        if self.handle is not None and self.explanation is None:
+    def _start(self) -> None:
+        self._remove()  # left by a training that ended in an error
+        self.explanation = None
+        self._is_reported = self._is_first = False
+
+    def _measure(self, num_updates: int) -> None:
+        """Measures the next step op by op, until one after the first update, which creates the optimizer's states."""
+        self._is_first = num_updates == 0
+        if self.handle is not None and not self._is_reported and not (self._is_first and self.explanation):
             self._measuring.close()
             self._measuring.enter_context(self.handle.measure())
 
-    def _explain_once(self) -> Explanation | None:
-        """Returns what the first step saved, once; ``None`` afterwards, or if the model has not run."""
+    def _explain_once(self, *, is_last: bool = False) -> Explanation | None:
+        """Returns what the measured step saved, once; ``None`` before and afterwards, or if the model has not run."""
         self._measuring.close()
-        if self.handle is None or self.explanation is not None:
+        if self.handle is None or self._is_reported:
             return None
         try:
-            self.explanation = self.handle.explain(self._plot, show=False)
+            if not (is_last and self.explanation):
+                self.explanation = self.handle.explain(show=False)
+            if self._is_first and not is_last:
+                return None
+            if self._plot is not None:
+                self.explanation.plot(self._plot)
         except GraphError:
             return None
         except BaseException:
             self._remove()  # training ends here, and not every trainer tells its callbacks
             raise
+        self._is_reported = True
         return self.explanation
 
     def _text(self, seen: Explanation) -> str:

@@ -54,6 +54,8 @@ class Recorder:
         self._plain = SavedBytes(self.plain_total)
         self._kept = SavedBytes(self.totals["device"])
         self._live = live
+        self.has_optimizer_states = True
+        """Whether the states of all optimizers existed before the step."""
         self._running: list[tuple[str, float]] = []
         self._again = 0
         self._is_passing_on = False
