@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from typing import Any, final
 
 from graphckpt.blocks.compiled import check_options
@@ -175,6 +176,18 @@ def _combine(block: str, values: dict[str, Any]) -> Rule | None:
         )
     cut: Rule = _parsed(block, field, rule_classes()[field], values[field])
     return cut
+
+
+def check_attribute(block: str, origin: object, name: str) -> None:
+    """Raises a :class:`ConfigError` if a field is set as an attribute of a module, where it would have no effect."""
+    if name != "compile" and hasattr(origin, name):  # torch.compile in place is a method of every module
+        return
+    near = [OTHER_NAMES[name]] if name in OTHER_NAMES else get_close_matches(name, FIELDS, n=1, cutoff=0.9)
+    if near:
+        raise ConfigError(
+            f"{block}.{name}: expected an attribute of {type(origin).__name__}, got a field of its policy · "
+            f"fix: write {block}.config.{near[0]}"
+        )
 
 
 def fields_of(value: Any) -> dict[str, Any]:

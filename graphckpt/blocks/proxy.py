@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch import nn
 
-from graphckpt.blocks.config import BlockConfig
+from graphckpt.blocks.config import BlockConfig, check_attribute
 from graphckpt.blocks.graph_module import GraphModule
 from graphckpt.blocks.slices import BlockSlice
 
@@ -121,6 +121,8 @@ class Block:
         return self._passing(name, value) if name in _RETURNS_SELF else value
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if not isinstance(value, nn.Module):
+            check_attribute(self._prefix + self._name, self._origin, name)
         setattr(self._origin, name, unwrap(value))
         if isinstance(value, nn.Module):
             self._tree.mark_changed()

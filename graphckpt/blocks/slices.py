@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, final
 
+from graphckpt.blocks.config import check_attribute
 from graphckpt.blocks.graph_module import GraphModule, NamedBlock
 
 if TYPE_CHECKING:
@@ -29,6 +30,11 @@ class BlockSlice:
         if not (args and isinstance(args[0], type)):
             self.origin.to(*args, **kwargs)
         return self.origin if args and isinstance(args[0], type) else self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("origin", "name", "config", "_blocks"):
+            check_attribute(self.name, self.origin, name)
+        super().__setattr__(name, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the part of the container."""

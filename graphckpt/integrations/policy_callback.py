@@ -150,7 +150,7 @@ class PolicyCallback:
         plot: str | None = None,
         **fields: Any,
     ) -> None:
-        if not isinstance(report, bool) and report != "table":
+        if type(report) is not bool and report not in ("table",):
             owner = type(self).__name__
             raise ConfigError(f"{owner}.report: expected True, False or 'table', got {report!r} · fix: report='table'")
         if plot is not None:
