@@ -16,7 +16,7 @@ from torch import nn
 from graphckpt.blocks.apply import Handle, apply
 from graphckpt.blocks.config import FIELDS, OTHER_NAMES, BlockConfig, fields_of
 from graphckpt.blocks.find_layers import layers
-from graphckpt.errors import ConfigError, GraphError, did_you_mean
+from graphckpt.errors import ConfigError, GraphError, did_you_mean, shown
 from graphckpt.ledger.plot_style import file_of
 from graphckpt.ledger.table import print_table
 from graphckpt.planning.budget import check_budget
@@ -70,6 +70,10 @@ class CallbackPolicies:
     ) -> None:
         self._owner = owner
         self._unit = unit
+        given: Any = blocks
+        if given is not None and not isinstance(given, Mapping):
+            what = f"expected a mapping of selectors to policies, got {shown(given)}"
+            raise ConfigError(f"{owner}.blocks: {what} · fix: blocks={{'layers.0': False}}")
         self._blocks = dict(blocks or {})
         self._budget = memory_budget
         self._options = dict(fields or {})

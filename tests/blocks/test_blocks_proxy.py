@@ -252,7 +252,7 @@ def test_slices(net: Net, graph: Holds) -> None:
     part.to(torch.float64)
     assert net.chain[2].weight.dtype is torch.float64
     assert net.chain[0].weight.dtype is torch.float32
-    with pytest.raises(ConfigError, match=r"net.chain.1.tiles: tiles: expected a positive int, got 0"):
+    with pytest.raises(ConfigError, match=r"net.chain.1.tiles: expected a positive int, got 0"):
         part.config.tiles = 0
     assert re.match(r"net\.chain\[1:\]: Sequential\(", repr(part))
     assert [b.origin for b in graph.net.list[::-2]] == [net.list[2], net.list[0]]

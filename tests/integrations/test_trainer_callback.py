@@ -344,6 +344,7 @@ def test_wrong_keys_fail_before_training() -> None:
         ),
         ({"plot": "step.jpg"}, r"step\.jpg: expected a file ending in '\.png' or '\.svg'"),
         ({"report": "tabel"}, r"\.report: expected True, False or 'table', got 'tabel'"),
+        ({"blocks": "x"}, r"^GraphckptCallback\.blocks: expected a mapping of selectors to policies, got 'x'"),
         ({"report": 1}, r"\.report: expected True, False or 'table', got 1"),
         ({"rule": "selective", "memory_budget": "50%"}, r"\.memory_budget: the plan chooses .* fix: leave rule out"),
         ({"blocks": {"h": True}, "memory_budget": "50%"}, r"\.memory_budget: .* fix: leave blocks out"),
