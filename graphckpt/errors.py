@@ -11,6 +11,8 @@ from typing import final
 _log = logging.getLogger("graphckpt")
 _WARNED: set[str] = set()
 _NUMBER = re.compile(r"\d+")
+_LINE = 100  # characters
+_LITERALS = {"true": True, "false": False, "none": None}
 
 
 class GraphckptError(Exception):
@@ -76,15 +78,26 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().split("\n", 1)[0] or type(error).__name__
 
 
+def shown(value: object) -> str:
+    """Returns a value as messages show it: its ``repr``, or its type alone if that takes more than a line.
+
+    >>> shown("cuda"), shown([0] * 100)
+    ("'cuda'", 'an object of type list')
+    """
+    text = repr(value)
+    return text if len(text) <= _LINE and "\n" not in text else f"an object of type {type(value).__name__}"
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns a hint that lists the known words nearest to ``word``, or an empty string.
+    """Returns a hint that lists the known words nearest to ``word``, or an empty string; case does not count.
 
     >>> did_you_mean("ofload", ["offload", "partition"])
     " · did you mean 'offload'?"
-    >>> did_you_mean("zzz", ["offload"])
-    ''
+    >>> did_you_mean("zzz", ["offload"]), did_you_mean("true", ["full"])
+    ('', ' · did you mean True?')
     """
-    near = get_close_matches(word, list(known), n=3, cutoff=0.6)
-    if not near:
-        return ""
-    return " · did you mean " + " or ".join(repr(name) for name in near) + "?"
+    names = {name.lower(): name for name in known}
+    near: list[object] = [names[name] for name in get_close_matches(word.lower(), names, n=3, cutoff=0.6)]
+    if word.lower() in _LITERALS and word.lower() not in names:
+        near = [_LITERALS[word.lower()]]
+    return " · did you mean " + " or ".join(map(repr, near)) + "?" if near else ""

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from graphckpt._compat_compiler import compiler_of, saving
-from graphckpt.errors import ConfigError, did_you_mean
+from graphckpt.errors import ConfigError, did_you_mean, shown
 
 SHARE = "activation_memory_budget"
 """The compiler's name of the knob: 1 is what it saves by itself, 0 the inputs alone."""
@@ -34,7 +34,7 @@ def check_options(block: str, value: Any) -> None:
         ConfigError: it does not, names no option, or the share is none, or the backend has no use for one.
     """
     if not (value is None or isinstance(value, (bool, dict))):
-        raise ConfigError(f"{block}.compile: expected a bool or a dict of options, got {value!r} · fix: use True")
+        raise ConfigError(f"{block}.compile: expected a bool or a dict of options, got {shown(value)} · fix: use True")
     if not isinstance(value, dict):
         return
     for name in value:

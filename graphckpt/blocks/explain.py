@@ -58,6 +58,7 @@ def explain_step(
         peak_bytes=live.peak_bytes if live else None,
         plain_peak_bytes=max(levels) if levels else None,
         static_bytes=live.static_bytes if live else 0,
+        has_optimizer_states=kept.has_optimizer_states,
         timeline=tuple(live.timeline) if live else (),
         plain_levels=levels,
         legend=_legend(wrappers),

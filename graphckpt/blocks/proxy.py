@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch import nn
 
-from graphckpt.blocks.config import FIELDS, BlockConfig
+from graphckpt.blocks.config import FIELDS, BlockConfig, check_attribute
 
 _EDITS = frozenset({"add_module", "append", "extend", "insert", "register_module", "set_submodule", "update"})
 _RETURNS_SELF = _EDITS | {
@@ -113,6 +113,8 @@ class Block:
         return self._passing(name, value) if name in _RETURNS_SELF else value
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if not isinstance(value, nn.Module):
+            check_attribute(self._prefix + self._name, self._origin, name)
         setattr(self._origin, name, unwrap(value))
         if isinstance(value, nn.Module):
             self._tree.mark_changed()
@@ -279,6 +281,11 @@ class BlockSlice:
         if not (args and isinstance(args[0], type)):
             self.origin.to(*args, **kwargs)
         return self.origin if args and isinstance(args[0], type) else self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("origin", "name", "config", "_blocks"):
+            check_attribute(self.name, self.origin, name)
+        super().__setattr__(name, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the part of the container."""

@@ -51,7 +51,15 @@ class StepRecorder:
         live.mark_static(self._state())
         live.track([*known, *(t.grad for t in known if t.is_leaf and t.grad is not None)])
         recorder = Recorder(known, live)
-        hook = register_optimizer_step_pre_hook(lambda optimizer, *_: recorder.optimizer_steps(_state_of(optimizer)))
+        new: list[torch.optim.Optimizer] = []
+
+        def see_optimizer(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            state = _state_of(optimizer)
+            recorder.optimizer_steps(state)
+            if not state:
+                new.append(optimizer)
+
+        hook = register_optimizer_step_pre_hook(see_optimizer)
         try:
             with (
                 _rows_for_modules(recorder, self._wrappers, self._plain_modules()),
@@ -61,6 +69,7 @@ class StepRecorder:
                 yield
         finally:
             hook.remove()
+        recorder.has_optimizer_states = not any(map(_state_of, new))
         self._bytes = recorder
 
     @contextmanager

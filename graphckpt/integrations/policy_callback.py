@@ -16,7 +16,7 @@ from graphckpt.blocks.apply import Handle, apply
 from graphckpt.blocks.config import FIELDS, OTHER_NAMES, BlockConfig, fields_of
 from graphckpt.blocks.find_layers import layers
 from graphckpt.blocks.select import Selector
-from graphckpt.errors import ConfigError, GraphError, did_you_mean
+from graphckpt.errors import ConfigError, GraphError, did_you_mean, shown
 from graphckpt.ledger.explanation import Explanation
 from graphckpt.ledger.plot_style import file_of
 from graphckpt.planning.budget import Budget, check_budget
@@ -52,12 +52,16 @@ class PolicyCallback:
         **fields: Any,
     ) -> None:
         self._owner = type(self).__name__
-        if report not in (True, False, "table"):
+        if type(report) is not bool and report not in ("table",):
             what = f"{self._owner}.report: expected True, False or 'table', got {report!r}"
             raise ConfigError(f"{what} · fix: report='table'")
         if plot is not None:
             file_of(plot)  # raises now, not in the middle of training
         self._unit = unit
+        given: Any = blocks
+        if given is not None and not isinstance(given, Mapping):
+            what = f"expected a mapping of selectors to policies, got {shown(given)}"
+            raise ConfigError(f"{self._owner}.blocks: {what} · fix: blocks={{'layers.0': False}}")
         self._blocks = dict(blocks or {})
         self._budget = memory_budget
         self._options = fields
@@ -70,13 +74,17 @@ class PolicyCallback:
         self._report = report
         self._plot = plot
         self._measuring = ExitStack()
+        self._is_reported = self._is_first = False
         self._disabled: Undo = []
         self.handle: Handle | None = None
         """The handle of the policies of the last training, which are removed at its end; ``None`` before it."""
         self.plan: Plan | None = None
         """The plan of the last training, with ``memory_budget``."""
         self.explanation: Explanation | None = None
-        """What the first step of the last training saved; ``None`` before it."""
+        """What a step of the last training saved; ``None`` before it.
+
+        It is measured on the second step, when the optimizer's states exist, or on the first if there is no second.
+        """
 
     def _check_plan(self, rule: Value, memory_budget: Budget) -> None:
         if rule is not True or self._blocks:
@@ -99,8 +107,7 @@ class PolicyCallback:
             BlockConfig(f"{self._owner}.blocks[{selector!r}]").update(fields_of(value))
 
     def _apply(self, model: nn.Module) -> None:
-        self._remove()  # left by a training that ended in an error
-        self.explanation = None
+        self._start()
         rules: dict[Selector, Any] = {}
         if any(value is not None for value in self._fields.values()):
             rules = dict.fromkeys(self._units(model), self._fields)
@@ -113,8 +120,7 @@ class PolicyCallback:
         """Plans the policies, applies them, and returns the lines to report."""
         from graphckpt.planning.api import plan  # noqa: PLC0415 - of use with a budget alone
 
-        self._remove()
-        self.explanation = None
+        self._start()
         assert self._budget is not None
         options = {"blocks": self._units(model), **self._options}
         self.plan = plan(model, step_fn, memory_budget=self._budget, **options)
@@ -144,24 +150,36 @@ class PolicyCallback:
             if block.__dict__.get(_OWN_FLAG):
                 replace_item(block.__dict__, _OWN_FLAG, False, self._disabled)
 
-    def _measure(self) -> None:
-        """Measures the next step op by op until :meth:`_explain_once`, unless that is done."""
-        if self.handle is not None and self.explanation is None:
+    def _start(self) -> None:
+        self._remove()  # left by a training that ended in an error
+        self.explanation = None
+        self._is_reported = self._is_first = False
+
+    def _measure(self, num_updates: int) -> None:
+        """Measures the next step op by op, until one after the first update, which creates the optimizer's states."""
+        self._is_first = num_updates == 0
+        if self.handle is not None and not self._is_reported and not (self._is_first and self.explanation):
             self._measuring.close()
             self._measuring.enter_context(self.handle.measure())
 
-    def _explain_once(self) -> Explanation | None:
-        """Returns what the first step saved, once; ``None`` afterwards, or if the model has not run."""
+    def _explain_once(self, *, is_last: bool = False) -> Explanation | None:
+        """Returns what the measured step saved, once; ``None`` before and afterwards, or if the model has not run."""
         self._measuring.close()
-        if self.handle is None or self.explanation is not None:
+        if self.handle is None or self._is_reported:
             return None
         try:
-            self.explanation = self.handle.explain(self._plot, show=False)
+            if not (is_last and self.explanation):
+                self.explanation = self.handle.explain(show=False)
+            if self._is_first and not is_last:
+                return None
+            if self._plot is not None:
+                self.explanation.plot(self._plot)
         except GraphError:
             return None
         except BaseException:
             self._remove()  # training ends here, and not every trainer tells its callbacks
             raise
+        self._is_reported = True
         return self.explanation
 
     def _text(self, seen: Explanation) -> str:

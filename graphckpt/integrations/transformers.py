@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from graphckpt.errors import ConfigError
 from graphckpt.extras import require
 from graphckpt.integrations.policy_callback import PolicyCallback, restored_rng, saved_metrics
+from graphckpt.ledger.explanation import Explanation
 
 require("transformers-trainer", "transformers", "tqdm", "accelerate")  # the last is imported when a Trainer is made
 
@@ -35,9 +36,9 @@ class GraphckptCallback(PolicyCallback, TrainerCallback):
         memory_budget: The peak of a step in bytes, or as ``"12GiB"``, ``"50%"`` or ``"max"``: policies are planned for
             it when training starts, in place of ``rule`` and ``blocks``, and ``fields`` are those of
             :class:`~graphckpt.planning.PlanOptions`.
-        report: ``"table"`` prints the table of :meth:`~graphckpt.Handle.explain` after the first step, ``True`` one
-            line of it, ``False`` nothing.
-        plot: File for a picture of the live bytes over the first step, ``.png`` or ``.svg``.
+        report: ``"table"`` prints the table of :meth:`~graphckpt.Handle.explain` for the second step, the first with
+            optimizer states, ``True`` one line after the first step, ``False`` nothing.
+        plot: File for a picture of the live bytes over the second step, ``.png`` or ``.svg``.
         **fields: Further fields for every unit: ``offload``, ``contiguous``, ``partition``, ``min_elements``.
 
     Raises:
@@ -83,15 +84,17 @@ which means the same
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Measures the first step, if it is to be shown as a table or a picture."""
-        del args, state, control, kwargs
+        """Measures the first two steps, if they are to be shown as a table or a picture."""
+        del args, control, kwargs
         if self._report == "table" or self._plot is not None:
-            self._measure()
+            self._measure(state.global_step)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Reports, after the first step, what was saved."""
+        """Reports once what a step saved."""
         del args, control, kwargs
-        seen = self._explain_once()
+        self._show(self._explain_once(), state)
+
+    def _show(self, seen: Explanation | None, state: TrainerState) -> None:
         if seen is None or not self._report:
             return
         state.log_history.append({**saved_metrics(seen), "epoch": state.epoch, "step": state.global_step})
@@ -102,7 +105,8 @@ which means the same
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Removes the policies."""
-        del args, state, control, kwargs
+        del args, control, kwargs
+        self._show(self._explain_once(is_last=True), state)
         self._remove()
 
 

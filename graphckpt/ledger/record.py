@@ -81,6 +81,8 @@ class StepRecord:
     """
     static_bytes: int = 0
     """Bytes of weights, buffers and optimizer states, which no policy changes."""
+    has_optimizer_states: bool = True
+    """``False`` if an optimizer created its states in this step: later steps need more memory."""
     timeline: tuple[Event, ...] = field(default=(), repr=False)
     """Every change of the live bytes in the measured step; empty if it was not measured."""
     plain_levels: tuple[int, ...] = field(default=(), repr=False)

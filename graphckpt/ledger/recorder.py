@@ -50,6 +50,8 @@ class Recorder:
         self._kept = SavedBytes(self.totals["device"])
         self.live = live
         """The log of live bytes, if they are counted."""
+        self.has_optimizer_states = True
+        """Whether the states of all optimizers existed before the step."""
         self._running: list[tuple[str, float]] = []
         self._again = 0
         self._is_passing_on = False

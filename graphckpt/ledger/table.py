@@ -190,7 +190,10 @@ def _summary(explanation: StepRecord) -> Iterator[str]:
             yield _change("peak of the step", plain_bytes, peak_bytes, " (predicted)")
     if explanation.timeline:
         static = explanation.static_bytes
-        of_it = f"; {format_bytes(static)} are weights and optimizer states" if static else ""
+        which = "weights and optimizer states"
+        if not explanation.has_optimizer_states:
+            which = "weights, as optimizer states did not exist yet"
+        of_it = f"; {format_bytes(static)} are {which}" if static else ""
         yield f"set by the {explanation.peak_at}{of_it}"
     if explanation.capture:
         yield f"capture: {explanation.capture}"
