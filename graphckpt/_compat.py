@@ -5,7 +5,9 @@ Those of its compiler are in `_compat_compiler`, those of autocast in `_compat_a
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -32,9 +34,6 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from datetime import timedelta
-
     from torch.distributed.tensor.placement_types import Placement
 
 __all__ = [

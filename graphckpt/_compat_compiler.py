@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import getitem
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch._C._dynamo import eval_frame
@@ -12,10 +13,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from graphckpt._compat import torch_version
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
-    _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 __all__ = ["compiler_of", "has_compiled_call", "never_compiled", "saving"]
 

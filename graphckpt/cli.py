@@ -111,9 +111,7 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="resume from the last snapshot in train.output_dir; results are bitwise equal to an uninterrupted run",
     )
     parser.add_argument(
-        "--eval-only",
-        action="store_true",
-        help="evaluate train.load_weight, or the last snapshot, without training",
+        "--eval-only", action="store_true", help="evaluate train.load_weight, or the last snapshot, without training"
     )
     parser.add_argument(
         "--print-config",

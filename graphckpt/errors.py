@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, final
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from typing import final
 
 _log = logging.getLogger("graphckpt")
 _WARNED: set[str] = set()
 _NUMBER = re.compile(r"\d+")
+_LINE = 100  # characters
+_LITERALS = {"true": True, "false": False, "none": None}
 
 
 class GraphckptError(Exception):
@@ -73,15 +73,31 @@ def warn_once(block: str, text: str) -> None:
         _log.warning("%s: %s", block, text)
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message, or the name of its class if it has none."""
+    return str(error).strip().split("\n", 1)[0] or type(error).__name__
+
+
+def shown(value: object) -> str:
+    """Returns a value as messages show it: its ``repr``, or its type alone if that takes more than a line.
+
+    >>> shown("cuda"), shown([0] * 100)
+    ("'cuda'", 'an object of type list')
+    """
+    text = repr(value)
+    return text if len(text) <= _LINE and "\n" not in text else f"an object of type {type(value).__name__}"
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns a hint that lists the known words nearest to ``word``, or an empty string.
+    """Returns a hint that lists the known words nearest to ``word``, or an empty string; case does not count.
 
     >>> did_you_mean("ofload", ["offload", "partition"])
     " · did you mean 'offload'?"
-    >>> did_you_mean("zzz", ["offload"])
-    ''
+    >>> did_you_mean("zzz", ["offload"]), did_you_mean("true", ["full"])
+    ('', ' · did you mean True?')
     """
-    near = get_close_matches(word, list(known), n=3, cutoff=0.6)
-    if not near:
-        return ""
-    return " · did you mean " + " or ".join(repr(name) for name in near) + "?"
+    names = {name.lower(): name for name in known}
+    near: list[object] = [names[name] for name in get_close_matches(word.lower(), names, n=3, cutoff=0.6)]
+    if word.lower() in _LITERALS and word.lower() not in names:
+        near = [_LITERALS[word.lower()]]
+    return " · did you mean " + " or ".join(map(repr, near)) + "?" if near else ""

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from collections.abc import Iterable
+from typing import Any, NamedTuple, final
 
 import torch
+from torch.optim import Optimizer
 
 from graphckpt.state.rng import get_rng_state, rng_devices, set_rng_state
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from torch.optim import Optimizer
 
 
 class _Tensor(NamedTuple):

@@ -5,16 +5,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import NoneType
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 
 from graphckpt._compat import pytree
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 ATOMS = frozenset({NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
 """Types that cannot change and hold no tensor."""

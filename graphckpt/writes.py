@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import chain
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphckpt._compat_compiler import never_compiled
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @final

@@ -4,7 +4,6 @@ from graphckpt.blocks.apply import Handle, apply
 from graphckpt.blocks.config import BlockConfig
 from graphckpt.blocks.forward import disable_checkpointing
 from graphckpt.blocks.functional import is_recomputing
-from graphckpt.blocks.graph_module import GraphModule
-from graphckpt.blocks.proxy import Block
+from graphckpt.blocks.proxy import Block, GraphModule
 
 __all__ = ["Block", "BlockConfig", "GraphModule", "Handle", "apply", "disable_checkpointing", "is_recomputing"]

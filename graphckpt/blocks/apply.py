@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, final
 
 from torch import nn
 
-from graphckpt.blocks.config import BlockConfig, fields_of
+from graphckpt.blocks.config import FIELDS, OTHER_NAMES, BlockConfig, fields_of
 from graphckpt.blocks.find_layers import layers
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.blocks.proxy import unwrap
 from graphckpt.blocks.resolve import ResolvedPolicies, resolve_policies
 from graphckpt.blocks.select import Selector, describe, select
 from graphckpt.blocks.step_recorder import StepRecorder
-from graphckpt.errors import ConfigError, without_repeats
+from graphckpt.errors import ConfigError, shown, without_repeats
 from graphckpt.extras import LazyPackage
 from graphckpt.ledger.group_rows import group_rows
 from graphckpt.ledger.record import Row
@@ -25,8 +26,6 @@ from graphckpt.rules.base import Rule
 from graphckpt.rules.registry import parse_rule
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     import yaml
 
     from graphckpt.ledger.explanation import Explanation
@@ -129,7 +128,7 @@ def apply(model: nn.Module, policies: Policies) -> Handle:
     """
     model = unwrap(model)
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"apply: expected an nn.Module, got {model!r} · fix: apply(model, policies)")
+        raise ConfigError(f"apply: expected an nn.Module, got {shown(model)} · fix: apply(model, policies)")
     configs: dict[nn.Module, BlockConfig] = {}
     faults: list[str] = []
     for selector, fields in policies_of(model, policies).items():
@@ -160,14 +159,24 @@ def policies_of(model: nn.Module, policies: Policies) -> Mapping[Selector, Any]:
     Raises:
         ConfigError: They have another form, the file cannot be read, or the model has no layers.
     """
-    if isinstance(policies, Mapping):
-        return policies
     if isinstance(policies, PathLike) or (isinstance(policies, str) and policies.endswith(_FILES)):
-        return policies_from_file(policies)
+        policies = policies_from_file(policies)
+    if isinstance(policies, Mapping):
+        names = dict(model.named_modules())
+        fields = [key for key in policies if key in ("rule", *FIELDS, *OTHER_NAMES) and key not in names]
+        if fields:
+            what = f"expected selectors of blocks as keys, got {', '.join(map(repr, fields))}: fields of a block"
+            raise ConfigError(f"apply: {what} · fix: {{'layers.*': {shown(dict(policies))}}}")
+        return policies
     if isinstance(policies, (type, re.Pattern, nn.Module)) and not isinstance(policies, nn.ModuleList):
         return {policies: True}
     if isinstance(policies, Iterable) and not isinstance(policies, str):
-        return dict.fromkeys(policies, True)
+        selectors: list[Any] = list(policies)
+        for selector in selectors:
+            if isinstance(selector, (Mapping, list)):
+                what = f"expected selectors in the list, got {shown(selector)}"
+                raise ConfigError(f"apply: {what} · fix: one mapping, such as {{'layers.*': True}}")
+        return dict.fromkeys(selectors, True)
     try:
         rule = parse_rule(policies)
     except ConfigError as error:
@@ -186,14 +195,26 @@ def policies_from_file(path: str | PathLike[str]) -> Mapping[Selector, Any]:
     """Reads a mapping from name patterns to policies from a YAML or JSON file, or the ``blocks`` of a saved plan.
 
     Raises:
-        ConfigError: The file is missing or contains no such mapping.
+        ConfigError: The file is missing, contains no such mapping, or a key twice.
     """
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        content, repeated = yaml.safe_load(text), _repeated_key(yaml.compose(text, Loader=yaml.SafeLoader))
     except (OSError, UnicodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: cannot be read: {error} · fix: name a file that Plan.save has written") from None
+    if repeated is not None:
+        raise ConfigError(f"{path}: expected each key once, got {repeated!r} twice · fix: remove one of them")
     blocks = content.get("blocks", content) if isinstance(content, Mapping) else content
     if not isinstance(blocks, Mapping):
         fix = "write {'layers.*': True}, or a file that Plan.save has written"
         raise ConfigError(f"{path}: expected a mapping of policies, got {type(blocks).__name__} · fix: {fix}")
     return blocks
+
+
+def _repeated_key(node: Any) -> str | None:
+    """Returns a key that a mapping of a YAML document has twice."""
+    if not isinstance(node, yaml.MappingNode):
+        return None
+    keys = [key.value for key, _ in node.value]
+    inner = (_repeated_key(value) for _, value in node.value)
+    return next((key for key in keys if keys.count(key) > 1), None) or next(filter(None, inner), None)

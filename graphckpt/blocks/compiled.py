@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any, final
 from weakref import WeakKeyDictionary
@@ -15,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from graphckpt._compat_compiler import compiler_of, saving
-from graphckpt.errors import ConfigError, did_you_mean
+from graphckpt.errors import ConfigError, did_you_mean, shown
 
 SHARE = "activation_memory_budget"
 """The compiler's name of the knob: 1 is what it saves by itself, 0 the inputs alone."""
@@ -33,7 +34,7 @@ def check_options(block: str, value: Any) -> None:
         ConfigError: it does not, names no option, or the share is none, or the backend has no use for one.
     """
     if not (value is None or isinstance(value, (bool, dict))):
-        raise ConfigError(f"{block}.compile: expected a bool or a dict of options, got {value!r} · fix: use True")
+        raise ConfigError(f"{block}.compile: expected a bool or a dict of options, got {shown(value)} · fix: use True")
     if not isinstance(value, dict):
         return
     for name in value:
@@ -124,27 +125,24 @@ def _with_own_code(function: Callable[..., Any], backend: _WithinBudget) -> Call
 
 
 @final
+@dataclass(frozen=True, repr=False)
 class _WithinBudget:
     """A backend: another one that has a share to keep to. Equal ones are one to the compiler's cache."""
 
-    def __init__(self, compiler: Callable[[Any, Any], Any], share: float) -> None:
-        self._compiler = compiler
-        self._share = share
+    compiler: Callable[[Any, Any], Any]
+    share: float
 
     def __call__(self, graph: Any, inputs: Any) -> Any:
-        with saving(self._share):
-            return self._compiler(graph, inputs)
+        with saving(self.share):
+            return self.compiler(graph, inputs)
 
     def reset(self) -> None:
         """``torch._dynamo.reset()`` calls this."""
-        self._compiler.reset()  # type: ignore[attr-defined]
+        self.compiler.reset()  # type: ignore[attr-defined]
 
     def __repr__(self) -> str:
         """Stands in the compiler's own errors."""
-        return f"{type(self._compiler).__name__} at {SHARE} {self._share:g}"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _WithinBudget) and (self._compiler, self._share) == (other._compiler, other._share)
+        return f"{type(self.compiler).__name__} at {SHARE} {self.share:g}"
 
     def __hash__(self) -> int:
-        return hash((type(self._compiler), self._share))
+        return hash((type(self.compiler), self.share))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from typing import Any, final
 
 from graphckpt.blocks.compiled import check_options
-from graphckpt.errors import ConfigError, did_you_mean
+from graphckpt.errors import ConfigError, did_you_mean, shown
 from graphckpt.rules.base import Rule
 from graphckpt.rules.registry import parse_rule, rule_classes
 from graphckpt.stores.offload import parse_offload
@@ -154,10 +155,10 @@ def _combine(block: str, values: dict[str, Any]) -> Rule | None:
         if field not in FIELDS:
             ours = f" · fix: write {OTHER_NAMES[field]}, which means the same" if field in OTHER_NAMES else None
             raise ConfigError(
-                f"{block}.{field}: there is no such field{ours or did_you_mean(field, FIELDS) + f' · {_FIX}'}"
+                f"{block}.{field}: there is no such field{ours or did_you_mean(str(field), FIELDS) + f' · {_FIX}'}"
             )
         if field == "stage_id" and value is not None and not (type(value) is int and value >= 0):
-            raise ConfigError(f"{block}.stage_id: expected an int from 0 on, got {value!r} · fix: the stage's number")
+            raise ConfigError(f"{block}.stage_id: expected an int from 0 on, got {shown(value)} · fix: use its number")
         if field == "compile":
             check_options(block, value)
         if field in PLACEMENT and value is not None:
@@ -175,6 +176,18 @@ def _combine(block: str, values: dict[str, Any]) -> Rule | None:
         )
     cut: Rule = _parsed(block, field, rule_classes()[field], values[field])
     return cut
+
+
+def check_attribute(block: str, origin: object, name: str) -> None:
+    """Raises a :class:`ConfigError` if a field is set as an attribute of a module, where it would have no effect."""
+    if name != "compile" and hasattr(origin, name):  # torch.compile in place is a method of every module
+        return
+    near = [OTHER_NAMES[name]] if name in OTHER_NAMES else get_close_matches(name, FIELDS, n=1, cutoff=0.9)
+    if near:
+        raise ConfigError(
+            f"{block}.{name}: expected an attribute of {type(origin).__name__}, got a field of its policy · "
+            f"fix: write {block}.config.{near[0]}"
+        )
 
 
 def fields_of(value: Any) -> dict[str, Any]:
@@ -197,7 +210,11 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _parsed(block: str, field: str, parse: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, type):
+        what = f"expected an object, got the class {value.__name__}"
+        raise ConfigError(f"{block}.{field}: {what} · fix: {value.__name__}()")
     try:
         return parse(value)
     except ConfigError as error:
-        raise ConfigError(f"{block}.{field}: {error}") from None
+        text = str(error).removeprefix(f"{field}: ").replace(repr(value), shown(value))
+        raise ConfigError(f"{block}.{field}: {text}") from None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
+
+from torch import nn
 
 from graphckpt.blocks.compiled import share_of
 from graphckpt.ledger.explanation import Explanation
@@ -18,10 +21,6 @@ from graphckpt.stores.base import Traffic
 from graphckpt.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from torch import nn
-
     from graphckpt.blocks.forward import BlockForward
     from graphckpt.blocks.resolve import ResolvedPolicies
 
@@ -31,7 +30,6 @@ def explain_step(
     roots: Sequence[tuple[str, nn.Module]],
     policies: ResolvedPolicies,
     kept: Recorder,
-    live: Recorder | None,
     times: Recorder | None,
 ) -> Explanation:
     """Returns a row for each block, the totals, and what to know about them.
@@ -40,8 +38,7 @@ def explain_step(
         title: Name of the model or graph.
         roots: The modules that were watched, with their names.
         policies: Those of the blocks.
-        kept: Has seen what a step keeps.
-        live: Has seen the live bytes of a step, if one was watched op by op.
+        kept: Has seen what a step keeps, and its live bytes if it was watched op by op.
         times: Has seen how long the blocks of a step took, if one was watched for that.
     """
     elsewhere = {w.name for w in policies.wrappers if w.module is not None and is_elsewhere(w.module)}
@@ -50,7 +47,7 @@ def explain_step(
     empty = {name for name in kept.weightless if not (kept.bytes_before(name) or kept.bytes_after(name))}
     omitted = elsewhere | (empty - {*policies.selected})
     rows = [row for row in _rows(title, wrappers, idle, kept, times) if row.block not in omitted]
-    levels = plain_levels(wrappers, live)
+    live, levels = kept.live, _plain_levels(wrappers, kept)
     return Explanation(
         title=title,
         rows=tuple(rows),
@@ -61,10 +58,11 @@ def explain_step(
         peak_bytes=live.peak_bytes if live else None,
         plain_peak_bytes=max(levels) if levels else None,
         static_bytes=live.static_bytes if live else 0,
-        timeline=live.timeline if live else (),
+        has_optimizer_states=kept.has_optimizer_states,
+        timeline=tuple(live.timeline) if live else (),
         plain_levels=levels,
         legend=_legend(wrappers),
-        warnings=tuple(_warnings(title, roots, wrappers, idle, kept, live)),
+        warnings=tuple(_warnings(title, roots, wrappers, idle, kept, max(levels, default=None))),
     )
 
 
@@ -131,7 +129,7 @@ def _warnings(
     wrappers: Sequence[BlockForward],
     idle: Mapping[str, str],
     kept: Recorder,
-    live: Recorder | None,
+    plain_peak: int | None,
 ) -> Iterator[str]:
     flagged = [w for w in wrappers if not isinstance(w.rule, Keep) or w.placement is not None]
     for wrapper in flagged:
@@ -141,8 +139,7 @@ def _warnings(
     yield from _useless_flags(title, flagged)
     ran = [w for w in flagged if kept.reruns[w.name]]
     tops = {id(root) for _, root in roots}
-    plain_peak = max(plain_levels(wrappers, live), default=None)
-    is_as_high = live is None or live.peak_bytes is None or plain_peak is None or plain_peak <= 1.02 * live.peak_bytes
+    is_as_high = kept.live is None or plain_peak is None or plain_peak <= 1.02 * kept.live.peak_bytes
     for wrapper in ran:
         if id(wrapper.module) in tops and not isinstance(wrapper.rule, (Segments, Tiles)) and is_as_high:
             yield (
@@ -150,7 +147,7 @@ def _warnings(
                 "is recomputed, and the peak hardly falls · fix: set the flag on its layers"
             )
     if not any(isinstance(w.rule, Joined) for w in wrappers):
-        yield from _last_block(wrappers, kept, live, ran)
+        yield from _last_block(wrappers, kept, ran)
 
 
 def _useless_flags(title: str, wrappers: Sequence[BlockForward]) -> Iterator[str]:
@@ -165,15 +162,14 @@ def _useless_flags(title: str, wrappers: Sequence[BlockForward]) -> Iterator[str
         yield f"{names[0]}{more}: {note}"
 
 
-def _last_block(
-    wrappers: Sequence[BlockForward], kept: Recorder, live: Recorder | None, ran: Sequence[BlockForward]
-) -> Iterator[str]:
+def _last_block(wrappers: Sequence[BlockForward], kept: Recorder, ran: Sequence[BlockForward]) -> Iterator[str]:
     """Advises not to recompute the last block if the peak would not rise; only a prediction can tell.
 
     While the logits and the loss are alive, so is what the last block keeps. Recomputing it moves these bytes behind
     that moment, and often lowers the peak.
     """
-    if live is None or live.peak_bytes is None or len(ran) < 2 or not can_predict(wrappers):
+    live = kept.live
+    if live is None or len(ran) < 2 or not _can_predict(wrappers):
         return
     order = list(kept.order)
     last = max(ran, key=lambda w: order.index(w.name) if w.name in order else -1)
@@ -182,21 +178,18 @@ def _last_block(
         return
     peak_bytes = max(live.levels_if_kept(lambda block: block == last.name), default=0)
     if peak_bytes <= live.peak_bytes:
-        yield (
-            f"{last.name}: its recomputation takes nothing off the peak, which would be "
-            f"{format_bytes(peak_bytes)} (predicted) without it · "
-            f"fix: set activation_checkpointing = False on {last.name}"
-        )
+        what = f"its recomputation takes nothing off the peak, which would be {format_bytes(peak_bytes)} (predicted)"
+        yield f"{last.name}: {what} without it · fix: set activation_checkpointing = False on {last.name}"
 
 
-def plain_levels(wrappers: Sequence[BlockForward], live: Recorder | None) -> tuple[int, ...]:
+def _plain_levels(wrappers: Sequence[BlockForward], kept: Recorder) -> tuple[int, ...]:
     """Returns the predicted live bytes of the step without policies; empty if they cannot be predicted."""
-    if live is None or live.own_checkpointing or not can_predict(wrappers):
+    if kept.live is None or kept.own_checkpointing or not _can_predict(wrappers):
         return ()
-    return tuple(live.levels_if_kept(lambda block: True))
+    return tuple(kept.live.levels_if_kept(lambda block: True))
 
 
-def can_predict(wrappers: Sequence[BlockForward]) -> bool:
+def _can_predict(wrappers: Sequence[BlockForward]) -> bool:
     """Whether the log of storages tells what the step would keep under other policies.
 
     It does not if stores move tensors, if a loss is computed in slices, or if compiled code hides what it allocates.

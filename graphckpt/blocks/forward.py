@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MethodType
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
+from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from graphckpt._compat import is_transformed
@@ -21,11 +23,6 @@ from graphckpt.rules.engine.execution import running
 from graphckpt.rules.keep import Keep
 from graphckpt.state.modules import policy_changes
 from graphckpt.stores.placement import Placement
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import nn
 
 _disabled: ContextVar[bool] = ContextVar("disabled", default=False)
 
@@ -172,12 +169,7 @@ class BlockForward:
         return (
             BlockForward,
             (self._module(), self.name, self.rule, self.placement),
-            (
-                self._wrapped,
-                self._is_on,
-                self.compile_options,
-                self.is_part,
-            ),
+            (self._wrapped, self._is_on, self.compile_options, self.is_part),
         )
 
     def __setstate__(self, state: tuple[Any, bool, dict[str, Any] | None, bool]) -> None:

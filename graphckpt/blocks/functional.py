@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, reduce
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -16,17 +17,12 @@ from graphckpt.blocks.forward import BlockForward, checkpointing_is_off
 from graphckpt.blocks.proxy import unwrap
 from graphckpt.errors import ConfigError
 from graphckpt.rules.engine.context import BlockContext
-from graphckpt.rules.engine.execution import running
+from graphckpt.rules.engine.execution import RecomputableCall, running
 from graphckpt.rules.engine.frame import Frame
 from graphckpt.rules.full import Full
 from graphckpt.rules.segments import run_segments
 from graphckpt.stores.host.host import Host
 from graphckpt.stores.placement import Placement
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from graphckpt.rules.engine.execution import RecomputableCall
 
 
 def checkpoint(

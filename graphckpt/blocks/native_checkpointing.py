@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Callable
+from typing import Any, final
 
 from torch import nn
 
-from graphckpt.undo import put_back, replace_item
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from graphckpt.rules.engine.context import BlockContext
-    from graphckpt.undo import Undo
+from graphckpt.rules.engine.context import BlockContext
+from graphckpt.undo import Undo, put_back, replace_item
 
 _FLAG = "gradient_checkpointing"
 

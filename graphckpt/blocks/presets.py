@@ -14,17 +14,15 @@ Each returns a mapping from blocks to policies; ``train.activation_checkpoint.bl
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
+
+from torch import nn
 
 from graphckpt.blocks.find_layers import layers
 from graphckpt.errors import ConfigError
 from graphckpt.rules.segments import segment_starts
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from torch import nn
 
 Policies: TypeAlias = dict[str, Any]
 """By block: a value of ``activation_checkpointing``."""

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator, MutableMapping
 from types import MethodType
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch import nn
 
-from graphckpt.blocks.config import BlockConfig
-from graphckpt.blocks.graph_module import GraphModule
-from graphckpt.blocks.slices import BlockSlice
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, MutableMapping
+from graphckpt.blocks.config import FIELDS, BlockConfig, check_attribute
 
 _EDITS = frozenset({"add_module", "append", "extend", "insert", "register_module", "set_submodule", "update"})
 _RETURNS_SELF = _EDITS | {
@@ -30,7 +26,7 @@ class BlockTree:
     def __init__(self, changed: Callable[[], None]) -> None:
         self.configs: MutableMapping[nn.Module, BlockConfig] = WeakKeyDictionary()
         self._blocks: MutableMapping[nn.Module, Block] = WeakValueDictionary()  # a block holds its tree
-        self._changed = changed
+        self.mark_changed = changed  # to be called when a module was replaced, added or removed
 
     def block(self, module: nn.Module, prefix: str, name: str) -> Block:
         """Returns the block of ``module``; a module with two names goes by the first."""
@@ -42,12 +38,8 @@ class BlockTree:
     def config(self, module: nn.Module, path: str) -> BlockConfig:
         """Returns the config of ``module``."""
         if module not in self.configs:
-            self.configs[module] = BlockConfig(path, self._changed, getattr(module, "config", None))
+            self.configs[module] = BlockConfig(path, self.mark_changed, getattr(module, "config", None))
         return self.configs[module]
-
-    def mark_changed(self) -> None:
-        """A module was replaced, added or removed."""
-        self._changed()
 
     def policies(self) -> list[tuple[nn.Module, str, dict[str, Any]]]:
         """Returns ``(module, path, fields)`` of every block on which something is set."""
@@ -121,6 +113,8 @@ class Block:
         return self._passing(name, value) if name in _RETURNS_SELF else value
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if not isinstance(value, nn.Module):
+            check_attribute(self._prefix + self._name, self._origin, name)
         setattr(self._origin, name, unwrap(value))
         if isinstance(value, nn.Module):
             self._tree.mark_changed()
@@ -226,6 +220,108 @@ class Block:
     def _child_of(self, value: Any) -> Any:
         name = next((name for name, child in self._origin._modules.items() if child is value), None)
         return value if name is None else self._child(name, value)
+
+
+@final
+class GraphModule:
+    """A block's policy as OneFlow has it since 0.9: ``block.to(GraphModule).activation_checkpointing = True``."""
+
+    __slots__ = ("_block",)
+
+    def __init__(self, block: Block) -> None:
+        self._block: Block
+        object.__setattr__(self, "_block", block)
+
+    @property
+    def name(self) -> str:
+        """The last part of the block's path."""
+        return self._block.name
+
+    @property
+    def name_prefix(self) -> str:
+        """The path before the name."""
+        return self._block.name_prefix
+
+    @property
+    def type(self) -> str:
+        """``"MODULE"``."""
+        return "MODULE"
+
+    def set_stage(self, stage_id: int | None = None, placement: object = None) -> None:
+        """Sets the pipeline stage."""
+        self._block.config.set_stage(stage_id, placement)
+
+    def __getattr__(self, field: str) -> Any:
+        if field not in FIELDS:
+            raise AttributeError(f"GraphModule has no attribute {field!r}")
+        return getattr(self._block.config, field)
+
+    def __setattr__(self, field: str, value: Any) -> None:
+        setattr(self._block.config, field, value)
+
+    def __repr__(self) -> str:
+        fields = repr(self._block.config).partition("(")[2]
+        return f"(GraphModule:{self.name_prefix}{self.name}({fields})"
+
+
+@final
+class BlockSlice:
+    """Some consecutive blocks of a container. What is set on ``config`` is set on each of them."""
+
+    def __init__(self, origin: Any, blocks: list[Block], path: str, key: slice) -> None:
+        self.origin = origin
+        self.name = f"{path}[{'' if key.start is None else key.start}:{'' if key.stop is None else key.stop}]"
+        self.config = ConfigOfEach([block.config for block in blocks])
+        self._blocks = blocks
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """``to(GraphModule)`` is the policy of all; ``to(nn.Module)`` the modules; else it moves them."""
+        if args and args[0] is GraphModule:
+            return self.config
+        if not (args and isinstance(args[0], type)):
+            self.origin.to(*args, **kwargs)
+        return self.origin if args and isinstance(args[0], type) else self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("origin", "name", "config", "_blocks"):
+            check_attribute(self.name, self.origin, name)
+        super().__setattr__(name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the part of the container."""
+        return self.origin(*args, **kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._blocks[key]
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self._blocks)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __repr__(self) -> str:
+        return f"{self.name}: {self.origin!r}"
+
+
+@final
+class ConfigOfEach:
+    """The configs of several blocks: what is set is set on each, what is read is a list."""
+
+    def __init__(self, configs: list[BlockConfig]) -> None:
+        object.__setattr__(self, "_configs", configs)
+
+    def __setattr__(self, field: str, value: Any) -> None:
+        for config in self._configs:
+            setattr(config, field, value)
+
+    def __getattr__(self, field: str) -> list[Any]:
+        return [getattr(config, field) for config in self._configs]
+
+    def set_stage(self, stage_id: int | None = None, placement: object = None) -> None:
+        """Sets the pipeline stage of each."""
+        for config in self._configs:
+            config.set_stage(stage_id, placement)
 
 
 def unwrap(value: Any) -> Any:

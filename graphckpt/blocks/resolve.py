@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from torch import nn
 
+from graphckpt.blocks.config import BlockConfig
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.errors import ConfigError, warn_once, without_repeats
 from graphckpt.rules.base import Rule
@@ -14,11 +16,6 @@ from graphckpt.rules.full import Full
 from graphckpt.rules.keep import Keep
 from graphckpt.rules.selective import Selective
 from graphckpt.stores.placement import Placement, placement_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from graphckpt.blocks.config import BlockConfig
 
 UNCALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # containers without a forward
 

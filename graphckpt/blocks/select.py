@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
 
 from torch import nn
 
-from graphckpt.errors import ConfigError, did_you_mean
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+from graphckpt.errors import ConfigError, did_you_mean, shown
 
 Selector: TypeAlias = str | re.Pattern[str] | type[nn.Module] | nn.Module
 """A name or name pattern as for :mod:`fnmatch` (``"transformer.h.*"``), a regular expression
@@ -40,7 +38,8 @@ def select(model: nn.Module, selector: Selector) -> list[tuple[str, nn.Module]]:
             found = [(name, module) for name, module in named if name and selector in _class_names(module)]
     else:
         raise ConfigError(
-            f"expected a name pattern, a regular expression, a class or a module, got {selector!r} · fix: the selector"
+            f"expected a name pattern, a regular expression, a class or a module, got {shown(selector)} · "
+            "fix: a name of model.named_modules(), such as 'layers.0', or 'layers.*'"
         )
     if not found:
         raise ConfigError(_matches_nothing(model, selector, named))
@@ -65,8 +64,8 @@ def _matches_nothing(model: nn.Module, selector: Selector, named: Sequence[tuple
         described, known = repr(word), {_with_stars(name) for name, _ in named}
         known |= {name for name, _ in named if "*" not in word}
         near = did_you_mean(word, known) or did_you_mean(word, classes)
-    near = near or f" · the model has {', '.join(map(repr, sorted(known)[:8]))}"
-    return f"{described} matches no module of {owner}{near} · fix: the selector"
+    near = near or f" · the model has {', '.join(map(repr, sorted(known)[:8]))}{', ...' if len(known) > 8 else ''}"
+    return f"{described} matches no module of {owner}{near} · fix: use a name or class of model.named_modules()"
 
 
 def _pattern(selector: str | re.Pattern[str]) -> re.Pattern[str]:
@@ -77,7 +76,7 @@ def _pattern(selector: str | re.Pattern[str]) -> re.Pattern[str]:
     try:
         return re.compile(selector[3:])
     except re.error as error:
-        raise ConfigError(f"{selector!r} is not a valid regular expression: {error} · fix: the selector") from None
+        raise ConfigError(f"{selector!r} is not a valid regular expression: {error} · fix: correct it") from None
 
 
 def _outermost(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, final
+from functools import partial
+from typing import Any, final
 from weakref import WeakMethod
 
 import torch
@@ -15,41 +17,30 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from graphckpt._compat import is_transformed
 from graphckpt.blocks.explain import explain_step, is_elsewhere
 from graphckpt.blocks.find_layers import layers
+from graphckpt.blocks.forward import BlockForward
 from graphckpt.blocks.native_checkpointing import NativeCheckpointing
-from graphckpt.blocks.resolve import UNCALLED
+from graphckpt.blocks.resolve import UNCALLED, ResolvedPolicies
 from graphckpt.errors import GraphError
+from graphckpt.ledger.explanation import Explanation
 from graphckpt.ledger.plot import draw
 from graphckpt.ledger.recorder import Recorder
 from graphckpt.ledger.storage_log import StorageLog
 from graphckpt.ledger.table import print_table
 from graphckpt.tree import tensors_in
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from graphckpt.blocks.forward import BlockForward
-    from graphckpt.blocks.resolve import ResolvedPolicies
-    from graphckpt.ledger.explanation import Explanation
-
 
 @final
 class StepRecorder:
     """Records steps of a model, and holds the last records."""
 
-    def __init__(
-        self,
-        title: str,
-        roots: list[tuple[str, nn.Module]],
-        policies: ResolvedPolicies,
-    ) -> None:
+    def __init__(self, title: str, roots: list[tuple[str, nn.Module]], policies: ResolvedPolicies) -> None:
         self.title = title
         self._roots = roots
         self._wrappers = policies.wrappers
         self._policies = policies
         self._bytes: Recorder | None = None
-        self._live: Recorder | None = None
         self._times: Recorder | None = None
-        self._hooks: list[Any] = []
+        self._endings: list[Callable[[], object]] = []  # of a record in progress
 
     @contextmanager
     def measure(self, inputs: Iterable[torch.Tensor] = ()) -> Iterator[None]:
@@ -60,7 +51,15 @@ class StepRecorder:
         live.mark_static(self._state())
         live.track([*known, *(t.grad for t in known if t.is_leaf and t.grad is not None)])
         recorder = Recorder(known, live)
-        hook = register_optimizer_step_pre_hook(lambda optimizer, *_: recorder.optimizer_steps(_state_of(optimizer)))
+        new: list[torch.optim.Optimizer] = []
+
+        def see_optimizer(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            state = _state_of(optimizer)
+            recorder.optimizer_steps(state)
+            if not state:
+                new.append(optimizer)
+
+        hook = register_optimizer_step_pre_hook(see_optimizer)
         try:
             with (
                 _rows_for_modules(recorder, self._wrappers, self._plain_modules()),
@@ -70,7 +69,8 @@ class StepRecorder:
                 yield
         finally:
             hook.remove()
-        self._bytes = self._live = recorder
+        recorder.has_optimizer_states = not any(map(_state_of, new))
+        self._bytes = recorder
 
     @contextmanager
     def time(self) -> Iterator[Recorder]:
@@ -84,7 +84,7 @@ class StepRecorder:
         """Records the next forward of the model and what its backward recomputes, at the cost of a few hooks."""
         root = self._roots[0][1]
         begin = _Hook(WeakMethod(self._begin), passes_on=True)
-        self._hooks.append(root.register_forward_pre_hook(begin, with_kwargs=True))
+        self._endings.append(root.register_forward_pre_hook(begin, with_kwargs=True).remove)
 
     def _begin(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled() or is_transformed():
@@ -95,23 +95,23 @@ class StepRecorder:
         rows.__enter__()
         end = root.register_forward_hook(_Hook(lambda: recorder.end), always_call=True)
         stop = root.register_forward_pre_hook(_Hook(WeakMethod(self.close)))
-        self._hooks += [end, stop, _Closing(rows)]
+        self._endings += [end.remove, stop.remove, partial(rows.__exit__, None, None, None)]
         recorder.begin()
 
     def close(self) -> None:
         """Ends a record in progress, including one that an interrupt has left behind."""
         if self._bytes is not None:
             self._bytes.end()
-        hooks, self._hooks = self._hooks, []
-        for hook in hooks:
-            hook.remove()
+        endings, self._endings = self._endings, []
+        for end in endings:
+            end()
 
     def explain(self, plot: str | None, *, show: bool, capture: str = "") -> Explanation:
         """Returns the explanation of the last recorded steps; ``capture`` says how the step runs now."""
         recorder = self._bytes
         if recorder is None or not recorder.runs:
             raise GraphError(f"{self.title}: expected a step to explain, got none yet · fix: run one step")
-        explanation = explain_step(self.title, self._roots, self._policies, recorder, self._live, self._times)
+        explanation = explain_step(self.title, self._roots, self._policies, recorder, self._times)
         explanation = replace(explanation, capture=capture)
         if plot is not None:
             draw(explanation, plot)
@@ -216,13 +216,3 @@ def _rows_for_modules(
                 wrapper.context.recorder = None
         for hook in hooks:
             hook.remove()
-
-
-class _Closing:
-    """Ends a context manager by the method that ends a hook."""
-
-    def __init__(self, context: Any) -> None:
-        self._context = context
-
-    def remove(self) -> None:
-        self._context.__exit__(None, None, None)

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from graphckpt.config import overrides as _overrides
-from graphckpt.config import own_modules
 from graphckpt.config.fast_dev_run import shrink
-from graphckpt.config.load import importable_from, load_with_origins
+from graphckpt.config.load import load_with_origins
 from graphckpt.config.packaged import existing
 from graphckpt.config.schema import checked
 from graphckpt.config.values import Origins, plain_values, yaml_text
@@ -36,10 +35,8 @@ def describe_config(config_file: str | Path, overrides: Iterable[str] = (), *, f
     if fast_dev_run:
         shrink(config, overrides)
         origins.note(config, "--fast-dev-run")
-    places, more = own_modules.folders(config, path)
-    with importable_from(*places):
-        checked(config, [*faults, *more], str(path))
-    return "".join(_lines(plain_values(config), origins))
+    with checked(config, faults, path):
+        return "".join(_lines(plain_values(config), origins))
 
 
 def _lines(node: Mapping[str, Any], origins: Origins, prefix: str = "", indent: str = "") -> Iterator[str]:

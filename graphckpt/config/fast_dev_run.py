@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from graphckpt.config import overrides as _overrides
+from graphckpt.config.lazy import try_get_key
 from graphckpt.errors import ConfigError
 from graphckpt.train.batch_sizes import batch_sizes
 from graphckpt.train.settings import TrainConfig
@@ -49,14 +49,14 @@ def shrink(config: DictConfig, overrides: Iterable[str]) -> list[str]:
     >>> lines[1:3]
     ['  train.train_micro_batch_size=2  (else 16)', '  train.evaluation.eval_period=2  (else 1000)']
     """
-    if not isinstance(_value(config, "train", None), DictConfig):
+    if not isinstance(try_get_key(config, "train"), DictConfig):
         return []  # a fault, which the schema names
     given = OmegaConf.create({})
     _overrides.apply(given, overrides)
     changes: list[str] = []
     for key, value in _wanted(config, given):
-        before = _value(config, key, _default(key))
-        if _value(given, key, _MISSING) is _MISSING and before != value:
+        before = try_get_key(config, key, default=_default(key))
+        if try_get_key(given, key, default=_MISSING) is _MISSING and before != value:
             changes.append(f"  {key}={_word(value)}  (else {_word(before)})")
             OmegaConf.update(config, key, value, force_add=True)
     if not changes:
@@ -72,25 +72,27 @@ def is_given(overrides: Iterable[str], key: str) -> bool:
     """
     given = OmegaConf.create({})
     _overrides.apply(given, overrides)
-    return _value(given, key, _MISSING) is not _MISSING
+    return try_get_key(given, key, default=_MISSING) is not _MISSING
 
 
 def _wanted(config: DictConfig, given: DictConfig) -> Iterator[tuple[str, Any]]:
     yield from _batch(config, given)
     for key, most in _AT_MOST.items():
-        value = _value(config, key, _default(key))
+        value = try_get_key(config, key, default=_default(key))
         if value is None or (isinstance(value, int | float) and value > most):
             yield key, most
     yield from _SET.items()
-    if _value(config, "train.amp.enabled", False) is True and _is_on_cpu(config):
+    if try_get_key(config, "train.amp.enabled", default=False) is True and _is_on_cpu(config):
         yield "train.amp.enabled", False  # emulated on many CPUs, where it takes several times as long
 
 
 def _batch(config: DictConfig, given: DictConfig) -> Iterator[tuple[str, Any]]:
-    if _value(given, _GLOBAL, _MISSING) is not _MISSING:
+    if try_get_key(given, _GLOBAL, default=_MISSING) is not _MISSING:
         return  # who asks for so many samples means it
-    micro, accumulation, whole = (_value(config, key, _default(key)) for key in (_MICRO, _ACCUMULATION, _GLOBAL))
-    data_parallel = _value(config, "train.dist.data_parallel_size", 1)
+    micro, accumulation, whole = (
+        try_get_key(config, key, default=_default(key)) for key in (_MICRO, _ACCUMULATION, _GLOBAL)
+    )
+    data_parallel = try_get_key(config, "train.dist.data_parallel_size", default=1)
     if not all(value is None or (isinstance(value, int) and value >= 1) for value in (micro, accumulation, whole)):
         return  # a fault, which the schema names
     try:
@@ -106,15 +108,8 @@ def _batch(config: DictConfig, given: DictConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _is_on_cpu(config: DictConfig) -> bool:
-    device = _value(config, "train.device", None)
+    device = try_get_key(config, "train.device")
     return device == "cpu" if device is not None else not torch.cuda.is_available()
-
-
-def _value(config: DictConfig, key: str, default: Any) -> Any:
-    try:
-        return OmegaConf.select(config, key, default=default)
-    except OmegaConfBaseException:  # an interpolation that leads nowhere: a fault, which the schema names
-        return default
 
 
 def _default(key: str) -> Any:

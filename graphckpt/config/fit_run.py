@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from graphckpt.config.load import load
-from graphckpt.config.schema import RunConfig, checked
+from graphckpt.config.schema import RunConfig
 from graphckpt.planning.fit.api import fit
 from graphckpt.planning.fit.rows import BatchFit
 from graphckpt.planning.fit.search import divisors
@@ -38,10 +38,10 @@ _CHOSEN = (
 """What a fit sets in a config."""
 
 
-def fitted(
+def fit_run(
     run: RunConfig, config: DictConfig, make_optimizer: Callable[[nn.Module], Optimizer], *, resume: bool = False
-) -> tuple[RunConfig, list[str]]:
-    """Returns the run with micro-batch, accumulation and policies chosen, and lines about them; changes ``config``.
+) -> list[str]:
+    """Writes the micro-batch, accumulation and policies that it chooses into ``config``; returns lines about them.
 
     A run that is resumed has what was chosen at its start.
 
@@ -62,7 +62,7 @@ def fitted(
         lines = [f"fit: micro-batch {best.batch_size} x {best.accumulation}, {peak}, {rate}"]
     for key, value in chosen.items():
         OmegaConf.update(config, key, value, merge=False, force_add=True)
-    return checked(config, [], "the config that was fitted"), lines
+    return lines
 
 
 def _settings(best: BatchFit) -> dict[str, Any]:

@@ -153,13 +153,7 @@ def parameters(target: Callable[..., Any]) -> tuple[dict[str, Any], bool]:
     """
     try:
         signature = inspect.signature(target, eval_str=True)
-    except (
-        NameError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        SyntaxError,
-    ):  # no signature, or annotations of typing time
+    except (NameError, TypeError, ValueError, AttributeError, SyntaxError):  # none, or annotations of typing time
         try:
             signature = inspect.signature(target)
         except (TypeError, ValueError):

@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from graphckpt.config.instantiate import is_call
 from graphckpt.config.numbers import fault_of, odd_numbers
 from graphckpt.config.values import Origins
-from graphckpt.errors import ConfigError, GraphckptError, bullets
+from graphckpt.errors import ConfigError, GraphckptError, bullets, first_line
 
 _SUFFIXES = (".py", ".yaml", ".yml")
 
@@ -107,7 +107,7 @@ def _run(path: Path) -> tuple[DictConfig, Origins]:
             source = f"\n    {error.text.rstrip()}" if error.text else ""
             raise ConfigError(f"{error.filename}:{error.lineno}: {error.msg}{source}") from error
         line = _line_of(error, ran.files) or str(path)
-        text = str(error).split("\n", 1)[0] if isinstance(error, OmegaConfBaseException) else str(error)
+        text = first_line(error) if isinstance(error, OmegaConfBaseException) else str(error)
         raise ConfigError(f"{line}: {type(error).__name__}: {text}") from error
     config = OmegaConf.create(_configs_in(module), flags={"allow_objects": True})
     return config, ran.origins

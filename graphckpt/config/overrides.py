@@ -9,6 +9,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from graphckpt.config.numbers import fault_of, odd_numbers
+from graphckpt.errors import first_line
 
 
 def apply(config: DictConfig, overrides: Iterable[str]) -> list[str]:
@@ -35,7 +36,7 @@ def _apply_one(config: DictConfig, override: str) -> str:
         value = OmegaConf.from_dotlist([f"value={text}"])["value"]
         odd = next(odd_numbers(text), None)
     except (YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
-        return f"{key}: expected a YAML value, got {text!r} · fix: quote it ({_first_line(error)})"
+        return f"{key}: expected a YAML value, got {text!r} · fix: quote it ({first_line(error)})"
     if odd is not None:
         inner = f".{odd[0]}" if odd[0] and not odd[0].startswith("[") else odd[0]
         return f"{key}{inner}: {fault_of(odd[1])}"
@@ -44,7 +45,7 @@ def _apply_one(config: DictConfig, override: str) -> str:
     try:
         OmegaConf.update(config, key, value, merge=True, force_add=True)
     except (OmegaConfBaseException, ValueError, TypeError, IndexError) as error:
-        return f"{key}: {_first_line(error)}"
+        return f"{key}: {first_line(error)}"
     return ""
 
 
@@ -67,7 +68,3 @@ def _no_section(config: DictConfig, key: str) -> str:
         else:
             return f"{key}: {above} is a value ({node!r}), not a section"
     return ""
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0]

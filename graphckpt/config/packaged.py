@@ -17,10 +17,7 @@ def folder() -> Path:
         ConfigError: the installation holds none.
     """
     package = Path(__file__).parents[1]
-    for candidate in (
-        package / "configs",
-        package.parent / "configs",
-    ):  # a wheel has the first, a checkout the second
+    for candidate in (package / "configs", package.parent / "configs"):  # of a wheel, of a checkout
         if (candidate / "common").is_dir():
             return candidate
     raise ConfigError(f"no configs beside {package} · fix: install graphckpt again")

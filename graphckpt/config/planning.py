@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from graphckpt.config import overrides as _overrides
-from graphckpt.config import own_modules
-from graphckpt.config.load import importable_from, load
+from graphckpt.config.load import load
 from graphckpt.config.packaged import existing
 from graphckpt.config.run import optimizer_of
 from graphckpt.config.schema import RunConfig, checked
@@ -108,10 +107,8 @@ def fake_steps_from(
     path = existing(Path(config_file))
     config = load(path)
     faults = _overrides.apply(config, list(overrides))
-    places, more = own_modules.folders(config, path)
     target = load_profile(device)
-    with importable_from(*places):
-        run = checked(config, [*faults, *more], str(path))
+    with checked(config, faults, path) as (run, _):
         yield FakeConfigSteps(run, target, options or {})
 
 

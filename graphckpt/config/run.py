@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from graphckpt.config import overrides as _overrides
 from graphckpt.config import own_modules
 from graphckpt.config.fast_dev_run import is_given, shrink
-from graphckpt.config.fit_run import fitted
+from graphckpt.config.fit_run import fit_run
 from graphckpt.config.instantiate import DeferredCall, is_call
 from graphckpt.config.lazy import LazyConfig
-from graphckpt.config.load import importable_from, load
+from graphckpt.config.load import load
 from graphckpt.config.packaged import existing
 from graphckpt.config.schema import RunConfig, checked
 from graphckpt.errors import ConfigError
@@ -60,15 +60,13 @@ def trainer_from(
     if scratch and resume:
         fix = "leave one of them out, or name the folder of the run: train.output_dir=..."
         raise ConfigError(f"--fast-dev-run: writes to a temporary folder, which has nothing to --resume · fix: {fix}")
-    places, more = own_modules.folders(config, path)
-    faults += more
-    with importable_from(*places):
-        run = checked(config, faults, str(path))
-        if resume and run.train.overwrite:
+    with checked(config, faults, path) as (asked, places):
+        if resume and asked.train.overwrite:
             raise ConfigError("train.overwrite: True is not supported with --resume · fix: leave one of them out")
         chosen: list[str] = []
-        if run.train.activation_checkpoint.fit is not None and not eval_only:
-            run, chosen = fitted(run, config, partial(optimizer_of, run), resume=resume)
+        if asked.train.activation_checkpoint.fit is not None and not eval_only:
+            chosen = fit_run(asked, config, partial(optimizer_of, asked), resume=resume)
+    with checked(config, faults, path) as (run, places):
         trainer = _trainer(
             run,
             resume=resume,
@@ -128,9 +126,8 @@ def _trainer(run: RunConfig, **how: Any) -> Trainer:
     def make_model() -> nn.Module:
         model: object = run.model()
         if not isinstance(model, nn.Module):
-            raise ConfigError(
-                f"model: expected an nn.Module, got {type(model).__name__} · fix: call a class of modules"
-            )
+            found = type(model).__name__
+            raise ConfigError(f"model: expected an nn.Module, got {found} · fix: call a class of modules")
         return model
 
     data, task = run.data(), run.task()

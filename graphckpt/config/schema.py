@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, final
 
 from omegaconf import DictConfig, OmegaConf
@@ -11,9 +13,11 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 from torch.optim import Optimizer
 
+from graphckpt.config import own_modules
 from graphckpt.config.instantiate import DeferredCall, is_call
+from graphckpt.config.load import importable_from
 from graphckpt.config.typed import read_section
-from graphckpt.errors import ConfigError, bullets
+from graphckpt.errors import ConfigError, bullets, first_line
 from graphckpt.train.data.text_data import Data
 from graphckpt.train.loop import HookBase
 from graphckpt.train.settings import TrainConfig
@@ -51,25 +55,28 @@ def check(config: DictConfig) -> tuple[RunConfig | None, list[str]]:
         plain: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         key = f"{error.full_key}: " if error.full_key else ""
-        return None, [key + str(error).strip().split("\n", 1)[0]]
+        return None, [key + first_line(error)]
     assert isinstance(plain, Mapping)
     made, faults = read_section(RunConfig, plain, "")
     return (None if faults else made), faults
 
 
-def checked(config: DictConfig, faults: list[str], source: str) -> RunConfig:
-    """Returns a checked config.
+@contextmanager
+def checked(config: DictConfig, faults: list[str], path: Path) -> Iterator[tuple[RunConfig, list[Path]]]:
+    """Yields a checked config, and the folders of the user modules that it names, which can be imported meanwhile.
 
     Args:
         config: what the file and the overrides say.
         faults: faults found earlier.
-        source: where the config comes from, for the message.
+        path: of the file.
 
     Raises:
         ConfigError: with every fault.
     """
-    run, more = check(config)
-    every = list(dict.fromkeys([*faults, *more]))
-    if every or run is None:
-        raise ConfigError(bullets(f"{source}: {len(every)} {'fault' if len(every) == 1 else 'faults'}", every))
-    return run
+    places, more = own_modules.folders(config, path)
+    with importable_from(*places):
+        run, found = check(config)
+        every = list(dict.fromkeys([*faults, *more, *found]))
+        if every or run is None:
+            raise ConfigError(bullets(f"{path}: {len(every)} {'fault' if len(every) == 1 else 'faults'}", every))
+        yield run, places

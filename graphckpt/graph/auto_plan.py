@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import Any, Self, final
 
 import torch
 from torch import nn
 
 from graphckpt.blocks.find_layers import layers
+from graphckpt.blocks.proxy import BlockTree
 from graphckpt.errors import ConfigError, GraphError
+from graphckpt.graph.step import Step
 from graphckpt.graph.verify import unchanged
 from graphckpt.planning.api import find_blocks, plan_step
+from graphckpt.planning.budget import Budget
 from graphckpt.planning.compiled import without_share
 from graphckpt.planning.measure.real_step import RealStep
 from graphckpt.planning.options import PlanOptions
-from graphckpt.planning.plan_group import planning_group
+from graphckpt.planning.plan import Plan
+from graphckpt.planning.plan_group import PlanGroup, planning_group
 from graphckpt.tree import flatten_call
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
-
-    from graphckpt.blocks.proxy import BlockTree
-    from graphckpt.graph.step import Step
-    from graphckpt.planning.budget import Budget
-    from graphckpt.planning.plan import Plan
-    from graphckpt.planning.plan_group import PlanGroup
 
 _UNSET = dict.fromkeys(
     ("activation_checkpointing", "segments", "tiles", "offload", "partition", "contiguous", "compile")
@@ -91,19 +87,13 @@ class AutoPlan:
             return plan_step(real, model, blocks, memory_budget, options, group, unchanged(step))
 
     def _compile_of(self, blocks: Sequence[tuple[str, nn.Module]]) -> Any:
-        """Returns how the blocks are compiled already, without the share that the compiler saves.
-
-        Raises:
-            ConfigError: blocks are compiled differently, or in part.
-        """
+        """Returns how the blocks are compiled already, without the share that the compiler saves."""
         how = {module: without_share(fields.get("compile")) for module, _, fields in self._tree.policies()}
         values = [how.get(module) for _, module in blocks]
         inside = [how.get(child) for _, module in blocks for child in list(module.modules())[1:]]
         if any(value != values[0] for value in values) or any(value is not None for value in inside):
-            raise ConfigError(
-                f"{self._step.name}.plan: expected planned blocks with equal `compile` · "
-                "fix: set `compile` on all of them, or plan with compile=True or compile=False"
-            )
+            fix = "set `compile` on all of them, or plan with compile=True or compile=False"
+            raise ConfigError(f"{self._step.name}.plan: expected planned blocks with equal `compile` · fix: {fix}")
         return values[0]
 
     def before_call(self, fields: dict[str, Any], build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
@@ -119,10 +109,8 @@ class AutoPlan:
     def _ensure(self, fields: dict[str, Any], build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
         """Several processes plan together at the first call: later ones may bring new shapes to some of them alone."""
         config = self._step.config
-        shapes = tuple(
-            (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else None
-            for leaf in flatten_call(args, kwargs)[0]
-        )
+        leaves, _ = flatten_call(args, kwargs)
+        shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
         if planning_group(config.plan_options.group).size > 1:
             shapes = ()
         key = shapes, str(config.memory_budget), str(config.plan_options)

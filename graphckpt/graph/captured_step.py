@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, final
 from weakref import WeakMethod
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from graphckpt._compat import silence_capturable
 from graphckpt.capture.choose import backend_for
 from graphckpt.capture.learning_rates import LearningRates, constant_settings, is_capturable
 from graphckpt.capture.manager import CaptureManager, Program
-from graphckpt.graph.update import clip, has_gradient, zero
+from graphckpt.graph.config import GraphConfig
+from graphckpt.graph.update import Update, clip, step_scaled, zero
 from graphckpt.units import format_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
-
-    from torch import nn
-
-    from graphckpt.graph.config import GraphConfig
-    from graphckpt.graph.update import Update
 
 _WARM_UP, _WARM_UP_DDP = 3, 11  # calls before a capture; DDP settles its buckets and communicators in its first ten
 
@@ -58,11 +53,7 @@ class CapturedUpdate:
         """Steps what is inside. Returns the gradients for what is outside, and the scale before it was updated."""
         scaler, scale = self._update.scaler, None
         if scaler is not None and scaler.is_enabled() and self.inside:
-            for optimizer in self.inside:
-                if has_gradient(optimizer):
-                    scaler.unscale_(optimizer)
-                    clip(optimizer)
-                    scaler.step(optimizer)
+            step_scaled(scaler, self.inside)
             scale = scaler._scale.clone()  # type: ignore[union-attr]  # get_scale() waits for the device
             scaler.update()
         else:
@@ -128,7 +119,7 @@ class GraphProgram(Program):
         self,
         name: str,
         roots: Sequence[tuple[str, nn.Module]],
-        update: CapturedUpdate | None,
+        update: CapturedUpdate,
         run: WeakMethod[Callable[..., Any]],
         forward_backward: WeakMethod[Callable[..., Any]],
     ) -> None:
@@ -156,29 +147,26 @@ class GraphProgram(Program):
 
     def pre_replay(self) -> None:
         """Applies what was changed outside."""
-        if self.update is not None:
-            self.update.before()
+        self.update.before()
 
     def body(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Runs `build`, and what of the update can be captured."""
         output = self._called(self._forward_backward, args, kwargs)
-        return output, self.update.work() if self.update is not None else None
+        return output, self.update.work()
 
     def post_replay(self, kept: Any) -> None:
         """Does the rest of the update."""
-        if self.update is not None:
-            self.update.after(kept)
+        self.update.after(kept)
 
     def abandon(self) -> None:
         """Drops what half a step has left behind."""
-        if self.update is not None:
-            self.update.abandon()
+        self.update.abandon()
 
     def fingerprint(self) -> tuple[Hashable, Hashable, Any]:
         """Returns the active modes, the identity of tensors and optimizer states, and these themselves."""
         modules = self._modules()
         tensors = [t for m in modules for own in (m._parameters, m._buffers) for t in own.values() if t is not None]
-        states = self.update.states() if self.update is not None else []
+        states = self.update.states()
         modes = (
             tuple(module.training for module in modules),
             torch.is_autocast_enabled("cuda"),
@@ -188,7 +176,7 @@ class GraphProgram(Program):
         identity = (
             tuple((id(t), t.data_ptr(), t.requires_grad) for t in tensors),
             tuple((id(state), len(state)) for state in states),
-            self.update.settings() if self.update is not None else (),
+            self.update.settings(),
         )
         return modes, identity, (tensors, states)  # held, so that no other object gets their identity
 
@@ -214,7 +202,7 @@ class CapturedStep:
         name: str,
         roots: Sequence[tuple[str, nn.Module]],
         config: GraphConfig,
-        update: Update | None,
+        update: Update,
         run: Callable[..., Any],
         work: Callable[..., Any],
     ) -> CapturedStep | None:
@@ -227,9 +215,7 @@ class CapturedStep:
         backend = backend_for(config.capture, devices)
         if backend is None:
             return None
-        program = GraphProgram(
-            name, roots, CapturedUpdate(update) if update else None, WeakMethod(run), WeakMethod(work)
-        )
+        program = GraphProgram(name, roots, CapturedUpdate(update), WeakMethod(run), WeakMethod(work))
         is_ddp = any(isinstance(module, DistributedDataParallel) for _, root in roots for module in root.modules())
         captures = CaptureManager(
             program,
@@ -260,15 +246,14 @@ class CapturedStep:
         text += f", {captures.num_replays} replays"
         if (pool_bytes := captures.backend.pool_bytes()) is not None:
             text += f", pool of {format_bytes(pool_bytes)}"
-        if self._program.update is not None and self._program.update.outside:
+        if self._program.update.outside:
             names = ", ".join(type(optimizer).__name__ for optimizer in self._program.update.outside)
             text += f"; {names} steps after it (fix: capturable=True or fused=True)"
         return "; ".join([text, *captures.notes])
 
     def count_steps(self) -> None:
         """Makes the count of steps exact, which waits for the device."""
-        if self._program.update is not None:
-            self._program.update.count_steps()
+        self._program.update.count_steps()
 
     def release(self) -> None:
         """Frees the memory of the captures."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    TotalNorm = Callable[[list[torch.Tensor], float], torch.Tensor]
-    """Returns the norm of the gradients of parameters, of which other processes may hold some."""
+TotalNorm = Callable[[list[torch.Tensor], float], torch.Tensor]
+"""Returns the norm of the gradients of parameters, of which other processes may hold some."""
 
 
 def clip_grad_norm(
@@ -33,11 +31,10 @@ def clip_grad_norm(
         local.mul_(scale.to(local.device))
 
 
-def _norm(grads: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+def _norm(grads: list[Any], norm_type: float) -> torch.Tensor:
     layouts: dict[Any, list[Any]] = {}
     for grad in grads:
-        cut: Any = grad
-        layout = (cut.device_mesh, tuple(not p.is_replicate() for p in cut.placements)) if _is_cut(grad) else None
+        layout = (grad.device_mesh, tuple(not p.is_replicate() for p in grad.placements)) if _is_cut(grad) else None
         layouts.setdefault(layout, []).append(grad)
     norms: list[torch.Tensor] = []
     for layout, alike in layouts.items():

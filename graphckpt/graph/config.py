@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Callable
+from typing import Any, final
 
 import torch
 
@@ -10,9 +11,6 @@ from graphckpt.capture.backend import CHOICES, CaptureBackend
 from graphckpt.errors import ConfigError, did_you_mean
 from graphckpt.planning.budget import check_budget
 from graphckpt.planning.options import PlanOptions
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _WITHOUT_EFFECT = (
     "allow_fuse_add_to_output", "allow_fuse_cast_scale", "allow_fuse_model_update_ops", "enable_compress_memory",
@@ -119,7 +117,8 @@ class GraphConfig:
         if not isinstance(mode, bool):
             raise ConfigError(f"enable_amp: expected a bool as mode, got {mode!r} · fix: use True or False")
         if dtype not in (torch.float16, torch.bfloat16):
-            raise ConfigError(f"enable_amp: expected torch.float16 or torch.bfloat16, got {dtype!r} · fix: the dtype")
+            what = f"expected torch.float16 or torch.bfloat16, got {dtype!r}"
+            raise ConfigError(f"enable_amp: {what} · fix: torch.bfloat16")
         self.amp_dtype = dtype if mode else None
 
     def set_gradient_accumulation_steps(self, value: int) -> None:
@@ -132,7 +131,7 @@ class GraphConfig:
             ConfigError: ``value`` is no positive int.
         """
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"set_gradient_accumulation_steps: expected a positive int, got {value!r} · fix: use 1")
+            raise ConfigError(f"set_gradient_accumulation_steps: expected a positive int, got {value!r} · fix: use 4")
         self.num_micro_batches = value
 
     @property

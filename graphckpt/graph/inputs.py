@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Callable, Sequence
+from typing import Any, final
 
 import torch
 
 from graphckpt.tree import flatten_call
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 
 @final

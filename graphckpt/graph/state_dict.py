@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
+from torch import nn
 
 from graphckpt.errors import GraphError, bullets
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import nn
-
-    from graphckpt.graph.update import Update
+from graphckpt.graph.update import Update
 
 
 def saved_state(roots: Mapping[str, nn.Module], update: Update, destination: Any) -> OrderedDict[str, Any]:

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 from weakref import ref
 
 import torch
+from torch import nn
 
-from graphckpt.blocks.forward import disable_checkpointing
+from graphckpt.blocks.forward import BlockForward, disable_checkpointing
+from graphckpt.blocks.proxy import BlockTree
 from graphckpt.blocks.resolve import ResolvedPolicies, resolve_policies
 from graphckpt.blocks.step_recorder import StepRecorder
 from graphckpt.errors import GraphError
 from graphckpt.graph.captured_step import CapturedStep
+from graphckpt.graph.config import GraphConfig
 from graphckpt.graph.inputs import InputCheck
 from graphckpt.graph.micro_batches import fresh_outputs, is_new, micro_batches, pack_outputs
-from graphckpt.graph.update import ScaledBackward, preserve_grads
+from graphckpt.graph.text import DebugLog
+from graphckpt.graph.update import ScaledBackward, Update, preserve_grads
 from graphckpt.ledger.live_memory import inner_tensors
 from graphckpt.tree import tensors_in
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import nn
-
-    from graphckpt.blocks.forward import BlockForward
-    from graphckpt.blocks.proxy import BlockTree
-    from graphckpt.graph.config import GraphConfig
-    from graphckpt.graph.text import DebugLog
-    from graphckpt.graph.update import Update
 
 _WATCHED_OPS, _WATCHED_TIMES = 2, 3  # calls 1 and 2 are watched op by op (2 is the first like all others), 3 for time
 
@@ -211,7 +205,7 @@ class Step:
         if self.captured is not None:
             self.captured.release()
         run, work = (self._train, self._forward_backward) if self._trains else (self._evaluate_only,) * 2
-        update = self.update if self._trains else None
+        update = self.update if self._trains else Update(self.name)
         self.captured = CapturedStep.make(self.name, list(self.roots.items()), self.config, update, run, work)
         self.setup.is_stale = False
 
@@ -283,19 +277,14 @@ class Step:
         dtype = self.config.amp_dtype
         if dtype is None:
             return build(*args, **kwargs)
-        with torch.autocast(self._device_type(), dtype):
+        devices = (parameter.device for module in self.roots.values() for parameter in module.parameters())
+        with torch.autocast(next(devices, torch.device("cpu")).type, dtype):
             return build(*args, **kwargs)
 
     def _unmanaged(self) -> list[torch.Tensor]:
         if self._unmanaged_parameters and self.update.num_groups() != self._num_groups:
             self._sort_parameters()  # the user has added a group since
         return self._unmanaged_parameters
-
-    def _device_type(self) -> str:
-        for module in self.roots.values():
-            for parameter in module.parameters():
-                return str(parameter.device.type)
-        return "cpu"
 
     def _addresses(self, args: Any, kwargs: dict[str, Any]) -> set[int]:
         """Where the step's inputs and the modules' own tensors lie, which no output may be."""

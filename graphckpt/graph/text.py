@@ -5,24 +5,21 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphckpt.blocks.proxy import BlockTree
 from graphckpt.errors import GraphError
+from graphckpt.graph.config import GraphConfig
+from graphckpt.graph.inputs import InputCheck
 from graphckpt.tree import flatten_value
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from torch import nn
-
-    from graphckpt.blocks.proxy import BlockTree
-    from graphckpt.graph.config import GraphConfig
-    from graphckpt.graph.inputs import InputCheck
 
 
 def graph_text(
@@ -81,7 +78,7 @@ class DebugLog:
         if ranks is not None and not isinstance(ranks, (int, list)):
             raise GraphError(f"debug: ranks {ranks!r} must be an int or a list of ints · fix: use 0, [0, 1] or -1")
         chosen = [0] if ranks is None else [ranks] if isinstance(ranks, int) else ranks
-        rank = torch.distributed.get_rank() if _is_distributed() else 0
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         self.level = level if rank in chosen or -1 in chosen else -1
         self._stack_depth = stack_depth
         self._only_user = only_user
@@ -93,16 +90,13 @@ class DebugLog:
         begin = time.perf_counter()
         self._say(f"(GRAPH:{name}) start running the step.")
         hooks: list[Any] = []
-        ops = _OpLog(self) if self.level >= 2 else None
+        ops: AbstractContextManager[Any] = _OpLog(self) if self.level >= 2 else nullcontext()
         try:
             if self.level >= 1:
                 for key, root in roots.items():
                     hooks += self._log_blocks(key, root)
-            if ops is None:
+            with ops:
                 yield
-            else:
-                with ops:
-                    yield
         except BaseException as error:
             self._say(f"[ERROR](GRAPH:{name}) run got error: {type(error)} {error}")
             raise
@@ -149,7 +143,3 @@ class _OpLog(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         self._log.op(func, args, output)
         return output
-
-
-def _is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -14,12 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from graphckpt._compat import forget_half_a_step
 from graphckpt.errors import GraphError
-from graphckpt.graph.clip import clip_grad_norm
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from graphckpt.graph.clip import TotalNorm
+from graphckpt.graph.clip import TotalNorm, clip_grad_norm
 
 _CLIP = "clip_grad_max_norm"
 _CLIP_TYPE = "clip_grad_norm_type"
@@ -144,11 +140,7 @@ class Update:
                 parameter.grad.mul_(1.0 / num_micro_batches)
 
     def _step_scaled(self, scaler: torch.amp.GradScaler, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
-        for optimizer in optimizers:
-            if has_gradient(optimizer):
-                scaler.unscale_(optimizer)
-                clip(optimizer)
-                scaler.step(optimizer)
+        step_scaled(scaler, optimizers)
         scale = scaler.get_scale()
         scaler.update()
         overflowed = scaler.get_scale() < scale
@@ -237,6 +229,15 @@ def has_gradient(optimizer: torch.optim.Optimizer) -> bool:
             if parameter.grad is not None:
                 return True
     return False
+
+
+def step_scaled(scaler: torch.amp.GradScaler, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Unscales, clips and steps each of ``optimizers`` that has a gradient."""
+    for optimizer in optimizers:
+        if has_gradient(optimizer):
+            scaler.unscale_(optimizer)
+            clip(optimizer)
+            scaler.step(optimizer)
 
 
 def zero(optimizer: torch.optim.Optimizer) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 import torch
+from torch import nn
 
 from graphckpt.capture.diagnose import modules_of
 from graphckpt.errors import GraphError
@@ -16,10 +18,6 @@ from graphckpt.tree import flatten_value
 from graphckpt.undo import CONTAINERS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from torch import nn
-
     from graphckpt.graph.step import Step
 
 _ATOMS = (int, float, bool, str, type(None))
@@ -48,6 +46,10 @@ def verify(graph_step: Step, call: Callable[[], Any], steps: int) -> Verificatio
     """
     graph_step.prepare()
     captures = graph_step.captured.captures if graph_step.captured is not None else None
+
+    def run() -> dict[str, Any]:
+        return {**_outputs(call()), **_State(graph_step).values()}
+
     start = _State(graph_step)
     try:
         num_tensors = num_bytes = num_replays = 0
@@ -56,15 +58,15 @@ def verify(graph_step: Step, call: Callable[[], Any], steps: int) -> Verificatio
             num_replays = -captures.num_replays
         for number in range(1, steps + 1):
             before = _State(graph_step)
-            ours = {**_outputs(call()), **_State(graph_step).values()}
+            ours = run()
             before.put_back()
             with graph_step.without_policies():
-                plain = {**_outputs(call()), **_State(graph_step).values()}
+                plain = run()
             difference = _difference(ours, plain)
             if difference is not None:
                 before.put_back()
                 with graph_step.without_policies():
-                    again = {**_outputs(call()), **_State(graph_step).values()}
+                    again = run()
                 what = _two_plain_steps(_difference(again, plain)) or f"{difference} · {_FIX}"
                 raise GraphError(f"{graph_step.name}.verify: step {number}: {what}")
             tensors = [value for value in plain.values() if isinstance(value, torch.Tensor)]
@@ -160,10 +162,8 @@ _FIX = "fix: look at the policies on this block, or for an op in it whose result
 def _two_plain_steps(difference: str | None) -> str | None:
     if difference is None:
         return None
-    return (
-        f"two plain steps differ already: {difference} · fix: torch.use_deterministic_algorithms(True), since the "
-        "result of a kernel varies from run to run, as that of cuDNN's attention may"
-    )
+    fix = "torch.use_deterministic_algorithms(True), since the result of a kernel varies from run to run, as that of"
+    return f"two plain steps differ already: {difference} · fix: {fix} cuDNN's attention may"
 
 
 def _difference(ours: Mapping[str, Any], plain: Mapping[str, Any]) -> str | None:

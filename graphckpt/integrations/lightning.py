@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Callable, Mapping
+from typing import Any, final
 
 from graphckpt.errors import ConfigError
 from graphckpt.extras import MissingPackageError
 from graphckpt.integrations.policy_callback import PolicyCallback, saved_metrics
-from graphckpt.undo import put_back, replace_item
+from graphckpt.undo import Undo, put_back, replace_item
 
 try:
-    from lightning.pytorch import Callback
+    from lightning.pytorch import Callback, LightningModule, Trainer
 except ModuleNotFoundError as error:
     raise MissingPackageError(error.name or "lightning", "lightning") from None
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from lightning.pytorch import LightningModule, Trainer
-
-    from graphckpt.undo import Undo
 
 
 @final
@@ -37,9 +29,9 @@ class GraphckptCallback(PolicyCallback, Callback):
         memory_budget: The peak of a step in bytes, or as ``"12GiB"``, ``"50%"`` or ``"max"``: policies are planned for
             it with the first batch, in place of ``rule`` and ``blocks``, and ``fields`` are those of
             :class:`~graphckpt.planning.PlanOptions`.
-        report: ``"table"`` prints the table of :meth:`~graphckpt.Handle.explain` after the first step, ``True`` one
-            line of it, ``False`` nothing; the first batch is not measured then.
-        plot: File for a picture of the live bytes over the first step, ``.png`` or ``.svg``.
+        report: ``"table"`` prints the table of :meth:`~graphckpt.Handle.explain` for the first batch with optimizer
+            states, ``True`` one line of it, ``False`` nothing; no batch is measured then.
+        plot: File for a picture of the live bytes over the same batch, ``.png`` or ``.svg``.
         **fields: Further fields for every unit: ``offload``, ``contiguous``, ``partition``, ``min_elements``.
 
     Raises:
@@ -54,21 +46,29 @@ class GraphckptCallback(PolicyCallback, Callback):
             self._apply(pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Measures the first batch op by op: Lightning may call ``training_step`` without the module's hooks."""
+        """Measures two batches op by op: Lightning may call ``training_step`` without the module's hooks."""
         if not self._is_planned:
             lines = self._plan(pl_module, _step_fn(trainer, pl_module, batch, batch_idx))
             self._is_planned = True
             if trainer.is_global_zero:
                 trainer.print("\n".join(lines))
         if self._report or self._plot is not None:
-            self._measure()
+            self._measure(trainer.global_step)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Reports what the first batch saved."""
+        """Reports once what a batch saved."""
         del pl_module, outputs, batch, batch_idx
-        seen = self._explain_once() if self._report or self._plot is not None else None
+        self._show(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Reports what the first batch saved, if there was no second."""
+        del pl_module
+        self._show(trainer, is_last=True)
+
+    def _show(self, trainer: Trainer, *, is_last: bool = False) -> None:
+        seen = self._explain_once(is_last=is_last) if self._report or self._plot is not None else None
         if seen is None:
             return
         for logger in trainer.loggers:

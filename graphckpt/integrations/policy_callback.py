@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import random
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -16,128 +15,30 @@ from torch import nn
 from graphckpt.blocks.apply import Handle, apply
 from graphckpt.blocks.config import FIELDS, OTHER_NAMES, BlockConfig, fields_of
 from graphckpt.blocks.find_layers import layers
-from graphckpt.errors import ConfigError, GraphError, did_you_mean
+from graphckpt.blocks.select import Selector
+from graphckpt.errors import ConfigError, GraphError, did_you_mean, shown
+from graphckpt.ledger.explanation import Explanation
 from graphckpt.ledger.plot_style import file_of
-from graphckpt.ledger.table import print_table
-from graphckpt.planning.budget import check_budget
+from graphckpt.planning.budget import Budget, check_budget
 from graphckpt.planning.options import PlanOptions
+from graphckpt.planning.plan import Plan
 from graphckpt.planning.show.table import summary_lines
+from graphckpt.rules.base import Rule
 from graphckpt.rules.keep import Keep
-from graphckpt.undo import put_back, replace_item
+from graphckpt.undo import Undo, put_back, replace_item
 from graphckpt.units import format_bytes
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from graphckpt.blocks.select import Selector
-    from graphckpt.ledger.explanation import Explanation
-    from graphckpt.planning.budget import Budget
-    from graphckpt.planning.plan import Plan
-    from graphckpt.rules.base import Rule
-    from graphckpt.undo import Undo
-
-    Value = Mapping[str, Any] | Rule | bool | str | None
+Value = Mapping[str, Any] | Rule | bool | str | None
 
 _ARGUMENTS = ("rule", "unit", "blocks", "memory_budget", "report", "plot")
 _OWN_FLAG = "gradient_checkpointing"
 
 
-@final
-class CallbackPolicies:
-    """The arguments of a callback: checked at once, and applied to a model when training starts.
-
-    Args:
-        owner: The callback's name, for messages.
-        rule: The rule of every unit: a value of ``activation_checkpointing``; ``None`` for no rule.
-        unit: Class names, name patterns or classes of the units; ``None`` is the items of its stacks of layers.
-        blocks: On top of that, by selector, as :func:`graphckpt.apply` takes them.
-        memory_budget: The peak for which policies are planned, in place of ``rule`` and ``blocks``.
-        fields: Further fields of a :class:`~graphckpt.BlockConfig` for every unit, such as ``offload``; with a memory
-            budget, those of :class:`~graphckpt.planning.PlanOptions`.
-
-    Raises:
-        ConfigError: A field does not exist, or a value is invalid for it.
-    """
-
-    def __init__(
-        self,
-        owner: str,
-        rule: Value = True,
-        unit: Selector | Sequence[Selector] | None = None,
-        blocks: Mapping[Selector, Value] | None = None,
-        memory_budget: Budget | None = None,
-        fields: Mapping[str, Any] | None = None,
-    ) -> None:
-        self._owner = owner
-        self._unit = unit
-        self._blocks = dict(blocks or {})
-        self._budget = memory_budget
-        self._options = dict(fields or {})
-        if memory_budget is not None:
-            self._check_plan(rule)
-            return
-        self._fields = {"activation_checkpointing": rule, **self._options}
-        self._check_fields()
-        for selector, value in self._blocks.items():
-            BlockConfig(f"{owner}.blocks[{selector!r}]").update(fields_of(value))
-
-    def _check_plan(self, rule: Value) -> None:
-        if rule is not True or self._blocks:
-            what = "blocks" if self._blocks else "rule"
-            raise ConfigError(f"{self._owner}.memory_budget: the plan chooses the policies · fix: leave {what} out")
-        assert self._budget is not None
-        check_budget(self._budget)
-        PlanOptions.of(self._options, self._owner)
-
-    def _check_fields(self) -> None:
-        known = [*_ARGUMENTS, *(name for name in FIELDS if name not in {"activation_checkpointing", "stage_id"})]
-        for name in self._options:
-            if name not in known and name not in OTHER_NAMES:
-                hint = did_you_mean(name, known)
-                raise ConfigError(f"{self._owner}: unexpected argument {name!r}{hint} · fix: use {', '.join(known)}")
-        try:
-            BlockConfig(self._owner).update(self._fields)
-        except ConfigError as error:
-            raise ConfigError(str(error).replace(".activation_checkpointing:", ".rule:", 1)) from None
-
-    def apply_to(self, model: nn.Module) -> Handle:
-        """Applies the policies to ``model``.
-
-        Raises:
-            ConfigError: No unit can be found, a selector matches nothing, or a block has a policy already.
-        """
-        rules: dict[Selector, Any] = {}
-        if any(value is not None for value in self._fields.values()):
-            rules = dict.fromkeys(self._units(model), self._fields)
-        for selector, value in self._blocks.items():
-            rules[selector] = {**rules.pop(selector, {}), **fields_of(value)}  # last, so that it comes on top
-        return apply(model, rules)
-
-    def plan_for(self, model: nn.Module, step_fn: Callable[[], object]) -> Plan:
-        """Plans the policies for the memory budget; ``step_fn`` runs a training step.
-
-        Raises:
-            ConfigError: No unit can be found.
-            PlanError: No plan fits.
-        """
-        from graphckpt.planning.api import plan  # noqa: PLC0415 - of use with a budget alone
-
-        assert self._budget is not None
-        options = {"blocks": self._units(model), **self._options}
-        return plan(model, step_fn, memory_budget=self._budget, **options)
-
-    def _units(self, model: nn.Module) -> list[Selector]:
-        if self._unit is not None:
-            return [self._unit] if isinstance(self._unit, (str, type, re.Pattern, nn.Module)) else list(self._unit)
-        found = layers(model)
-        if not found and not self._blocks:
-            fix = f"name its class or its blocks: {self._owner}(unit='Block'), or {self._owner}(unit='layers.*')"
-            raise ConfigError(f"{self._owner}: {type(model).__name__} has no stack of layers · fix: {fix}")
-        return list(found)
-
-
 class PolicyCallback:
-    """The arguments of all callbacks, and the applied policies; subclasses decide when to act."""
+    """The base of all callbacks: checks its arguments at once, and holds the applied policies.
+
+    Subclasses document the arguments, and decide when to act.
+    """
 
     def __init__(
         self,
@@ -150,39 +51,92 @@ class PolicyCallback:
         plot: str | None = None,
         **fields: Any,
     ) -> None:
-        if report not in (True, False, "table"):
-            owner = type(self).__name__
-            raise ConfigError(f"{owner}.report: expected True, False or 'table', got {report!r} · fix: report='table'")
+        self._owner = type(self).__name__
+        if type(report) is not bool and report not in ("table",):
+            what = f"{self._owner}.report: expected True, False or 'table', got {report!r}"
+            raise ConfigError(f"{what} · fix: report='table'")
         if plot is not None:
             file_of(plot)  # raises now, not in the middle of training
-        self._policies = CallbackPolicies(type(self).__name__, rule, unit, blocks, memory_budget, fields)
+        self._unit = unit
+        given: Any = blocks
+        if given is not None and not isinstance(given, Mapping):
+            what = f"expected a mapping of selectors to policies, got {shown(given)}"
+            raise ConfigError(f"{self._owner}.blocks: {what} · fix: blocks={{'layers.0': False}}")
+        self._blocks = dict(blocks or {})
+        self._budget = memory_budget
+        self._options = fields
+        self._fields = {"activation_checkpointing": rule, **fields}
+        if memory_budget is None:
+            self._check_fields()
+        else:
+            self._check_plan(rule, memory_budget)
         self._plans = memory_budget is not None
         self._report = report
         self._plot = plot
         self._measuring = ExitStack()
+        self._is_reported = self._is_first = False
         self._disabled: Undo = []
         self.handle: Handle | None = None
         """The handle of the policies of the last training, which are removed at its end; ``None`` before it."""
         self.plan: Plan | None = None
         """The plan of the last training, with ``memory_budget``."""
         self.explanation: Explanation | None = None
-        """What the first step of the last training saved; ``None`` before it."""
+        """What a step of the last training saved; ``None`` before it.
+
+        It is measured on the second step, when the optimizer's states exist, or on the first if there is no second.
+        """
+
+    def _check_plan(self, rule: Value, memory_budget: Budget) -> None:
+        if rule is not True or self._blocks:
+            what = "blocks" if self._blocks else "rule"
+            raise ConfigError(f"{self._owner}.memory_budget: the plan chooses the policies · fix: leave {what} out")
+        check_budget(memory_budget)
+        PlanOptions.of(self._options, self._owner)
+
+    def _check_fields(self) -> None:
+        known = [*_ARGUMENTS, *(name for name in FIELDS if name not in {"activation_checkpointing", "stage_id"})]
+        for name in self._options:
+            if name not in known and name not in OTHER_NAMES:
+                hint = did_you_mean(name, known)
+                raise ConfigError(f"{self._owner}: unexpected argument {name!r}{hint} · fix: use {', '.join(known)}")
+        try:
+            BlockConfig(self._owner).update(self._fields)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(".activation_checkpointing:", ".rule:", 1)) from None
+        for selector, value in self._blocks.items():
+            BlockConfig(f"{self._owner}.blocks[{selector!r}]").update(fields_of(value))
 
     def _apply(self, model: nn.Module) -> None:
-        self._remove()  # left by a training that ended in an error
-        self.explanation = None
-        self.handle = self._policies.apply_to(model)
+        self._start()
+        rules: dict[Selector, Any] = {}
+        if any(value is not None for value in self._fields.values()):
+            rules = dict.fromkeys(self._units(model), self._fields)
+        for selector, value in self._blocks.items():
+            rules[selector] = {**rules.pop(selector, {}), **fields_of(value)}  # last, so that it comes on top
+        self.handle = apply(model, rules)
         self._disable_own_checkpointing()
 
     def _plan(self, model: nn.Module, step_fn: Callable[[], object]) -> list[str]:
         """Plans the policies, applies them, and returns the lines to report."""
-        self._remove()
-        self.explanation = None
-        self.plan = self._policies.plan_for(model, step_fn)
+        from graphckpt.planning.api import plan  # noqa: PLC0415 - of use with a budget alone
+
+        self._start()
+        assert self._budget is not None
+        options = {"blocks": self._units(model), **self._options}
+        self.plan = plan(model, step_fn, memory_budget=self._budget, **options)
         handle = self.plan.apply(model)
         assert isinstance(handle, Handle)
         self.handle = handle
         return [f"graphckpt: plan: {line}" for line in summary_lines(self.plan)] if self._report else []
+
+    def _units(self, model: nn.Module) -> list[Selector]:
+        if self._unit is not None:
+            return [self._unit] if isinstance(self._unit, (str, type, re.Pattern, nn.Module)) else list(self._unit)
+        found = layers(model)
+        if not found and not self._blocks:
+            fix = f"name its class or its blocks: {self._owner}(unit='Block'), or {self._owner}(unit='layers.*')"
+            raise ConfigError(f"{self._owner}: {type(model).__name__} has no stack of layers · fix: {fix}")
+        return list(found)
 
     def _disable_own_checkpointing(self) -> None:
         """Disables, until the policies are removed, checkpointing that a recomputed block does in ``__call__``.
@@ -196,33 +150,41 @@ class PolicyCallback:
             if block.__dict__.get(_OWN_FLAG):
                 replace_item(block.__dict__, _OWN_FLAG, False, self._disabled)
 
-    def _measure(self) -> None:
-        """Measures the next step op by op until :meth:`_explain_once`, unless that is done."""
-        if self.handle is not None and self.explanation is None:
+    def _start(self) -> None:
+        self._remove()  # left by a training that ended in an error
+        self.explanation = None
+        self._is_reported = self._is_first = False
+
+    def _measure(self, num_updates: int) -> None:
+        """Measures the next step op by op, until one after the first update, which creates the optimizer's states."""
+        self._is_first = num_updates == 0
+        if self.handle is not None and not self._is_reported and not (self._is_first and self.explanation):
             self._measuring.close()
             self._measuring.enter_context(self.handle.measure())
 
-    def _explain_once(self) -> Explanation | None:
-        """Returns what the first step saved, once; ``None`` afterwards, or if the model has not run."""
+    def _explain_once(self, *, is_last: bool = False) -> Explanation | None:
+        """Returns what the measured step saved, once; ``None`` before and afterwards, or if the model has not run."""
         self._measuring.close()
-        if self.handle is None or self.explanation is not None:
+        if self.handle is None or self._is_reported:
             return None
         try:
-            self.explanation = self.handle.explain(self._plot, show=False)
+            if not (is_last and self.explanation):
+                self.explanation = self.handle.explain(show=False)
+            if self._is_first and not is_last:
+                return None
+            if self._plot is not None:
+                self.explanation.plot(self._plot)
         except GraphError:
             return None
         except BaseException:
             self._remove()  # training ends here, and not every trainer tells its callbacks
             raise
+        self._is_reported = True
         return self.explanation
 
     def _text(self, seen: Explanation) -> str:
         """Returns the report: one line, or the table."""
-        if self._report != "table":
-            return saved_line(seen)
-        text = io.StringIO()
-        print_table(seen, text)
-        return text.getvalue().rstrip("\n")
+        return str(seen) if self._report == "table" else saved_line(seen)
 
     def _remove(self) -> None:
         self._measuring.close()

@@ -5,29 +5,26 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast, final
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from graphckpt.errors import ConfigError
 from graphckpt.extras import require
 from graphckpt.integrations.policy_callback import PolicyCallback, restored_rng, saved_metrics
+from graphckpt.ledger.explanation import Explanation
 from graphckpt.planning.fit.api import fit
 
 require("transformers-trainer", "transformers", "tqdm", "accelerate")  # the last is imported when a Trainer is made
 
-from torch.utils.data import IterableDataset  # noqa: E402
 from tqdm import tqdm  # noqa: E402
-from transformers import TrainerCallback  # noqa: E402
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sized
-
-    from torch import nn
-    from torch.optim import Optimizer
-    from torch.utils.data import DataLoader, Dataset
-    from transformers import TrainerControl, TrainerState, TrainingArguments
-
     from graphckpt.planning.budget import Budget
     from graphckpt.planning.fit.rows import Goal
 
@@ -45,9 +42,9 @@ class GraphckptCallback(PolicyCallback, TrainerCallback):
         memory_budget: The peak of a step in bytes, or as ``"12GiB"``, ``"50%"`` or ``"max"``: policies are planned for
             it when training starts, in place of ``rule`` and ``blocks``, and ``fields`` are those of
             :class:`~graphckpt.planning.PlanOptions`.
-        report: ``"table"`` prints the table of :meth:`~graphckpt.Handle.explain` after the first step, ``True`` one
-            line of it, ``False`` nothing.
-        plot: File for a picture of the live bytes over the first step, ``.png`` or ``.svg``.
+        report: ``"table"`` prints the table of :meth:`~graphckpt.Handle.explain` for the second step, the first with
+            optimizer states, ``True`` one line after the first step, ``False`` nothing.
+        plot: File for a picture of the live bytes over the second step, ``.png`` or ``.svg``.
         **fields: Further fields for every unit: ``offload``, ``contiguous``, ``partition``, ``min_elements``.
 
     Raises:
@@ -93,15 +90,17 @@ which means the same
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Measures the first step, if it is to be shown as a table or a picture."""
-        del args, state, control, kwargs
+        """Measures the first two steps, if they are to be shown as a table or a picture."""
+        del args, control, kwargs
         if self._report == "table" or self._plot is not None:
-            self._measure()
+            self._measure(state.global_step)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Reports, after the first step, what was saved."""
+        """Reports once what a step saved."""
         del args, control, kwargs
-        seen = self._explain_once()
+        self._show(self._explain_once(), state)
+
+    def _show(self, seen: Explanation | None, state: TrainerState) -> None:
         if seen is None or not self._report:
             return
         state.log_history.append({**saved_metrics(seen), "epoch": state.epoch, "step": state.global_step})
@@ -112,7 +111,8 @@ which means the same
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Removes the policies."""
-        del args, state, control, kwargs
+        del args, control, kwargs
+        self._show(self._explain_once(is_last=True), state)
         self._remove()
 
 
@@ -224,8 +224,7 @@ class GraphckptArguments:
         default=None, metadata={"help": """on top of that, as JSON: '{"*.h.0": false, "*.h.1": "selective"}'"""}
     )
     graphckpt_memory_budget: str | None = field(
-        default=None,
-        metadata={"help": "plan policies for this peak, in place of a rule: 12GiB, 50%% or max"},
+        default=None, metadata={"help": "plan policies for this peak, in place of a rule: 12GiB, 50%% or max"}
     )
     graphckpt_offload: str | None = field(default=None, metadata={"help": "cpu, disk, or disk:/a/folder"})
     graphckpt_contiguous: bool | None = field(default=None, metadata={"help": "whether saved tensors are in one slab"})

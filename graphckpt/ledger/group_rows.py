@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from graphckpt.ledger.record import Row
 
+_COUNTS = ("bytes_before", "bytes_after", "bytes_host", "bytes_disk", "runs", "reruns")
+_TIMES = ("forward_seconds", "recompute_seconds", "copy_seconds", "wait_seconds")
 _MAX_PERIOD = 32  # rows; a layer with more policies inside is printed ungrouped
 
 
@@ -91,27 +94,15 @@ def _join(rows: Sequence[Row]) -> Row:
     parts, last = first.block.split("."), rows[-1].block.split(".")
     middle = "-" if grown == 1 else f",{rows[1].block.split('.')[at]},..," if count > 2 else ","
     parts[at] = f"{parts[at]}{middle}{last[at]}"
-    return replace(
-        first,
-        block=f"{'.'.join(parts)} ({count}x)",
-        bytes_before=first.bytes_before * count,
-        bytes_after=first.bytes_after * count,
-        bytes_host=first.bytes_host * count,
-        bytes_disk=first.bytes_disk * count,
-        runs=first.runs * count,
-        reruns=first.reruns * count,
-        forward_seconds=total_seconds(row.forward_seconds for row in rows),
-        recompute_seconds=total_seconds(row.recompute_seconds for row in rows),
-        copy_seconds=total_seconds(row.copy_seconds for row in rows),
-        wait_seconds=total_seconds(row.wait_seconds for row in rows),
-    )
+    return replace(first, block=f"{'.'.join(parts)} ({count}x)", **sums(rows, *_COUNTS, *_TIMES))
 
 
-def total_seconds(values: Iterable[float | None]) -> float | None:
-    """Returns the sum of known values; ``None`` if there are none.
+def sums(rows: Sequence[Row], *fields: str) -> dict[str, Any]:
+    """Returns the sum of each field over rows; ``None`` if no row has a value.
 
-    >>> total_seconds([1.0, None, 2.0]), total_seconds([None])
-    (3.0, None)
+    >>> row = Row(block="h.0", rule="full", bytes_before=8, bytes_after=2, runs=1, reruns=1)
+    >>> sums([row, replace(row, copy_seconds=0.5)], "runs", "copy_seconds", "wait_seconds")
+    {'runs': 2, 'copy_seconds': 0.5, 'wait_seconds': None}
     """
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
+    known = {field: [value for row in rows if (value := getattr(row, field)) is not None] for field in fields}
+    return {field: sum(values) if values else None for field, values in known.items()}

@@ -28,22 +28,17 @@ def legend_names(blocks: Iterable[str]) -> dict[str, str]:
     ('h.0-23.attn', 2)
     """
     steps_of = Counter(blocks)
-    for shorten in (_itself, _any_number, _up_to_number):
+    for shorten in (str, _any_number, _up_to_number):
         stacks = {block: shorten(block) for block in steps_of}
         if len(set(stacks.values())) <= _MAX_NAMES:
             break
     steps_of_stack = Counter[str]()
     for block, stack in stacks.items():
         steps_of_stack[stack] += steps_of[block]
-    keep = {stack for stack, _ in steps_of_stack.most_common(_MAX_NAMES)}
-    if len(steps_of_stack) > _MAX_NAMES:
-        keep = {stack for stack, _ in steps_of_stack.most_common(_MAX_NAMES - 1)}
+    num_named = _MAX_NAMES if len(steps_of_stack) <= _MAX_NAMES else _MAX_NAMES - 1
+    keep = [stack for stack, _ in steps_of_stack.most_common(num_named)]
     names = {stack: _stack_name(stack, [block for block in stacks if stacks[block] == stack]) for stack in keep}
     return {block: names.get(stack, _OTHER) for block, stack in stacks.items()}
-
-
-def _itself(block: str) -> str:
-    return block
 
 
 def _any_number(block: str) -> str:
@@ -84,7 +79,8 @@ def shades(names: dict[str, str]) -> dict[str, tuple[float, float, float]]:
         layers = sorted(layers_of[name])
         is_stack = len(layers) > 1 and name not in _GREYS
         light = 0.5 * (1 - layers.index(_layer(block)) / (len(layers) - 1)) if is_stack else 0.0
-        red, green, blue = (value + (1 - value) * light for value in _rgb(colour_of[name]))
+        channels = (value / 255 for value in bytes.fromhex(colour_of[name][1:]))
+        red, green, blue = (value + (1 - value) * light for value in channels)
         shade_of[block] = (red, green, blue)
     return shade_of
 
@@ -92,12 +88,3 @@ def shades(names: dict[str, str]) -> dict[str, tuple[float, float, float]]:
 def _layer(block: str) -> int:
     found = _NUMBER.search(block)
     return int(found.group()) if found else -1
-
-
-def _rgb(colour: str) -> list[float]:
-    """Reads ``"#rrggbb"`` as three numbers from 0 to 1.
-
-    >>> _rgb("#ff0033")
-    [1.0, 0.0, 0.2]
-    """
-    return [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]

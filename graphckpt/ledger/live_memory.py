@@ -206,3 +206,13 @@ def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             value = getattr(tensor, name)
             if isinstance(value, torch.Tensor):
                 yield value
+
+
+def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    """Yields the storage of a tensor, or those of the tensors inside of it."""
+    storage = storage_of(tensor)
+    if storage is not None and not hasattr(tensor, "__tensor_flatten__"):
+        yield storage
+        return
+    for inner in inner_tensors(tensor):
+        yield from storages_of(inner)

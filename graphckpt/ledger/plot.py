@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +74,7 @@ def thin(events: Sequence[Event], limit: int) -> _Steps:
     [(0, 5), (2, 3)]
     """
     size = -(-len(events) // limit)
-    return [(at, max(events[at : at + size], key=_level)) for at in range(0, len(events), size)]
-
-
-def _level(event: Event) -> int:
-    return event.live_bytes
+    return [(at, max(events[at : at + size], key=attrgetter("live_bytes"))) for at in range(0, len(events), size)]
 
 
 def _runs(steps: _Steps, end: int, name: str) -> Iterator[tuple[str, int, _Steps]]:
@@ -113,11 +110,8 @@ def _draw_levels(axes: Any, steps: _Steps, explanation: StepRecord) -> None:
     scale, unit = unit_of(peak_bytes)
     for block, stop, run in _runs(steps, end, "block"):
         starts = [at for at, _ in run]
-        top = [
-            (x, event.live_bytes / scale)
-            for (at, event), after in zip(run, [*starts[1:], stop], strict=True)
-            for x in (at, after)
-        ]
+        ends = zip(run, [*starts[1:], stop], strict=True)
+        top = [(x, event.live_bytes / scale) for (at, event), end_of in ends for x in (at, end_of)]
         areas[block].append([(starts[0], 0), *top, (stop, 0)])
     for block, polygons in areas.items():
         axes.add_collection(PolyCollection(polygons, facecolor=colours[block], edgecolor="face", linewidth=0.4))

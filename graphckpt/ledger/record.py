@@ -12,7 +12,7 @@ class Row:
     block: str
     """Path of the block below the wrapped module, such as ``"model.layers.3"``."""
     rule: str
-    """The rule in force, as ``describe()`` of the rule prints it: ``"keep"``, ``"full"``, ``"selective(matmul)"``."""
+    """The active rule, as ``describe()`` of the rule prints it: ``"keep"``, ``"full"``, ``"selective(matmul)"``."""
     place: str = "device"
     """The store of saved tensors."""
     bytes_before: int
@@ -81,6 +81,8 @@ class StepRecord:
     """
     static_bytes: int = 0
     """Bytes of weights, buffers and optimizer states, which no policy changes."""
+    has_optimizer_states: bool = True
+    """``False`` if an optimizer created its states in this step: later steps need more memory."""
     timeline: tuple[Event, ...] = field(default=(), repr=False)
     """Every change of the live bytes in the measured step; empty if it was not measured."""
     plain_levels: tuple[int, ...] = field(default=(), repr=False)
@@ -98,7 +100,7 @@ class StepRecord:
         if not self.timeline:
             return ""
         peak = max(self.timeline, key=lambda event: event.live_bytes)
-        phase = _PHASES.get(peak.phase, peak.phase)
+        phase = "recomputation" if peak.phase == "recompute" else peak.phase
         if phase == "optimizer":
             return "optimizer step"
         return f"{phase} of {peak.block}" if peak.block else f"{phase} outside of blocks"
@@ -107,6 +109,3 @@ class StepRecord:
     def bytes_saved(self) -> int:
         """Bytes alive after forward that the policies save."""
         return self.bytes_before - self.bytes_after
-
-
-_PHASES = {"recompute": "recomputation"}

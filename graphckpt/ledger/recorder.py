@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 
@@ -16,17 +17,11 @@ from graphckpt._compat import (
     push_saved_tensor_hooks,
 )
 from graphckpt._compat_compiler import never_compiled
-from graphckpt.ledger.other_policies import levels_if_kept
-from graphckpt.ledger.record import Event
 from graphckpt.ledger.saved_bytes import SavedBytes
+from graphckpt.ledger.storage_log import StorageLog
 from graphckpt.stores import Traffic
 from graphckpt.stores.base import TIERS
 from graphckpt.stores.high_water import Total
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from graphckpt.ledger.storage_log import StorageLog
 
 REST = "(outside of blocks)"
 """The row for tensors saved while no block of the table runs."""
@@ -53,7 +48,10 @@ class Recorder:
         self.order: dict[str, None] = {}
         self._plain = SavedBytes(self.plain_total)
         self._kept = SavedBytes(self.totals["device"])
-        self._live = live
+        self.live = live
+        """The log of live bytes, if they are counted."""
+        self.has_optimizer_states = True
+        """Whether the states of all optimizers existed before the step."""
         self._running: list[tuple[str, float]] = []
         self._again = 0
         self._is_passing_on = False
@@ -64,27 +62,6 @@ class Recorder:
         self.weightless: set[str] = set()
         """Modules without weights, as those of other pipeline stages may be."""
         self.ignore(alive_anyway)
-
-    @property
-    def timeline(self) -> tuple[Event, ...]:
-        """The levels of live bytes, if they were counted."""
-        return tuple(self._live.timeline) if self._live is not None else ()
-
-    def levels_if_kept(self, is_kept: Callable[[str], bool]) -> list[int]:
-        """Returns the predicted live bytes at each event of :attr:`timeline` if some blocks kept everything."""
-        if self._live is None:
-            return []
-        return levels_if_kept(self._live.lives, len(self._live.timeline), is_kept)
-
-    @property
-    def static_bytes(self) -> int:
-        """The bytes of weights, buffers and optimizer states, if they were counted."""
-        return self._live.static_bytes if self._live is not None else 0
-
-    @property
-    def peak_bytes(self) -> int | None:
-        """The largest level of live bytes, if they were counted."""
-        return self._live.peak_bytes if self._live is not None else None
 
     def ignore(self, alive_anyway: Iterable[torch.Tensor]) -> None:
         """Excludes these storages from all counts."""
@@ -110,7 +87,7 @@ class Recorder:
         """Records a step, or a forward, from its first op to its last."""
         try:
             self.begin()
-            with self._live or nullcontext():
+            with self.live or nullcontext():
                 yield
         finally:
             self.end()
@@ -128,16 +105,16 @@ class Recorder:
 
     def phase(self, name: str, block: str = "") -> None:
         """Sets the label of later events: ``"forward"``, ``"backward"``, ``"recompute"`` or ``"optimizer"``."""
-        if self._live is not None:
-            self._live.phase = name
-            self._live.block = block
+        if self.live is not None:
+            self.live.phase = name
+            self.live.block = block
 
     def optimizer_steps(self, state: Iterable[torch.Tensor]) -> None:
         """Begins an optimizer step; its state was alive before."""
-        if self._live is not None:
+        if self.live is not None:
             tensors = list(state)
-            self._live.track_as_old(tensors)
-            self._live.mark_static(tensors)
+            self.live.track_as_old(tensors)
+            self.live.mark_static(tensors)
         self.phase("optimizer")
 
     def original_forward_began(self, block: str, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
@@ -151,8 +128,8 @@ class Recorder:
             held = pack(tensor)
             if not self._is_passing_on:
                 self._plain.add(self._running[-1][0], tensor, held)
-                if self._live is not None:
-                    self._live.hold(tensor, block, held)
+                if self.live is not None:
+                    self.live.hold(tensor, block, held)
             return held
 
         return look_and_pack
@@ -176,8 +153,8 @@ class Recorder:
             self._plain.add(block, tensor, held)
             if not is_stored:
                 self._kept.add(block, tensor, held)
-            if self._live is not None:
-                self._live.hold(tensor, None, held)
+            if self.live is not None:
+                self.live.hold(tensor, None, held)
             return held
 
         return look_and_pack
@@ -190,8 +167,8 @@ class Recorder:
         """Counts ``tensor``, which the rule of ``block`` saves for the recomputation while ``owner`` is alive."""
         if not self._again:
             self._kept.add(block, tensor, owner)
-            if self._live is not None:
-                self._live.hold(tensor, block, owner, is_kept=True)
+            if self.live is not None:
+                self.live.hold(tensor, block, owner, is_kept=True)
 
     def released(self, tensor: torch.Tensor, owner: object) -> None:
         """Uncounts ``tensor``, which the rule of a block does not save after all."""
@@ -212,8 +189,8 @@ class Recorder:
         self._again += 1
         self.reruns[block] += 1
         self.phase("recompute", block)
-        if self._live is not None and self._again == 1:
-            self._live.recomputed = block
+        if self.live is not None and self._again == 1:
+            self.live.recomputed = block
         self._running.append((block, _now()))
 
     def recomputation_ended(self, block: str) -> None:
@@ -221,8 +198,8 @@ class Recorder:
         self._again -= 1
         _, begin = self._running.pop()
         self.again_seconds[block] += _now() - begin
-        if self._live is not None and not self._again:
-            self._live.recomputed = None
+        if self.live is not None and not self._again:
+            self.live.recomputed = None
         self.phase("recompute" if self._again else "backward", self._running[-1][0] if self._again else block)
 
     def _enter(self, block: str) -> None:
@@ -258,8 +235,8 @@ class Recorder:
         if not self._again:
             self._plain.add(block, tensor, saved)
             self._kept.add(block, tensor, saved)
-            if self._live is not None:
-                self._live.hold(tensor, None, saved)
+            if self.live is not None:
+                self.live.hold(tensor, None, saved)
         return saved
 
     @never_compiled

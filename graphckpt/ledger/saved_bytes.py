@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any, final
 
 import torch
 
-from graphckpt._compat import storage_of
-from graphckpt.ledger.live_memory import inner_tensors
+from graphckpt.ledger.live_memory import storages_of
 from graphckpt.stores.high_water import Share, Total
 
 
@@ -24,8 +22,6 @@ class _Owner(weakref.ref[Any]):
 
 
 class _Saved:
-    """A storage that is saved."""
-
     __slots__ = ("num_bytes", "owners", "share", "storage")
 
     def __init__(self, storage: torch.UntypedStorage, share: Share | None) -> None:
@@ -62,12 +58,12 @@ class SavedBytes:
 
     def ignore(self, tensor: torch.Tensor) -> None:
         """Excludes the tensor's storage."""
-        for storage in _storages(tensor):
+        for storage in storages_of(tensor):
             self._saved[id(storage)] = _Saved(storage, None)
 
     def add(self, block: str, tensor: torch.Tensor, owner: object) -> None:
         """Counts the tensor's storage for ``block``, if it is new, until all its owners are gone."""
-        for storage in _storages(tensor):
+        for storage in storages_of(tensor):
             saved = self._saved.get(id(storage))
             if saved is None or saved.storage() is not storage or (saved.share is not None and not saved.owners):
                 saved = self._saved[id(storage)] = _Saved(storage, self._shares[block])
@@ -83,7 +79,7 @@ class SavedBytes:
 
     def remove(self, tensor: torch.Tensor, owner: object) -> None:
         """Takes back what was added for ``owner``."""
-        for storage in _storages(tensor):
+        for storage in storages_of(tensor):
             saved = self._saved.get(id(storage))
             if saved is None or saved.storage() is not storage or saved.share is None:
                 continue
@@ -97,12 +93,3 @@ def _drop(owner: weakref.ref[Any]) -> None:
     saved = owner.saved
     if saved.drop(owner) and saved.share is not None:
         saved.share.drop(saved.num_bytes)
-
-
-def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    storage = storage_of(tensor)
-    if storage is not None and not hasattr(tensor, "__tensor_flatten__"):
-        yield storage
-        return
-    for inner in inner_tensors(tensor):
-        yield from _storages(inner)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, final
 
 import torch
 
 from graphckpt._compat import storage_of
-from graphckpt.ledger.live_memory import LiveBytes, inner_tensors
-from graphckpt.ledger.other_policies import Hold, StorageLife
+from graphckpt.ledger.live_memory import LiveBytes, storages_of
+from graphckpt.ledger.other_policies import Hold, StorageLife, levels_if_kept
 
 
 class _Release(weakref.ref[Any]):
@@ -50,33 +50,28 @@ class StorageLog(LiveBytes):
 
     def hold(self, tensor: torch.Tensor, block: str | None, owner: object, *, is_kept: bool = False) -> None:
         """Logs who holds ``tensor`` while ``owner`` is alive; see :class:`Hold`."""
-        storage = storage_of(tensor)
-        if storage is None or hasattr(tensor, "__tensor_flatten__"):
-            for inner in inner_tensors(tensor):
-                self.hold(inner, block, owner, is_kept=is_kept)
-            return
-        life = self._life_of.get(id(storage))
-        if life is None:
-            return
-        hold = Hold(block)
-        (life.kept if is_kept else life.saved).append(hold)
-        release = _Release(owner, _end_hold)
-        release.hold, release.log = hold, weakref.ref(self)
-        self._releases.append(release)
+        for life in filter(None, (self._life_of.get(id(storage)) for storage in storages_of(tensor))):
+            hold = Hold(block)
+            (life.kept if is_kept else life.saved).append(hold)
+            release = _Release(owner, _end_hold)
+            release.hold, release.log = hold, weakref.ref(self)
+            self._releases.append(release)
 
     @property
     def static_bytes(self) -> int:
         """The bytes that :meth:`mark_static` has seen."""
         return sum(self._static.values())
 
+    def levels_if_kept(self, is_kept: Callable[[str], bool]) -> list[int]:
+        """Returns the predicted live bytes at each event of :attr:`timeline` if some blocks kept everything."""
+        return levels_if_kept(self.lives, len(self._changes or ()), is_kept)
+
     def mark_static(self, tensors: Iterable[torch.Tensor]) -> None:
         """Counts tensors that stay alive: weights and optimizer states."""
         for tensor in tensors:
-            storage = storage_of(tensor)
-            if storage is None or hasattr(tensor, "__tensor_flatten__"):
-                self.mark_static(inner_tensors(tensor))
-            elif storage.device.type != "meta":
-                self._static[id(storage)] = storage.nbytes()
+            for storage in storages_of(tensor):
+                if storage.device.type != "meta":
+                    self._static[id(storage)] = storage.nbytes()
 
     def track_as_old(self, tensors: Iterable[torch.Tensor | None]) -> None:
         """Counts tensors that were alive all the time."""

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from graphckpt.ledger.group_rows import group_rows, total_seconds
+from graphckpt.ledger.group_rows import group_rows, sums
 from graphckpt.ledger.record import Row, StepRecord
 from graphckpt.ledger.table_style import WIDTH, Column, bullet, show, table_of, width_of
 from graphckpt.units import format_bytes, format_seconds
@@ -155,16 +155,14 @@ def _total(explanation: StepRecord) -> Row:
         block="total",
         rule="",
         place="",
+        runs=sum(row.runs for row in rows),
+        reruns=sum(row.reruns for row in rows),
         bytes_before=explanation.bytes_before,
         bytes_after=explanation.bytes_after,
         bytes_host=explanation.bytes_host,
         bytes_disk=explanation.bytes_disk,
-        runs=sum(row.runs for row in rows),
-        reruns=sum(row.reruns for row in rows),
-        forward_seconds=total_seconds(row.forward_seconds for row in rows),
-        recompute_seconds=total_seconds(row.recompute_seconds for row in rows),
-        copy_seconds=total_seconds(row.copy_seconds for row in explanation.rows),
-        wait_seconds=total_seconds(row.wait_seconds for row in explanation.rows),
+        **sums(rows, "forward_seconds", "recompute_seconds"),
+        **sums(explanation.rows, "copy_seconds", "wait_seconds"),
     )
 
 
@@ -181,11 +179,9 @@ def _is_inside(block: str, names: Collection[str]) -> bool:
 
 def _summary(explanation: StepRecord) -> Iterator[str]:
     yield _change("kept for backward", explanation.bytes_before, explanation.bytes_after)
-    moved = [(explanation.bytes_host, "in host memory"), (explanation.bytes_disk, "on disk")]
-    if any(num_bytes for num_bytes, _ in moved):
-        yield "moved away: " + ", ".join(
-            f"{format_bytes(num_bytes)} {where}" for num_bytes, where in moved if num_bytes
-        )
+    places = ((explanation.bytes_host, "in host memory"), (explanation.bytes_disk, "on disk"))
+    if moved := [f"{format_bytes(num_bytes)} {where}" for num_bytes, where in places if num_bytes]:
+        yield f"moved away: {', '.join(moved)}"
     peak_bytes, plain_bytes = explanation.peak_bytes, explanation.plain_peak_bytes
     if peak_bytes is not None:
         if plain_bytes is None or plain_bytes == peak_bytes:
@@ -194,7 +190,10 @@ def _summary(explanation: StepRecord) -> Iterator[str]:
             yield _change("peak of the step", plain_bytes, peak_bytes, " (predicted)")
     if explanation.timeline:
         static = explanation.static_bytes
-        of_it = f"; {format_bytes(static)} are weights and optimizer states" if static else ""
+        which = "weights and optimizer states"
+        if not explanation.has_optimizer_states:
+            which = "weights, as optimizer states did not exist yet"
+        of_it = f"; {format_bytes(static)} are {which}" if static else ""
         yield f"set by the {explanation.peak_at}{of_it}"
     if explanation.capture:
         yield f"capture: {explanation.capture}"

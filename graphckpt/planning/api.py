@@ -11,7 +11,7 @@ from graphckpt._compat_compiler import has_compiled_call
 from graphckpt.blocks.find_layers import layers
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.blocks.select import select
-from graphckpt.errors import ConfigError
+from graphckpt.errors import ConfigError, shown
 from graphckpt.planning import budget as budgets
 from graphckpt.planning.check_plan import plan_and_check
 from graphckpt.planning.measure.real_step import RealStep
@@ -57,6 +57,10 @@ def plan(model: nn.Module, step_fn: Callable[[], object], *, memory_budget: budg
     >>> found.predicted_peak_bytes <= found.budget_bytes < found.plain_peak_bytes
     True
     """
+    given: Any = step_fn
+    if not callable(given):
+        what = f"expected a function without arguments that runs a step, got {shown(given)}"
+        raise ConfigError(f"plan.step_fn: {what} · fix: lambda: model(x).sum().backward()")
     with planning_group(options.get("group")) as group:
         wanted = PlanOptions.of(options, "plan")
         step = RealStep(model, step_fn)

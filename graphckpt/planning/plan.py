@@ -121,14 +121,19 @@ class Plan(PlanSummary):
         """Writes the plan as YAML, with a section ``blocks`` for ``train.activation_checkpoint``.
 
         Raises:
-            ConfigError: it partitions tensors over a process group, which cannot be written to a file.
+            ConfigError: it partitions tensors over a process group, which cannot be written to a file, or the file
+                cannot be written.
         """
         head = "".join(f"# {line}\n" for line in summary_lines(self))
         try:
             text = yaml.dump(self.to_dict(), Dumper=_dumper(), sort_keys=False)
         except yaml.representer.RepresenterError as error:
             raise ConfigError(f"Plan.save: {error} · fix: partition=True, and plain values in `candidates`") from None
-        Path(path).write_text(head + text, encoding="utf-8")
+        try:
+            Path(path).write_text(head + text, encoding="utf-8")
+        except OSError as error:
+            why = error.strerror or error
+            raise ConfigError(f"{path}: cannot be written: {why} · fix: name a file in an existing folder") from None
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

@@ -42,7 +42,7 @@ class Planner:
         self.plain = self.search.evaluate((0,) * len(measured.names))
         self.model = model
         self.extra_rows = extra_rows
-        """The rows of plans for other blocks, in force when the step was measured."""
+        """The rows of plans for other blocks, active when the step was measured."""
         self.compiled: dict[str, Any] = {} if compiles is None else {"compile": compiles}
         """The fields of all layers beside their options."""
         self._has_slabs = has_slabs

@@ -8,7 +8,7 @@ import pkgutil
 from functools import cache
 from typing import Any
 
-from graphckpt.errors import ConfigError, did_you_mean
+from graphckpt.errors import ConfigError, did_you_mean, shown
 from graphckpt.rules.base import Rule
 
 
@@ -50,7 +50,7 @@ def parse_rule(value: Any) -> Rule | None:
         return rule(**settings)
     if isinstance(value, str):
         return _class(value)()
-    raise ConfigError(f"expected a rule, got {value!r} · fix: use True, False, None, {_names()} or a rule object")
+    raise ConfigError(f"expected a rule, got {shown(value)} · fix: use True, False, None, {_names()} or a rule object")
 
 
 def _class(name: Any) -> type[Rule]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from graphckpt._compat import op_names
@@ -44,6 +46,7 @@ PRESETS: dict[str, frozenset[Op]] = {
 PRESETS["matmul+attention"] = PRESETS["matmul"] | PRESETS["attention"]
 
 _SOME = re.compile(r"(?P<op>[^\[\]]+)\[(?P<numbers>\d+(,\d+)*)\]")
+_FUNCTIONS = (BuiltinFunctionType, torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # which are no policies
 _SAVES = frozenset({CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE})
 _OFFLOADS = frozenset({CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD})
 
@@ -108,6 +111,9 @@ def _policy(save: Any) -> Policy:
         return NamedOps(PRESETS[save])
     if isinstance(save, (list, tuple, set, frozenset)):
         return _read(save)
+    if isinstance(save, _FUNCTIONS) or getattr(save, "__module__", None) == nn.functional.__name__:
+        what = "expected a list of ops or a policy function"
+        raise ConfigError(f"selective.save: {what}, got {save!r} · fix: use a list such as [torch.ops.aten.mm.default]")
     if callable(save) and not isinstance(save, str):
         return lambda output, func, args, kwargs, _number: _decides(save, output, func, args, kwargs)
     known = ", ".join(repr(name) for name in PRESETS)

@@ -44,14 +44,13 @@ def batch_sizes(
         fix = "set one of train.train_micro_batch_size and train.global_batch_size"
         raise ConfigError(f"train_micro_batch_size: is null, and so is global_batch_size · fix: {fix}")
     if global_batch is None or micro_batch is None:
-        parts = data_parallel * (accumulation or 1)
-        if micro_batch is None:
-            assert global_batch is not None
-            _check_divides(
-                global_batch, parts, f"data_parallel_size {data_parallel} x accumulation {accumulation or 1}"
-            )
+        accumulation = accumulation or 1
+        if global_batch is not None:
+            parts = data_parallel * accumulation
+            _check_divides(global_batch, parts, f"data_parallel_size {data_parallel} x accumulation {accumulation}")
             micro_batch = global_batch // parts
-        return BatchSizes(micro_batch=micro_batch, accumulation=accumulation or 1, data_parallel=data_parallel)
+        assert micro_batch is not None
+        return BatchSizes(micro_batch=micro_batch, accumulation=accumulation, data_parallel=data_parallel)
     at_once = micro_batch * data_parallel
     if accumulation is None:
         _check_divides(global_batch, at_once, f"micro batch {micro_batch} x data_parallel_size {data_parallel}")

@@ -10,14 +10,7 @@ from pathlib import Path
 from typing import TextIO, cast, final
 
 from rich.console import Console, RenderableType
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from graphckpt.train.files import AppendFile
 
@@ -83,13 +76,7 @@ class Report:
             counts: show numbers of ``total`` and not per cent.
         """
         amount = MofNCompleteColumn() if counts else TaskProgressColumn()
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            amount,
-            TextColumn("eta"),
-            TimeRemainingColumn(),
-        )
+        columns = (TextColumn("{task.description}"), BarColumn(), amount, TextColumn("eta"), TimeRemainingColumn())
         quiet = not self._console.is_terminal
         with Progress(*columns, console=self._console, transient=True, disable=quiet) as progress:
             task = progress.add_task(label, total=total)

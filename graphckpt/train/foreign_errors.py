@@ -8,10 +8,9 @@ from contextlib import contextmanager
 
 import torch
 
-from graphckpt.errors import GraphckptError
+from graphckpt.errors import GraphckptError, first_line
 from graphckpt.train.loop import TrainError
 from graphckpt.train.parallel.errors import is_connection_error
-from graphckpt.train.snapshot.folder import first_line
 
 _MOST_CHARACTERS = 400  # of the error's message
 _CPU_WORDS = "can't allocate memory"  # PyTorch's CPU allocator raises a plain RuntimeError

@@ -19,8 +19,23 @@ if TYPE_CHECKING:
     from graphckpt.train.parallel.pp_schedule import Pipeline
 
 
+class _TaskGraph(Graph):
+    """Runs a model on batches of a task, under autocast if that is set; a pipeline does so itself."""
+
+    def __init__(
+        self, model: nn.Module, task: Task, *, amp: AmpConfig, capture: str = "auto", pipeline: Pipeline | None = None
+    ) -> None:
+        super().__init__()
+        self.config.capture = capture
+        self.model = model
+        self.task = task
+        self.pipeline = pipeline
+        if amp.enabled and pipeline is None:
+            self.config.enable_amp(True, dtype=getattr(torch, amp.dtype))
+
+
 @final
-class TrainGraph(Graph):
+class TrainGraph(_TaskGraph):
     """One update of the weights: forward, backward, clip, optimizer, learning rate."""
 
     def __init__(
@@ -37,12 +52,8 @@ class TrainGraph(Graph):
         grad_sync: GradSync | None = None,
         pipeline: Pipeline | None = None,
     ) -> None:
-        super().__init__()
-        self.config.capture = capture
-        self.model = model
-        self.task = task
+        super().__init__(model, task, amp=amp, capture=capture, pipeline=pipeline)
         self.turn = _MicroBatchCounter(num_accumulation_steps, grad_sync)
-        self.pipeline = pipeline
         for name, fields in blocks.items():
             block = self._block_of(model.get_submodule(name))
             block.config.update(fields)
@@ -53,10 +64,8 @@ class TrainGraph(Graph):
             return
         if num_accumulation_steps > 1:
             self.config.set_gradient_accumulation_steps(num_accumulation_steps)
-        if amp.enabled:
-            self.config.enable_amp(True, dtype=getattr(torch, amp.dtype))
-            if amp.dtype == "float16":
-                self.set_grad_scaler(torch.amp.GradScaler(next(model.parameters()).device.type))
+        if amp.enabled and amp.dtype == "float16":
+            self.set_grad_scaler(torch.amp.GradScaler(next(model.parameters()).device.type))
 
     def _block_of(self, module: nn.Module) -> Any:
         return next(block for block in self.model.modules() if block.origin is module)
@@ -97,25 +106,8 @@ class _MicroBatchCounter:
 
 
 @final
-class EvalGraph(Graph):
+class EvalGraph(_TaskGraph):
     """One forward over a held-out batch, without saving tensors for backward."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        task: Task,
-        *,
-        amp: AmpConfig,
-        capture: str = "auto",
-        pipeline: Pipeline | None = None,
-    ) -> None:
-        super().__init__()
-        self.config.capture = capture
-        self.model = model
-        self.task = task
-        self.pipeline = pipeline
-        if amp.enabled and pipeline is None:
-            self.config.enable_amp(True, dtype=getattr(torch, amp.dtype))
 
     def build(self, **batch: Tensor) -> dict[str, Tensor]:
         """Returns the sums for the task's metrics, each with its count."""

@@ -9,18 +9,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from torch import Tensor
 
 from graphckpt.errors import GraphckptError
+from graphckpt.ledger.explanation import Explanation
 from graphckpt.train.console import Report
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from graphckpt.ledger.explanation import Explanation
 
 
 @final

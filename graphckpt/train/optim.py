@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -56,12 +55,7 @@ def get_default_optimizer_params(
 
 
 def warmup_cosine_lr(
-    optimizer: Optimizer,
-    *,
-    max_iter: int,
-    warmup_iter: int = 0,
-    warmup_factor: float = 0.001,
-    alpha: float = 0.01,
+    optimizer: Optimizer, *, max_iter: int, warmup_iter: int = 0, warmup_factor: float = 0.001, alpha: float = 0.01
 ) -> LambdaLR:
     """Raises the learning rate in a line, then lowers it along a cosine.
 
@@ -72,14 +66,11 @@ def warmup_cosine_lr(
         warmup_factor: share of the top at the first iteration, if there is a warm-up.
         alpha: share of the top at the end.
     """
-    return LambdaLR(optimizer, _factor(max_iter, warmup_iter, warmup_factor, alpha))
 
-
-def _factor(max_iter: int, warmup_iter: int, warmup_factor: float, alpha: float) -> Callable[[int], float]:
     def factor(iteration: int) -> float:
         if iteration < warmup_iter:
             return warmup_factor + (1 - warmup_factor) * iteration / warmup_iter
         done = min(1.0, (iteration - warmup_iter) / max(1, max_iter - warmup_iter))
         return alpha + (1 - alpha) * 0.5 * (1 + math.cos(math.pi * done))
 
-    return factor
+    return LambdaLR(optimizer, factor)

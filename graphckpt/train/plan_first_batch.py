@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 
+from graphckpt.planning.budget import Budget
+from graphckpt.planning.plan import Plan
 from graphckpt.planning.show.table import summary_lines
+from graphckpt.train.console import Report
 from graphckpt.train.files import replacing
+from graphckpt.train.settings import ActivationCheckpointConfig
 from graphckpt.train.snapshot.run_folder import PLAN
+from graphckpt.train.snapshot.saved_run import SavedRun
 from graphckpt.train.units import head_policies, unit_names
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from graphckpt.planning.budget import Budget
-    from graphckpt.planning.plan import Plan
-    from graphckpt.train.console import Report
     from graphckpt.train.graphs import TrainGraph
-    from graphckpt.train.settings import ActivationCheckpointConfig
-    from graphckpt.train.snapshot.saved_run import SavedRun
 
 
 def plan_on_batch(

@@ -303,7 +303,6 @@ class TrainConfig:
             yield f"{where}: expected one process, got {self.dist.num_processes} · fix: set train_micro_batch_size"
 
     def _size_faults(self) -> Iterator[str]:
-        """Yields the faults of the batch sizes."""
         faults = list(_below_one(self, "train_micro_batch_size", "global_batch_size", "num_accumulation_steps"))
         yield from faults
         if faults or any(self.dist.faults()):
@@ -319,7 +318,6 @@ class TrainConfig:
             yield f"dist.pipeline_parallel_size: {what} · fix: num_accumulation_steps={num_stages} or more"
 
     def _spread_faults(self) -> Iterator[str]:
-        """Yields what is not supported with several processes."""
         dist, checkpoint = self.dist, self.activation_checkpoint
         if dist.data_parallel_size < 2 and self.zero_optimization.enabled:
             what = "zero_optimization.enabled: True, and dist.data_parallel_size is 1"

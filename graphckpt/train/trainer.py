@@ -6,6 +6,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -39,7 +40,7 @@ from graphckpt.train.plan_first_batch import plan_on_batch
 from graphckpt.train.settings import ActivationCheckpointConfig, TrainConfig
 from graphckpt.train.snapshot.run_folder import LOG, METRICS, PICTURE, TrainResult, written_files
 from graphckpt.train.snapshot.run_state import RunState
-from graphckpt.train.snapshot.saved_run import SavedRun, unwritable_error, weights_folder
+from graphckpt.train.snapshot.saved_run import SavedRun, weights_folder, writing_to
 from graphckpt.train.snapshot.weights import load_weights, read_weights, tensors_of
 from graphckpt.train.snapshot.writer import SnapshotWriter, export
 from graphckpt.train.tasks.base import Task, TextTask
@@ -91,27 +92,24 @@ class Trainer:
         self.folder = Path(settings.output_dir).expanduser()
         self.device = resolve_device(settings.device, settings.dist)
         self.ranks = TrainRanks(settings.dist, self.device)
-        try:
-            if scratch:
-                self.folder = self._scratch_folder()
-            with self.ranks.main_first():
-                self.saved = SavedRun(
-                    self.folder,
-                    resume=resume,
-                    overwrite=settings.overwrite,
-                    eval_only=eval_only,
-                    batch_size=self.batch_size,
-                    ranks=self.ranks,
-                )
-        except OSError as error:
-            raise unwritable_error(self.folder, error) from error
+        if scratch:
+            self.folder = self._scratch_folder()
+        with writing_to(self.folder), self.ranks.main_first():
+            self.saved = SavedRun(
+                self.folder,
+                resume=resume,
+                overwrite=settings.overwrite,
+                eval_only=eval_only,
+                batch_size=self.batch_size,
+                ranks=self.ranks,
+            )
         if write_config is not None:
             self.saved.at_start(partial(write_config, self.folder))
         self.report = report or self._own_report(eval_only=eval_only)
 
     def _scratch_folder(self) -> Path:
         made = ""
-        with self.ranks.main_first():
+        with writing_to(self.folder), self.ranks.main_first():
             if self.ranks.is_main:
                 made = tempfile.mkdtemp(prefix="graphckpt-")
         return Path(self.ranks.broadcast(made))
@@ -206,9 +204,7 @@ class Trainer:
         )
 
     def _snapshot_writer(self, built: BuiltModel, opened: Opened, state: RunState) -> SnapshotWriter:
-        tokens = (
-            opened.tokenizer_file.parent.name if opened.tokenizer_file else None
-        )  # its name is a hash of the text and the tokenizer
+        tokens = opened.tokenizer_file.parent.name if opened.tokenizer_file else None  # a hash of text and tokenizer
         companions = partial(
             export, built.model, built.architecture, opened.tokenizer_file, seq_length=opened.tokens_each
         )
@@ -274,11 +270,6 @@ class Trainer:
         load_weights(model, read_weights(folder, like=tensors_of(model), group=self.ranks.control), where)
 
     def _open(self, model: nn.Module) -> Opened:
-        """Opens the data.
-
-        Raises:
-            ConfigError: the model does not fit the data.
-        """
         with self.ranks.main_first(), attribute_errors("data", "opening it"):
             opened = self._data.open(self._task, seed=self.settings.seed, report=self.report)
         if opened.text and isinstance(self._task, TextTask):
@@ -312,7 +303,6 @@ class Trainer:
             metric, mode = settings.evaluation.eval_metric, settings.evaluation.eval_mode
             yield BestHook(writer.save, metric=metric or self._task.metric, mode=mode or self._task.metric_mode)
         yield SnapshotHook(
-            writer.save,
             writer,
             self.saved.snapshots,
             period=self._period(opened, settings.checkpointer.save_model_after_n_epoch, settings.checkpointer.period),
@@ -358,29 +348,29 @@ _KEYS = "model, task, data, optim, train.scheduler"  # of code that is not the t
 
 
 @final
+@dataclass(eq=False)
 class _Step:
     """Reads a batch, updates the weights, and returns the losses of the iteration, means over the processes."""
 
-    def __init__(self, graph: TrainGraph, batches: Prefetcher, ranks: TrainRanks) -> None:
-        self.loop: Loop | None = None
-        """Receives the seconds that the step waited for its data."""
-        self._graph = graph
-        self._batches = batches
-        self._ranks = ranks
+    graph: TrainGraph
+    batches: Prefetcher
+    ranks: TrainRanks
+    loop: Loop | None = None
+    """Receives the seconds that the step waited for its data."""
 
     def plan(
         self, iteration: int, budget: Budget, config: ActivationCheckpointConfig, report: Report, saved: SavedRun
     ) -> None:
         """Plans the policies on the batch of ``iteration``."""
-        with attribute_errors(_KEYS, "planning"), self._ranks.translate_errors():
-            plan_on_batch(self._graph, budget, config, report, saved, self._batches.get(iteration))
+        with attribute_errors(_KEYS, "planning"), self.ranks.translate_errors():
+            plan_on_batch(self.graph, budget, config, report, saved, self.batches.get(iteration))
 
     def __call__(self, iteration: int) -> dict[str, Tensor]:
-        with attribute_errors(_KEYS, f"iteration {iteration}"), self._ranks.translate_errors():
+        with attribute_errors(_KEYS, f"iteration {iteration}"), self.ranks.translate_errors():
             started = time.perf_counter()
-            batch = self._batches.get(iteration)
+            batch = self.batches.get(iteration)
             if self.loop is not None:
                 self.loop.data_seconds = time.perf_counter() - started
-            losses: dict[str, Tensor] = self._graph(**batch)
-            self._batches.prefetch(iteration + 1)
-            return self._ranks.average({name: loss.mean() for name, loss in losses.items()})
+            losses: dict[str, Tensor] = self.graph(**batch)
+            self.batches.prefetch(iteration + 1)
+            return self.ranks.average({name: loss.mean() for name, loss in losses.items()})

@@ -25,9 +25,7 @@ WITHOUT_MEANING: Mapping[str, str] = {
 }
 """Keys of libai's ``train`` that have no meaning in PyTorch, and why."""
 
-EVALUATION_WITHOUT_MEANING: Mapping[str, str] = {
-    "evaluator": "the task says what is measured",
-}
+EVALUATION_WITHOUT_MEANING: Mapping[str, str] = {"evaluator": "the task says what is measured"}
 """Keys of libai's ``train.evaluation`` that have no meaning here, and why."""
 
 CHECKPOINT_WITHOUT_MEANING: Mapping[str, str] = {

@@ -142,6 +142,22 @@ def test_policies_from_a_file(tmp_path: Path, name: str, text: str) -> None:
         ("missing.yaml", "missing.yaml: cannot be read: .* · fix: name a file that Plan.save has written"),
         ([7], "expected a name pattern, a regular expression, a class or a module, got 7"),
         (nn.Linear(2, 2), "a Linear is not a module of Model"),
+        (
+            {"activation_checkpointing": True, "offload": "disk"},
+            (
+                r"^apply: expected selectors .* as keys, got 'activation_checkpointing', 'offload': fields.* · "
+                r"fix: \{'layers\.\*': \{'activation_checkpointing': True, 'offload': 'disk'\}\}$"
+            ),
+        ),
+        ([{"encoder.0": True}], r"^apply: expected selectors in the list, got \{.*\} · fix: one mapping"),
+        ({"encoder.0": {1: True}}, r"encoder\.0\.1: there is no such field · fix: use one of"),
+        ({"encoder.0": {None: True}}, r"encoder\.0\.None: there is no such field · "),
+        ({"encoder.0": "True"}, "expected a rule, got 'True' · did you mean True?"),
+        ({"encoder.0": "FULL"}, "expected a rule, got 'FULL' · did you mean 'full'?"),
+        ({"encoder.0": "none"}, "expected a rule, got 'none' · did you mean None?"),
+        ({"encoder.0": {"offload": "true"}}, "got 'true' · did you mean True?"),
+        ({"encoder.0": Full}, r"expected an object, got the class Full · fix: Full\(\)$"),
+        ({"encoder.0": {"offload": graphckpt.Disk}}, r"expected an object, got the class Disk · fix: Disk\(\)$"),
     ],
 )
 def test_policies_in_no_known_form(policies: Any, message: str) -> None:
@@ -156,9 +172,20 @@ def test_a_file_without_policies(tmp_path: Path) -> None:
     path.write_text("- encoder.1\n")
     with pytest.raises(ConfigError, match=r"list\.yaml: expected a mapping of policies, got list"):
         graphckpt.apply(build(), path)
+    path.write_text("blocks:\n  encoder.1: true\n  encoder.1: false\n")
+    with pytest.raises(ConfigError, match=r"list\.yaml: expected each key once, got 'encoder\.1' twice"):
+        graphckpt.apply(build(), path)
     path.write_text("{")
     with pytest.raises(ConfigError, match=r"list\.yaml: cannot be read"):
         graphckpt.apply(build(), path)
+
+
+@pytest.mark.parametrize("field", ["activation_checkpointing", "offload", "contiguous", "compile", "stage_id"])
+def test_long_values_are_shown_by_their_type(field: str) -> None:
+    for model, policies in ((build().state_dict(), True), (build(), {"encoder.0": {field: torch.ones(99, 99)}})):
+        with pytest.raises(ConfigError, match=r"got an object of type (OrderedDict|Tensor) · fix: ") as error:
+            graphckpt.apply(model, policies)  # type: ignore[arg-type]
+        assert len(str(error.value)) < 300
 
 
 @pytest.mark.parametrize("model", ["layers.*", nn.Linear, {"layers.*": True}])
@@ -199,7 +226,7 @@ UNMATCHED: list[tuple[Any, str]] = [
     (nn.Conv2d, "class Conv2d matches no module of Model · the model has 'Dropout', 'GELU', 'Linear', 'Mlp'"),
     ("Mpl", "'Mpl' matches no module of Model · did you mean 'Mlp'"),
     (nn.LSTM, "class LSTM matches no module of Model"),
-    (7, "expected a name pattern, a regular expression, a class or a module, got 7 · fix: the selector"),
+    (7, "expected a name pattern, a regular expression, a class or a module, got 7 · fix: a name of model.n"),
     (None, "expected a name pattern, a regular expression, a class or a module, got None"),
 ]
 
@@ -235,8 +262,8 @@ def test_all_faults_are_told_at_once_and_nothing_is_set() -> None:
             "- 'encodr.*' matches no module of Model · did you mean 'encoder.*'",
             "- 'encoder.1': encoder.1.activation_checkpoint: there is no such field · did you mean 'activation_che",
             "- 'encoder.2': encoder.2.activation_checkpointing: expected a rule, got 'ful' · did you mean 'full'?",
-            "- 'encoder.3': encoder.3.segments: segments: expected a positive int, 'sqrt' or 'log', got 0 · fix:",
-            "- 'Mlp': encoder.0.tiles: tiles: expected a positive int, got 'many' · fix: use the number of slices",
+            "- 'encoder.3': encoder.3.segments: expected a positive int, 'sqrt' or 'log', got 0 · fix:",
+            "- 'Mlp': encoder.0.tiles: expected a positive int, got 'many' · fix: use the number of slices",
         ],
         strict=True,
     ):

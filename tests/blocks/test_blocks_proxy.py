@@ -252,10 +252,32 @@ def test_slices(net: Net, graph: Holds) -> None:
     part.to(torch.float64)
     assert net.chain[2].weight.dtype is torch.float64
     assert net.chain[0].weight.dtype is torch.float32
-    with pytest.raises(ConfigError, match=r"net.chain.1.tiles: tiles: expected a positive int, got 0"):
+    with pytest.raises(ConfigError, match=r"net.chain.1.tiles: expected a positive int, got 0"):
         part.config.tiles = 0
     assert re.match(r"net\.chain\[1:\]: Sequential\(", repr(part))
     assert [b.origin for b in graph.net.list[::-2]] == [net.list[2], net.list[0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("activation_checkpointing", "activation_checkpointing"),
+        ("activation_checkpoint", "activation_checkpointing"),
+        ("offlod", "offload"),
+        ("cpu_checkpointing", "offload"),
+        ("compile", "compile"),
+    ],
+)
+def test_a_field_set_on_the_block_itself_is_an_error(net: Net, graph: Holds, name: str, field: str) -> None:
+    chain = graph.net.chain
+    for block, path in ((graph.net, "net"), (chain[1], r"net\.chain\.1"), (chain[:2], r"net\.chain\[:2\]")):
+        with pytest.raises(ConfigError, match=rf"^{path}\.{name}: .* · fix: write {path}\.config\.{field}$"):
+            setattr(block, name, True)
+    net.tiles = 2  # an attribute of the module's own
+    graph.net.tiles = 3
+    graph.net.partition_size = 4
+    graph.net.segments = nn.ModuleList()
+    assert (net.tiles, net.partition_size, len(net.segments)) == (3, 4, 0)
 
 
 def test_parameter_lists_hold_parameters(net: Net, graph: Holds) -> None:

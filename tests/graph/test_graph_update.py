@@ -465,7 +465,7 @@ def test_amp_in_an_evaluation_graph_and_off_again() -> None:
         ({"mode": 1}, "enable_amp: expected a bool as mode, got 1 · fix: use True or False"),
         (
             {"dtype": torch.float32},
-            "enable_amp: expected torch.float16 or torch.bfloat16, got torch.float32 · fix: the dtype",
+            "enable_amp: expected torch.float16 or torch.bfloat16, got torch.float32 · fix: torch.bfloat16",
         ),
     ],
 )
@@ -664,7 +664,7 @@ def test_micro_batches_must_return_the_same_structure() -> None:
 def test_what_accumulation_refuses(value: Any) -> None:
     with pytest.raises(
         ConfigError,
-        match=re.escape(f"set_gradient_accumulation_steps: expected a positive int, got {value!r} · fix: use 1"),
+        match=re.escape(f"set_gradient_accumulation_steps: expected a positive int, got {value!r} · fix: use 4"),
     ):
         Train(mlp()).config.set_gradient_accumulation_steps(value)
 

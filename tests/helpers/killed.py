@@ -23,7 +23,7 @@ import transformers.models.gpt2.modeling_gpt2  # noqa: F401 - seconds, which eac
 import graphckpt.config.run  # noqa: F401 - before the children start
 from graphckpt.blocks import step_recorder
 from graphckpt.cli import main
-from graphckpt.train.hooks import ExplainHook
+from graphckpt.train.hooks.explain import ExplainHook
 from graphckpt.train.snapshot import folder as snapshot
 
 DIED = 77  # exit code of a child that ended itself

@@ -132,12 +132,26 @@ def test_a_memory_budget_is_planned_for_on_the_first_batch(tmp_path: Path, capsy
     assert plan is not None
     assert seen is not None
     assert plan.predicted_peak_bytes <= plan.budget_bytes < plan.plain_peak_bytes
+    assert seen.peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.03)
     assert seen.bytes_after < seen.bytes_before
     printed = capsys.readouterr().out
     assert "graphckpt: plan: memory budget" in printed
     assert "kept for backward: " in printed
     assert (tmp_path / "step.png").stat().st_size > 1000
     assert not any("forward" in vars(m) for m in ours.modules())
+
+
+@pytest.mark.parametrize(("num_batches", "accumulated", "has_states"), [(1, 1, False), (3, 2, True)])
+def test_the_measured_batch_is_one_with_optimizer_states_if_there_is_one(
+    tmp_path: Path, num_batches: int, accumulated: int, has_states: bool
+) -> None:
+    callback = GraphckptCallback(unit="Layer")
+    logger = CSVLogger(tmp_path)
+    fit(tmp_path, callback, logger=logger, limit_train_batches=num_batches, accumulate_grad_batches=accumulated)
+    assert callback.explanation is not None
+    weights = sum(p.nbytes for p in Regression().parameters())
+    assert (callback.explanation.static_bytes >= 3 * weights) == has_states
+    assert (Path(logger.log_dir) / "metrics.csv").read_text().count("graphckpt/peak_bytes") == 1
 
 
 def test_an_error_takes_the_policies_off(tmp_path: Path) -> None:

@@ -135,6 +135,7 @@ def test_a_memory_budget_is_planned_for_when_training_starts(tmp_path: Path, cap
     assert plan is not None
     assert seen is not None
     assert plan.predicted_peak_bytes <= plan.budget_bytes < plan.plain_peak_bytes
+    assert seen.peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.03)
     assert {row.block: row.rule != "keep" for row in seen.rows if row.block in plan.blocks} == dict.fromkeys(
         plan.blocks, True
     )
@@ -145,12 +146,17 @@ def test_a_memory_budget_is_planned_for_when_training_starts(tmp_path: Path, cap
     assert not has_policies(model)
 
 
-def test_a_table_and_a_picture_of_the_first_step(tmp_path: Path, capsys: Any) -> None:
+@pytest.mark.parametrize(("num_steps", "states"), [(2, "and optimizer states"), (1, "as optimizer states did not")])
+def test_a_table_and_a_picture_of_a_step(tmp_path: Path, capsys: Any, num_steps: int, states: str) -> None:
     callback = GraphckptCallback("selective", report="table", plot=str(tmp_path / "step.svg"))
-    train(gpt2(), tmp_path, callback)
+    trainer, _ = train(gpt2(), tmp_path, callback, max_steps=num_steps)
     assert callback.explanation is not None
     assert callback.explanation.peak_bytes is not None
-    assert "transformer.h.0-3 (4x)" in capsys.readouterr().out
+    assert callback.explanation.has_optimizer_states == (num_steps == 2)
+    assert sum("graphckpt/peak_bytes" in entry for entry in trainer.state.log_history) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.count("transformer.h.0-3 (4x)") == 1
+    assert states in printed
     assert "<svg" in (tmp_path / "step.svg").read_text()
 
 
@@ -338,6 +344,8 @@ def test_wrong_keys_fail_before_training() -> None:
         ),
         ({"plot": "step.jpg"}, r"step\.jpg: expected a file ending in '\.png' or '\.svg'"),
         ({"report": "tabel"}, r"\.report: expected True, False or 'table', got 'tabel'"),
+        ({"blocks": "x"}, r"^GraphckptCallback\.blocks: expected a mapping of selectors to policies, got 'x'"),
+        ({"report": 1}, r"\.report: expected True, False or 'table', got 1"),
         ({"rule": "selective", "memory_budget": "50%"}, r"\.memory_budget: the plan chooses .* fix: leave rule out"),
         ({"blocks": {"h": True}, "memory_budget": "50%"}, r"\.memory_budget: .* fix: leave blocks out"),
         ({"memory_budget": "50%", "offlod": True}, r": there is no option 'offlod' · did you mean 'offload'"),

@@ -15,7 +15,7 @@ from torch import nn
 
 from graphckpt.config.run import trainer_from
 from graphckpt.train.data.sampling import heldout_batches
-from graphckpt.train.hooks import SnapshotHook
+from graphckpt.train.hooks.snapshot import SnapshotHook
 from graphckpt.train.loop import HookBase, Loop, TrainError
 from graphckpt.train.parallel.config import DistConfig
 from graphckpt.train.parallel.fsdp import apply_fsdp
@@ -72,8 +72,8 @@ class Held(HookBase):
 
     def after_step(self, loop: Loop) -> None:
         self.losses.append(float(loop.losses["total_loss"]))
-        saver: Any = next(hook for hook in loop._hooks if isinstance(hook, SnapshotHook))._later
-        tensors = [value for state in saver._state._optimizer.state.values() for value in state.values()]
+        saver: Any = next(hook for hook in loop._hooks if isinstance(hook, SnapshotHook))._writer
+        tensors = [value for state in saver._state.optimizer.state.values() for value in state.values()]
         self.state_bytes = sum((local_shard(value) if is_sharded(value) else value).nbytes for value in tensors)
 
 

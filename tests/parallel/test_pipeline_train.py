@@ -26,7 +26,7 @@ from transformers import (
 from graphckpt.config.run import trainer_from
 from graphckpt.errors import ConfigError
 from graphckpt.train.build_model import _pipeline
-from graphckpt.train.hooks import SnapshotHook
+from graphckpt.train.hooks.snapshot import SnapshotHook
 from graphckpt.train.loop import HookBase, Loop
 from graphckpt.train.parallel.pp_stages import check_split, keep_stage, split_layers, tied_weights
 from graphckpt.train.settings import TrainConfig
@@ -66,8 +66,8 @@ class Held(HookBase):
         self.losses.append(float(loop.losses["total_loss"]))
 
     def after_train(self, loop: Loop) -> None:
-        saver: Any = next(hook for hook in loop._hooks if isinstance(hook, SnapshotHook))._later
-        rows = saver._state._graph.explain(show=False).rows
+        saver: Any = next(hook for hook in loop._hooks if isinstance(hook, SnapshotHook))._writer
+        rows = saver._state.graph.explain(show=False).rows
         self.reruns = {row.block: row.reruns for row in rows if row.reruns}
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from graphckpt.config.run import trainer_from
-from graphckpt.train.hooks import SnapshotHook
+from graphckpt.train.hooks.snapshot import SnapshotHook
 from graphckpt.train.loop import HookBase, Loop
 from graphckpt.train.parallel.errors import ParallelError
 from graphckpt.train.snapshot import dcp
@@ -102,7 +102,7 @@ class Copy(HookBase):
 
     def before_train(self, loop: Loop) -> None:
         hook = next(hook for hook in loop._hooks if isinstance(hook, SnapshotHook))
-        saver: Any = hook._later
+        saver: Any = hook._writer
         weights, states = saver._state.weights(), saver._state.states()
         if self._trainer.ranks.is_main:
             torch.save({"weights": weights, "graph": states["graph"]}, f"{self._name}.pt")

@@ -400,6 +400,8 @@ def test_a_step_without_its_blocks_cannot_be_planned(planned):
     case, _ = planned
     with pytest.raises(PlanError, match="no block ran with gradients on · fix: let step_fn run"):
         plan(case.model, lambda: None, memory_budget="min")
+    with pytest.raises(ConfigError, match=r"^plan\.step_fn: expected a function without arguments .* type Tensor · "):
+        plan(case.model, torch.ones(99, 99), memory_budget="min")
 
 
 def test_a_step_that_takes_another_path_each_time_cannot_be_planned():
@@ -511,6 +513,8 @@ def test_save_and_load(planned, tmp_path):
     found = planner.plan(planner.floor.peak)
     path = tmp_path / "plan.yaml"
     found.save(path)
+    with pytest.raises(ConfigError, match=r"nodir/plan\.yaml: cannot be written: No such file .* existing folder"):
+        found.save(tmp_path / "nodir/plan.yaml")
     assert "&" not in path.read_text(encoding="utf-8"), "any line may be copied"
     loaded = Plan.load(path)
     assert loaded.blocks == found.blocks != {}

@@ -478,3 +478,9 @@ def test_a_recomputation_that_differs_is_named_whatever_ops_come_behind() -> Non
         model[1].__dict__["rows"] = 2
         with pytest.raises(graphckpt.RecomputeError, match=r"expected float32\[4, 8\], got float32\[2, 8\]"):
             loss.backward()
+
+
+@pytest.mark.parametrize("function", [torch.mm, torch.nn.functional.softmax, torch.ops.aten.mm.default])
+def test_an_op_in_place_of_a_policy_function_is_refused(function):
+    with pytest.raises(graphckpt.ConfigError, match=r"list of ops or a policy function, got .*\[torch\.ops\.aten\.mm"):
+        Selective(function)

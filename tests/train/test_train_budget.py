@@ -10,7 +10,7 @@ from helpers.small_run import CONFIG, place, same_weights, train
 
 from graphckpt.planning.plan import Plan
 from graphckpt.train import trainer
-from graphckpt.train.hooks import LogHook
+from graphckpt.train.hooks.log import LogHook
 
 __all__ = ["place"]
 BUDGET = "train.activation_checkpoint.memory_budget"

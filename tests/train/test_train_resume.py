@@ -14,7 +14,7 @@ from helpers.small_run import CONFIG, TIMES, StopAfter, place, rows_of, same_wei
 from transformers import AutoModelForCausalLM
 
 from graphckpt.config.run import trainer_from
-from graphckpt.train.hooks import BestHook
+from graphckpt.train.hooks.snapshot import BestHook
 from graphckpt.train.hooks.tensorboard import tag_of
 from graphckpt.train.snapshot import folder as snapshot
 from graphckpt.train.snapshot.run_state import RunState

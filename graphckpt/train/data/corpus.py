@@ -154,16 +154,14 @@ def _user_files(paths: Iterable[str]) -> Iterator[tuple[Path, str]]:
         path = Path(name).expanduser()
         if path.is_dir():
             below = (file for file in sorted(path.rglob("*")) if file.is_file())
-            texts = (file for file in below if not _is_hidden(file.relative_to(path)) and _is_text(file))
-            yield from ((file, _group(file, path)) for file in texts)
+            for file in below:
+                is_hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
+                if not is_hidden and _is_text(file):
+                    yield file, _group(file, path)
         elif path.is_file():
             yield path, "."
         else:
             raise DataError(f"data.paths: {name}: no such file or folder")
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def _is_text(path: Path) -> bool:
@@ -193,9 +191,7 @@ def _subset(documents: Sequence[Document], max_bytes: int | None) -> list[Docume
         return list(documents)
     taken: list[Document] = []
     left = max_bytes
-    for document in sorted(
-        documents, key=lambda document: document.digest[::-1]
-    ):  # another order than that of the split
+    for document in sorted(documents, key=lambda document: document.digest[::-1]):  # not the order of the split
         if left <= 0:
             break
         taken.append(document)
@@ -212,7 +208,4 @@ def _cut(part: TextPart, eval_fraction: float) -> Corpus:
     if line.endswith(b"\n") and cut + len(line) < part.stop:
         cut += len(line)
     cut = min(max(cut, 1), part.stop - 1)
-    return Corpus(
-        train=(replace(part, stop=cut),),
-        heldout=(replace(part, start=cut),),
-    )
+    return Corpus(train=(replace(part, stop=cut),), heldout=(replace(part, start=cut),))

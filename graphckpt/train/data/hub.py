@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, final
 
-from graphckpt.errors import did_you_mean
+from graphckpt.errors import did_you_mean, first_line
 from graphckpt.train.data.corpus import DataError
 
 
@@ -59,9 +59,8 @@ def read_rows(
     try:
         rows = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # any error of the network, the disk or the data set's own code
-        first_line = str(error).split("\n", 1)[0]
         fix = "check data.dataset, data.dataset_config and data.dataset_split"
-        raise DataError(f"data.dataset: {name!r}: {type(error).__name__}: {first_line} · fix: {fix}") from error
+        raise DataError(f"data.dataset: {name!r}: {type(error).__name__}: {first_line(error)} · fix: {fix}") from error
     _check_columns(rows.column_names, text_column=text_column, label_column=label_column)
     names = getattr(rows.features.get(label_column), "names", None) if label_column else None
     found: dict[str, DatasetRow] = {}

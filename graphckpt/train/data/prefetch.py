@@ -40,17 +40,15 @@ class Prefetcher:
         """
         ahead, self._ahead = self._ahead, None
         if ahead is None or ahead[0] != iteration:
-            return self._on_device(self._read(iteration))
+            return to_device(self._read(iteration), self._device)
         batch = ahead[1]
         if isinstance(batch, Exception):
             raise batch
         if self._stream is not None:
             present = torch.cuda.current_stream(self._device)
             present.wait_stream(self._stream)
-            for tensor in batch.values():
-                tensor.record_stream(
-                    present
-                )  # its memory belongs to the other stream, which must not reuse it too early
+            for tensor in batch.values():  # their memory is the other stream's, which must not reuse it too early
+                tensor.record_stream(present)
         return batch
 
     def prefetch(self, iteration: int) -> None:
@@ -59,12 +57,9 @@ class Prefetcher:
             return
         try:
             with torch.cuda.stream(self._stream):
-                self._ahead = iteration, self._on_device(self._read(iteration))
+                self._ahead = iteration, to_device(self._read(iteration), self._device)
         except Exception as error:  # raised later, after the previous iteration is logged and saved
             self._ahead = iteration, error
-
-    def _on_device(self, batch: Batch) -> Batch:
-        return to_device(batch, self._device)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -176,12 +176,7 @@ class TextData:
         return hashlib.sha256(described.encode()).hexdigest()[:16]
 
     def _write(
-        self,
-        folder: Path,
-        corpus: Corpus,
-        special_tokens: Sequence[str],
-        given: Tokenizer | None,
-        report: Report,
+        self, folder: Path, corpus: Corpus, special_tokens: Sequence[str], given: Tokenizer | None, report: Report
     ) -> None:
         tokenizer = given
         if tokenizer is None:

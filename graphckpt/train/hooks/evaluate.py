@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import final
 
 import torch
@@ -13,38 +14,27 @@ from graphckpt.train.loop import HookBase, Loop
 
 
 @final
+@dataclass(frozen=True, eq=False)
 class EvalHook(HookBase):
-    """Evaluates every ``eval_period`` iterations and after the last.
+    """Evaluates every ``eval_period`` iterations and after the last."""
 
-    Args:
-        tally: returns sums over a batch, each of shape [2]: the sum, and how many it is over.
-        batches: the held-out batches, each with whether it counts.
-        metrics: turns the means of the sums into what is reported.
-        model: is set to evaluation meanwhile.
-        eval_period: iterations between two evaluations.
-        over_ranks: returns the sums over all processes that evaluate batches of their own.
-    """
-
-    def __init__(
-        self,
-        tally: Callable[[dict[str, Tensor]], Mapping[str, Tensor]],
-        batches: Callable[[], Iterable[tuple[dict[str, Tensor], bool]]],
-        metrics: Callable[[Mapping[str, float]], Mapping[str, float]],
-        *,
-        model: nn.Module,
-        eval_period: int,
-        over_ranks: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
-    ) -> None:
-        self._tally = tally
-        self._batches = batches
-        self._metrics = metrics
-        self._model = model
-        self._eval_period = eval_period
-        self._over_ranks = over_ranks
+    tally: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
+    """Returns sums over a batch, each of shape [2]: the sum, and how many it is over."""
+    batches: Callable[[], Iterable[tuple[dict[str, Tensor], bool]]]
+    """Returns the held-out batches, each with whether it counts."""
+    metrics: Callable[[Mapping[str, float]], Mapping[str, float]]
+    """Turns the means of the sums into what is reported."""
+    _: KW_ONLY
+    model: nn.Module
+    """Is set to evaluation meanwhile."""
+    eval_period: int
+    """Iterations between two evaluations."""
+    over_ranks: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict
+    """Returns the sums over all processes that evaluate batches of their own."""
 
     def after_step(self, loop: Loop) -> None:
         """Adds the metrics, such as ``eval_loss``, to those of the iteration."""
-        if loop.done % self._eval_period and loop.done != loop.train_iter:
+        if loop.done % self.eval_period and loop.done != loop.train_iter:
             return
         loop.synchronize()
         metrics = self.measure()
@@ -58,20 +48,20 @@ class EvalHook(HookBase):
 
     def _measure(self) -> dict[str, float]:
         totals: dict[str, Tensor] = {}
-        was_training = self._model.training
-        self._model.eval()
+        was_training = self.model.training
+        self.model.eval()
         try:
             with torch.no_grad():
-                for batch, counts in self._batches():
-                    for name, sums in self._tally(batch).items():
+                for batch, counts in self.batches():
+                    for name, sums in self.tally(batch).items():
                         total = sums.detach().to("cpu", torch.float64)
                         total = total if counts else torch.zeros_like(total)
                         totals[name] = totals[name] + total if name in totals else total
         finally:
-            self._model.train(was_training)
-        totals = self._over_ranks(totals)
+            self.model.train(was_training)
+        totals = self.over_ranks(totals)
         means = {name: float(total) / float(count) for name, (total, count) in totals.items()}
-        return dict(self._metrics(means))
+        return dict(self.metrics(means))
 
 
 def format_metrics(metrics: Mapping[str, float]) -> str:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
-from typing import TYPE_CHECKING, final
+from typing import final
 
+from graphckpt.graph.graph import Graph
 from graphckpt.ledger.table import print_table
 from graphckpt.train.files import replacing
 from graphckpt.train.loop import HookBase, Loop
-
-if TYPE_CHECKING:
-    from graphckpt.graph.graph import Graph
 
 
 @final
@@ -35,6 +32,4 @@ class ExplainHook(HookBase):
             explanation = self._graph.explain(show=False)
         loop.explanation = explanation
         print_table(explanation, loop.report.stream)
-        plain = io.StringIO()
-        print_table(explanation, plain)
-        loop.report.log(plain.getvalue())
+        loop.report.log(str(explanation))

@@ -186,7 +186,6 @@ class LogHook(HookBase):
     def _values(self, loop: Loop, sums: dict[str, Tensor], lr: Any) -> dict[str, Any]:
         seconds = self._seconds / self._timed
         samples_per_second = self._batch_size / seconds
-        memory = process_memory()
         used = device_used_bytes(self._device)
         return {
             "consumed_samples": self._consumed_samples(loop.done),
@@ -196,8 +195,7 @@ class LogHook(HookBase):
             "total_throughput": round(samples_per_second, 2),
             "tokens_per_second": round(samples_per_second * self._seq_length, 1),
             "lr": lr if isinstance(lr, Tensor) else float(lr),
-            "rss_bytes": memory.now_bytes,
-            "peak_rss_bytes": memory.peak_bytes,
+            **process_memory(),
             **device_memory(self._device),
             **({} if used is None else {"cuda_used_bytes": used}),
         }

@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import final
 
 import torch
 
 if sys.platform == "darwin":
     import resource
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessMemory:
-    """Bytes of resident memory of the process."""
-
-    now_bytes: int
-    peak_bytes: int
-    """The maximum since the process started."""
 
 
 def device_memory(device: torch.device) -> dict[str, int]:
@@ -50,14 +38,14 @@ def device_used_bytes(device: torch.device) -> int | None:
     return int(torch.cuda.device_memory_used(device))
 
 
-def process_memory() -> ProcessMemory:
-    """Returns the resident memory of this process; 0 if the system does not report it."""
+def process_memory() -> dict[str, int]:
+    """Returns the bytes of resident memory of this process, now and at most, as metrics; 0 if the system is silent."""
     status = Path("/proc/self/status")
     if status.exists():
         fields = dict(line.split(":", 1) for line in status.read_text(encoding="utf-8").splitlines() if ":" in line)
-        now_bytes, peak_bytes = (int(fields.get(name, "0 kB").split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
-        return ProcessMemory(now_bytes=now_bytes, peak_bytes=max(now_bytes, peak_bytes))
+        now, peak = (int(fields.get(name, "0 kB").split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
+        return {"rss_bytes": now, "peak_rss_bytes": max(now, peak)}
+    peak = 0
     if sys.platform == "darwin":
-        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return ProcessMemory(now_bytes=peak_bytes, peak_bytes=peak_bytes)
-    return ProcessMemory(now_bytes=0, peak_bytes=0)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"rss_bytes": peak, "peak_rss_bytes": peak}

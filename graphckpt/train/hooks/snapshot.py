@@ -6,30 +6,17 @@ import math
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, Protocol, final
+from typing import Any, Literal, final
 
 from graphckpt.train.loop import HookBase, Loop
 from graphckpt.train.snapshot.fields import item, number
 from graphckpt.train.snapshot.folder import SnapshotWriteError
 from graphckpt.train.snapshot.index import BEST, FINAL, Snapshots, periodic_name
+from graphckpt.train.snapshot.writer import SnapshotWriter
 from graphckpt.units import format_seconds
 
-
-class SaveSnapshot(Protocol):
-    """Writes snapshots, synchronously or in the background."""
-
-    def __call__(self, name: str, loop: Loop, done: Callable[[], None], /) -> None:
-        """Writes the snapshot of this name and calls ``done`` when it is complete; raises ``SnapshotWriteError``."""
-
-
-class PendingWrites(Protocol):
-    """Snapshots that are written in the background."""
-
-    def poll(self) -> None:
-        """Calls ``done`` for those that are complete."""
-
-    def join(self) -> None:
-        """Waits for them; raises ``SnapshotWriteError``."""
+SaveSnapshot = Callable[[str, Loop, Callable[[], None]], None]
+"""Writes the snapshot of a name and then calls a function; see ``SnapshotWriter.save``."""
 
 
 @final
@@ -41,10 +28,9 @@ class SnapshotHook(HookBase):
     """
 
     def __init__(
-        self, save: SaveSnapshot, later: PendingWrites, snapshots: Snapshots, *, period: int, max_to_keep: int, run: str
+        self, writer: SnapshotWriter, snapshots: Snapshots, *, period: int, max_to_keep: int, run: str
     ) -> None:
-        self._save = save
-        self._later = later
+        self._writer = writer
         self._snapshots = snapshots
         self._period = period
         self._max_to_keep = max_to_keep
@@ -53,7 +39,7 @@ class SnapshotHook(HookBase):
 
     def after_step(self, loop: Loop) -> None:
         """Saves ``model_<iteration>`` and removes the oldest beyond ``max_to_keep``."""
-        self._later.poll()
+        self._writer.poll()
         if loop.done % self._period == 0 and loop.done < loop.train_iter:
             self._take(periodic_name(loop.iteration), loop)
 
@@ -66,7 +52,7 @@ class SnapshotHook(HookBase):
         if loop.done not in {loop.start_iter, self._saved_at}:
             self._take(FINAL if loop.done >= loop.train_iter else periodic_name(loop.iteration), loop)
         try:
-            self._later.join()
+            self._writer.join()
         except SnapshotWriteError as error:
             _complain(loop, str(error))
             self._saved_at = -1
@@ -81,7 +67,7 @@ class SnapshotHook(HookBase):
         if loop.loss is not None and not bool(loop.loss.isfinite()):
             _complain(loop, f"the loss is {float(loop.loss)}")
             return
-        if _saves(self._save, name, loop, partial(self._mark, name, loop)):
+        if _saves(self._writer.save, name, loop, partial(self._mark, name, loop)):
             self._saved_at = loop.done
 
     def _mark(self, name: str, loop: Loop) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import importlib
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from graphckpt.errors import ConfigError
 from graphckpt.train.hooks.tensorboard import tag_of
 from graphckpt.train.loop import HookBase, Loop
-
-if TYPE_CHECKING:
-    from graphckpt.train.settings import WandbConfig
+from graphckpt.train.settings import WandbConfig
 
 
 @final

@@ -8,7 +8,7 @@ from typing import final
 
 import torch.distributed as dist
 
-from graphckpt.errors import GraphckptError
+from graphckpt.errors import GraphckptError, first_line
 
 _LOST = ("connection closed", "connection reset", "broken pipe", "timed out", "timeout", "nccl", "gloo", "socket")
 
@@ -34,8 +34,7 @@ def connection_errors(rank: int, timeout_seconds: int) -> Iterator[None]:
     except RuntimeError as error:
         if isinstance(error, GraphckptError) or not is_connection_error(error):
             raise
-        first_line = str(error).split("\n", 1)[0]
-        what = f"another process is gone, or has not answered for {timeout_seconds} s ({first_line})"
+        what = f"another process is gone, or has not answered for {timeout_seconds} s ({first_line(error)})"
         fix = (
             "see the errors of the other processes, and use --resume; if one is slow, raise train.dist.timeout_seconds"
         )
@@ -46,5 +45,5 @@ def is_connection_error(error: BaseException) -> bool:
     """Returns whether ``error`` says that another process is gone or does not answer."""
     if not (dist.is_available() and dist.is_initialized() and isinstance(error, RuntimeError)):
         return False
-    first_line = str(error).split("\n", 1)[0].lower()
-    return isinstance(error, dist.DistError) or any(word in first_line for word in _LOST)
+    said = first_line(error).lower()
+    return isinstance(error, dist.DistError) or any(word in said for word in _LOST)

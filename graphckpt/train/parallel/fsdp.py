@@ -11,14 +11,13 @@ FSDP2 keeps everything sharded between steps. The ZeRO stages differ in when it 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import cast
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 
-from graphckpt.train.parallel.sharding import is_sharded, local_shard, on_other_stage
+from graphckpt.train.parallel.sharding import local_shard, on_other_stage
 
 
 def broadcast_weights(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -26,9 +25,8 @@ def broadcast_weights(model: nn.Module, mesh: DeviceMesh) -> None:
     group = mesh.get_group()
     root = dist.get_global_rank(group, 0)
     for tensor in (*model.parameters(), *model.buffers()):
-        if on_other_stage(tensor):
-            continue
-        dist.broadcast((local_shard(tensor) if is_sharded(tensor) else tensor).data, root, group=group)
+        if not on_other_stage(tensor):
+            dist.broadcast(local_shard(tensor).data, root, group=group)
 
 
 def apply_fsdp(model: nn.Module, mesh: DeviceMesh, layers: Iterable[str], *, stage: int) -> None:
@@ -43,12 +41,3 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, layers: Iterable[str], *, sta
     for name in layers:
         fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=stage == 3)
     fully_shard(model, mesh=mesh, reshard_after_forward=None if stage == 3 else False)
-
-
-def set_micro_batch_mode(model: nn.Module, *, stage: int, is_last: bool) -> None:
-    """Sets, before a micro-batch, whether its backward synchronizes gradients and reshards weights."""
-    root = cast("FSDPModule", model)
-    if stage == 1:
-        root.set_requires_gradient_sync(is_last)
-    if stage < 3:
-        root.set_reshard_after_backward(is_last)

@@ -6,18 +6,18 @@ A step may have several micro-batches; gradients are synchronized once, with the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from graphckpt.train.loop import TrainError
-from graphckpt.train.parallel.fsdp import set_micro_batch_mode
 from graphckpt.train.parallel.ranks import TrainRanks
-from graphckpt.train.parallel.sharding import is_sharded, local_shard, on_other_stage
+from graphckpt.train.parallel.sharding import local_shard, on_other_stage
 
 _UNFINISHED = "Expected to have finished reduction"  # how DDP begins to say so, in the step after
 _BUCKET_BYTES = 25 << 20  # sent at once: DistributedDataParallel's own
@@ -47,14 +47,9 @@ class DdpSync:
             _ModelWithLosses(model, losses), process_group=mesh.get_group(), find_unused_parameters=unused
         )
 
-    @contextmanager
-    def micro_batch(self, *, is_last: bool) -> Iterator[None]:
+    def micro_batch(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Synchronizes gradients in the last micro-batch only."""
-        if is_last:
-            yield
-            return
-        with self._wrapped.no_sync():
-            yield
+        return nullcontext() if is_last else self._wrapped.no_sync()
 
     def losses(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the losses of a micro-batch.
@@ -97,21 +92,22 @@ class FsdpSync:
     """FSDP2 shards what the ZeRO stage names; see ``fsdp.py``."""
 
     def __init__(self, model: nn.Module, losses: Losses, *, stage: int) -> None:
-        self._model = model
+        self._root = cast("FSDPModule", model)
         self._stage = stage
         self.losses = losses
 
     @contextmanager
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:
-        """Tells FSDP2 whether to synchronize and reshard in this backward."""
-        set_micro_batch_mode(self._model, stage=self._stage, is_last=is_last)
+        """Tells FSDP2 whether to synchronize gradients and reshard weights in this backward."""
+        if self._stage == 1:
+            self._root.set_requires_gradient_sync(is_last)
+        if self._stage < 3:
+            self._root.set_reshard_after_backward(is_last)
         yield
 
 
-def make_grad_sync(model: nn.Module, losses: Losses, ranks: TrainRanks, *, stage: int) -> GradSync | None:
-    """Returns how gradients are synchronized; ``None`` without data parallelism."""
-    if ranks.data_mesh is None:
-        return None
+def make_grad_sync(model: nn.Module, losses: Losses, ranks: TrainRanks, *, stage: int) -> GradSync:
+    """Returns how gradients are synchronized over the data-parallel ranks."""
     if stage:
         return FsdpSync(model, losses, stage=stage)
     is_plain = ranks.tensor_mesh is None and ranks.stage_mesh is None
@@ -135,8 +131,8 @@ def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     bucket: list[nn.Parameter] = []
     num_bytes = 0
     for parameter in parameters:
-        own = _share(parameter)
-        if bucket and ((_share(bucket[0]).dtype, bucket[0].device) != (own.dtype, parameter.device)):
+        own = local_shard(parameter)
+        if bucket and ((local_shard(bucket[0]).dtype, bucket[0].device) != (own.dtype, parameter.device)):
             yield bucket
             bucket, num_bytes = [], 0
         bucket.append(parameter)
@@ -150,8 +146,10 @@ def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 def _average(parameters: list[nn.Parameter], group: Any) -> None:
     """Averages gradients over a group; a gradient missing on some ranks counts as zeros there."""
-    grads = [None if p.grad is None else _share(p.grad) for p in parameters]
-    parts = [torch.zeros_like(_share(p)) if grad is None else grad for p, grad in zip(parameters, grads, strict=True)]
+    grads = [None if p.grad is None else local_shard(p.grad) for p in parameters]
+    parts = [
+        torch.zeros_like(local_shard(p)) if grad is None else grad for p, grad in zip(parameters, grads, strict=True)
+    ]
     has_grad = parts[0].new_tensor([grad is not None for grad in grads])
     flat = torch.cat([*(part.reshape(-1) for part in parts), has_grad])
     dist.all_reduce(flat, group=group)
@@ -162,8 +160,4 @@ def _average(parameters: list[nn.Parameter], group: Any) -> None:
             grad.copy_(average.view_as(grad))
         elif count > 0:
             parameter.grad = torch.zeros_like(parameter)
-            _share(parameter.grad).copy_(average.view_as(_share(parameter.grad)))
-
-
-def _share(tensor: Tensor) -> Tensor:
-    return local_shard(tensor) if is_sharded(tensor) else tensor
+            local_shard(parameter.grad).copy_(average.view_as(local_shard(parameter.grad)))

@@ -7,7 +7,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from graphckpt.errors import ConfigError
+from graphckpt.errors import ConfigError, first_line
 from graphckpt.train.parallel.config import DistConfig
 
 _LOCAL = (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
@@ -35,9 +35,8 @@ def resolve_device(name: str | None, config: DistConfig) -> torch.device:
         torch.empty(0, device=name)
         return torch.device(name)
     except (RuntimeError, AssertionError) as error:  # a build without CUDA asserts
-        first_line = str(error).split("\n", 1)[0]
         fix = "leave train.device out, and the device is picked"
-        raise ConfigError(f"train.device: {name!r} cannot be used ({first_line}) · fix: {fix}") from error
+        raise ConfigError(f"train.device: {name!r} cannot be used ({first_line(error)}) · fix: {fix}") from error
 
 
 def check_world_size(config: DistConfig) -> None:

@@ -124,11 +124,7 @@ class Pipeline:
         model: Any = self._model
         ids_in = torch.empty(len(ids) // count, *ids.shape[1:], dtype=ids.dtype, device="meta")
         hidden = torch.empty(
-            *ids_in.shape,
-            model.config.hidden_size,
-            dtype=hidden_dtype(model),
-            device="meta",
-            requires_grad=is_training,
+            *ids_in.shape, model.config.hidden_size, dtype=hidden_dtype(model), device="meta", requires_grad=is_training
         )
         stage = PipelineStage(
             run,

@@ -110,7 +110,8 @@ def keep_stage(model: nn.Module, stages: Stages, stage: int, device: torch.devic
     """Moves this stage's modules to a device and all others to the meta device; in place."""
     away = set(_elsewhere(model, stages, stage))
     inside = {module for other in away for module in other.modules()}
-    held = {id(tensor) for module in model.modules() if module not in inside for tensor in _own(module)}
+    own = [module for module in model.modules() if module not in inside]
+    held = {id(t) for module in own for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))}
     moved: dict[int, tuple[Tensor, Tensor]] = {}  # what was there too: while it lives, nothing else has its id
 
     def placed(tensor: Tensor) -> Tensor:
@@ -238,7 +239,3 @@ def _nothing(ids: Tensor) -> Tensor:
 
 def _elsewhere(model: nn.Module, stages: Stages, stage: int) -> list[nn.Module]:
     return [model.get_submodule(name) for n, names in enumerate(stages) if n != stage for name in names]
-
-
-def _own(module: nn.Module) -> Iterator[Tensor]:
-    yield from (t for tensors in (module._parameters, module._buffers) for t in tensors.values() if t is not None)

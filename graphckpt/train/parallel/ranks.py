@@ -42,7 +42,8 @@ class TrainRanks:
         self.mesh: DeviceMesh | None = None
         """All processes, of dimensions ``"dp"`` and ``"tp"``, a pipeline's ``"pp"`` first; ``None`` if there is one."""
         self.config = config
-        self._control: Any = None
+        self.control: Any = None
+        """A gloo group of all processes; ``None`` if there is one."""
         self._patient: Any = None
         self._background: Any = None
         self._is_owner = False
@@ -86,11 +87,6 @@ class TrainRanks:
         return self.mesh["dp"] if self.mesh is not None and self.config.data_parallel_size > 1 else None
 
     @property
-    def control(self) -> Any:
-        """A gloo group of all processes."""
-        return self._control
-
-    @property
     def background(self) -> Any:
         """As ``control``, for use during training; created on first access, which is collective."""
         if self._background is None and self.size > 1:
@@ -122,7 +118,7 @@ class TrainRanks:
         # A mesh that makes its own groups gives them another timeout.
         groups = [dist.new_subgroups_by_enumeration(line, timeout=timeout)[0] for line in lines]
         self.mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=tuple(sizes))
-        self._control = dist.new_group(backend="gloo", timeout=timeout)
+        self.control = dist.new_group(backend="gloo", timeout=timeout)
         self._patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
 
     @contextmanager
@@ -163,7 +159,7 @@ class TrainRanks:
 
     def broadcast(self, value: Any) -> Any:
         """Broadcasts a plain value from rank 0."""
-        return value if self.size == 1 else self._broadcast(value, self._control)
+        return value if self.size == 1 else self._broadcast(value, self.control)
 
     def _broadcast(self, value: Any, group: Any) -> Any:
         box = [value]
@@ -177,7 +173,7 @@ class TrainRanks:
             return flag
         flags = torch.tensor([flag], dtype=torch.int32)
         with self.translate_errors():
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._control)
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.control)
         return bool(flags.item())
 
     def all_gather(self, value: Any) -> list[Any]:
@@ -186,7 +182,7 @@ class TrainRanks:
             return [value]
         box: list[Any] = [None] * self.size
         with self.translate_errors():
-            dist.all_gather_object(box, value, group=self._control)
+            dist.all_gather_object(box, value, group=self.control)
         return box
 
     def gather_tensors(self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -206,9 +202,9 @@ class TrainRanks:
                 found[name] = torch.empty(shape.shape, dtype=shape.dtype)
             with self.translate_errors():
                 if owner and self.rank == owner:
-                    dist.send(found.pop(name), 0, group=self._control)
+                    dist.send(found.pop(name), 0, group=self.control)
                 elif owner and self.is_main:
-                    dist.recv(found[name], owner, group=self._control)
+                    dist.recv(found[name], owner, group=self.control)
         return found
 
     def local_samples(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -246,5 +242,5 @@ class TrainRanks:
         """Waits for all ranks and destroys the process group; call it last, and not after an error."""
         if self.size == 1 or not self._is_owner or not dist.is_initialized():
             return
-        dist.barrier(group=self._control)
+        dist.barrier(group=self.control)
         dist.destroy_process_group()

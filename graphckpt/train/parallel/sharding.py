@@ -29,9 +29,8 @@ def on_other_stage(tensor: Tensor) -> bool:
 
 
 def local_shard(tensor: Any) -> Tensor:
-    """Returns the local shard of a sharded tensor."""
-    share: Tensor = tensor.to_local()
-    return share
+    """Returns the local shard of a sharded tensor, and any other tensor as it is."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[no-any-return]
 
 
 def map_leaves(

@@ -27,6 +27,7 @@ _STYLES: Mapping[str, Style | None] = {
     "colwise_gather_output": ColwiseParallel(gather=True),
     "colwise_rep": ColwiseParallel(gather=True),
     "packed_colwise": ColwiseParallel(parts=2),
+    "qkv": ColwiseParallel(parts=3),  # ours: queries, keys and values in one layer, one after the other
     "rowwise": RowwiseParallel(),
     "rowwise_split_input": RowwiseParallel(split=True),
     "rowwise_rep": RowwiseParallel(split=True),
@@ -34,7 +35,7 @@ _STYLES: Mapping[str, Style | None] = {
     "replicated_with_grad_allreduce": ReplicatedWithGradAllReduce(),
     "replicate": None,
 }
-"""The styles by the names that Transformers uses in its plans."""
+"""The styles by the names that Transformers uses in its plans, and one of ours."""
 
 _GPT2: Mapping[str, str] = {
     "wte": "embedding_rowwise",
@@ -101,13 +102,15 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, Style]:
         pattern = next((pattern for pattern in words if fnmatchcase(name, pattern)), None)
         if pattern is None:
             continue
-        style, is_known = _style(words[pattern])
-        if not is_known or (style is not None and not fits(style, module) and not isinstance(style, VocabParallel)):
+        style = _STYLES.get(words[pattern])
+        if words[pattern] not in _STYLES or (
+            style is not None and not fits(style, module) and not isinstance(style, VocabParallel)
+        ):
             faults[f"{pattern}: {words[pattern]!r} of a {type(module).__name__} is not supported · {whole}"] = None
         elif style is not None and fits(style, module):  # an embedding that does more than look up stays whole
             plan[name] = style
     for pattern in set(words) - {p for p in words for name, _ in model.named_modules() if fnmatchcase(name, p)}:
-        if isinstance(_style(words[pattern])[0], ColwiseParallel | RowwiseParallel) and pattern != "lm_head":
+        if isinstance(_STYLES.get(words[pattern]), ColwiseParallel | RowwiseParallel) and pattern != "lm_head":
             faults[f"{pattern}: there is no such layer · {whole}"] = None
     if faults:
         raise ConfigError(bullets(f"model: {type(model).__name__} cannot be sharded over processes", faults))
@@ -126,15 +129,7 @@ def _words(model: nn.Module) -> dict[str, str]:
     return {**{f"{base}{pattern}": word for pattern, word in _GPT2.items()}, **head}
 
 
-def _style(word: str) -> tuple[Style | None, bool]:
-    """Returns the style of this name, and whether the name is known."""
-    if word == "qkv":  # ours: queries, keys and values in one layer, one after the other
-        return ColwiseParallel(parts=3), True
-    return _STYLES.get(word), word in _STYLES
-
-
 def _ties(model: nn.Module) -> list[list[str]]:
-    """Returns the names of each tied parameter."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -151,7 +146,6 @@ def _with_whole_ties(model: nn.Module, plan: dict[str, Style]) -> dict[str, Styl
 
 
 def _indivisible(model: nn.Module, plan: Mapping[str, Style], size: int) -> Iterator[str]:
-    """Yields the sizes that are not divisible by the number of processes."""
     config: Any = getattr(model, "config", None)
     if any(isinstance(style, ColwiseParallel) and not style.gather for style in plan.values()):
         for field in _HEADS:

@@ -21,8 +21,9 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
+from graphckpt.errors import first_line
 from graphckpt.train.parallel.sharding import full_tensor_tree, is_packed, is_sharded, on_other_stage
-from graphckpt.train.snapshot.folder import SnapshotError, SnapshotWriteError, first_line
+from graphckpt.train.snapshot.folder import SnapshotError, SnapshotWriteError
 
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": {

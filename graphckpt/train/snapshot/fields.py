@@ -10,7 +10,8 @@ from typing import Any, final
 
 from torch import Tensor
 
-from graphckpt.train.snapshot.folder import SnapshotError, first_line
+from graphckpt.errors import first_line
+from graphckpt.train.snapshot.folder import SnapshotError
 
 MOST = 2**53  # of any count: what JSON's numbers hold
 _SHOWN = 60  # characters of a value in a message

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from graphckpt.errors import GraphckptError
+from graphckpt.errors import GraphckptError, first_line
 from graphckpt.train.files import hidden, sync
 from graphckpt.train.files import remove as remove_path
 
@@ -47,8 +47,8 @@ class SnapshotWriteError(GraphckptError, OSError):
     """A snapshot could not be written; nothing of it is left, and what was there before still is."""
 
 
-def begin(folder: Path) -> Path:
-    """Returns the folder for the shards of a snapshot, to be written before ``write`` is called.
+def begin(folder: Path) -> None:
+    """Makes the folder for the shards of a snapshot, to be written before ``write`` is called.
 
     Raises:
         SnapshotWriteError: it cannot be made.
@@ -59,7 +59,6 @@ def begin(folder: Path) -> Path:
         (fresh / SHARDS).mkdir(parents=True)
     except OSError as error:
         raise SnapshotWriteError(f"{folder}: {_reason(error)}") from error
-    return fresh / SHARDS
 
 
 def shards_folder(folder: Path) -> Path:
@@ -103,7 +102,8 @@ def write(
             with (fresh / STATE.format(name)).open("wb") as file:
                 torch.save(state, file)
         companions(fresh)
-        files = {path.relative_to(fresh).as_posix(): _file_entry(path) for path in _files(fresh)}
+        paths = sorted(path for path in fresh.rglob("*") if path.is_file())
+        files = {path.relative_to(fresh).as_posix(): _file_entry(path) for path in paths}
         manifest = json.dumps({"format": _FORMAT, **info, "files": files}, indent=2)
         (fresh / MANIFEST).write_text(manifest + "\n", encoding="utf-8")
         if weights is not None:
@@ -185,7 +185,6 @@ def check(folder: Path) -> dict[str, Any]:
 
 
 def _entry_fault(name: str, written: Any) -> str | None:
-    """Returns the fault of a file's entry, if any."""
     if Path(name).name != name.removeprefix(f"{SHARDS}/") or Path(name).name in {"", ".", ".."}:
         return f"expected the name of a file in the folder or in {SHARDS}, got another path"
     if not isinstance(written, dict):
@@ -241,10 +240,6 @@ def _crc32(path: Path) -> int:
     return checksum
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
 def _file_entry(path: Path) -> dict[str, int]:
     """Returns the manifest entry of a file; shards contain checksums of their own."""
     num_bytes = path.stat().st_size
@@ -260,8 +255,3 @@ def _reason(error: BaseException) -> str:
         cause = cause.__cause__ or cause.__context__
     found = _RUST_IO.search(str(error))
     return found[1] if found else first_line(error)
-
-
-def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message."""
-    return str(error).split("\n", 1)[0] or type(error).__name__

@@ -77,11 +77,8 @@ class FolderLock:
         try:
             self._lock.acquire()
         except Timeout:
-            raise ConfigError(self._taken_by(self._file.read_text("utf-8", errors="replace").strip())) from None
-
-    def _taken_by(self, holder: str) -> str:
-        who = holder or "another process"
-        number = holder.split()[1] if holder.count(" ") >= 3 else "its number"
-        end = f"wait until it ends, or end it (kill {number} stops it with a snapshot)"
-        fix = f"{end}, or name another folder: train.output_dir=..."
-        return f"train.output_dir: {self._folder}: {who} is training in this folder · fix: {fix}"
+            holder = self._file.read_text("utf-8", errors="replace").strip()
+            number = holder.split()[1] if holder.count(" ") >= 3 else "its number"
+            what = f"train.output_dir: {self._folder}: {holder or 'another process'} is training in this folder"
+            end = f"wait until it ends, or end it (kill {number} stops it with a snapshot)"
+            raise ConfigError(f"{what} · fix: {end}, or name another folder: train.output_dir=...") from None

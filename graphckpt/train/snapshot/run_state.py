@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from graphckpt.errors import first_line
 from graphckpt.state.rng import get_rng_state, rng_devices, set_rng_state
 from graphckpt.train.parallel.ranks import TrainRanks
 from graphckpt.train.parallel.sharding import (
@@ -26,9 +28,9 @@ from graphckpt.train.parallel.sharding import (
 )
 from graphckpt.train.seeds import seed_per_rank
 from graphckpt.train.snapshot.fields import reading
-from graphckpt.train.snapshot.folder import STATE, SnapshotError, first_line
+from graphckpt.train.snapshot.folder import STATE, SnapshotError
 from graphckpt.train.snapshot.state_fields import MismatchedStateError, check_graph, check_trainer
-from graphckpt.train.snapshot.weights import distinct_tensors, load_weights, tensors_of
+from graphckpt.train.snapshot.weights import distinct_tensors, load_weights, read_weights, tensors_of
 
 if TYPE_CHECKING:
     from graphckpt.graph.graph import Graph
@@ -37,35 +39,20 @@ _STAGES = "pipeline_parallel_size"
 
 
 @final
+@dataclass(frozen=True, eq=False)
 class RunState:
-    """The state of model, optimizer, schedule, scaler and random generators.
+    """The state of model, optimizer, schedule, scaler and random generators."""
 
-    Args:
-        model: of the graph.
-        graph: trains it, under the attribute ``model``.
-        optimizer: of the graph.
-        device: the device of the run.
-        ranks: the processes of the run; rank 0 writes, the others take part in gathering.
-        seed: of the run.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        graph: Graph,
-        optimizer: Optimizer,
-        device: torch.device,
-        *,
-        ranks: TrainRanks,
-        seed: int,
-    ) -> None:
-        self._keep = ranks.is_main
-        self._ranks = ranks
-        self._seed = seed
-        self._model = model
-        self._graph = graph
-        self._optimizer = optimizer
-        self._device = device
+    model: nn.Module
+    graph: Graph
+    """Trains the model, under the attribute ``model``."""
+    optimizer: Optimizer
+    """That of the graph."""
+    device: torch.device
+    ranks: TrainRanks
+    """The processes of the run; rank 0 writes, the others take part in gathering."""
+    seed: int
+    """The seed of the run."""
 
     def weights(self) -> dict[str, Tensor]:
         """Returns the state of the model, with each tied tensor once and none sharing memory.
@@ -73,24 +60,20 @@ class RunState:
         Sharded tensors are gathered; collective.
         """
         kept = distinct_tensors(self._held())
-        if self._ranks.stage_mesh is not None:
-            return self._ranks.gather_tensors(kept, like=tensors_of(self._model))
-        return {name: full_tensor_tree(tensor, keep=self._keep) for name, tensor in kept.items()}
+        if self.ranks.stage_mesh is not None:
+            return self.ranks.gather_tensors(kept, like=tensors_of(self.model))
+        return {name: full_tensor_tree(tensor, keep=self.ranks.is_main) for name, tensor in kept.items()}
 
     @property
     def is_sharded(self) -> bool:
         """Whether weights are sharded or split over stages."""
-        return self._ranks.stage_mesh is not None or any(map(is_sharded, self._parameters()))
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Returns this process's shards of the weights, unsharded tensors, and names of those on other stages."""
-        return tensors_of(self._model)
+        return self.ranks.stage_mesh is not None or any(map(is_sharded, self._parameters()))
 
     def _held(self) -> dict[str, Tensor]:
-        return {name: tensor for name, tensor in self.tensors().items() if not on_other_stage(tensor)}
+        return {name: tensor for name, tensor in tensors_of(self.model).items() if not on_other_stage(tensor)}
 
     def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def states(self, shards: dict[str, Tensor] | None = None) -> dict[str, Any]:
         """Returns the rest of the state, by the name of its file: tensors and plain values only.
@@ -100,20 +83,20 @@ class RunState:
         Args:
             shards: receives the weights and what else is sharded; ``None`` gathers the rest instead.
         """
-        graph = self._graph.state_dict()
+        graph = self.graph.state_dict()
         own = graph.pop("model")
         extra = {name: value for name, value in own.items() if not isinstance(value, Tensor)}
         if shards is not None:
             shards |= {f"model.{name}": tensor for name, tensor in distinct_tensors(self._held()).items()}
-        everywhere = self._ranks.all_gather(self._take_random())
-        each = everywhere[:: self._ranks.config.tensor_parallel_size]  # tensor-parallel ranks have equal states
+        everywhere = self.ranks.all_gather(self._take_random())
+        each = everywhere[:: self.ranks.config.tensor_parallel_size]  # tensor-parallel ranks have equal states
         trainer = {"random": everywhere[0], "buffers": self._unsaved_buffers(), "extra": extra}
         if len(each) > 1:
             trainer["random_of_each"] = each
-        if self._ranks.stage_mesh is not None:
+        if self.ranks.stage_mesh is not None:
             return {"graph": self._graph_of_all_stages(graph, shards), "trainer": self._of_all_stages(trainer)}
         rest = (
-            full_tensor_tree(dict(graph), keep=self._keep)
+            full_tensor_tree(dict(graph), keep=self.ranks.is_main)
             if shards is None
             else extract_sharded(dict(graph), "graph", shards)
         )
@@ -123,20 +106,21 @@ class RunState:
         """Returns the state of one process; with ``shards``, all tensors but step counts are moved there."""
         if shards is not None:
             graph = extract_sharded(graph, "graph", shards, lambda value: isinstance(value, Tensor) and value.ndim > 0)
-        return merge_stage_states(self._ranks.all_gather(on_cpu(graph)))
+        return merge_stage_states(self.ranks.all_gather(on_cpu(graph)))
 
     def _of_all_stages(self, trainer: dict[str, Any]) -> dict[str, Any]:
-        buffers = self._ranks.all_gather(on_cpu(trainer["buffers"]))
+        buffers = self.ranks.all_gather(on_cpu(trainer["buffers"]))
         everywhere = {name: value for held in reversed(buffers) for name, value in held.items()}
-        return {**trainer, "buffers": everywhere, _STAGES: self._ranks.config.pipeline_parallel_size}
+        return {**trainer, "buffers": everywhere, _STAGES: self.ranks.config.pipeline_parallel_size}
 
-    def load_weights(self, weights: dict[str, Tensor], where: str) -> None:
-        """Sets the model's weights.
+    def load_weights(self, folder: Path) -> None:
+        """Sets the model's weights to those of a snapshot; collective.
 
         Raises:
-            SnapshotError: they belong to another model; nothing was changed.
+            SnapshotError: they cannot be read, or belong to another model; nothing was changed.
         """
-        load_weights(self._model, weights, where)
+        weights = read_weights(folder, like=tensors_of(self.model), group=self.ranks.control)
+        load_weights(self.model, weights, str(folder))
 
     def load_templates(self, graph: dict[str, Any]) -> dict[str, Tensor | None]:
         """Returns a template for each tensor that was extracted from ``graph``, by its name among the shards."""
@@ -174,15 +158,15 @@ class RunState:
         Raises:
             SnapshotError: a field is missing, of a wrong type or out of range, or of another optimizer or schedule.
         """
-        like = self._graph.state_dict()
+        like = self.graph.state_dict()
         own = like.pop("model")
         try:
             with reading(folder / STATE.format("graph")):
                 check_graph(
                     graph,
                     like,
-                    self._optimizer,
-                    self._graph._update.schedulers[0],
+                    self.optimizer,
+                    self.graph._update.schedulers[0],
                     done=done,
                     num_states=num_states,
                     is_same_torch=is_same_torch,
@@ -192,7 +176,7 @@ class RunState:
         with reading(folder / STATE.format("trainer")):
             check_trainer(
                 trainer,
-                buffers=dict(self._model.named_buffers()),
+                buffers=dict(self.model.named_buffers()),
                 unsaved=self._unsaved_buffers(),
                 extra=[name for name, value in own.items() if not isinstance(value, Tensor)],
             )
@@ -205,15 +189,15 @@ class RunState:
         """
         try:
             if trainer["extra"]:
-                self._model.load_state_dict({**self._model.state_dict(), **trainer["extra"]})
+                self.model.load_state_dict({**self.model.state_dict(), **trainer["extra"]})
             for name, value in trainer["buffers"].items():
                 owner, _, leaf = name.rpartition(".")
-                module = self._model.get_submodule(owner)
+                module = self.model.get_submodule(owner)
                 module._buffers[leaf] = value.to(getattr(module, leaf).device)
-            rates = [group["lr"] for group in self._optimizer.param_groups]
-            shard_optimizer_state(self._optimizer, graph)
-            self._graph.load_state_dict({"model": self._model.state_dict(), **graph})
-            for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            rates = [group["lr"] for group in self.optimizer.param_groups]
+            shard_optimizer_state(self.optimizer, graph)
+            self.graph.load_state_dict({"model": self.model.state_dict(), **graph})
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
                 if isinstance(rate, Tensor):  # kept on its device: a captured step reads this tensor
                     group["lr"] = rate.copy_(torch.as_tensor(group["lr"]))
             self._restore_rng(trainer, done=int(graph["System-Train-TrainStep"]))
@@ -222,13 +206,13 @@ class RunState:
 
     def _restore_rng(self, trainer: dict[str, Any], done: int) -> None:
         """Restores the random generators; with another number of processes, all but the first are seeded anew."""
-        each, config = trainer.get("random_of_each", [trainer["random"]]), self._ranks.config
+        each, config = trainer.get("random_of_each", [trainer["random"]]), self.ranks.config
         sizes = config.pipeline_parallel_size, config.data_parallel_size
         if (trainer.get(_STAGES, 1), len(each)) == (sizes[0], math.prod(sizes)):
-            self._set_random(each[self._ranks.stream])
+            self._set_random(each[self.ranks.stream])
             return
         self._set_random(trainer["random"])
-        seed_per_rank(self._seed, self._ranks.stream, done=done)
+        seed_per_rank(self.seed, self.ranks.stream, done=done)
 
     def _take_random(self) -> dict[str, Any]:
         cpu, devices = get_rng_state(self._devices())
@@ -252,13 +236,13 @@ class RunState:
         random.setstate(state["python"])
 
     def _devices(self) -> tuple[torch.device, ...]:
-        tensors = (*self._model.parameters(), *self._model.buffers(), torch.empty(0, device=self._device))
+        tensors = (*self.model.parameters(), *self.model.buffers(), torch.empty(0, device=self.device))
         return rng_devices(tensors)
 
     def _unsaved_buffers(self) -> dict[str, Tensor]:
         """Returns the non-persistent buffers: some models change them in training."""
-        saved = self._model.state_dict().keys()
-        own = {name: buffer for name, buffer in self._model.named_buffers() if name not in saved}
+        saved = self.model.state_dict().keys()
+        own = {name: buffer for name, buffer in self.model.named_buffers() if name not in saved}
         return {name: buffer for name, buffer in own.items() if not on_other_stage(buffer)}
 
 

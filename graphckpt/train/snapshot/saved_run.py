@@ -23,7 +23,6 @@ from graphckpt.train.snapshot.index import Snapshots
 from graphckpt.train.snapshot.run_folder import LOG, METRICS, RunFolder
 from graphckpt.train.snapshot.run_info import RunInfo
 from graphckpt.train.snapshot.run_state import RunState
-from graphckpt.train.snapshot.weights import read_weights
 
 
 @final
@@ -54,26 +53,23 @@ class SavedRun:
         """Whether this run has written files to the folder."""
         self._run_folder = RunFolder(folder, resume=resume, overwrite=overwrite)
         self._at_start: list[Callable[[], None]] = []
-        if not eval_only and ranks.is_main:  # reading while another process writes is safe
-            self._run_folder.claim()
-        try:
-            self._read_last(resume=resume and not eval_only, batch_size=batch_size)
-        except BaseException:
-            self._run_folder.release()
-            raise
-
-    def _read_last(self, *, resume: bool, batch_size: int) -> None:
+        self._batch_size = batch_size
         self.source: Path | None = None
         """The snapshot to resume from; ``None`` for a new run."""
         self._info: RunInfo | None = None
-        if resume:
-            self.source, self._info = self.snapshots.last_run()
+        if not eval_only and ranks.is_main:  # reading while another process writes is safe
+            self._run_folder.claim()
+        try:
+            if resume and not eval_only:
+                self.source, self._info = self.snapshots.last_run()
+        except BaseException:
+            self._run_folder.release()
+            raise
         info = self._info
         self.run = info.run if info else secrets.token_hex(8)
         """An id of the run and of all runs resumed from it."""
         self.start_iter = info.done if info else 0
         """Iterations done before this process."""
-        self._batch_size = batch_size
         self._start_samples = info.consumed_samples if info else 0
 
     def consumed_samples(self, done: int) -> int:
@@ -94,10 +90,8 @@ class SavedRun:
             self._run_folder.release()
 
     def _claim(self) -> None:
-        try:
+        with writing_to(self.folder):
             self._run_folder.claim()
-        except OSError as error:
-            raise unwritable_error(self.folder, error) from error
 
     def at_start(self, action: Callable[[], None]) -> None:
         """Calls ``action``, which writes into the folder, on rank 0 once the run begins."""
@@ -121,14 +115,12 @@ class SavedRun:
         self.has_begun = True
 
     def _begin(self, last_iteration: int) -> None:
-        try:
+        with writing_to(self.folder):
             self._run_folder.begin()
             cut_log(self.folder / LOG, last_iteration)
             cut_metrics(self.folder / METRICS, last_iteration)
             for action in self._at_start:
                 action()
-        except OSError as error:
-            raise unwritable_error(self.folder, error) from error
 
     def restore(self, state: RunState, loop: Loop, *, data: dict[str, Any], report: Report) -> None:
         """Restores the state of a resumed run; call it right before the loop.
@@ -147,8 +139,7 @@ class SavedRun:
             return
         trainer, graph = (snapshot.read_state(source, name) for name in ("trainer", "graph"))
         now = rounding_environment(self.ranks)
-        weights = read_weights(source, like=state.tensors(), group=self.ranks.control)
-        state.load_weights(weights, str(source))
+        state.load_weights(source)
         state.check(
             graph,
             trainer,
@@ -163,9 +154,8 @@ class SavedRun:
         state.load_states(self._graph_state(graph, source, state), trainer, str(source))
         report.line(f"resumed from {source}, after iteration: {loop.iteration}/{loop.train_iter}")
         if (then := info.data) != data:
-            report.line(
-                f"the data changed since: {_changes(then, data)}; the run sees other text from now on", "yellow"
-            )
+            text = f"the data changed since: {_changes(then, data)}"
+            report.line(f"{text}; the run sees other text from now on", "yellow")
         if (then := info.machine) != now:
             text = f"the machine or the processes changed since: {_changes(then, now)}"
             report.line(f"{text}; sums may be rounded differently, so results may not be bitwise equal", "yellow")
@@ -191,10 +181,18 @@ def rounding_environment(ranks: TrainRanks) -> dict[str, Any]:
     return machine | {name: size for name, size in sizes.items() if size > 1}
 
 
-def unwritable_error(folder: Path, error: OSError) -> ConfigError:
-    """Returns the error for an output folder that cannot be written."""
-    fix = "name a folder that can be written, on a disk with room"
-    return ConfigError(f"train.output_dir: {folder}: {error.strerror or error} · fix: {fix}")
+@contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Names the output folder in the error if it cannot be written.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        fix = "name a folder that can be written, on a disk with room"
+        raise ConfigError(f"train.output_dir: {folder}: {error.strerror or error} · fix: {fix}") from error
 
 
 def weights_folder(name: str, folder: Path) -> Path:

@@ -11,9 +11,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from graphckpt.errors import bullets
+from graphckpt.errors import bullets, first_line
 from graphckpt.train.parallel.sharding import is_sharded, local_shard, on_other_stage, shard_like
-from graphckpt.train.snapshot.folder import SHARDS, WEIGHTS, SnapshotError, first_line
+from graphckpt.train.snapshot.folder import SHARDS, WEIGHTS, SnapshotError
 
 INDEX = f"{WEIGHTS}.index.json"
 """Which shard holds which tensor, as Transformers names and writes it."""

@@ -130,7 +130,7 @@ class SnapshotWriter:
         from graphckpt.train.snapshot import dcp  # noqa: PLC0415 - takes a second, for those who need it
 
         parts = dcp.full_where_packed(tensors)
-        self._ranks.run_on_main(lambda: _begin(folder), SnapshotWriteError)
+        self._ranks.run_on_main(partial(snapshot.begin, folder), SnapshotWriteError)
         target = snapshot.shards_folder(folder)
         if later:
             return dcp.write_later(target, parts, self._ranks.background)
@@ -153,10 +153,6 @@ class SnapshotWriter:
             "machine": rounding_environment(self._ranks),
             "optimizer_states": sum(len(graph[key]["state"]) for key in graph if "Optimizer" in key),
         }
-
-
-def _begin(folder: Path) -> None:
-    snapshot.begin(folder)
 
 
 def _nothing() -> None:
@@ -192,9 +188,7 @@ def export(model: Any, architecture: str, tokenizer_file: Path | None, folder: P
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - takes seconds, which other models can do without
 
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_file=str(tokenizer_file),
-        eos_token=END_OF_TEXT,
-        model_max_length=seq_length,
+        tokenizer_file=str(tokenizer_file), eos_token=END_OF_TEXT, model_max_length=seq_length
     )
     tokenizer.save_pretrained(folder)
 

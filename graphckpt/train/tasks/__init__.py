@@ -7,13 +7,4 @@ from graphckpt.train.tasks.classification import SequenceClassification
 from graphckpt.train.tasks.masked_lm import MaskedLM
 from graphckpt.train.tasks.own import OwnLoss
 
-__all__ = [
-    "CausalLM",
-    "MaskedLM",
-    "Opened",
-    "OwnLoss",
-    "Samples",
-    "SequenceClassification",
-    "Task",
-    "TextTask",
-]
+__all__ = ["CausalLM", "MaskedLM", "Opened", "OwnLoss", "Samples", "SequenceClassification", "Task", "TextTask"]

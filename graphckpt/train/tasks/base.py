@@ -94,7 +94,4 @@ def perplexity(loss: float) -> float:
 def sum_of_losses(losses: dict[str, Tensor]) -> Tensor:
     """Returns the sum of the values with ``loss`` in their names."""
     first, *others = (value for name, value in losses.items() if "loss" in name)
-    total: Tensor = first
-    for other in others:
-        total = total + other
-    return total
+    return sum(others, start=first)

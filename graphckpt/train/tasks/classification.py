@@ -67,10 +67,7 @@ class SequenceClassification(TextTask):
         """Returns ``loss`` and ``acc``, the accuracy."""
         logits, labels = _logits(model, batch).float(), batch["labels"]
         is_right = (logits.argmax(-1) == labels).float()
-        return {
-            "loss": summed(cross_entropy(logits, labels), len(labels)),
-            "acc": summed(is_right.mean(), len(labels)),
-        }
+        return {"loss": summed(cross_entropy(logits, labels), len(labels)), "acc": summed(is_right.mean(), len(labels))}
 
     def check(self, model: nn.Module, text: PreparedText) -> Iterator[str]:
         """Yields faults if ``model`` does not fit the text and its groups."""
