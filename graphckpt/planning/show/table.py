@@ -26,7 +26,7 @@ def summary_lines(plan: PlanSummary) -> Iterator[str]:
     yield f"memory budget {format_bytes(budget)} on {plan.device}"
     yield f"peak {format_bytes(plan.predicted_peak_bytes)}{share}; set by {plan.binding}{corrected}"
     slower = plan.predicted_step_seconds / plan.plain_step_seconds - 1 if plan.plain_step_seconds else 0.0
-    percent = f"{slower:+.1%}".replace("%", " %")
+    percent = f"{round(slower, 4) + 0.0:+.1%}".replace("%", " %")
     yield f"step {format_seconds(plan.predicted_step_seconds)}, {percent} over keeping everything"
     yield f"everything kept: {format_bytes(plan.plain_peak_bytes)}; lowest possible: {format_bytes(plan.floor_bytes)}"
 
