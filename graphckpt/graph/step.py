@@ -205,7 +205,7 @@ class Step:
         if self.captured is not None:
             self.captured.release()
         run, work = (self._train, self._forward_backward) if self._trains else (self._evaluate_only,) * 2
-        update = self.update if self._trains else Update(self.name)
+        update = self.update if self._trains else Update(self.name)  # an evaluation has no optimizers to step
         self.captured = CapturedStep.make(self.name, list(self.roots.items()), self.config, update, run, work)
         self.setup.is_stale = False
 

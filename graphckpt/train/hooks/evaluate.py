@@ -26,7 +26,7 @@ class EvalHook(HookBase):
     """Turns the means of the sums into what is reported."""
     _: KW_ONLY
     model: nn.Module
-    """Is set to evaluation meanwhile."""
+    """Is in evaluation mode meanwhile."""
     eval_period: int
     """Iterations between two evaluations."""
     over_ranks: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict

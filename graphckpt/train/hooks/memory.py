@@ -39,7 +39,7 @@ def device_used_bytes(device: torch.device) -> int | None:
 
 
 def process_memory() -> dict[str, int]:
-    """Returns the bytes of resident memory of this process, now and at most, as metrics; 0 if the system is silent."""
+    """Returns this process's bytes of resident memory, now and at the peak, as metrics; 0 if they are not reported."""
     status = Path("/proc/self/status")
     if status.exists():
         fields = dict(line.split(":", 1) for line in status.read_text(encoding="utf-8").splitlines() if ":" in line)
