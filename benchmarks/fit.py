@@ -3,8 +3,8 @@
 Each model is fitted for a list of batch sizes and a memory budget in which the plain step of the middle size just fits,
 so that larger batches recompute. Then the step of each size runs under its plan, all sizes in each turn in random
 order. A pair of sizes counts if its measured throughputs differ by over 10 %, and is right if the predictions have the
-same order. As always, the largest and the fastest batch have run during the fit, and the times of batches that could not
-be measured with everything kept are corrected by these.
+same order. As always, the largest and the fastest batch have run during the fit, and the times of batches that could
+not be measured with everything kept are corrected by these.
 
     OMP_NUM_THREADS=1 python benchmarks/fit.py [--models gpt2 bert resnet] [--turns 5]
 """
