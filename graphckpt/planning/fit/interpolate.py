@@ -153,7 +153,8 @@ def _in_order(entries: Iterable[StorageEvent]) -> Iterator[StorageEvent]:
     [7, 3, 7, 9, 9]
     """
     for (kind, _), together in groupby(entries, key=lambda entry: (entry.kind, entry.op)):
-        yield from sorted(together, key=lambda entry: entry.storage) if kind is EventKind.GONE else together
+        events = list(together)
+        yield from sorted(events, key=lambda entry: entry.storage) if kind is EventKind.GONE else events
 
 
 def _seconds(at: Position, low: Mapping[_Key, float], high: Mapping[_Key, float]) -> dict[_Key, float]:
