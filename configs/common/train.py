@@ -43,6 +43,7 @@ train = {
         "compile": None,  # torch.compile of each unit, inside of its policy: True, or a dict of options
         "plan": None,  # a file of `graphckpt plan --save`: its policies, in place of the keys above
         "memory_budget": None,  # "12GiB": policies are planned for it, in place of the keys above
+        "fit": None,  # or "throughput" or "batch": chooses the micro-batch of global_batch_size for memory_budget
         "host_budget": None,  # beside it, the most bytes that may be offloaded at a time: "64GiB"
         "candidates": None,  # beside it, the rules to consider: ["full", "joined"]; None: all
         "check": True,  # beside it, run the step under the plan, and plan again if the peak is off
