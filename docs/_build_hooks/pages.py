@@ -23,6 +23,7 @@ GROUPS = {
     "compile": "Compiled",
     "scale": "Scale",
     "planner": "Planner",
+    "fit": "Batch sizes",
     "solve": "Solvers",
 }
 TESTS = re.compile(r"\]\(\.\./(tests/[\w/]+\.py)\)")

@@ -7,16 +7,17 @@ the same events, and the bytes follow from two numbers for each storage: exactly
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Self, TypeVar, final
 
-from graphckpt.planning.model.events import BlockCall, TraceSpan
+from graphckpt.planning.model.events import BlockCall, EventKind, StorageEvent, TraceSpan
 from graphckpt.planning.model.measured_step import StepSample
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
     from graphckpt.planning.measure.trace import Trace
-    from graphckpt.planning.model.events import EventKind, Interval
+    from graphckpt.planning.model.events import Interval
 
 _Key = TypeVar("_Key", bound="Hashable")
 
@@ -39,8 +40,11 @@ class SizedTrace:
 
     @classmethod
     def of(cls, trace: Trace) -> Self:
-        """Returns the trace as it is now."""
-        stretches = [TraceSpan(span.interval, list(span.entries)) for span in trace.stretches]
+        """Returns the trace as it is now, with storages that are freed together in the order of their numbers.
+
+        PyTorch frees the casts that autocast has cached in the order of their addresses, which differs between runs.
+        """
+        stretches = [TraceSpan(span.interval, list(_in_order(span.entries))) for span in trace.stretches]
         return cls(stretches, trace.calls, list(trace.sizes), trace.rounded)
 
     def with_sizes(self, sizes: list[int]) -> Self:
@@ -138,6 +142,19 @@ def is_affine(traces: Sequence[tuple[int, SizedTrace]]) -> bool:
     except NotAffineError:
         return False
     return middle.has_events_of(low) and middle.sizes == found.sizes
+
+
+def _in_order(entries: Iterable[StorageEvent]) -> Iterator[StorageEvent]:
+    """Yields events, with the storages of consecutive releases in the order of their numbers.
+
+    >>> born, gone = EventKind.BORN, EventKind.GONE
+    >>> events = [StorageEvent(kind, n, 8, 0) for kind, n in ((born, 7), (gone, 7), (gone, 3), (born, 9), (gone, 9))]
+    >>> [event.storage for event in _in_order(events)]
+    [7, 3, 7, 9, 9]
+    """
+    for (kind, _), together in groupby(entries, key=lambda entry: (entry.kind, entry.op)):
+        events = list(together)
+        yield from sorted(events, key=lambda entry: entry.storage) if kind is EventKind.GONE else events
 
 
 def _seconds(at: Position, low: Mapping[_Key, float], high: Mapping[_Key, float]) -> dict[_Key, float]:

@@ -88,8 +88,8 @@ class RecordedStep:
         """Runs the step, without the garbage collector, which would free reference cycles at any moment."""
         with _without_gc():
             found = self._step.sample(blocks, options)
-        assert isinstance(found.trace, Trace)
-        found = replace(found, trace=SizedTrace.of(found.trace))
+            assert isinstance(found.trace, Trace)
+            found = replace(found, trace=SizedTrace.of(found.trace))
         self.recording.runs.append(_Run(_names(blocks, options), found))
         return found
 
@@ -187,7 +187,6 @@ def _has_equal_runs(one: Recording, other: Recording) -> bool:
 @contextmanager
 def _without_gc() -> Iterator[None]:
     was_enabled = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield
