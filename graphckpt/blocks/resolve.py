@@ -13,6 +13,7 @@ from graphckpt.rules.base import Rule
 from graphckpt.rules.full import Full
 from graphckpt.rules.keep import Keep
 from graphckpt.rules.selective import Selective
+from graphckpt.stores.offload import parse_offload
 from graphckpt.stores.placement import Placement, placement_of
 
 if TYPE_CHECKING:
@@ -82,6 +83,9 @@ class _Resolver:
         if config is not None and config.fields() and not isinstance(module, UNCALLED):
             self.plan.selected.append(name)
         if config is not None and (fields := config.placement()):
+            offload = parse_offload(fields.get("offload"))
+            if offload is not None and (fault := offload.check()) is not None:
+                self.faults.append(f"{name}: {fault}")
             around = replace(around, fields={**around.fields, **fields})
         inside = self._decide(name, module, config, around)
         for key, child in module.named_children():

@@ -97,6 +97,21 @@ def test_one_switch_selects_the_layers_and_names_them() -> None:
     assert recomputed(model) == []
 
 
+@pytest.mark.parametrize(
+    ("policy", "shown"),
+    [
+        ({"offload": "disk"}, "keep + disk"),
+        ({"activation_checkpointing": True, "contiguous": True}, "full + slab"),
+        (graphckpt.Tiles(8), "tiles(8)"),
+        (graphckpt.Tiles(2, tile_dim=1, reduce="sum"), "tiles(2, tile_dim=1, reduce=sum)"),
+        (Segments(), "segments(sqrt)"),
+    ],
+)
+def test_a_handle_shows_rules_settings_and_stores(policy: Any, shown: str) -> None:
+    with graphckpt.apply(build(), {"decoder": policy}) as handle:
+        assert repr(handle) == f"Handle(Model; {shown}: decoder)"
+
+
 FORMS: dict[str, tuple[Callable[[Model], Any], list[str]]] = {
     "a list": (lambda _: ["encoder.1", "decoder"], ["encoder.1", "decoder.0", "decoder.1"]),
     "a class": (lambda _: Mlp, [*ENCODER, "decoder.0", "decoder.1"]),
@@ -152,6 +167,7 @@ def test_policies_from_a_file(tmp_path: Path, name: str, text: str) -> None:
         ([{"encoder.0": True}], r"^apply: expected selectors in the list, got \{.*\} · fix: one mapping"),
         ({"encoder.0": {1: True}}, r"encoder\.0\.1: there is no such field · fix: use one of"),
         ({"encoder.0": {None: True}}, r"encoder\.0\.None: there is no such field · "),
+        ({"encoder.0": {"offload": "disk:/no/dir"}}, r"^encoder\.0: offload: expected an existing folder, got '/no"),
         ({"encoder.0": "True"}, "expected a rule, got 'True' · did you mean True?"),
         ({"encoder.0": "FULL"}, "expected a rule, got 'FULL' · did you mean 'full'?"),
         ({"encoder.0": "none"}, "expected a rule, got 'none' · did you mean None?"),
