@@ -138,8 +138,7 @@ def _warnings(
     for wrapper in flagged:
         if not kept.runs[wrapper.name] and wrapper.name not in idle:
             yield f"{wrapper.name or title}: it never ran with gradients, so its flag did nothing"
-    yield from (f"{name}: {why}" for name, why in idle.items() if "does nothing" in why)
-    yield from _useless_flags(title, flagged)
+    yield from _useless_flags(title, flagged, idle)
     ran = [w for w in flagged if kept.reruns[w.name]]
     tops = {id(root) for _, root in roots}
     plain_peak = max(plain_levels(wrappers, live), default=None)
@@ -154,13 +153,13 @@ def _warnings(
         yield from _last_block(wrappers, kept, live, ran)
 
 
-def _useless_flags(title: str, wrappers: Sequence[BlockForward]) -> Iterator[str]:
-    """What a store says of blocks whose flag it cannot act on, once for all of them."""
+def _useless_flags(title: str, wrappers: Sequence[BlockForward], idle: Mapping[str, str]) -> Iterator[str]:
+    """Yields why fields have no effect, once for all blocks with the same reason."""
     blocks: dict[str, list[str]] = {}
-    for wrapper in wrappers:
-        for note in wrapper.context.notes:
-            if "does nothing" in note:
-                blocks.setdefault(note, []).append(wrapper.name or title)
+    notes = [(w.name, note) for w in wrappers for note in w.context.notes]
+    for name, note in (*idle.items(), *notes):
+        if "does nothing" in note:
+            blocks.setdefault(note, []).append(name or title)
     for note, names in blocks.items():
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         yield f"{names[0]}{more}: {note}"

@@ -103,7 +103,9 @@ def parts_of(explanation: StepRecord) -> Iterator[RenderableType]:
     else:
         yield _table([cells for cells in used if not cells.is_time], rows, explanation)
         yield Text("")
-        yield _table([_BLOCK, *(cells for cells in used if cells.is_time)], rows, explanation)
+        times = [cells for cells in used if cells.is_time]
+        timed = [row for row in rows if any(cells.cell(row) != "-" for cells in times)]
+        yield _table([_BLOCK, *times], timed, explanation)
     yield from map(Text, _summary(explanation))
     for name, text in legend:
         yield bullet(f"{name} {text}", "*")

@@ -612,6 +612,24 @@ def test_faults_that_differ_in_numbers_are_one_line() -> None:
 
 
 @pytest.mark.parametrize(
+    ("policies", "notes"),
+    [
+        ({"encoder.[01]": {"min_elements": 9}}, ["encoder.0 and 1 more: min_elements does nothing here:"]),
+        ({"": {"min_elements": 9}, "encoder.1": {"contiguous": True}}, []),
+        ({"": {"contiguous": True}, "encoder.1": {"min_elements": 9}}, []),
+        ({"encoder.*": graphckpt.Tiles(9)}, ["encoder.0-11: tiles: 6 slices in place of 9, the size of dimension 0"]),
+    ],
+)
+def test_settings_without_effect_are_explained(policies: Any, notes: list[str]) -> None:
+    model = build()
+    with graphckpt.apply(model, policies) as handle:
+        run(model)
+    said = " ".join(str(handle.explain(show=False)).split())
+    assert [note for note in notes if note not in said] == []
+    assert bool(notes) == (" does nothing " in said or " in place of " in said)
+
+
+@pytest.mark.parametrize(
     ("fields", "text"),
     [
         ({"partition": True}, "partition does nothing: torch.distributed is not initialized"),
