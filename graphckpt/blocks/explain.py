@@ -146,11 +146,11 @@ def _warnings(
     for wrapper in ran:
         if id(wrapper.module) in tops and not isinstance(wrapper.rule, (Segments, Tiles)) and is_as_high:
             yield (
-                f"{wrapper.name or title}: the whole model is one block, so all of it is alive again when it "
+                f"{wrapper.name or title}: it is one block as a whole, so all of it is alive again when it "
                 "is recomputed, and the peak hardly falls · fix: set the flag on its layers"
             )
-    if not any(isinstance(w.rule, Joined) for w in wrappers):
-        yield from _last_block(wrappers, kept, live, ran)
+    if not any(isinstance(w.rule, Joined) for w in wrappers) and tops.isdisjoint(id(w.module) for w in ran):
+        yield from _last_blocks(wrappers, kept, live, ran)
 
 
 def _useless_flags(title: str, wrappers: Sequence[BlockForward], idle: Mapping[str, str]) -> Iterator[str]:
@@ -165,27 +165,35 @@ def _useless_flags(title: str, wrappers: Sequence[BlockForward], idle: Mapping[s
         yield f"{names[0]}{more}: {note}"
 
 
-def _last_block(
+def _last_blocks(
     wrappers: Sequence[BlockForward], kept: Recorder, live: Recorder | None, ran: Sequence[BlockForward]
 ) -> Iterator[str]:
-    """Advises not to recompute the last block if the peak would not rise; only a prediction can tell.
+    """Advises not to recompute the last blocks if the peak would not rise; only a prediction can tell.
 
     While the logits and the loss are alive, so is what the last block keeps. Recomputing it moves these bytes behind
     that moment, and often lowers the peak.
     """
     if live is None or live.peak_bytes is None or len(ran) < 2 or not can_predict(wrappers):
         return
-    order = list(kept.order)
-    last = max(ran, key=lambda w: order.index(w.name) if w.name in order else -1)
-    around = (w.name for w in wrappers if w is not last)
-    if not isinstance(last.rule, (Full, Selective)) or any(_overlap(last.name, name) for name in around):
-        return
-    peak_bytes = max(live.levels_if_kept(lambda block: block == last.name), default=0)
-    if peak_bytes <= live.peak_bytes:
+    order = {name: number for number, name in enumerate(kept.order)}
+    names: list[str] = []
+    least_bytes = 0
+    for wrapper in sorted(ran, key=lambda w: order.get(w.name, -1), reverse=True):
+        around = (w.name for w in wrappers if w is not wrapper)
+        if not isinstance(wrapper.rule, (Full, Selective)) or any(_overlap(wrapper.name, name) for name in around):
+            break
+        trial = {wrapper.name, *names}
+        peak_bytes = max(live.levels_if_kept(lambda block, trial=trial: block in trial), default=0)  # type: ignore[misc]
+        if peak_bytes > live.peak_bytes:
+            break
+        names.insert(0, wrapper.name)
+        least_bytes = peak_bytes
+    if names:
+        which = ", ".join(names)
         yield (
-            f"{last.name}: its recomputation takes nothing off the peak, which would be "
-            f"{format_bytes(peak_bytes)} (predicted) without it · "
-            f"fix: set activation_checkpointing = False on {last.name}"
+            f"{which}: {'its' if len(names) == 1 else 'their'} recomputation takes nothing off the peak, which would "
+            f"be {format_bytes(least_bytes)} (predicted) without it · "
+            f"fix: set activation_checkpointing = False on {which}"
         )
 
 

@@ -8,6 +8,7 @@ import io
 import pickle
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -609,6 +610,27 @@ def test_faults_that_differ_in_numbers_are_one_line() -> None:
         graphckpt.apply(build(), {f"layer{number}": True for number in range(80)})
     assert len(str(error.value).splitlines()) <= 2
     assert "more like it" in str(error.value)
+
+
+def test_the_advice_names_all_last_blocks_whose_recomputation_does_not_pay() -> None:
+    widths = [64, 64, 64, 16, 8, 4]
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(*pair), nn.Tanh(), nn.Tanh()) for pair in pairwise(widths)))
+
+    def measured(policies: dict[str, bool]) -> Any:
+        with graphckpt.apply(model, policies) as handle, handle.measure():
+            model(torch.ones(1024, 64)).sum().backward()
+            model.zero_grad()
+        return handle.explain(show=False)
+
+    first = measured({"*": True})
+    (advice,) = first.warnings
+    names = advice.partition(":")[0].split(", ")
+    assert advice.endswith(f"fix: set activation_checkpointing = False on {', '.join(names)}")
+    assert names == [str(number) for number in range(5 - len(names), 5)] != ["4"]
+    second = measured({"*": True, **dict.fromkeys(names, False)})
+    assert second.peak_bytes <= first.peak_bytes
+    assert second.warnings == ()
+    assert measured({"*": True, **dict.fromkeys([str(4 - len(names)), *names], False)}).peak_bytes > first.peak_bytes
 
 
 @pytest.mark.parametrize(

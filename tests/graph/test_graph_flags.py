@@ -381,7 +381,27 @@ def test_warnings_of_flags_that_do_not_pay() -> None:
     run_graph(graph, 2)
     warnings = graph.explain(show=False).warnings
     assert any(w.startswith("unused: it never ran with gradients, so its flag did nothing") for w in warnings)
-    assert any(w.startswith("model: the whole model is one block, so all of it is alive again") for w in warnings)
+    assert any(w.startswith("model: it is one block as a whole, so all of it is alive again") for w in warnings)
+
+
+def test_of_two_models_that_are_one_block_each_the_advice_is_one() -> None:
+    class Two(Train):
+        def __init__(self, model: nn.Module, other: nn.Module) -> None:
+            super().__init__(model, torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1))
+            self.other = other
+            self.model.config.activation_checkpointing = self.other.config.activation_checkpointing = True
+
+        def build(self, x: Tensor, y: Tensor) -> Tensor:
+            loss = self.other(self.model(x)).sum()
+            loss.backward()
+            return loss
+
+    graph = Two(stack(), nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
+    run_graph(graph, 2)
+    assert [w.partition(", so all of it is alive again")[0] for w in graph.explain(show=False).warnings] == [
+        "model: it is one block as a whole",
+        "other: it is one block as a whole",
+    ]
 
 
 def test_a_policy_takes_bytes_off_in_a_graph_as_explained() -> None:
