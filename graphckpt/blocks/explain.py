@@ -83,6 +83,8 @@ def _rows(
             notes.append("the model's own gradient checkpointing recomputes it")
         if name in idle:
             notes.insert(0, idle[name])
+        if wrapper is None and kept.bytes_after(name) > kept.bytes_before(name):
+            notes.append("it keeps tensors that a recomputed block keeps without policies")
         stored = (kept.traffic.get(name) or Traffic()).bytes_at
         timed = (times or kept).traffic.get(name) or Traffic()
         yield Row(

@@ -38,7 +38,7 @@ def describe_config(config_file: str | Path, overrides: Iterable[str] = (), *, f
         origins.note(config, "--fast-dev-run")
     places, more = own_modules.folders(config, path)
     with importable_from(*places):
-        checked(config, [*faults, *more], str(path))
+        checked(config, [*faults, *more], " ".join([str(path), *overrides]))
     return "".join(_lines(plain_values(config), origins))
 
 

@@ -55,11 +55,12 @@ def planner_from(
     """
     path = existing(Path(config_file))
     config = load(path)
-    faults = _overrides.apply(config, list(overrides))
+    overrides = list(overrides)
+    faults = _overrides.apply(config, overrides)
     places, more = own_modules.folders(config, path)
     target = load_profile(device)
     with importable_from(*places):
-        run = checked(config, [*faults, *more], str(path))
+        run = checked(config, [*faults, *more], " ".join([str(path), *overrides]))
         section = run.train.activation_checkpoint
         wanted = section.plan_options(**{**(options or {}), "partition": None, "compile": None, "progress": progress})
         step, model = _step(run, FakeDevice(target))

@@ -61,7 +61,7 @@ def trainer_from(
     places, more = own_modules.folders(config, path)
     faults += more
     with importable_from(*places):
-        run = checked(config, faults, str(path))
+        run = checked(config, faults, " ".join([str(path), *overrides]))
         if resume and run.train.overwrite:
             raise ConfigError("train.overwrite: True is not supported with --resume · fix: leave one of them out")
         trainer = _trainer(

@@ -160,6 +160,7 @@ class PolicyCallback:
         if plot is not None:
             file_of(plot)  # raises now, not in the middle of training
         self._policies = CallbackPolicies(type(self).__name__, rule, unit, blocks, memory_budget, fields)
+        self._given = {"rule": rule, "unit": unit, "blocks": blocks, "memory_budget": memory_budget, **fields}
         self._plans = memory_budget is not None
         self._report = report
         self._plot = plot
@@ -175,6 +176,10 @@ class PolicyCallback:
 
         It is measured on the second step, when the optimizer's states exist, or on the first if there is no second.
         """
+
+    def __repr__(self) -> str:
+        given = (f"{name}={shown(value)}" for name, value in self._given.items() if value is not None)
+        return f"{type(self).__name__}({', '.join(given)})"
 
     def _apply(self, model: nn.Module) -> None:
         self._start()
@@ -272,7 +277,8 @@ def saved_line(seen: Explanation) -> str:
         if num_bytes
     ]
     blocks = sum(1 for row in seen.rows if (row.reruns and not row.is_own) or row.place != "device")
-    return f"graphckpt: policies act on {blocks} blocks; kept for backward: {', '.join(parts)}"
+    count = f"{blocks} block{'s' if blocks != 1 else ''}"
+    return f"graphckpt: policies act on {count}; kept for backward: {', '.join(parts)}"
 
 
 def saved_metrics(seen: Explanation) -> dict[str, float]:

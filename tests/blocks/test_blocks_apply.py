@@ -612,6 +612,16 @@ def test_faults_that_differ_in_numbers_are_one_line() -> None:
     assert "more like it" in str(error.value)
 
 
+def test_a_kept_block_that_keeps_more_than_before_is_explained() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)))
+    with graphckpt.apply(model, {"0": True}) as handle:
+        model(torch.ones(2, 4)).sum().backward()
+    rows = {row.block: row for row in handle.explain(show=False).rows}
+    assert rows["1"].bytes_after > rows["1"].bytes_before
+    assert rows["1"].note == "it keeps tensors that a recomputed block keeps without policies"
+    assert [rows[name].note for name in "02"] == ["", ""]
+
+
 def test_the_advice_names_all_last_blocks_whose_recomputation_does_not_pay() -> None:
     widths = [64, 64, 64, 16, 8, 4]
     model = nn.Sequential(*(nn.Sequential(nn.Linear(*pair), nn.Tanh(), nn.Tanh()) for pair in pairwise(widths)))
