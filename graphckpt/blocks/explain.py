@@ -182,7 +182,8 @@ def _last_blocks(
     least_bytes = 0
     for wrapper in sorted(ran, key=lambda w: order.get(w.name, -1), reverse=True):
         around = (w.name for w in wrappers if w is not wrapper)
-        if not isinstance(wrapper.rule, (Full, Selective)) or any(_overlap(wrapper.name, name) for name in around):
+        rules = Full if names else (Full, Selective)  # of several selective blocks the prediction is not exact
+        if not isinstance(wrapper.rule, rules) or any(_overlap(wrapper.name, name) for name in around):
             break
         trial = {wrapper.name, *names}
         peak_bytes = max(live.levels_if_kept(lambda block, trial=trial: block in trial), default=0)  # type: ignore[misc]
