@@ -89,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "train",
+        allow_abbrev=False,
         help="train the model of a config file",
         description="Trains the model of a config file, and shows what checkpointing saved.",
         epilog=_TRAIN_EXAMPLES,

@@ -69,6 +69,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     """Adds ``graphckpt plan``."""
     parser = commands.add_parser(
         "plan",
+        allow_abbrev=False,
         help="choose the policy of each block for a memory budget",
         description="Chooses the policy of each block so that the step is as fast as possible within a memory budget.",
         epilog=_PLAN_EXAMPLES,
@@ -113,6 +114,7 @@ def add_profile_device(commands: argparse._SubParsersAction[argparse.ArgumentPar
     """Adds ``graphckpt profile-device``."""
     parser = commands.add_parser(
         "profile-device",
+        allow_abbrev=False,
         help="measure the device of this machine for the planner",
         description="Measures the rates and the allocator of a device, and writes a profile for 'graphckpt plan'.",
         epilog=_PROFILE_EXAMPLES,

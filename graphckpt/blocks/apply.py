@@ -22,6 +22,7 @@ from graphckpt.errors import ConfigError, shown, without_repeats
 from graphckpt.extras import LazyPackage
 from graphckpt.ledger.group_rows import group_rows
 from graphckpt.ledger.record import Row
+from graphckpt.ledger.table import rule_and_place
 from graphckpt.rules.base import Rule
 from graphckpt.rules.registry import parse_rule
 
@@ -83,6 +84,7 @@ class Handle:
             Row(
                 block=w.name or self._model_class,
                 rule=w.rule.describe(),
+                place=w.context.store.label,
                 bytes_before=0,
                 bytes_after=0,
                 runs=0,
@@ -92,7 +94,7 @@ class Handle:
         ]
         blocks_of: dict[str, list[str]] = {}
         for row in group_rows(rows):
-            blocks_of.setdefault(row.rule, []).append(row.block)
+            blocks_of.setdefault(rule_and_place(row), []).append(row.block)
         parts = [f"{rule}: {', '.join(names)}" for rule, names in blocks_of.items()]
         return f"Handle({'; '.join([self._model_class, *parts])})"
 

@@ -77,7 +77,7 @@ class BlockConfig:
 
     __slots__ = ("_changed", "_own", "_rule", "_values", "block")
 
-    def __init__(self, block: str, changed: Callable[[], None] | None = None, own: Any = None) -> None:
+    def __init__(self, block: str = "block", changed: Callable[[], None] | None = None, own: Any = None) -> None:
         """Creates the config of a block; a Graph and ``apply`` do.
 
         Args:

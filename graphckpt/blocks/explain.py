@@ -80,6 +80,8 @@ def _rows(
             notes.append("the model's own gradient checkpointing recomputes it")
         if name in idle:
             notes.insert(0, idle[name])
+        if wrapper is None and kept.bytes_after(name) > kept.bytes_before(name):
+            notes.append("it keeps tensors that a recomputed block keeps without policies")
         stored = (kept.traffic.get(name) or Traffic()).bytes_at
         timed = (times or kept).traffic.get(name) or Traffic()
         yield Row(
@@ -135,35 +137,34 @@ def _warnings(
     for wrapper in flagged:
         if not kept.runs[wrapper.name] and wrapper.name not in idle:
             yield f"{wrapper.name or title}: it never ran with gradients, so its flag did nothing"
-    yield from (f"{name}: {why}" for name, why in idle.items() if "does nothing" in why)
-    yield from _useless_flags(title, flagged)
+    yield from _useless_flags(title, flagged, idle)
     ran = [w for w in flagged if kept.reruns[w.name]]
     tops = {id(root) for _, root in roots}
     is_as_high = kept.live is None or plain_peak is None or plain_peak <= 1.02 * kept.live.peak_bytes
     for wrapper in ran:
         if id(wrapper.module) in tops and not isinstance(wrapper.rule, (Segments, Tiles)) and is_as_high:
             yield (
-                f"{wrapper.name or title}: the whole model is one block, so all of it is alive again when it "
+                f"{wrapper.name or title}: it is one block as a whole, so all of it is alive again when it "
                 "is recomputed, and the peak hardly falls · fix: set the flag on its layers"
             )
-    if not any(isinstance(w.rule, Joined) for w in wrappers):
-        yield from _last_block(wrappers, kept, ran)
+    if not any(isinstance(w.rule, Joined) for w in wrappers) and tops.isdisjoint(id(w.module) for w in ran):
+        yield from _last_blocks(wrappers, kept, ran)
 
 
-def _useless_flags(title: str, wrappers: Sequence[BlockForward]) -> Iterator[str]:
-    """What a store says of blocks whose flag it cannot act on, once for all of them."""
+def _useless_flags(title: str, wrappers: Sequence[BlockForward], idle: Mapping[str, str]) -> Iterator[str]:
+    """Yields why fields have no effect, once for all blocks with the same reason."""
     blocks: dict[str, list[str]] = {}
-    for wrapper in wrappers:
-        for note in wrapper.context.notes:
-            if "does nothing" in note:
-                blocks.setdefault(note, []).append(wrapper.name or title)
+    notes = [(w.name, note) for w in wrappers for note in w.context.notes]
+    for name, note in (*idle.items(), *notes):
+        if "does nothing" in note:
+            blocks.setdefault(note, []).append(name or title)
     for note, names in blocks.items():
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         yield f"{names[0]}{more}: {note}"
 
 
-def _last_block(wrappers: Sequence[BlockForward], kept: Recorder, ran: Sequence[BlockForward]) -> Iterator[str]:
-    """Advises not to recompute the last block if the peak would not rise; only a prediction can tell.
+def _last_blocks(wrappers: Sequence[BlockForward], kept: Recorder, ran: Sequence[BlockForward]) -> Iterator[str]:
+    """Advises not to recompute the last blocks if the peak would not rise; only a prediction can tell.
 
     While the logits and the loss are alive, so is what the last block keeps. Recomputing it moves these bytes behind
     that moment, and often lowers the peak.
@@ -171,15 +172,27 @@ def _last_block(wrappers: Sequence[BlockForward], kept: Recorder, ran: Sequence[
     live = kept.live
     if live is None or len(ran) < 2 or not _can_predict(wrappers):
         return
-    order = list(kept.order)
-    last = max(ran, key=lambda w: order.index(w.name) if w.name in order else -1)
-    around = (w.name for w in wrappers if w is not last)
-    if not isinstance(last.rule, (Full, Selective)) or any(_overlap(last.name, name) for name in around):
-        return
-    peak_bytes = max(live.levels_if_kept(lambda block: block == last.name), default=0)
-    if peak_bytes <= live.peak_bytes:
-        what = f"its recomputation takes nothing off the peak, which would be {format_bytes(peak_bytes)} (predicted)"
-        yield f"{last.name}: {what} without it · fix: set activation_checkpointing = False on {last.name}"
+    order = {name: number for number, name in enumerate(kept.order)}
+    names: list[str] = []
+    least_bytes = 0
+    for wrapper in sorted(ran, key=lambda w: order.get(w.name, -1), reverse=True):
+        around = (w.name for w in wrappers if w is not wrapper)
+        rules = Full if names else (Full, Selective)  # of several selective blocks the prediction is not exact
+        if not isinstance(wrapper.rule, rules) or any(_overlap(wrapper.name, name) for name in around):
+            break
+        trial = {wrapper.name, *names}
+        peak_bytes = max(live.levels_if_kept(lambda block, trial=trial: block in trial), default=0)  # type: ignore[misc]
+        if peak_bytes > live.peak_bytes:
+            break
+        names.insert(0, wrapper.name)
+        least_bytes = peak_bytes
+    if names:
+        which = ", ".join(names)
+        yield (
+            f"{which}: {'its' if len(names) == 1 else 'their'} recomputation takes nothing off the peak, which would "
+            f"be {format_bytes(least_bytes)} (predicted) without it · "
+            f"fix: set activation_checkpointing = False on {which}"
+        )
 
 
 def _plain_levels(wrappers: Sequence[BlockForward], kept: Recorder) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from graphckpt.rules.base import Rule
 from graphckpt.rules.full import Full
 from graphckpt.rules.keep import Keep
 from graphckpt.rules.selective import Selective
+from graphckpt.stores.offload import parse_offload
 from graphckpt.stores.placement import Placement, placement_of
 
 UNCALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # containers without a forward
@@ -79,10 +80,18 @@ class _Resolver:
         if config is not None and config.fields() and not isinstance(module, UNCALLED):
             self.plan.selected.append(name)
         if config is not None and (fields := config.placement()):
+            offload = parse_offload(fields.get("offload"))
+            if offload is not None and (fault := offload.check()) is not None:
+                self.faults.append(f"{name}: {fault}")
             around = replace(around, fields={**around.fields, **fields})
+        first = len(self.plan.wrappers)
         inside = self._decide(name, module, config, around)
         for key, child in module.named_children():
             self.visit(f"{name}.{key}" if name else key, child, inside)
+        if config is not None and "min_elements" in config.placement() and name not in self.plan.idle:
+            stores = [w.placement for w in self.plan.wrappers[first:]] + [around.covering]
+            if all(store is None or store.is_plain for store in stores):
+                self.plan.idle[name] = "min_elements does nothing here: saved tensors stay on their device in any case"
 
     def _decide(self, name: str, module: nn.Module, config: BlockConfig | None, around: _Inherited) -> _Inherited:
         """Returns what is around the children."""

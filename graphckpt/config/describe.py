@@ -35,7 +35,7 @@ def describe_config(config_file: str | Path, overrides: Iterable[str] = (), *, f
     if fast_dev_run:
         shrink(config, overrides)
         origins.note(config, "--fast-dev-run")
-    with checked(config, faults, path):
+    with checked(config, faults, path, overrides):
         return "".join(_lines(plain_values(config), origins))
 
 

@@ -106,9 +106,10 @@ def fake_steps_from(
     """Yields the steps that a config describes, of any batch size; see :func:`planner_from` for the arguments."""
     path = existing(Path(config_file))
     config = load(path)
-    faults = _overrides.apply(config, list(overrides))
+    overrides = list(overrides)
+    faults = _overrides.apply(config, overrides)
     target = load_profile(device)
-    with checked(config, faults, path) as (run, _):
+    with checked(config, faults, path, overrides) as (run, _):
         yield FakeConfigSteps(run, target, options or {})
 
 

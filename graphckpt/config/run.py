@@ -60,13 +60,13 @@ def trainer_from(
     if scratch and resume:
         fix = "leave one of them out, or name the folder of the run: train.output_dir=..."
         raise ConfigError(f"--fast-dev-run: writes to a temporary folder, which has nothing to --resume · fix: {fix}")
-    with checked(config, faults, path) as (asked, places):
+    with checked(config, faults, path, overrides) as (asked, places):
         if resume and asked.train.overwrite:
             raise ConfigError("train.overwrite: True is not supported with --resume · fix: leave one of them out")
         chosen: list[str] = []
         if asked.train.activation_checkpoint.fit is not None and not eval_only:
             chosen = fit_run(asked, config, partial(optimizer_of, asked), resume=resume)
-    with checked(config, faults, path) as (run, places):
+    with checked(config, faults, path, overrides) as (run, places):
         trainer = _trainer(
             run,
             resume=resume,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,13 +62,16 @@ def check(config: DictConfig) -> tuple[RunConfig | None, list[str]]:
 
 
 @contextmanager
-def checked(config: DictConfig, faults: list[str], path: Path) -> Iterator[tuple[RunConfig, list[Path]]]:
+def checked(
+    config: DictConfig, faults: list[str], path: Path, overrides: Iterable[str]
+) -> Iterator[tuple[RunConfig, list[Path]]]:
     """Yields a checked config, and the folders of the user modules that it names, which can be imported meanwhile.
 
     Args:
         config: what the file and the overrides say.
         faults: faults found earlier.
         path: of the file.
+        overrides: the overrides, which errors show behind the path.
 
     Raises:
         ConfigError: with every fault.
@@ -78,5 +81,6 @@ def checked(config: DictConfig, faults: list[str], path: Path) -> Iterator[tuple
         run, found = check(config)
         every = list(dict.fromkeys([*faults, *more, *found]))
         if every or run is None:
-            raise ConfigError(bullets(f"{path}: {len(every)} {'fault' if len(every) == 1 else 'faults'}", every))
+            source = " ".join([str(path), *overrides])
+            raise ConfigError(bullets(f"{source}: {len(every)} {'fault' if len(every) == 1 else 'faults'}", every))
         yield run, places

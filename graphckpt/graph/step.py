@@ -15,7 +15,7 @@ from graphckpt.blocks.forward import BlockForward, disable_checkpointing
 from graphckpt.blocks.proxy import BlockTree
 from graphckpt.blocks.resolve import ResolvedPolicies, resolve_policies
 from graphckpt.blocks.step_recorder import StepRecorder
-from graphckpt.errors import GraphError
+from graphckpt.errors import GraphError, warn_once
 from graphckpt.graph.captured_step import CapturedStep
 from graphckpt.graph.config import GraphConfig
 from graphckpt.graph.inputs import InputCheck
@@ -26,6 +26,11 @@ from graphckpt.ledger.live_memory import inner_tensors
 from graphckpt.tree import tensors_in
 
 _WATCHED_OPS, _WATCHED_TIMES = 2, 3  # calls 1 and 2 are watched op by op (2 is the first like all others), 3 for time
+
+_NO_SCALER = (
+    "float16 autocast without a gradient scaler, so small gradients become zero · "
+    "fix: set_grad_scaler(torch.amp.GradScaler()), or enable_amp(dtype=torch.bfloat16)"
+)
 
 running_graph: ContextVar[str | None] = ContextVar("running_graph", default=None)
 
@@ -202,6 +207,8 @@ class Step:
             self._num_watched = 0
             self.watcher = None
         self._sort_parameters()
+        if self._trains and self.config.amp_dtype is torch.float16 and not self.config.has_scaler:
+            warn_once(self.name, _NO_SCALER)
         if self.captured is not None:
             self.captured.release()
         run, work = (self._train, self._forward_backward) if self._trains else (self._evaluate_only,) * 2

@@ -108,7 +108,7 @@ class Update:
                 raise GraphError(f"{self._graph_name}: {what} · fix: create the optimizer from the Graph's model")
             raise GraphError(
                 f"{self._graph_name}.build ran no backward that reached a parameter of its optimizers · "
-                "fix: call loss.backward() in build"
+                "fix: call loss.backward() in build, and no zero_grad() after it"
             )
         if self.step(optimizers):
             self.schedule()

@@ -70,6 +70,7 @@ class PolicyCallback:
             self._check_fields()
         else:
             self._check_plan(rule, memory_budget)
+        self._given = {"rule": rule, "unit": unit, "blocks": blocks, "memory_budget": memory_budget, **fields}
         self._plans = memory_budget is not None
         self._report = report
         self._plot = plot
@@ -105,6 +106,10 @@ class PolicyCallback:
             raise ConfigError(str(error).replace(".activation_checkpointing:", ".rule:", 1)) from None
         for selector, value in self._blocks.items():
             BlockConfig(f"{self._owner}.blocks[{selector!r}]").update(fields_of(value))
+
+    def __repr__(self) -> str:
+        given = (f"{name}={shown(value)}" for name, value in self._given.items() if value is not None)
+        return f"{type(self).__name__}({', '.join(given)})"
 
     def _apply(self, model: nn.Module) -> None:
         self._start()
@@ -216,7 +221,8 @@ def saved_line(seen: Explanation) -> str:
         if num_bytes
     ]
     blocks = sum(1 for row in seen.rows if (row.reruns and not row.is_own) or row.place != "device")
-    return f"graphckpt: policies act on {blocks} blocks; kept for backward: {', '.join(parts)}"
+    count = f"{blocks} block{'s' if blocks != 1 else ''}"
+    return f"graphckpt: policies act on {count}; kept for backward: {', '.join(parts)}"
 
 
 def saved_metrics(seen: Explanation) -> dict[str, float]:

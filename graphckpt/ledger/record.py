@@ -103,7 +103,8 @@ class StepRecord:
         phase = "recomputation" if peak.phase == "recompute" else peak.phase
         if phase == "optimizer":
             return "optimizer step"
-        return f"{phase} of {peak.block}" if peak.block else f"{phase} outside of blocks"
+        block = peak.block or (self.title if peak.phase == "recompute" else "")  # the model itself is recomputed
+        return f"{phase} of {block}" if block else f"{phase} outside of blocks"
 
     @property
     def bytes_saved(self) -> int:

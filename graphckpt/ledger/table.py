@@ -28,7 +28,8 @@ class _Cells:
     is_time: bool = False
 
 
-def _rule(row: Row) -> str:
+def rule_and_place(row: Row) -> str:
+    """Returns the rule of a block, and the store of its saved tensors if they leave the device."""
     return row.rule if row.place in ("", "device") else f"{row.rule} + {row.place}"
 
 
@@ -51,7 +52,7 @@ _BLOCK = _Cells(Column("block"), lambda row: row.block or "(model)")
 _RUNS = _Cells(Column("runs", is_number=True), lambda row: str(row.runs))
 _COLUMNS = (
     _BLOCK,
-    _Cells(Column("rule"), _rule),
+    _Cells(Column("rule"), rule_and_place),
     _Cells(Column("before", is_number=True), lambda row: format_bytes(row.bytes_before)),
     _Cells(Column("after", is_number=True, style="bold green"), lambda row: format_bytes(row.bytes_after)),
     _Cells(Column("moved", is_number=True), lambda row: _bytes(row.bytes_host + row.bytes_disk)),
@@ -102,7 +103,9 @@ def parts_of(explanation: StepRecord) -> Iterator[RenderableType]:
     else:
         yield _table([cells for cells in used if not cells.is_time], rows, explanation)
         yield Text("")
-        yield _table([_BLOCK, *(cells for cells in used if cells.is_time)], rows, explanation)
+        times = [cells for cells in used if cells.is_time]
+        timed = [row for row in rows if any(cells.cell(row) != "-" for cells in times)]
+        yield _table([_BLOCK, *times], timed, explanation)
     yield from map(Text, _summary(explanation))
     for name, text in legend:
         yield bullet(f"{name} {text}", "*")

@@ -145,8 +145,9 @@ class Planner:
         static = self.measured.model.static_bytes
         fix = "a smaller batch, or a larger budget"
         container = self._sequential()
-        if container is not None:
-            fix = f"segments='log' on {container!r} (less memory, more time), {fix}"
+        if container is not None and max(static, self.floor.peak - self._input_bytes()) + correction <= budget:
+            where_to = repr(container) if container else f"the {type(self.model).__name__}"
+            fix = f"segments='log' on {where_to} (less memory, more time), {fix}"
         if "head" in where:
             fix = f"compute the loss in slices (set `head` to its block and `Tiles`), {fix}"
         return (
@@ -154,6 +155,12 @@ class Planner:
             f"{format_bytes(self.floor.peak + correction)}{self._without}, set by {where}; "
             f"{format_bytes(static)} of it are weights, optimizer state and inputs · fix: {fix}"
         )
+
+    def _input_bytes(self) -> int:
+        """Returns what the blocks hold at the lowest peak, which segments of segments hold in part."""
+        model, options = self.measured.model, self.floor.plan
+        held = {s for call, block in enumerate(model.block_of_call) for s in model.holds(call, options[block])}
+        return sum(model.base.sizes.get(storage, 0) for storage in held)
 
     def _sequential(self) -> str | None:
         """Returns the name of the ``nn.Sequential`` whose children are planned, if there is one."""

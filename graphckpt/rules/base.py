@@ -52,11 +52,11 @@ class Rule(ABC):
         return function(*args, **kwargs)
 
     def describe(self) -> str:
-        """Returns the rule as tables show it: its name, and its settings that are not the default."""
+        """Returns the rule as tables show it: its name, its first setting, and others that are not the default."""
         settings = [
-            str(value)
-            for field in dataclasses.fields(self)
-            if (value := getattr(self, field.name)) is not None and value != field.default
+            str(value) if number == 0 else f"{field.name}={value}"
+            for number, field in enumerate(dataclasses.fields(self))
+            if (value := getattr(self, field.name)) is not None and (number == 0 or value != field.default)
         ]
         return f"{self.name}({', '.join(settings)})" if settings else self.name
 

@@ -58,7 +58,7 @@ class Tiles(Rule):
 
     def run(self, block: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs the block slice by slice."""
-        return self._in_slices(block.name, lambda *tile: Frame(block, function).run(*tile), args, kwargs)
+        return self._in_slices(block.name, lambda *tile: Frame(block, function).run(*tile), args, kwargs, block.note)
 
     def run_without_gradients(self, name: str, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs a loss in slices: what is too big for training at once is too big for evaluation.
@@ -70,11 +70,18 @@ class Tiles(Rule):
         return self._in_slices(name, lambda args, kwargs: function(*args, **kwargs), args, kwargs)
 
     def _in_slices(
-        self, name: str, run: Callable[[Any, dict[str, Any]], Any], args: Any, kwargs: dict[str, Any]
+        self,
+        name: str,
+        run: Callable[[Any, dict[str, Any]], Any],
+        args: Any,
+        kwargs: dict[str, Any],
+        note: Callable[[str], None] | None = None,
     ) -> Any:
         leaves, shape = flatten_call(args, kwargs)
         size, tiled = self._tiled(name, leaves)
         num_tiles = min(self.num_tiles, size)
+        if num_tiles < self.num_tiles and note is not None:
+            note(f"tiles: {num_tiles} slices in place of {self.num_tiles}, the size of dimension {self.tile_dim}")
         if num_tiles == 1:
             return run(args, kwargs)
         cuts = {i: torch.tensor_split(leaves[i], num_tiles, self.tile_dim) for i in tiled}

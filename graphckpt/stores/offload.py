@@ -51,6 +51,10 @@ class Offload(ABC):
         if "name" in cls.__dict__:
             Offload._registry.add(cls.name, cls)
 
+    def check(self) -> str | None:
+        """Returns why tensors cannot be offloaded to this target and how to fix it, or ``None`` if they can."""
+        return None
+
     @abstractmethod
     def byte_store_for(self, device: torch.device, note: Callable[[str], None]) -> ByteStore | None:
         """Returns a byte store for tensors of ``device``; ``None``, and a note with the reason, if there is none."""

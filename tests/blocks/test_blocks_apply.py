@@ -8,6 +8,7 @@ import io
 import pickle
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,21 @@ def test_one_switch_selects_the_layers_and_names_them() -> None:
     assert recomputed(model) == []
 
 
+@pytest.mark.parametrize(
+    ("policy", "shown"),
+    [
+        ({"offload": "disk"}, "keep + disk"),
+        ({"activation_checkpointing": True, "contiguous": True}, "full + slab"),
+        (graphckpt.Tiles(8), "tiles(8)"),
+        (graphckpt.Tiles(2, tile_dim=1, reduce="sum"), "tiles(2, tile_dim=1, reduce=sum)"),
+        (Segments(), "segments(sqrt)"),
+    ],
+)
+def test_a_handle_shows_rules_settings_and_stores(policy: Any, shown: str) -> None:
+    with graphckpt.apply(build(), {"decoder": policy}) as handle:
+        assert repr(handle) == f"Handle(Model; {shown}: decoder)"
+
+
 FORMS: dict[str, tuple[Callable[[Model], Any], list[str]]] = {
     "a list": (lambda _: ["encoder.1", "decoder"], ["encoder.1", "decoder.0", "decoder.1"]),
     "a class": (lambda _: Mlp, [*ENCODER, "decoder.0", "decoder.1"]),
@@ -152,6 +168,7 @@ def test_policies_from_a_file(tmp_path: Path, name: str, text: str) -> None:
         ([{"encoder.0": True}], r"^apply: expected selectors in the list, got \{.*\} · fix: one mapping"),
         ({"encoder.0": {1: True}}, r"encoder\.0\.1: there is no such field · fix: use one of"),
         ({"encoder.0": {None: True}}, r"encoder\.0\.None: there is no such field · "),
+        ({"encoder.0": {"offload": "disk:/no/dir"}}, r"^encoder\.0: offload: expected an existing folder, got '/no"),
         ({"encoder.0": "True"}, "expected a rule, got 'True' · did you mean True?"),
         ({"encoder.0": "FULL"}, "expected a rule, got 'FULL' · did you mean 'full'?"),
         ({"encoder.0": "none"}, "expected a rule, got 'none' · did you mean None?"),
@@ -593,6 +610,55 @@ def test_faults_that_differ_in_numbers_are_one_line() -> None:
         graphckpt.apply(build(), {f"layer{number}": True for number in range(80)})
     assert len(str(error.value).splitlines()) <= 2
     assert "more like it" in str(error.value)
+
+
+def test_a_kept_block_that_keeps_more_than_before_is_explained() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)))
+    with graphckpt.apply(model, {"0": True}) as handle:
+        model(torch.ones(2, 4)).sum().backward()
+    rows = {row.block: row for row in handle.explain(show=False).rows}
+    assert rows["1"].bytes_after > rows["1"].bytes_before
+    assert rows["1"].note == "it keeps tensors that a recomputed block keeps without policies"
+    assert [rows[name].note for name in "02"] == ["", ""]
+
+
+def test_the_advice_names_all_last_blocks_whose_recomputation_does_not_pay() -> None:
+    widths = [64, 64, 64, 16, 8, 4]
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(*pair), nn.Tanh(), nn.Tanh()) for pair in pairwise(widths)))
+
+    def measured(policies: dict[str, bool]) -> Any:
+        with graphckpt.apply(model, policies) as handle, handle.measure():
+            model(torch.ones(1024, 64)).sum().backward()
+            model.zero_grad()
+        return handle.explain(show=False)
+
+    first = measured({"*": True})
+    (advice,) = first.warnings
+    names = advice.partition(":")[0].split(", ")
+    assert advice.endswith(f"fix: set activation_checkpointing = False on {', '.join(names)}")
+    assert names == [str(number) for number in range(5 - len(names), 5)] != ["4"]
+    second = measured({"*": True, **dict.fromkeys(names, False)})
+    assert second.peak_bytes <= first.peak_bytes
+    assert second.warnings == ()
+    assert measured({"*": True, **dict.fromkeys([str(4 - len(names)), *names], False)}).peak_bytes > first.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("policies", "notes"),
+    [
+        ({"encoder.[01]": {"min_elements": 9}}, ["encoder.0 and 1 more: min_elements does nothing here:"]),
+        ({"": {"min_elements": 9}, "encoder.1": {"contiguous": True}}, []),
+        ({"": {"contiguous": True}, "encoder.1": {"min_elements": 9}}, []),
+        ({"encoder.*": graphckpt.Tiles(9)}, ["encoder.0-11: tiles: 6 slices in place of 9, the size of dimension 0"]),
+    ],
+)
+def test_settings_without_effect_are_explained(policies: Any, notes: list[str]) -> None:
+    model = build()
+    with graphckpt.apply(model, policies) as handle:
+        run(model)
+    said = " ".join(str(handle.explain(show=False)).split())
+    assert [note for note in notes if note not in said] == []
+    assert bool(notes) == (" does nothing " in said or " in place of " in said)
 
 
 @pytest.mark.parametrize(

@@ -214,10 +214,10 @@ WRONG: list[tuple[str, Any, str]] = [
     ),
     ("activation_checkpointing", "ful", "expected a rule, got 'ful' · did you mean 'full'? · fix: use"),
     ("activation_checkpointing", 1, "expected a rule, got 1 · fix: use True, False, None"),
-    ("segments", 0, "segments: expected a positive int, 'sqrt' or 'log', got 0 · fix: use one of these"),
-    ("segments", True, "segments: expected a positive int, 'sqrt' or 'log', got True"),
-    ("tiles", "two", "tiles: expected a positive int, got 'two' · fix: use the number of slices"),
-    ("stage_id", 1.5, "expected an int from 0 on, got 1.5 · fix: the stage's number"),
+    ("segments", 0, "expected a positive int, 'sqrt' or 'log', got 0 · fix: use one of these"),
+    ("segments", True, "expected a positive int, 'sqrt' or 'log', got True"),
+    ("tiles", "two", "expected a positive int, got 'two' · fix: use the number of slices"),
+    ("stage_id", 1.5, "expected an int from 0 on, got 1.5 · fix: use its number"),
     (
         "activation_checkpoint",
         True,
@@ -381,7 +381,27 @@ def test_warnings_of_flags_that_do_not_pay() -> None:
     run_graph(graph, 2)
     warnings = graph.explain(show=False).warnings
     assert any(w.startswith("unused: it never ran with gradients, so its flag did nothing") for w in warnings)
-    assert any(w.startswith("model: the whole model is one block, so all of it is alive again") for w in warnings)
+    assert any(w.startswith("model: it is one block as a whole, so all of it is alive again") for w in warnings)
+
+
+def test_of_two_models_that_are_one_block_each_the_advice_is_one() -> None:
+    class Two(Train):
+        def __init__(self, model: nn.Module, other: nn.Module) -> None:
+            super().__init__(model, torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1))
+            self.other = other
+            self.model.config.activation_checkpointing = self.other.config.activation_checkpointing = True
+
+        def build(self, x: Tensor, y: Tensor) -> Tensor:
+            loss = self.other(self.model(x)).sum()
+            loss.backward()
+            return loss
+
+    graph = Two(stack(), nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
+    run_graph(graph, 2)
+    assert [w.partition(", so all of it is alive again")[0] for w in graph.explain(show=False).warnings] == [
+        "model: it is one block as a whole",
+        "other: it is one block as a whole",
+    ]
 
 
 def test_a_policy_takes_bytes_off_in_a_graph_as_explained() -> None:

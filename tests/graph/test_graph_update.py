@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from graphckpt import ConfigError, Graph, GraphError
+from graphckpt import ConfigError, Graph, GraphError, errors
 
 SCHEDULERS: dict[str, Any] = {
     "exponential": lambda o: ExponentialLR(o, 0.5),
@@ -328,7 +328,7 @@ def test_a_forgotten_backward_is_an_error_on_every_call() -> None:
     graph = Forgets(model, adamw(model))
     message = (
         f"{graph.name}.build ran no backward that reached a parameter of its optimizers · "
-        "fix: call loss.backward() in build"
+        "fix: call loss.backward() in build, and no zero_grad() after it"
     )
     with pytest.raises(GraphError, match=re.escape(message)):
         run_graph(graph, 1)
@@ -417,6 +417,25 @@ def test_an_exception_in_build_leaves_nothing() -> None:
             buffer.copy_(buffers[name])  # the plain loop's forward would have moved them as well
         assert same(run_graph(graph, 6), run_plain(plain, plain_optimizer, count=6)), warm
         assert same(ours, plain)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "has_scaler", "num_warnings"),
+    [(torch.float16, False, 1), (torch.float16, True, 0), (torch.bfloat16, False, 0)],
+)
+def test_float16_without_a_scaler_is_logged_once(
+    monkeypatch: Any, caplog: Any, dtype: torch.dtype, has_scaler: bool, num_warnings: int
+) -> None:
+    monkeypatch.setattr(errors, "_WARNED", set())
+    for _ in range(2):
+        model = mlp()
+        graph = Train(model, adamw(model))
+        graph.config.enable_amp(dtype=dtype)
+        if has_scaler:
+            graph.set_grad_scaler(torch.amp.GradScaler("cpu"))
+        run_graph(graph, 2)
+    fixes = [message for message in caplog.messages if "fix: set_grad_scaler(torch.amp.GradScaler())" in message]
+    assert len(fixes) == len(caplog.messages) == num_warnings
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -110,6 +110,18 @@ def test_the_peak_says_what_runs_then_and_what_no_policy_can_change():
     assert "set by the recomputation of h.1; 2.00 MiB are weights and optimizer states\n" in text
 
 
+def test_a_model_that_is_one_block_is_named_at_the_peak():
+    for phase, what in (("recompute", "recomputation of TrainStep"), ("backward", "backward outside of blocks")):
+        assert explanation(layers(1), timeline=(Event(MIB, "", phase),)).peak_at == what
+
+
+def test_only_blocks_with_times_are_in_the_table_of_times():
+    rows = [replace(row, forward_seconds=None, recompute_seconds=None) for row in layers(3)]
+    rows[1] = replace(rows[1], place="disk", bytes_disk=MIB, copy_seconds=0.1, wait_seconds=0.0)
+    text = printed(explanation(tuple(replace(row, block=f"transformer.h.{3 * n}") for n, row in enumerate(rows))))
+    assert [text.count(f"transformer.h.{3 * n} ") for n in range(3)] == [1, 2, 1]
+
+
 OPS = tuple(f"aten.some_op_{number}.default[0,1,2]" for number in range(9))
 
 

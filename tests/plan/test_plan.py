@@ -244,6 +244,8 @@ def test_below_the_floor_of_a_sequence_the_message_names_what_takes_less():
         plan(case.model, case.step, memory_budget=int(0.9 * floor))
     with graphckpt.apply(case.model, {"1": {"segments": "log"}}):
         assert case.peak() <= int(0.9 * floor)
+    with pytest.raises(PlanError, match=r"no plan fits .* · fix: a smaller batch, or a larger budget$"):
+        plan(case.model, case.step, memory_budget=1)
 
 
 def test_layers_are_joined_where_the_rules_say_so(monkeypatch):

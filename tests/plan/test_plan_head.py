@@ -76,7 +76,7 @@ def test_it_stays_whole_where_there_is_room():
 def test_the_least_is_that_of_the_finest_slices(tmp_path):
     model, step = made()
     found = graphckpt.plan(model, step, memory_budget="min", head=SLICED)
-    assert found.rows[-1].option == "tiles(16, sum)"
+    assert found.rows[-1].option == "tiles(16, reduce=sum)"
     found.save(tmp_path / "plan.yaml")
     again = Plan.load(tmp_path / "plan.yaml")
     assert again.blocks == found.blocks

@@ -165,7 +165,7 @@ def test_it_is_cut_by_name_without_a_budget(place, capsys):
     (place / "tiny.py").write_text(CONFIG + WIDE, encoding="utf-8")
     cut = 'train.activation_checkpoint.blocks={"loss_head": {"rule": "tiles", "num_tiles": 4, "reduce": "sum"}}'
     assert train("train.activation_checkpoint.enabled=True", "train.activation_checkpoint.rule=null", cut) == 0
-    assert "tiles(4, sum)" in capsys.readouterr().out
+    assert "tiles(4, reduce=sum)" in capsys.readouterr().out
 
 
 def test_several_processes_are_refused():

@@ -81,6 +81,12 @@ class Disk(Offload):
             )
         return cls(str(Path(argument).expanduser()))
 
+    def check(self) -> str | None:
+        """Rejects a folder that does not exist."""
+        if self.folder is None or Path(self.folder).is_dir():
+            return None
+        return f"offload: expected an existing folder, got {str(self.folder)!r} · fix: create it, or use 'disk'"
+
     def byte_store_for(self, device: torch.device, note: Callable[[str], None]) -> ByteStore | None:
         """Returns a byte store with its own file, which is opened at the first ``put``."""
         if device.type not in ("cpu", "cuda") or not hasattr(os, "preadv"):
