@@ -7,13 +7,11 @@ where the eager step finds that none is needed, and a mask rules out the flash k
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from graphckpt._compat import assert_on_device
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 _MODULE = "transformers.masking_utils"
 _PACKED = "find_packed_sequence_indices"  # None: every row is one sequence

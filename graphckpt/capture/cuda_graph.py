@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 
@@ -14,10 +15,6 @@ from graphckpt.capture.backend import Capture, CaptureBackend
 from graphckpt.capture.host_random import HostRandom
 from graphckpt.errors import GraphError
 from graphckpt.stores.streams import streams_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 
 # Note [A pool lives as long as a graph in it]
 # Graphs share a memory pool by its handle. Once the last of them is gone, the allocator destroys the pool and refuses

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import copy
 import traceback
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import torch
 from torch import nn
 
 from graphckpt.errors import GraphckptError
 from graphckpt.undo import ABSENT, CONTAINERS, differs, fill
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
 
 # Words in the device's messages, and what they mean for the step. The first match counts.
 _FIXES = (

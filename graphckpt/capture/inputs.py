@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Hashable, Sequence
+from typing import Any, final
 
 import torch
 
 from graphckpt.tree import ATOMS, flatten_call
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
-
 
 _FIX = "fix: pass tensors without gradient, numbers and strings"
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, final
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Sequence
 
 
 def is_capturable(optimizer: torch.optim.Optimizer) -> bool:

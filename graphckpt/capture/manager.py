@@ -6,24 +6,19 @@ import gc
 import warnings
 from abc import ABC, abstractmethod
 from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
+from torch import nn
 
 from graphckpt.capture.attention_masks import AttentionMasks
+from graphckpt.capture.backend import Capture, CaptureBackend
 from graphckpt.capture.diagnose import ModuleAttributes, capture_failure
 from graphckpt.capture.inputs import StaticInputs, input_key
 from graphckpt.errors import GraphError
 from graphckpt.tree import build_value, flatten_value
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
-
-    from torch import nn
-
-    from graphckpt.capture.backend import Capture, CaptureBackend
-
 
 _FEW_REPLAYS = 3  # a capture takes the time of about ten steps: with fewer replays it was not worth it
 _MOST_WASTED = 3  # captures in a row

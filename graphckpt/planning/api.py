@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from graphckpt._compat_compiler import has_compiled_call
 from graphckpt.blocks.find_layers import layers
 from graphckpt.blocks.forward import BlockForward
-from graphckpt.blocks.select import select
+from graphckpt.blocks.select import Selector, select
 from graphckpt.errors import ConfigError, shown
 from graphckpt.planning import budget as budgets
 from graphckpt.planning.check_plan import plan_and_check
@@ -20,11 +22,6 @@ from graphckpt.planning.options import PlanOptions
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup, planning_group
 from graphckpt.planning.planner import Planner
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from graphckpt.blocks.select import Selector
 
 
 def plan(model: nn.Module, step_fn: Callable[[], object], *, memory_budget: budgets.Budget, **options: Any) -> Plan:

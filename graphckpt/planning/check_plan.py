@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from graphckpt.planning.measure.real_step import RealStep
-    from graphckpt.planning.plan import Plan
-    from graphckpt.planning.plan_group import PlanGroup
-    from graphckpt.planning.planner import Planner
+from graphckpt.planning.measure.real_step import RealStep
+from graphckpt.planning.plan import Plan
+from graphckpt.planning.plan_group import PlanGroup
+from graphckpt.planning.planner import Planner
 
 _TOLERANCE = 0.01  # of the predicted peak; larger differences are corrected
 _MOST_CHECKS = 3  # another plan may run other ops at its peak

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
+
+from torch import nn
 
 from graphckpt.blocks.compiled import SHARE, CompiledForward, takes_share
 from graphckpt.blocks.config import BlockConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from torch import nn
 
 SHARES = (0.8, 0.5, 0.3, 0.1)
 """Shares of the bytes that the compiler saves by itself; plans mix them for values in between."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from graphckpt.blocks.apply import apply
 from graphckpt.errors import ConfigError, did_you_mean
@@ -15,17 +17,13 @@ from graphckpt.planning.candidates import options as candidates_of
 from graphckpt.planning.compiled import compiled_forwards, parse_compile
 from graphckpt.planning.measure.instrument import Blocks
 from graphckpt.planning.measure.sweep import MeasurableStep, measure
+from graphckpt.planning.options import PlanOptions
 from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.planner import Planner, Planners
 from graphckpt.planning.rows import PlanRow
 from graphckpt.planning.solve.search import CopyRates
 from graphckpt.rules.registry import parse_rule
 from graphckpt.stores.offload import parse_offload
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from graphckpt.planning.options import PlanOptions
 
 
 def measure_all(

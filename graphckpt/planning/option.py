@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import Any, ClassVar, final
 
 from graphckpt.rules.base import Rule
+from graphckpt.rules.engine.context import BlockContext
 from graphckpt.rules.joined import Joined
 from graphckpt.rules.keep import Keep
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from graphckpt.rules.engine.context import BlockContext
 
 MOST = 4
 """Levels of ``selective`` for a block. Each costs runs, and plans mix neighbouring ones."""

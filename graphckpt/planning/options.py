@@ -5,14 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, Self, final
+from typing import Any, Literal, Self, final
 
 from graphckpt.blocks.config import BlockConfig
+from graphckpt.blocks.select import Selector
 from graphckpt.errors import ConfigError, did_you_mean
 from graphckpt.units import parse_bytes
-
-if TYPE_CHECKING:
-    from graphckpt.blocks.select import Selector
 
 Surface = Literal["config", "command"]
 """Where an option can be set beside Python: ``train.activation_checkpoint`` of a config, ``graphckpt plan``."""

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import Any, Self, final
 
 import torch.distributed as dist
+from torch import nn
 
 from graphckpt.errors import ConfigError, GraphckptError
 from graphckpt.planning.errors import GroupError, PlanError
@@ -21,11 +23,6 @@ from graphckpt.planning.model.measured_step import MeasuredStep
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.rows import PlanRow, Stage
 from graphckpt.stores.partition.rendezvous import RendezvousTimeout, exchange
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch import nn
 
 _TOPIC = "graphckpt plan"
 _SECONDS_TO_REPORT = 10.0  # that a failed process waits for the others to read its error

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import Any, ClassVar, final
 
 from graphckpt.rules.base import Rule
+from graphckpt.rules.engine.context import BlockContext
 from graphckpt.rules.engine.execution import running
 from graphckpt.rules.engine.frame import Frame
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from graphckpt.rules.engine.context import BlockContext
 
 
 @final

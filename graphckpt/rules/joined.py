@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import Any, ClassVar, final
+
+from torch import nn
 
 from graphckpt.rules.base import Rule
+from graphckpt.rules.engine.context import BlockContext
 from graphckpt.rules.engine.execution import running
 from graphckpt.rules.engine.frame import Frame
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import nn
-
-    from graphckpt.rules.engine.context import BlockContext
 
 
 @final

@@ -9,22 +9,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, final
+from typing import Any, ClassVar, TypeAlias, final
 
 from torch import nn
 
 from graphckpt.errors import ConfigError
 from graphckpt.rules.base import Rule
+from graphckpt.rules.engine.context import BlockContext
 from graphckpt.rules.engine.frame import Frame
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from graphckpt.rules.engine.context import BlockContext
-
 
 Wrap: TypeAlias = "Callable[[Callable[..., Any]], Callable[..., Any]]"
 

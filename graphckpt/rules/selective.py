@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import nn
@@ -14,17 +15,12 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 from graphckpt._compat import op_names
 from graphckpt.errors import ConfigError, did_you_mean
 from graphckpt.rules.base import Rule
+from graphckpt.rules.engine.context import BlockContext
 from graphckpt.rules.engine.frame import Frame
 from graphckpt.rules.ops.contexts import SelectiveContexts
-from graphckpt.rules.ops.schedule import NamedOps
+from graphckpt.rules.ops.op_graph import Op
+from graphckpt.rules.ops.schedule import NamedOps, Policy
 from graphckpt.tree import flatten_call
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from graphckpt.rules.engine.context import BlockContext
-    from graphckpt.rules.ops.op_graph import Op
-    from graphckpt.rules.ops.schedule import Policy
 
 
 def _ops(*names: str) -> frozenset[Op]:

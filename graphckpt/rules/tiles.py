@@ -5,20 +5,17 @@ It saves most in a loss head with a large vocabulary, where the logits are the p
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import Any, ClassVar, final
 
 import torch
 
 from graphckpt.errors import ConfigError
 from graphckpt.rules.base import Rule
+from graphckpt.rules.engine.context import BlockContext
 from graphckpt.rules.engine.frame import Frame
 from graphckpt.tree import build_value, flatten_call, flatten_value
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from graphckpt.rules.engine.context import BlockContext
 
 
 @final

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from graphckpt.tree import ATOMS
 from graphckpt.undo import ABSENT, CONTAINERS, Undo, differs, fill
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 Objects: TypeAlias = list[tuple[Any, Any]]
 """``(list or attribute dict, shallow copy of it)`` for all that an argument object reaches."""

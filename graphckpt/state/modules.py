@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import MethodType
-from typing import TYPE_CHECKING, Any, TypeGuard, final
+from typing import Any, TypeGuard, final
 
 import torch
 from torch import nn
@@ -23,9 +24,6 @@ from graphckpt._compat import is_fake, pytree
 from graphckpt.state.values import ChangedValue, Snapshot
 from graphckpt.undo import ABSENT, CONTAINERS, Undo, differs, replace_item
 from graphckpt.writes import Writes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 _OWN = frozenset(nn.Module().__dict__) | {"forward"}  # what torch itself keeps on every module
 _SMALL_BYTES = 64 * 1024  # a copy of such a buffer costs less than it takes to find out whether it moves

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Iterable
+from typing import Any, TypeAlias
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 RNGState: TypeAlias = tuple[torch.Tensor, tuple[tuple[torch.device, torch.Tensor], ...]]
 """State of the default CPU generator, and of each device's default generator."""

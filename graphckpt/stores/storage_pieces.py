@@ -10,19 +10,16 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, final
+from collections import deque
+from collections.abc import Callable
+from typing import Any, final
 
 import torch
 
+from graphckpt.stores.base import TensorGroup
+from graphckpt.stores.byte_store import ByteHandle, ByteStore
 from graphckpt.stores.empty import empty
-
-if TYPE_CHECKING:
-    from collections import deque
-    from collections.abc import Callable
-
-    from graphckpt.stores.base import TensorGroup
-    from graphckpt.stores.byte_store import ByteHandle, ByteStore
-    from graphckpt.stores.version_guard import VersionGuard
+from graphckpt.stores.version_guard import VersionGuard
 
 _ALIGN = 256  # bytes; views keep their address modulo this, so that kernels which check alignment take the same path
 

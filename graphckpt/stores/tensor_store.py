@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -25,9 +26,6 @@ from graphckpt.stores.storage_pieces import (
     pieces_of,
 )
 from graphckpt.stores.version_guard import VersionGuard
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 

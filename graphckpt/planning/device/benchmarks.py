@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch.nn import functional as F  # noqa: N812
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphckpt.planning.device.op_costs import flops_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 _MIB = 2**20
 _FEWEST_RUNS = 3

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import sqrt
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from graphckpt.planning.device.profile import DeviceProfile
+from graphckpt.planning.device.profile import DeviceProfile
 
 _HALF = (torch.float16, torch.bfloat16)
 _aten = torch.ops.aten

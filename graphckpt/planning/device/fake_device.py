@@ -6,8 +6,10 @@ The tensors are on the CPU: fake tensors on a device that the process does not h
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Self, final
+from types import ModuleType
+from typing import Any, Self, final
 
 import torch
 from torch.nn import functional as F  # noqa: N812
@@ -18,12 +20,7 @@ from torch.utils import swap_tensors
 from graphckpt._compat import FakeTensors, NoValueError, backward_within, forget_fake, is_fake
 from graphckpt.errors import ConfigError
 from graphckpt.planning.device.cuda_kernels import FULL_PRECISION, CudaKernels, dropout, in_full_precision
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from types import ModuleType
-
-    from graphckpt.planning.device.profile import DeviceProfile
+from graphckpt.planning.device.profile import DeviceProfile
 
 _READS = frozenset({torch.Tensor.item, torch.Tensor.__float__})
 _HERE = ("cpu", "meta")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,9 +15,6 @@ from graphckpt.errors import ConfigError
 from graphckpt.planning.device.benchmarks import CudaBenchmark, DeviceBenchmark
 from graphckpt.planning.device.profile import DeviceProfile
 from graphckpt.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _MIB = 2**20
 _SECONDS_OF_A_COPY = 0.1

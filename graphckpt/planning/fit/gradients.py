@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import Any, Self, final
 
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _ROUNDING = 512  # bytes; CUDA's caching allocator
 

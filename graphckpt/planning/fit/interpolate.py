@@ -6,18 +6,14 @@ the same events, and the bytes follow from two numbers for each storage: exactly
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Self, TypeVar, final
+from typing import Self, TypeVar, final
 
-from graphckpt.planning.model.events import BlockCall, EventKind, StorageEvent, TraceSpan
+from graphckpt.planning.measure.trace import Trace
+from graphckpt.planning.model.events import BlockCall, EventKind, Interval, StorageEvent, TraceSpan
 from graphckpt.planning.model.measured_step import StepSample
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-
-    from graphckpt.planning.measure.trace import Trace
-    from graphckpt.planning.model.events import Interval
 
 _Key = TypeVar("_Key", bound="Hashable")
 

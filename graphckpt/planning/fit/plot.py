@@ -6,15 +6,13 @@ Matplotlib takes half a second to import, so only a call of :func:`draw_fit` doe
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from graphckpt.ledger.plot_style import INK, figure_of, file_of, frame, legend, unit_of
 from graphckpt.planning.errors import PlanError
+from graphckpt.planning.fit.rows import BatchFit, FitRows
 from graphckpt.planning.fit.table import policies_of
 from graphckpt.units import format_bytes
-
-if TYPE_CHECKING:
-    from graphckpt.planning.fit.rows import BatchFit, FitRows
 
 _COLOURS = ("#4c78a8", "#58a55c", "#e3bf3a", "#f2922f", "#d9576a", "#a06fb0", "#4fb3b0", "#a5744f")
 _DASHES = (0, (4, 3))

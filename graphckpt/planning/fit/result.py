@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self, final
+from pathlib import Path
+from typing import Any, Self, final
 
 from graphckpt.ledger.table_style import html_of, show, text_of
 from graphckpt.planning.fit.rows import FitRows
 from graphckpt.planning.fit.table import parts_of
 from graphckpt.units import format_bytes
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @final

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
 
 _MOST_ON_LINES = 8  # sizes that are looked at before the search bisects
 _MOST = 2**20  # samples in a batch: what fits beyond this does not depend on the batch

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import Any, Protocol, final
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
+from graphckpt.blocks.select import Selector
 from graphckpt.errors import ConfigError
 from graphckpt.planning import budget as budgets
 from graphckpt.planning.check_plan import plan_and_check
 from graphckpt.planning.device.fake_device import FakeDevice
+from graphckpt.planning.device.profile import DeviceProfile
 from graphckpt.planning.measure.clock import now
 from graphckpt.planning.measure.fake_step import FakeStep
 from graphckpt.planning.measure.real_step import RealStep, on_optimizer_step
+from graphckpt.planning.measure.sweep import MeasurableStep
+from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup
+from graphckpt.planning.planner import Planners
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-    from contextlib import AbstractContextManager
+MakeStep = Callable[[int], tuple[nn.Module, Callable[[], object]]]
 
-    from torch import nn
-    from torch.optim import Optimizer
-
-    from graphckpt.blocks.select import Selector
-    from graphckpt.planning.device.profile import DeviceProfile
-    from graphckpt.planning.measure.sweep import MeasurableStep
-    from graphckpt.planning.plan import Plan
-    from graphckpt.planning.planner import Planners
-
-    MakeStep = Callable[[int], tuple[nn.Module, Callable[[], object]]]
 
 _TIMED_RUNS = 2  # of which the fastest counts
 

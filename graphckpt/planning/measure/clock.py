@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from time import perf_counter, process_time
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import torch
 
 from graphckpt.planning.model.events import Interval, Phase
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 
 @final

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from graphckpt.planning.errors import PlanError
+from graphckpt.planning.measure.instrument import Blocks
 from graphckpt.planning.model.events import Interval, Phase
 from graphckpt.planning.model.measured_step import MeasuredStep, StepSample
 from graphckpt.planning.model.memory_model import MemoryModel
 from graphckpt.planning.model.program import BlockProgram, StepLog, StorageEnd, with_holds
+from graphckpt.planning.option import Option
 from graphckpt.rules.selective import Selective
-
-if TYPE_CHECKING:
-    from graphckpt.planning.measure.instrument import Blocks
-    from graphckpt.planning.option import Option
 
 
 @final

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import Any, Protocol, final
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphckpt.blocks.forward import BlockForward
+from graphckpt.planning.option import Option
+from graphckpt.stores.base import Store
 from graphckpt.tree import tensors_in
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-    from contextlib import AbstractContextManager
-
-    from torch import nn
-
-    from graphckpt.planning.option import Option
-    from graphckpt.stores.base import Store
 
 
 class StepListener(Protocol):

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import Any, ClassVar, final
 
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphckpt._compat_autocast import call_with_autocast
 from graphckpt._compat_compiler import never_compiled
+from graphckpt.planning.measure.instrument import Blocks
+from graphckpt.planning.model.events import OpSeconds
 from graphckpt.planning.model.op_times import OpTimes
 from graphckpt.planning.option import Option
 from graphckpt.rules.base import Rule
+from graphckpt.rules.engine.context import BlockContext
 from graphckpt.rules.engine.saved_hooks import KEEP_ON_DEVICE
 from graphckpt.rules.ops.modes import is_counted
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from graphckpt.planning.measure.instrument import Blocks
-    from graphckpt.planning.model.events import OpSeconds
-    from graphckpt.rules.engine.context import BlockContext
 
 
 @final

@@ -8,21 +8,17 @@ backward runs. Here each block has its own, so that a trace shows what the block
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, final
 
 import torch
 
+from graphckpt.planning.measure.trace import Trace
 from graphckpt.stores.base import Store, TensorGroup
 from graphckpt.stores.partition.partition import parse_partition
 from graphckpt.stores.partition.sharded import ShardedStore, whole_bytes
 from graphckpt.stores.placement import Placement
-from graphckpt.stores.storage_pieces import TensorKey, WrappedKey, pieces_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
-
-    from graphckpt.planning.measure.trace import Trace
-    from graphckpt.stores.storage_pieces import Piece
+from graphckpt.stores.storage_pieces import Piece, TensorKey, WrappedKey, pieces_of
 
 _MOST_RUNS = 3  # of a step that keeps something new each time
 

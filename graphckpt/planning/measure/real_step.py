@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphckpt.planning.device.write_profile import copy_rates
@@ -19,16 +22,9 @@ from graphckpt.planning.measure.traced_store import TracedStore, traced
 from graphckpt.planning.model.measured_step import StepSample
 from graphckpt.planning.model.op_times import OpTimes
 from graphckpt.planning.option import Option
+from graphckpt.stores.base import Store
+from graphckpt.stores.offload import Offload
 from graphckpt.training_state import TrainingState
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from torch import nn
-    from torch.optim import Optimizer
-
-    from graphckpt.stores.base import Store
-    from graphckpt.stores.offload import Offload
 
 _TIMED_RUNS = 2  # of which the fastest counts: other load only adds time
 _TIMED_COMPILED = 3  # times as many for compiled layers, whose ops cannot be timed one by one

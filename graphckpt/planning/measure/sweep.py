@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from graphckpt.planning.candidates import with_levels
 from graphckpt.planning.errors import PlanError
@@ -15,10 +15,7 @@ from graphckpt.planning.model.measured_step import MeasuredStep, StepSample
 from graphckpt.planning.model.op_times import OpTimes
 from graphckpt.planning.model.program import StepLog
 from graphckpt.planning.option import KEEP, Option
-
-if TYPE_CHECKING:
-    from graphckpt.stores.offload import Offload
-
+from graphckpt.stores.offload import Offload
 
 _MOST_TIMED = 16
 """Of equal blocks, so many have their ops timed one by one: the fastest of each op counts."""

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, final
 
 import torch
 
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning.model.events import BlockCall, EventKind, Interval, OpSeconds, Phase, StorageEvent, TraceSpan
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 
 @final

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import torch
 
 from graphckpt._compat import unseen_by_modes
+from graphckpt.planning.measure.trace import Trace
 from graphckpt.stores.base import Store, TensorGroup
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
-
-    from graphckpt.planning.measure.trace import Trace
 
 
 @final

@@ -8,16 +8,12 @@ A step under a plan prefetches the parts of the next block while a block's backw
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 from graphckpt.planning.model.events import Interval, Phase
+from graphckpt.planning.model.measured_step import MeasuredStep
 from graphckpt.planning.model.program import PrivateRun
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from graphckpt.planning.model.measured_step import MeasuredStep
-    from graphckpt.planning.model.simulate import EventSeq
+from graphckpt.planning.model.simulate import EventSeq
 
 
 def with_gathers(

@@ -12,21 +12,17 @@ of a run has ``full``, the others have ``joined``.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import fsum
-from typing import TYPE_CHECKING, TypeAlias, final
+from typing import TypeAlias, final
 
 from graphckpt.planning.model.events import EventKind, Interval, Phase
+from graphckpt.planning.model.measured_step import MeasuredStep
 from graphckpt.planning.model.program import PrivateRun
-from graphckpt.planning.model.simulate import Change
+from graphckpt.planning.model.simulate import Change, EventSeq
 from graphckpt.planning.option import KEEP
 from graphckpt.rules.full import Full
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from graphckpt.planning.model.measured_step import MeasuredStep
-    from graphckpt.planning.model.simulate import EventSeq
 
 Runs: TypeAlias = "tuple[tuple[int, int], ...]"
 """The first block of each run, and the one after its last."""

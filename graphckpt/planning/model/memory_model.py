@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import final
 
 from graphckpt.planning.model.events import EventKind, Interval, Phase
-from graphckpt.planning.model.program import PrivateRun, Role
+from graphckpt.planning.model.program import BlockProgram, PrivateRun, Role, StepLog
 from graphckpt.planning.model.simulate import Change, EventSeq, LiveState, OutcomeCache
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from graphckpt.planning.model.program import BlockProgram, StepLog
 
 
 @final

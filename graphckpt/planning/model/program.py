@@ -8,13 +8,11 @@ one block fits every equal one.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
+from typing import NamedTuple, TypeAlias, final
 
 from graphckpt.planning.model.events import EventKind, Interval, Phase, StorageEvent, TraceLog
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 
 class Role(NamedTuple):

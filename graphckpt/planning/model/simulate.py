@@ -6,13 +6,11 @@ interval is simulated once for each such state, and once for all equal blocks; a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, TypeAlias, final
 
 from graphckpt.planning.model.events import EventKind
 from graphckpt.planning.model.program import PrivateRun
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 _OTHER = 1  # of a storage's holders: any code outside of blocks, counted once
 _BLOCK = 2  # of a storage's holders: each block counts

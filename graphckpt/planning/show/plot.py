@@ -10,15 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.plot_style import INK, figure_of, file_of, frame, legend, mark, unit_of
 from graphckpt.planning.model.events import Phase
+from graphckpt.planning.rows import PlanRow, PlanSummary, Stage
 from graphckpt.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from graphckpt.planning.rows import PlanRow, PlanSummary, Stage
 
 _OUTSIDE = "#c9ced6"
 _COLOURS = (

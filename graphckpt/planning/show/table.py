@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from rich.console import RenderableType
 from rich.text import Text
 
 from graphckpt.ledger.table_style import Column, bullet, show, table_of
+from graphckpt.planning.rows import PlanRow, PlanSummary
 from graphckpt.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from graphckpt.planning.rows import PlanRow, PlanSummary
 
 
 def summary_lines(plan: PlanSummary) -> Iterator[str]:

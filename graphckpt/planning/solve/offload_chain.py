@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, final
+from typing import final
 
 from graphckpt.planning.solve.chain import Chain, Move
-
-if TYPE_CHECKING:
-    from graphckpt.planning.solve.copy_schedule import CopyTiming
+from graphckpt.planning.solve.copy_schedule import CopyTiming
 
 _NUM_SIZES = 6  # that are distinguished: each is a state, and the time grows with the states
 

@@ -13,17 +13,14 @@ all prices, a few that lie apart are the levels.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from graphckpt.planning.model.op_times import OpTimes
 from graphckpt.planning.option import MOST
 from graphckpt.rules.ops.op_graph import OpGraph
 from graphckpt.rules.selective import PRESETS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from graphckpt.planning.model.op_times import OpTimes
 
 _MOST_CUTS = 16
 _TICKS = 10**12  # of a second: sums of integers do not depend on their order

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations
-from typing import TYPE_CHECKING, final
+from typing import final
 
 from graphckpt.planning.model.events import Interval, Phase
 from graphckpt.planning.model.gathers import with_gathers
-from graphckpt.planning.model.joined_runs import JoinedRuns
+from graphckpt.planning.model.joined_runs import JoinedRuns, Runs
+from graphckpt.planning.model.measured_step import MeasuredStep
+from graphckpt.planning.model.memory_model import IntervalLevel
 from graphckpt.planning.solve.copy_schedule import CopyTiming, schedule_copies
 from graphckpt.planning.solve.frontier import Frontier
 from graphckpt.planning.solve.offload_search import search_offload
 from graphckpt.planning.solve.step_chain import StepChain
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from graphckpt.planning.model.joined_runs import Runs
-    from graphckpt.planning.model.measured_step import MeasuredStep
-    from graphckpt.planning.model.memory_model import IntervalLevel
 
 _CUTS = 16  # positions at which one option may end and another begin
 _BUDGETS_WITH_COPIES = 12  # each search takes about a second

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from math import fsum
-from typing import TYPE_CHECKING, final
+from typing import final
 
 from graphckpt.planning.model.events import EventKind, Interval, Phase
-from graphckpt.planning.model.joined_runs import LENGTHS
+from graphckpt.planning.model.joined_runs import LENGTHS, JoinedRuns, Runs
+from graphckpt.planning.model.measured_step import MeasuredStep
 from graphckpt.planning.model.simulate import Change, EventSeq, LiveState
 from graphckpt.planning.solve.chain import COVERED, Move
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-
-    from graphckpt.planning.model.joined_runs import JoinedRuns, Runs
-    from graphckpt.planning.model.measured_step import MeasuredStep
 
 Held = frozenset[int]
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from collections.abc import Sequence
+from typing import Any, NamedTuple, final
 
 import torch
 
 from graphckpt.errors import RecomputeError
 from graphckpt.rules.engine.argument import TensorProperties
+from graphckpt.rules.engine.execution import RecomputableCall
 from graphckpt.rules.engine.mismatch import unknown_alias
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from graphckpt.rules.engine.execution import RecomputableCall
 
 
 class _Member(NamedTuple):

@@ -7,19 +7,16 @@ had one.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import nn
 
 from graphckpt.errors import RecomputeError
+from graphckpt.rules.engine.execution import RecomputableCall
 from graphckpt.rules.engine.saved import SavedTensor
 from graphckpt.stores.device import DeviceStore
-from graphckpt.undo import differs, fill
-
-if TYPE_CHECKING:
-    from graphckpt.rules.engine.execution import RecomputableCall
-    from graphckpt.undo import Undo
+from graphckpt.undo import Undo, differs, fill
 
 
 @final

@@ -6,25 +6,22 @@ copied, shows which ones these are. Arguments that share memory with one that is
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, final
 
 import torch
 
 from graphckpt.errors import RecomputeError
 from graphckpt.rules.engine.aliases import AliasedArguments, alias_groups, has_storage
 from graphckpt.rules.engine.argument import Argument, TensorProperties, as_mutated
+from graphckpt.rules.engine.execution import RecomputableCall
 from graphckpt.rules.engine.joined_input import BlockOutput, JoinedInput
 from graphckpt.rules.engine.mismatch import iterator_argument, modified_in_place, mutates_argument, shares_with_buffer
 from graphckpt.rules.engine.saved import SameArgument
 from graphckpt.state.arguments import copy_objects, drop_unchanged, rewind_objects
+from graphckpt.state.values import ChangedValue, Snapshot
 from graphckpt.tree import ATOMS, flatten_call
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from graphckpt.rules.engine.execution import RecomputableCall
-    from graphckpt.state.values import ChangedValue, Snapshot
-    from graphckpt.undo import Undo
+from graphckpt.undo import Undo
 
 
 class _OriginalArgument(NamedTuple):

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Callable, Sequence
+from typing import Any, final
 
 import torch
 from torch import nn
 
 from graphckpt.rules.engine.argument import TensorProperties, own_attributes
-from graphckpt.rules.engine.execution import CallMismatch, Execution, Recomputation, modes_paused, running
+from graphckpt.rules.engine.context import BlockContext
+from graphckpt.rules.engine.execution import (
+    CallMismatch,
+    ChildCall,
+    Execution,
+    RecomputableCall,
+    Recomputation,
+    modes_paused,
+    running,
+)
 from graphckpt.rules.engine.guard import Guard
 from graphckpt.rules.engine.mismatch import excluded_differ
 from graphckpt.rules.engine.saved import SavedTensor, are_mutated, versions_of
 from graphckpt.rules.engine.saved_hooks import KEEP_ON_DEVICE, StoredCall, hooks_around
 from graphckpt.state.arguments import copy_objects
 from graphckpt.state.rng import get_rng_state, set_rng_state
+from graphckpt.state.values import Snapshot
 from graphckpt.stores.device import DeviceStore
 from graphckpt.tree import build_value, flatten_call, flatten_value
 from graphckpt.undo import differs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from graphckpt.rules.engine.context import BlockContext
-    from graphckpt.rules.engine.execution import ChildCall, RecomputableCall
-    from graphckpt.state.values import Snapshot
 
 
 @final

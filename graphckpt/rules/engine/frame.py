@@ -8,9 +8,10 @@ fills all of them, in the order in which they were made.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from types import GeneratorType
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 
@@ -18,6 +19,7 @@ from graphckpt._compat import early_stop_active
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.errors import MutatedError, RecomputeError
 from graphckpt.rules.engine.arguments import Arguments
+from graphckpt.rules.engine.context import BlockContext
 from graphckpt.rules.engine.excluded import decide
 from graphckpt.rules.engine.execution import (
     CallMismatch,
@@ -38,18 +40,12 @@ from graphckpt.rules.engine.mismatch import differs, modified_in_place, mutates_
 from graphckpt.rules.engine.saved import Holder
 from graphckpt.rules.engine.saved_hooks import StoredCall, hooks_around
 from graphckpt.state.autocast import autocast_depth, enter_ambient, take_ambient
-from graphckpt.state.rng import get_rng_state, set_rng_state
+from graphckpt.state.modules import Watch
+from graphckpt.state.rng import RNGState, get_rng_state, set_rng_state
+from graphckpt.state.values import Snapshot
+from graphckpt.stores.base import TensorGroup
 from graphckpt.stores.device import DeviceStore
 from graphckpt.tree import tensors_in
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from graphckpt.rules.engine.context import BlockContext
-    from graphckpt.state.modules import Watch
-    from graphckpt.state.rng import RNGState
-    from graphckpt.state.values import Snapshot
-    from graphckpt.stores.base import TensorGroup
 
 
 @final

@@ -20,7 +20,8 @@ times:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Callable
+from typing import Any, final
 
 import torch
 
@@ -33,18 +34,10 @@ from graphckpt._compat import (
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
 )
-from graphckpt.rules.engine.execution import running
-from graphckpt.state.autocast import restore_ambient
-from graphckpt.state.rng import set_rng_state
-from graphckpt.undo import put_back
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from graphckpt.rules.engine.execution import Execution
-    from graphckpt.state.autocast import Ambient
-    from graphckpt.state.rng import RNGState
-    from graphckpt.undo import Undo
+from graphckpt.rules.engine.execution import Execution, running
+from graphckpt.state.autocast import Ambient, restore_ambient
+from graphckpt.state.rng import RNGState, set_rng_state
+from graphckpt.undo import Undo, put_back
 
 
 @final

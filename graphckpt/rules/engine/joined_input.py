@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import weakref
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 
 from graphckpt.errors import RecomputeError
 from graphckpt.rules.engine.argument import TensorProperties
+from graphckpt.rules.engine.execution import RecomputableCall
 from graphckpt.rules.engine.mismatch import returns_differ
 from graphckpt.tree import tensors_in
-
-if TYPE_CHECKING:
-    from graphckpt.rules.engine.execution import RecomputableCall
 
 
 @final

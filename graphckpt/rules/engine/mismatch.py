@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from graphckpt.errors import RecomputeError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+_Kind = tuple[torch.dtype, torch.Size]
 
-    _Kind = tuple[torch.dtype, torch.Size]
 
 _FIX = (
     "fix: make forward depend on its arguments, parameters and RNG state alone, or set "

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 
 from graphckpt._compat import pytree, storage_of, version_sharing_detach
 from graphckpt._compat_autocast import call_with_autocast
 from graphckpt.errors import RecomputeError
+from graphckpt.rules.engine.execution import RecomputableCall
 from graphckpt.rules.engine.saved import SavedResult, SavedTensor
-from graphckpt.rules.ops.op_graph import CAST
+from graphckpt.rules.ops.op_graph import CAST, Op, OpGraph
+from graphckpt.rules.ops.schedule import Key, Policy
 from graphckpt.state.rng import get_rng_state, set_rng_state
 from graphckpt.writes import mutated_by
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from graphckpt.rules.engine.execution import RecomputableCall
-    from graphckpt.rules.ops.op_graph import Op, OpGraph
-    from graphckpt.rules.ops.schedule import Key, Policy
 
 
 @final

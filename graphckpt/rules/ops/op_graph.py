@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, final
+from typing import Any, NamedTuple, Self, TypeAlias, final
 
 import torch
 
 from graphckpt._compat import is_fake, pytree
 from graphckpt.rules.engine.saved import may_be_filled_later
 from graphckpt.writes import mutated_by
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
 
 Op: TypeAlias = Any
 """A ``torch._ops.OpOverload`` such as ``torch.ops.aten.mm.default``."""

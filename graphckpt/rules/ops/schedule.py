@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import torch
 
 from graphckpt._compat import WithoutValues, pytree
-from graphckpt.rules.ops.op_graph import TensorMeta
-
-if TYPE_CHECKING:
-    from graphckpt.rules.ops.op_graph import Op, OpCall, OpGraph
+from graphckpt.rules.ops.op_graph import Op, OpCall, OpGraph, TensorMeta
 
 Key: TypeAlias = "tuple[Op, int]"
 """An op, and how often it has been called before in the block."""

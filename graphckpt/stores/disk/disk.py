@@ -6,14 +6,16 @@ import os
 import tempfile
 import warnings
 import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 import torch
 
 from graphckpt.errors import ConfigError, StoreError
+from graphckpt.stores.base import TensorGroup
 from graphckpt.stores.byte_store import ByteHandle, ByteStore, Tier
 from graphckpt.stores.disk.extents import in_blocks
 from graphckpt.stores.disk.file import UnlinkedFile, failure_message, file_system_in_memory
@@ -22,11 +24,6 @@ from graphckpt.stores.disk.io_thread import IoThread
 from graphckpt.stores.disk.transfer import transfer_for
 from graphckpt.stores.offload import Offload
 from graphckpt.units import format_bytes, parse_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from graphckpt.stores.base import TensorGroup
 
 
 @final

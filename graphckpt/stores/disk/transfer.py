@@ -13,17 +13,14 @@ import errno
 import mmap
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 
 from graphckpt.stores.disk.extents import BLOCK, in_blocks
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
-
-    from graphckpt.stores.disk.file import UnlinkedFile
+from graphckpt.stores.disk.file import UnlinkedFile
 
 CHUNK = 8 * 2**20  # bytes; a direct write of this size saturates a disk, and a stop waits for one chunk only
 _TRIM_EVERY = (

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, final
+from collections.abc import Callable
+from typing import final
 
 import torch
 
 from graphckpt._compat import unseen_by_modes
+from graphckpt.stores.base import Traffic
 from graphckpt.stores.host.pinned import pin
 from graphckpt.stores.streams import streams_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from graphckpt.stores.base import Traffic
 
 
 @final

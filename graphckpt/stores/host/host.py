@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, final
+from typing import ClassVar, final
 
 import torch
 
 from graphckpt._compat import at_end_of_backward
 from graphckpt.errors import ConfigError
+from graphckpt.stores.base import TensorGroup
 from graphckpt.stores.byte_store import ByteHandle, ByteStore, Tier
 from graphckpt.stores.host.copy_engine import CopyEngine, CopyEvent, CudaCopyEngine
 from graphckpt.stores.host.pinned_pool import PinnedBlock, PinnedPool
 from graphckpt.stores.offload import Offload
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from graphckpt.stores.base import TensorGroup
-
 
 _STAYS = (
     "offload: tensors that exist only in the captured step, such as an attention mask, stay on the device (host memory "

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import mmap
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 

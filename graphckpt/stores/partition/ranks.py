@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn, final
+from typing import Any, NoReturn, final
 
 import torch
 import torch.distributed as dist
@@ -11,10 +12,6 @@ import torch.distributed as dist
 from graphckpt._compat import all_gather_bytes, is_watched, unseen_by_modes
 from graphckpt.errors import StoreError
 from graphckpt.stores.partition.rendezvous import RendezvousTimeout, exchange
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 # Note [A counted all-gather is synchronous]
 # A thread of gloo frees the bytes of an all-gather some time after it is done, so that live bytes counted by a dispatch

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import warnings
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Sequence
+from typing import Any, final
 
 import torch
 
 from graphckpt.errors import StoreError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from graphckpt.stores.base import TensorGroup
-    from graphckpt.stores.partition.ranks import RankGroup
+from graphckpt.stores.base import TensorGroup
+from graphckpt.stores.partition.ranks import RankGroup
 
 _CHUNK = 1 << 18  # words of 8 bytes per iteration, so that a checksum takes a few MiB besides the tensor
 _PROBED = 256  # words compared in each call: data-parallel ranks differ in nearly all of them

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, final
+from collections.abc import Sequence
+from typing import final
 
 import torch
 
 from graphckpt._compat import assert_on_device
 from graphckpt.errors import StoreError
+from graphckpt.stores.base import TensorGroup
 from graphckpt.stores.byte_store import ByteHandle, ByteStore, Tier
+from graphckpt.stores.partition.ranks import PendingGather, RankGroup
 from graphckpt.stores.partition.replica_check import ReplicaCheck, probe
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from graphckpt.stores.base import TensorGroup
-    from graphckpt.stores.partition.ranks import PendingGather, RankGroup
 
 # Note [Same calls on all ranks]
 # Collectives match by their order. Which groups are gathered, and when, follows from what a step saves and requests, so

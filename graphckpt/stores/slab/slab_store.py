@@ -5,19 +5,17 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, ClassVar, final
+from typing import ClassVar, final
 
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from graphckpt._compat import unseen_by_modes
 from graphckpt.errors import StoreError
+from graphckpt.stores.base import TensorGroup
 from graphckpt.stores.byte_store import ByteHandle, ByteStore, Tier
 from graphckpt.stores.slab.slab_plan import SlabPlan
 from graphckpt.units import format_bytes
-
-if TYPE_CHECKING:
-    from graphckpt.stores.base import TensorGroup
 
 _log = logging.getLogger("graphckpt")
 
