@@ -89,7 +89,7 @@ def shown(value: object) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns a hint that lists the known words nearest to ``word``, or an empty string; case does not count.
+    """Returns a hint that lists the known words nearest to ``word``, or an empty string; of the same case if possible.
 
     >>> did_you_mean("ofload", ["offload", "partition"])
     " · did you mean 'offload'?"
@@ -97,7 +97,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     ('', ' · did you mean True?')
     """
     names = {name.lower(): name for name in known}
-    near: list[object] = [names[name] for name in get_close_matches(word.lower(), names, n=3, cutoff=0.6)]
+    near: list[object] = [*get_close_matches(word, names.values(), n=3, cutoff=0.6)]
+    near = near or [names[name] for name in get_close_matches(word.lower(), names, n=3, cutoff=0.6)]
     if word.lower() in _LITERALS and word.lower() not in names:
         near = [_LITERALS[word.lower()]]
     return " · did you mean " + " or ".join(map(repr, near)) + "?" if near else ""

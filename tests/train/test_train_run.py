@@ -265,7 +265,7 @@ def test_model_without_marked_layers_asks_for_names(place, capsys):
     [
         (
             ["trian.seed=1", "train.seed=x"],
-            ["2 faults", "• trian: no such key · did you mean 'train'?", "• train.seed: expected int"],
+            [" train.seed=x: 2 faults", "• trian: no such key · did you mean 'train'", "• train.seed: expected int"],
         ),
         (["data.paths=nowhere"], ["data.paths: nowhere: no such file or folder"]),
         (["data.seq_length=100000"], ["fewer than one sequence of 100000"]),
