@@ -254,7 +254,7 @@ def test_rows_at_a_global_batch(absent):
     rows = [row for row in absent.rows if 96 % row.batch_size == 0]
     each = [row.accumulating(96 // row.batch_size) for row in rows]
     assert best.samples_per_second == max(row.samples_per_second for row in each)
-    with pytest.raises(PlanError, match="global batch 97: no batch size that divides it fits"):
+    with pytest.raises(PlanError, match="global batch 97: expected a multiple of a batch size that was planned"):
         absent.at_global_batch(97)
 
 
@@ -315,6 +315,8 @@ def test_a_function_that_makes_no_step_is_an_error():
         graphckpt.fit(lambda batch_size: nn.Sequential())
     with pytest.raises(ConfigError, match="make_step: expected a model and a step function, got int and int"):
         graphckpt.fit(lambda batch_size: (1, 2))
+    with pytest.raises(ConfigError, match="make_step: expected a function, got Linear"):
+        graphckpt.fit(nn.Linear(1, 1))
 
 
 def test_a_budget_that_no_batch_fits_is_an_error():

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch import nn
 
 from graphckpt.errors import ConfigError
 from graphckpt.planning import budget as budgets
@@ -70,6 +71,9 @@ def fit(
     from graphckpt.planning.fit.batch_search import fit_steps  # noqa: PLC0415 - loads what `import graphckpt` need not
     from graphckpt.planning.fit.steps import FakeSteps, RealSteps  # noqa: PLC0415
 
+    if isinstance(make_step, nn.Module) or not callable(make_step):
+        fix = "def make_step(batch_size): ...; return model, step_fn"
+        raise ConfigError(f"make_step: expected a function, got {type(make_step).__name__} · fix: {fix}")
     wanted = PlanOptions.of(options, "fit")
     has_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if has_group and wanted.group is not False:

@@ -166,12 +166,13 @@ class FitRows:
         rows = [row.accumulating(global_batch // row.batch_size) for row in known]
         found = [row for row in rows if row.fits]
         if not found:
-            sizes = ", ".join(str(row.batch_size) for row in known) or "none"
-            raise PlanError(
-                f"global batch {global_batch}: no batch size that divides it fits into "
-                f"{format_bytes(self.budget_bytes)} · those tried: {sizes} · fix: fit(..., global_batch={global_batch})"
-                ", or a larger budget"
-            )
+            divisors = ", ".join(str(row.batch_size) for row in known)
+            if not divisors:
+                tried = ", ".join(str(row.batch_size) for row in self.rows)
+                what = f"expected a multiple of a batch size that was planned, which are {tried}"
+                raise PlanError(f"global batch {global_batch}: {what} · fix: plan for batch sizes that divide it")
+            what = f"none of the batch sizes {divisors} fits into {format_bytes(self.budget_bytes)}"
+            raise PlanError(f"global batch {global_batch}: {what} · fix: smaller batch sizes, or a larger budget")
         if goal == "batch":
             return max(found, key=lambda row: row.batch_size)
         return max(found, key=lambda row: (row.samples_per_second, row.batch_size))
