@@ -101,7 +101,9 @@ class Case:
         return live.peak_bytes
 
 
-@pytest.fixture(scope="module", params=[gpt2, bert, resnet], ids=lambda make: make.__name__)
+@pytest.fixture(
+    scope="module", params=[gpt2, pytest.param(bert, marks=pytest.mark.slow), resnet], ids=lambda make: make.__name__
+)
 def fitted(request):
     torch.manual_seed(0)
     case = Case(request.param())

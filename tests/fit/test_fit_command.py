@@ -34,6 +34,7 @@ def test_the_command_finds_the_largest_and_the_fastest_batch(tmp_path, capsys, m
     assert "measuring the step at batch size" in printed.err
 
 
+@pytest.mark.slow
 def test_its_numbers_are_those_of_the_plan_command(capsys):
     printed = run("--memory-budget", "2GiB", "--json", "--batch-sizes", "16,64,128,300", capsys=capsys)
     found = json.loads(printed.out)
@@ -55,6 +56,7 @@ def test_accumulating_steps_take_what_is_predicted(capsys):
     assert found["checked_peak_bytes"] <= found["peak_bytes"] <= 2**30
 
 
+@pytest.mark.slow
 def test_sequence_lengths(tmp_path, capsys):
     drawn = tmp_path / "fit.svg"
     flags = ["--memory-budget", "1GiB", "--sequence-lengths", "32,128", "--plot", str(drawn)]
