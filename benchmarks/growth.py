@@ -175,7 +175,7 @@ def report(rows: list[dict[str, Any]]) -> str:
             lines.append([name, *each, f"{last:.2f}", f"{fitted:.2f}"])
         columns = [f"per {kind[:-1]}", *(f"{row['size']:,}" for row in own), "exponent, last two", "fitted"]
         texts.append(f"## By the number of {kind}\n\n{table(columns, lines)}")
-    return "\n\n".join(texts) + "\n\n![growth](growth.svg)"
+    return "\n\n".join(texts)
 
 
 def _per_one(value: float, size: int, key: str) -> str:

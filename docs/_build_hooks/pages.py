@@ -25,6 +25,9 @@ GROUPS = {
     "planner": "Planner",
     "fit": "Batch sizes",
     "solve": "Solvers",
+    "growth": "Growth",
+    "commands": "Commands",
+    "trainer": "Trainers",
 }
 TESTS = re.compile(r"\]\(\.\./(tests/[\w/]+\.py)\)")
 """A link to a test. The site has its source as text, since it is not known where the repository can be read."""
