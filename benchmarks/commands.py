@@ -1,5 +1,7 @@
 """Measures CPU time and resident memory of commands, each in a process of its own, in turns.
 
+The resident memory of a command cannot be seen below that of this process, which starts it.
+
 OMP_NUM_THREADS=1 python benchmarks/commands.py [--turns 3]
 """
 

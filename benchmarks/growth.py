@@ -37,6 +37,7 @@ MOST_PLANNED = 1000  # blocks: the solver is not linear, and its own benchmark i
 BLOCKS = {
     "apply": "apply and remove",
     "apply_bytes": "Python's memory of apply",
+    "plain": "the plain step, for comparison",
     "step": "a step with full, beyond the plain one",
     "measure": "a measured step, beyond one that is not",
     "explain": "explain()",
@@ -93,11 +94,12 @@ def step_of(model: nn.Module) -> Callable[[], object]:
 
 def of_blocks(number: int) -> Iterator[tuple[str, float]]:
     """Yields what ``number`` blocks take, by the keys of ``BLOCKS``."""
-    repeats = max(1, min(20, 5000 // number))
+    repeats = max(3, min(20, 5000 // number))
     model = Layers(number, 4)
     step = step_of(model)
     step()
     plain = least(step, repeats)
+    yield "plain", plain
     yield "apply", least(lambda: graphckpt.apply(model, {"layers.*": True}).remove(), repeats)
     tracemalloc.start()
     handle = graphckpt.apply(model, {"layers.*": True})
@@ -130,7 +132,7 @@ def of_blocks(number: int) -> Iterator[tuple[str, float]]:
 
 def of_tensors(number: int) -> Iterator[tuple[str, float]]:
     """Yields what a measured step takes whose ten blocks keep ``number`` tensors, by the keys of ``TENSORS``."""
-    repeats = max(1, min(10, 10_000 // number))
+    repeats = max(3, min(10, 10_000 // number))
     model = Layers(10, number // 10)
     step = step_of(model)
     step()
