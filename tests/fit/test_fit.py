@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from helpers.thinning import slow_unless
 from torch import nn
 from transformers import (
     BertConfig,
@@ -102,7 +103,9 @@ class Case:
 
 
 @pytest.fixture(
-    scope="module", params=[gpt2, pytest.param(bert, marks=pytest.mark.slow), resnet], ids=lambda make: make.__name__
+    scope="module",
+    params=[pytest.param(make, marks=slow_unless(make is resnet)) for make in (gpt2, bert, resnet)],
+    ids=lambda make: make.__name__,
 )
 def fitted(request):
     torch.manual_seed(0)

@@ -47,6 +47,7 @@ def test_its_numbers_are_those_of_the_plan_command(capsys):
         assert row["floor_bytes"] == planner.plain.least()
 
 
+@pytest.mark.slow
 def test_accumulating_steps_take_what_is_predicted(capsys):
     flags = ["--memory-budget", "1GiB", "--global-batch-size", "4096"]
     printed = run(*flags, "--json", capsys=capsys)
