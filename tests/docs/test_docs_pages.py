@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import pages
+from helpers.thinning import slow_unless
 
 from graphckpt.stores import offload_targets
 
@@ -18,7 +19,9 @@ NAMES = ("tutorial.md", "graph.md", "reference/selectors.md", "reference/policie
 RUN = [*(DOCS / name for name in NAMES), *sorted((DOCS / "howto").glob("*.md"))]
 
 
-@pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=slow_unless(page.stem != "fit"), id=page.stem) for page in RUN]
+)
 def test_a_page_prints_what_it_shows(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "environ", os.environ.copy())  # trainers write into it

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.thinning import slow_unless
 from helpers.train_graphs import Train, adamw, batches, mlp, run_graph, same
 from torch import Tensor, nn
 
@@ -154,7 +155,7 @@ class Takes(nn.Module):
         return values[self.index]
 
 
-@pytest.mark.parametrize("case", ODD)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=slow_unless(case != "a thousand layers")) for case in ODD])
 def test_odd_modules_keep_every_bit(case: str) -> None:
     make, flags = ODD[case]
     x = torch.randn(5, 8, dtype=torch.float64 if case == "doubles" else torch.float32)

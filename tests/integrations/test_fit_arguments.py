@@ -51,6 +51,7 @@ def arguments(folder: Path, **more: Any) -> TrainingArguments:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_samples_of_an_update_stay_the_same(tmp_path: Path) -> None:
     model, given = gpt2(), arguments(tmp_path)
     before = {name: value.clone() for name, value in model.state_dict().items()}
