@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graphckpt.cli_plan import Progress, add_plan_options, budget_of, plan_options_of
+from graphckpt.cli_plan import Progress, add_command, budget_of, plan_options_of
 
 if TYPE_CHECKING:
     from graphckpt.planning.fit.result import Fit
@@ -32,26 +32,14 @@ exit codes: 0 done, 2 error of the user, such as a budget that no batch fits, 13
 
 def add_fit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds ``graphckpt fit``."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "fit",
+        budget_help="the peak of the whole step: bytes, 24GiB, max (all memory of the device, the default), or 50%% of "
+        "that",
         help="find the largest and the fastest batch size for a memory budget",
         description="Finds the largest batch for a memory budget, the fastest one, and the policies of each size.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--config-file", required=True, metavar="FILE", help="config to fit: .py or .yaml")
-    parser.add_argument(
-        "--device",
-        default="cpu",
-        metavar="NAME",
-        help="device profile: a packaged name (a100-80g, h100, h200, rtx3090, rtx4090, cpu), or a file of "
-        "'graphckpt profile-device'",
-    )
-    parser.add_argument(
-        "--memory-budget",
-        default="max",
-        metavar="SIZE",
-        help="the peak of the whole step: bytes, 24GiB, max (all memory of the device, the default), or 50%% of that",
     )
     parser.add_argument(
         "--batch-sizes",
@@ -72,7 +60,6 @@ def add_fit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         metavar="LENGTHS",
         help="fit for each of these lengths, such as 512,1024, in place of data.seq_length",
     )
-    add_plan_options(parser)
     parser.add_argument("--json", action="store_true", help="print all numbers as JSON, and no table")
     parser.add_argument(
         "--plot", default=None, metavar="FILE", help="draw throughput, peak and policies over the batch: .png or .svg"
@@ -85,7 +72,7 @@ def _fit(parsed: argparse.Namespace) -> int:
     from graphckpt.config.planning import fit_from  # noqa: PLC0415 - seconds of imports that --help can do without
     from graphckpt.planning.fit.batch_search import check_fit_budget  # noqa: PLC0415
 
-    budget = check_fit_budget(budget_of(parsed.memory_budget))
+    budget = check_fit_budget(budget_of(parsed.memory_budget or "max"))
     sizes = None if parsed.batch_sizes is None else batch_sizes_of(parsed.batch_sizes)
     lengths = [None] if parsed.sequence_lengths is None else _numbers(parsed.sequence_lengths, "--sequence-lengths")
     if parsed.plot is not None:

@@ -67,30 +67,15 @@ _FLAGS: dict[str, dict[str, Any]] = {
 
 def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds ``graphckpt plan``."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "plan",
-        allow_abbrev=False,
+        budget_help="the peak of the whole step: bytes, 24GiB, max (all memory of the device, the default), min, or "
+        "50%% of the activations of the plain step",
         help="choose the policy of each block for a memory budget",
         description="Chooses the policy of each block so that the step is as fast as possible within a memory budget.",
         epilog=_PLAN_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config-file", required=True, metavar="FILE", help="config to plan for: .py or .yaml")
-    parser.add_argument(
-        "--device",
-        default="cpu",
-        metavar="NAME",
-        help="device profile: a packaged name (a100-80g, h100, h200, rtx3090, rtx4090, cpu), or a file of "
-        "'graphckpt profile-device'",
-    )
-    parser.add_argument(
-        "--memory-budget",
-        default=None,
-        metavar="SIZE",
-        help="the peak of the whole step: bytes, 24GiB, max (all memory of the device, the default), min, or 50%% of "
-        "the activations of the plain step",
-    )
-    add_plan_options(parser)
     parser.add_argument("--save", default=None, metavar="FILE", help="write the plan as YAML")
     parser.add_argument("--plot", default=None, metavar="FILE", help="draw the step's memory: .png or .svg")
     parser.add_argument("--sweep", default=None, metavar="FILE", help="draw peak against step time for all budgets")
@@ -98,10 +83,25 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.set_defaults(run=_plan)
 
 
-def add_plan_options(parser: argparse.ArgumentParser) -> None:
-    """Adds a flag for each option of the planner."""
-    for name, flag in _FLAGS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, default=None, **flag)
+def add_command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, *, budget_help: str, **texts: Any
+) -> argparse.ArgumentParser:
+    """Adds a command that simulates the step of a config: with its device, its budget, and the planner's options."""
+    parser = commands.add_parser(
+        name, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **texts
+    )
+    parser.add_argument("--config-file", required=True, metavar="FILE", help="config of the step: .py or .yaml")
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        metavar="NAME",
+        help="device profile: a packaged name (a100-80g, h100, h200, rtx3090, rtx4090, cpu), or a file of "
+        "'graphckpt profile-device'",
+    )
+    parser.add_argument("--memory-budget", default=None, metavar="SIZE", help=budget_help)
+    for option, flag in _FLAGS.items():
+        parser.add_argument(f"--{option.replace('_', '-')}", dest=option, default=None, **flag)
+    return parser
 
 
 def plan_options_of(parsed: argparse.Namespace) -> dict[str, Any]:

@@ -84,7 +84,8 @@ class PolicyCallback:
         self.explanation: Explanation | None = None
         """What a step of the last training saved; ``None`` before it.
 
-        It is measured on the second step, when the optimizer's states exist, or on the first if there is no second.
+        It is measured on the second step, when the optimizer's states exist, or on the first one if training ends
+        before.
         """
 
     def _check_plan(self, rule: Value, memory_budget: Budget) -> None:

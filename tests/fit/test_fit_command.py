@@ -85,3 +85,9 @@ def test_sequence_lengths(tmp_path, capsys):
 def test_faults_are_one_clear_error(words, message, capsys):
     assert main(["fit", *CONFIG, *words, *SMALL]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_an_abbreviated_option_is_an_error(capsys):
+    with pytest.raises(SystemExit):
+        main(["fit", "--config-file", "gpt2_pretrain.py", "--batch-size", "1,2"])
+    assert "unknown option --batch-size" in capsys.readouterr().err

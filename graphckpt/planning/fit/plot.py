@@ -36,7 +36,7 @@ def draw_fit(fit: FitRows, path: str | Path) -> Path:
     target = file_of(path)
     rows = [row for row in fit.rows if row.fits]
     if not rows:
-        raise PlanError(f"{target}: no batch fits, so there is nothing to draw · fix: a larger budget")
+        raise PlanError(f"{target}: expected a batch that fits, got none · fix: a larger budget")
     with figure_of(target, inches=(9, 7.2)) as figure:
         speed, memory, policies = figure.subplots(3, 1, sharex=True, height_ratios=(3, 3, 2))
         _draw_speed(speed, fit, rows)
