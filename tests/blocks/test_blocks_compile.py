@@ -88,6 +88,7 @@ def test_a_compiled_part_of_a_recomputed_block_runs_again_with_it() -> None:
     assert rules_of["1.up"] == "part, compiled"
 
 
+@pytest.mark.slow
 def test_the_default_backend_draws_the_same_masks_twice() -> None:
     def grads(policy: dict[str, Any]) -> list[Tensor]:
         model = chain("mlp", length=1)
@@ -311,6 +312,7 @@ def test_layers_may_save_different_shares() -> None:
     assert differing(gradients, expected) == []
 
 
+@pytest.mark.slow
 def test_a_share_goes_with_other_options_of_the_compiler() -> None:
     model = layers()
     options = {"mode": "default", "dynamic": False, "fullgraph": True, "activation_memory_budget": 0.3}

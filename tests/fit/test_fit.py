@@ -135,6 +135,7 @@ def test_few_sizes_are_measured(fitted):
     assert any(not row.is_measured for row in found.rows)
 
 
+@pytest.mark.slow
 def test_interpolated_sizes_equal_measured_ones(fitted):
     case, found = fitted
     rows = [row for row in found.rows if not row.is_measured]

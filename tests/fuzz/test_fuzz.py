@@ -77,7 +77,9 @@ def test_a_process_that_ends_or_hangs_is_an_outcome() -> None:
     assert execute_apart(programme, execute=lambda _: Outcome("same")) == Outcome("same")
 
 
-@pytest.mark.parametrize("policies", [FULL, OFFLOADED], ids=["full", "offloaded"])
+@pytest.mark.parametrize(
+    "policies", [pytest.param(FULL, id="full"), pytest.param(OFFLOADED, marks=pytest.mark.slow, id="offloaded")]
+)
 def test_a_script_runs_by_itself(tmp_path: Path, policies: Any) -> None:
     children = (Node("Linear"), Node("Dropout"), Node("SharesMemory", "'list', ''"))
     programme = Programme(Node("Chain", "", children, policies), (Step("penalty"), Step("two_losses", autocast=True)))

@@ -32,6 +32,7 @@ def refuse_then_replace(rank: int, folder: Path) -> None:
     (folder / f"trial of {rank}").write_text(str(trial.folder))
 
 
+@pytest.mark.slow
 def test_the_first_rank_decides_and_none_is_left_waiting(place: Path) -> None:  # noqa: F811
     assert train("train.train_iter=1") == 0
     run_on_ranks(refuse_then_replace, place, joins=False)

@@ -118,6 +118,7 @@ def near_one_process(rank: int) -> None:
     assert 0 < len(grads) < len(list(alone.parameters()))
 
 
+@pytest.mark.slow
 @pytest.mark.multi_process
 def test_each_stage_has_its_policies_and_the_bits_of_none(tmp_path: Path) -> None:
     launch(compare, 4, tmp_path)

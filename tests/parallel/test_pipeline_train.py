@@ -97,6 +97,7 @@ def two_stages(rank: int, folder: Path) -> None:
     assert metrics["eval_loss"] == rows_of(folder / "tied")[-1]["eval_loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.multi_process
 def test_two_stages_learn_what_one_process_does(place: Path) -> None:  # noqa: F811
     (place / "llama.py").write_text(LLAMA)

@@ -149,6 +149,7 @@ def run_in_a_process(script: str) -> None:
     assert (ran.returncode, ran.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_blocks_with_a_store_on_disk_run_as_they_are_and_end_no_process() -> None:
     run_in_a_process("from tests.rules.test_rule_transforms import *\nfor name in TRANSFORMS: check(name, 'disk')")
 

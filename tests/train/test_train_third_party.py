@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from helpers.small_run import CONFIG, place, same_weights, train  # noqa: F401 - a fixture
 from helpers.third_party import BYTE_STORE, install
 
@@ -58,6 +59,7 @@ hooks = [{"_target_": "third_party_plugin.Writes"}]
 """
 
 
+@pytest.mark.slow
 def test_a_config_names_a_rule_an_offload_target_and_a_hook_of_an_installed_package(place):
     folder = place / "site"
     install(folder, ENTRY_POINTS, third_party_plugin=PACKAGE)
