@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import NoneType
-from typing import Any, final
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,9 +18,7 @@ ATOMS = frozenset({NoneType, bool, int, float, complex, str, bytes, torch.dtype,
 """Types that cannot change and hold no tensor."""
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class CallShape:
+class CallShape(NamedTuple):
     """How the leaves of one call fit together; ``spec`` is ``None`` where no argument is a container."""
 
     num_args: int

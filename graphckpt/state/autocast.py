@@ -5,6 +5,7 @@ They are read before the original forward and put back for the recomputation, wh
 
 from __future__ import annotations
 
+import functools
 from contextlib import ExitStack
 from typing import Any, TypeAlias
 
@@ -19,7 +20,7 @@ Ambient: TypeAlias = tuple[object, ...]
 
 def take_ambient(devices: tuple[torch.device, ...]) -> Ambient:
     """Reads the active settings for the CPU and for the types of ``devices``."""
-    kernels = tuple([is_enabled() for is_enabled, _ in _KERNEL_SWITCHES])
+    kernels = tuple([is_enabled() for is_enabled in _KERNELS_ENABLED])
     device = torch.get_default_device() if has_function_modes() else _CPU
     if not devices:
         return device, kernels, _autocast("cpu")
@@ -77,10 +78,13 @@ _KERNEL_SWITCHES = (
     (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
     (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
 )
+_KERNELS_ENABLED = tuple(is_enabled for is_enabled, _ in _KERNEL_SWITCHES)
 _HOW = ("dtype", "cache_enabled")
+
+_has_autocast = functools.cache(torch.amp.is_autocast_available)
 
 
 def _autocast(kind: str) -> tuple[object, ...]:
-    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+    if not (_has_autocast(kind) and torch.is_autocast_enabled(kind)):
         return kind, False
     return kind, True, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()

@@ -11,8 +11,9 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from itertools import chain
+from dataclasses import dataclass, field
+from itertools import chain, starmap
+from operator import is_
 from types import MethodType
 from typing import Any, TypeGuard, final
 
@@ -105,7 +106,7 @@ class ModuleState:
         """
         if is_again:
             self._policy_changes = -1
-        tensors = [owner.get(key) for owner, key in self._slots]
+        tensors: list[Any] = list(starmap(dict.get, self._slots))
         modes = tuple([ref().training for ref in self._modules])  # type: ignore[union-attr]
         changed = self._changed_values.get(modes)
         if self._policy_changes != policy_changes.number:
@@ -118,7 +119,7 @@ class ModuleState:
         changes, self._policy_changes = self._policy_changes, -1 if is_again else self._policy_changes
         return Snapshot(
             tensors,
-            [0 if tensor is None else tensor._version for tensor in tensors],
+            _versions(tensors),
             modes,
             tuple([(place, place.take()) for place in changed]) if changed else (),
             {i: t.detach().clone() for i in self._unchanged_buffers.get(modes, ()) if _is_small(t := tensors[i])},
@@ -129,9 +130,10 @@ class ModuleState:
 
     def rewind(self, snapshot: Snapshot, undo: Undo) -> None:
         """Puts ``snapshot`` in place and notes in ``undo`` what it replaced."""
-        for (owner, key), tensor in zip(self._slots, snapshot.tensors, strict=True):
-            if owner.get(key) is not tensor and not _is_sharding(owner.get(key), tensor):
-                replace_item(owner, key, tensor, undo)  # functional_call had replaced it for the original forward
+        if not all(map(is_, starmap(dict.get, self._slots), snapshot.tensors)):
+            for (owner, key), tensor in zip(self._slots, snapshot.tensors, strict=True):
+                if owner.get(key) is not tensor and not _is_sharding(owner.get(key), tensor):
+                    replace_item(owner, key, tensor, undo)  # functional_call had replaced it for the original forward
         for index, copied in snapshot.copies.items():
             if snapshot.tensors[index]._version != snapshot.versions[index]:
                 replace_item(*self._slots[index], copied.clone(), undo)
@@ -207,7 +209,7 @@ class ModuleState:
             i: before_of[id(self._slots[i][0]), self._slots[i][1]] for i in unchanged if _is_small(snapshot.tensors[i])
         }
         held = _read_attributes(self._attributes_not_among(places))
-        return replace(snapshot, changed=lasting, copies=copies, attributes=held), places
+        return snapshot._replace(changed=lasting, copies=copies, attributes=held), places
 
     def _changed_unseen(self, watch: Watch, moved: list[ChangedValue]) -> list[tuple[ChangedValue, Any]]:
         """Returns the small buffers beside one that is modified in place, such as the other statistics of a BatchNorm.
@@ -258,6 +260,8 @@ class ModuleState:
 
     def mutated(self, snapshot: Snapshot) -> str | None:
         """Returns the name of a parameter or buffer that was modified after the original forward, or ``None``."""
+        if not snapshot.attributes and _versions(snapshot.tensors) == snapshot.versions:
+            return None
         known = {(id(place.owner), place.key) for place, _ in snapshot.changed}
         for index, (tensor, version) in enumerate(zip(snapshot.tensors, snapshot.versions, strict=True)):
             if tensor is not None and tensor._version != version and index not in snapshot.copies:
@@ -346,6 +350,10 @@ def _is_same_memory(one: Any, other: torch.Tensor) -> bool:
         and one.untyped_storage() is other.untyped_storage()
         and (one.storage_offset(), one.size()) == (other.storage_offset(), other.size())
     )
+
+
+def _versions(tensors: list[Any]) -> list[int]:
+    return [0 if tensor is None else tensor._version for tensor in tensors]
 
 
 def _is_small(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:

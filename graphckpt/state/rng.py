@@ -20,7 +20,10 @@ def rng_devices(tensors: Iterable[torch.Tensor]) -> tuple[torch.device, ...]:
 
 def get_rng_state(devices: tuple[torch.device, ...]) -> RNGState:
     """Returns the RNG state of the CPU and of ``devices``; nothing is drawn."""
-    return torch.default_generator.get_state(), tuple((d, _device_module(d).get_rng_state(*_index(d))) for d in devices)
+    cpu_state = torch.default_generator.get_state()
+    if not devices:
+        return cpu_state, ()
+    return cpu_state, tuple([(d, _device_module(d).get_rng_state(*_index(d))) for d in devices])
 
 
 def set_rng_state(state: RNGState) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import nn
@@ -44,9 +44,7 @@ class ChangedValue:
         return fresh
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """The state of a block's modules when the original forward began."""
 
     tensors: list[Any]

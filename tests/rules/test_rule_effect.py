@@ -128,6 +128,22 @@ def test_full_runs_every_op_again_but_what_nothing_needs() -> None:
     assert again["aten.add.Tensor"] == 0
 
 
+@pytest.mark.parametrize(
+    ("last", "runs_to_its_end"),
+    [(nn.ReLU(), True), (nn.Linear(4, 4), False), (nn.Unflatten(1, (2, 2)), False)],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_recomputation_is_stopped_where_an_op_is_left_to_skip(last: nn.Module, runs_to_its_end: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh(), last))
+    ended = []
+    last.register_forward_hook(lambda *_: ended.append(torch.is_grad_enabled()))
+    graphckpt.apply(model, {"1": True})
+    for _ in range(3):  # the first recomputation always runs to its end
+        ended.clear()
+        model(torch.randn(2, 4)).sum().backward()
+    assert len(ended) == 1 + runs_to_its_end
+
+
 def test_selective_runs_no_kept_op_again() -> None:
     again = ops_run_again({"[123]": Selective("matmul")})
     assert again["aten.addmm.default"] == 0

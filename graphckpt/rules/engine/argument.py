@@ -33,8 +33,9 @@ class TensorProperties:
         self.requires_grad = tensor.requires_grad
         self._has_history = not tensor.is_leaf
         self._is_view = tensor._is_view()
-        arrives = hasattr(tensor, "trigger_wait")  # AsyncCollectiveTensor: a plain tensor once waited on
-        self._class = torch.Tensor if arrives else type(tensor)
+        self._class = type(tensor)
+        if self._class is not torch.Tensor and hasattr(tensor, "trigger_wait"):
+            self._class = torch.Tensor  # an AsyncCollectiveTensor is a plain tensor once waited on
         self._attributes: dict[str, Any] | None = own_attributes(tensor) if tensor.__dict__ else None
 
     def apply_to(self, tensor: torch.Tensor) -> torch.Tensor:

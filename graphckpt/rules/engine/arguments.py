@@ -29,11 +29,11 @@ class _OriginalArgument(NamedTuple):
 
     position: int
     tensor: torch.Tensor
-    version: int
+    version: int | None  # inference tensors have none
     copied: torch.Tensor | None
 
     def is_mutated(self) -> bool:
-        return not self.tensor.is_inference() and self.tensor._version != self.version
+        return self.version is not None and self.tensor._version != self.version
 
     def as_mutated(self) -> torch.Tensor:
         """Returns the tensor as it was, which forward may modify in place."""
@@ -110,7 +110,7 @@ class Arguments:
             self.mutated |= {p for group in groups if not self.mutated.isdisjoint(group) for p in group}
         for position, tensor in tensors:
             copied = _copy_of(tensor) if learning or position in self.mutated else None
-            version = 0 if tensor.is_inference() else tensor._version
+            version = None if tensor.is_inference() else tensor._version
             self._originals.append(_OriginalArgument(position, tensor, version, copied))
             if (
                 not learning or frame.outer_hooks is not None
@@ -127,6 +127,10 @@ class Arguments:
                 copied.
         """
         originals, self._originals = self._originals, []
+        if self._objects:
+            self._objects = drop_unchanged(self._objects)
+        if not learning and not self.mutated and not any(each.is_mutated() for each in originals):
+            return
         tensors = [(each.position, each.tensor) for each in originals]
         if learning:
             self._find_module_tensors(frame, snapshot, tensors)
@@ -147,8 +151,6 @@ class Arguments:
                     self._leaves[each.position] = self._keep(frame, each.tensor, copied, returned)
                 elif not is_mutated:
                     self._leaves[each.position].drop_copy(each.tensor)
-        if self._objects:
-            self._objects = drop_unchanged(self._objects)
 
     def drop(self, error: str) -> None:
         """Drops all tensors after an error: the ``grad_fn`` of one modified in place would make a reference cycle.

@@ -36,6 +36,7 @@ class BlockContext:
     __slots__ = (
         "_parts",
         "_roots",
+        "ends_with_saved",
         "has_rrelu",
         "is_placed",
         "learns",
@@ -60,6 +61,8 @@ class BlockContext:
         self.learns = learns
         self.has_rrelu = any(isinstance(module, nn.RReLU) for module in self._modules())
         """Whether the block has an ``nn.RReLU``, whose op writes its noise after autograd has saved it."""
+        self.ends_with_saved = False
+        """Whether first calls have shown that the last tensor that autograd saves is the output of the last op."""
         self.mutated: frozenset[int] = frozenset()
         """Positions of the tensor arguments that forward modifies in place, as first calls have shown."""
         self.schedules: dict[object, Any] = {}

@@ -205,6 +205,7 @@ class Recomputation(Execution):
         "_first_fault",
         "_holders",
         "_last",
+        "_stops",
         "_unfilled",
         "cursor",
         "excluded_cursor",
@@ -233,6 +234,8 @@ class Recomputation(Execution):
         self._last = len(holders) - 1  # of the holders that are alive
         while self._last >= 0 and holders[self._last]() is None:
             self._last -= 1
+        # Where nothing is left to skip, an exception, which takes 25 us on its way through PyTorch, is not worth it.
+        self._stops = early_stop and not (frame.block.ends_with_saved and self._last == len(holders) - 1)
         self._first_fault: Fault | None = None
         self._unfilled: tuple[int, torch.Size] | None = None  # sequence number and shape of what is not written
 
@@ -261,7 +264,7 @@ class Recomputation(Execution):
                     )
                 holder.value = tensor
                 holder.version = tensor._version
-        if position >= self._last and self._early_stop and not fills:
+        if position >= self._last and self._stops and not fills:
             raise StopRecomputation(self)
         return tensor
 

@@ -15,9 +15,10 @@ from typing import Any, final
 
 import torch
 
-from graphckpt._compat import early_stop_active
+from graphckpt._compat import autograd_sequence_number, early_stop_active
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.errors import MutatedError, RecomputeError
+from graphckpt.rules.engine.aliases import has_storage
 from graphckpt.rules.engine.arguments import Arguments
 from graphckpt.rules.engine.context import BlockContext
 from graphckpt.rules.engine.excluded import decide
@@ -63,8 +64,8 @@ class Frame:
 
     __slots__ = (
         "__weakref__", "_ambient", "_arguments", "_early_stop", "_failure", "_function", "_holders", "_is_complete",
-        "_is_joined", "_random", "_rest", "_snapshot", "_state", "_strict", "_watch", "block", "contexts", "devices",
-        "excluded", "group", "original", "outer_hooks", "outputs",
+        "_is_joined", "_last_saved", "_random", "_rest", "_snapshot", "_state", "_strict", "_watch", "block", "contexts",
+        "devices", "excluded", "group", "original", "outer_hooks", "outputs",
     )  # fmt: skip
 
     def __init__(
@@ -93,6 +94,7 @@ class Frame:
         self._rest: StoredCall | None = None
         self._watch: Watch | None = None
         self._holders: list[weakref.ref[Holder]] = []
+        self._last_saved: tuple[int, int] | None = None  # in a first call: sequence number, id of the storage
         self.group: TensorGroup | None = None
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -127,9 +129,17 @@ class Frame:
             raise
         if isinstance(output, GeneratorType):
             block.note("its forward is a generator: what it yields is made outside of the block, and all of it is kept")
+        if watch is not None:
+            block.ends_with_saved = self._ends_with_saved(output)
         self._end(returned)
         last_output.set(BlockOutput(self, output) if self._rest is None else None)
         return output
+
+    def _ends_with_saved(self, output: Any) -> bool:
+        """Whether autograd has recorded no op after the one that has saved its own result, an output of the block."""
+        storages = {id(tensor.untyped_storage()) for tensor in tensors_in(output) if has_storage(tensor)}
+        number, storage = self._last_saved or (-1, -1)
+        return number == autograd_sequence_number() and storage in storages
 
     def _end(self, returned: BlockOutput | None) -> None:
         """Learns from the original forward, and drops what the recomputation does not need."""
@@ -172,6 +182,8 @@ class Frame:
             return self._rest.pack(tensor)
         holder = Holder(tensor)
         self._holders.append(weakref.ref(holder))
+        if self._watch is not None and has_storage(tensor):
+            self._last_saved = autograd_sequence_number(), id(tensor.untyped_storage())
         if self.contexts is not None:
             self.contexts.saves(tensor)
         return holder

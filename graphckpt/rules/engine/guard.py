@@ -45,12 +45,12 @@ class Guard:
     """Enters one execution of a block in this thread, and leaves it."""
 
     __slots__ = (
-        "_ambient", "_grad", "_hooks", "_is_entered", "_num_dispatch_modes", "_num_function_modes", "_outer", "_random",
-        "_run", "_was_active", "undo",
+        "_ambient", "_grad", "_hooks", "_is_entered", "_is_left", "_num_dispatch_modes", "_num_function_modes",
+        "_outer", "_random", "_run", "_was_active", "undo",
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self._is_entered = False
+        self._is_entered = self._is_left = False
         self._ambient: tuple[Ambient, int] | None = None
         self._random: RNGState | None = None
         self._run: Execution | None = None
@@ -84,6 +84,8 @@ class Guard:
 
     def leave(self) -> None:
         """Puts everything back. A second call does what an interrupt has kept the first one from doing."""
+        if self._is_left:
+            return
         if self.undo:
             put_back(self.undo)
         if self._is_entered:
@@ -103,6 +105,7 @@ class Guard:
             restore_ambient(*self._ambient)
         if torch.is_grad_enabled() is not self._grad:
             torch.set_grad_enabled(self._grad)
+        self._is_left = True
 
 
 def _are_same(hooks: Any, others: Any) -> bool:
