@@ -64,8 +64,8 @@ class Frame:
 
     __slots__ = (
         "__weakref__", "_ambient", "_arguments", "_early_stop", "_failure", "_function", "_holders", "_is_complete",
-        "_is_joined", "_last_saved", "_random", "_rest", "_snapshot", "_state", "_strict", "_watch", "block", "contexts",
-        "devices", "excluded", "group", "original", "outer_hooks", "outputs",
+        "_is_joined", "_last_saved", "_random", "_rest", "_snapshot", "_state", "_strict", "_watch", "block",
+        "contexts", "devices", "excluded", "group", "original", "outer_hooks", "outputs",
     )  # fmt: skip
 
     def __init__(
