@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch._C._dynamo import eval_frame
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from graphckpt._compat import torch_version
@@ -16,7 +17,7 @@ from graphckpt._compat import torch_version
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
-__all__ = ["compiler_of", "has_compiled_call", "never_compiled", "saving"]
+__all__ = ["DispatchMode", "compiler_of", "has_compiled_call", "never_compiled", "saving"]
 
 _PYTORCHS = ("aten", "prims", "prim", "inductor", "_inductor_test", "c10d_functional", "_c10d_functional", "rngprims")
 """Where PyTorch's own ops stand, which say of themselves whether they draw numbers."""
@@ -34,6 +35,17 @@ def never_compiled(function: _Hook) -> _Hook:
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
     return function
+
+
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode whose ``__torch_dispatch__`` is :func:`never_compiled`.
+
+    PyTorch wraps that of every mode in ``torch.compiler.disable``, which costs 2 us an op.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def compiler_of(backend: Any, mode: str | None, options: Any, dynamic: bool | None) -> Callable[[Any, Any], Any]:

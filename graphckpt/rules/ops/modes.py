@@ -6,17 +6,16 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphckpt._compat import WithoutValues
 from graphckpt._compat_autocast import call_with_autocast
-from graphckpt._compat_compiler import never_compiled
+from graphckpt._compat_compiler import DispatchMode, never_compiled
 from graphckpt.rules.engine.execution import ScheduleMismatch, running
 from graphckpt.rules.ops.op_graph import CAST, METADATA_ONLY_OPS
 from graphckpt.rules.ops.schedule import Action, OpSchedule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from graphckpt.rules.engine.execution import RecomputableCall
     from graphckpt.rules.ops.kept_results import KeptResults
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from graphckpt.rules.ops.schedule import Key
 
 
-class OpMode(TorchDispatchMode):
+class OpMode(DispatchMode):
     """Receives the ops of one execution of a block, but for those of the engine."""
 
     def __init__(self, results: KeptResults, frame: RecomputableCall) -> None:
@@ -92,8 +91,31 @@ class CachingMode(CountingMode):
         return self._results.graph is not None or self._results.is_found_by_number(func)
 
 
+class ScheduledMode(OpMode):
+    """Follows the schedule of an earlier call."""
+
+    def __init__(self, results: KeptResults, frame: RecomputableCall, schedule: OpSchedule) -> None:
+        super().__init__(results, frame)
+        self._schedule = schedule
+        self._plain: Sequence[Op | None] = schedule.plain
+        self._position = 0
+
+    @never_compiled
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        position = self._position
+        op = self._plain[position] if position < len(self._plain) else None
+        if self.is_paused or op is None or op is not func:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        self._position = position + 1
+        try:
+            return op(*args, **kwargs) if kwargs else op(*args)
+        except BaseException:
+            self._results.has_failed_op = True
+            raise
+
+
 @final
-class ScheduledCachingMode(OpMode):
+class ScheduledCachingMode(ScheduledMode):
     """Keeps the results that a schedule names, as long as the ops follow it.
 
     Args:
@@ -110,10 +132,8 @@ class ScheduledCachingMode(OpMode):
         schedule: OpSchedule,
         on_mismatch: Callable[[RecomputableCall], None],
     ) -> None:
-        super().__init__(results, frame)
-        self._schedule = schedule
+        super().__init__(results, frame, schedule)
         self._on_mismatch = on_mismatch
-        self._position = 0
         self._fallback: CachingMode | None = None
 
     def _call(self, func: Op, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -139,6 +159,7 @@ class ScheduledCachingMode(OpMode):
 
     def _fall_back(self, func: Op, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         self._on_mismatch(self._frame)
+        self._plain = ()
         self._fallback = CachingMode(self._results, self._frame)
         for known, _ in self._schedule.keys[: self._position - 1]:
             self._fallback._key(known)
@@ -156,14 +177,12 @@ class CachedMode(CountingMode):
 
 
 @final
-class ScheduledCachedMode(OpMode):
+class ScheduledCachedMode(ScheduledMode):
     """Runs, skips or returns the result of each op, as a schedule says."""
 
     def __init__(self, results: KeptResults, frame: RecomputableCall, schedule: OpSchedule, *, skips: bool) -> None:
-        super().__init__(results, frame)
-        self._schedule = schedule
+        super().__init__(results, frame, schedule)
         self._skips = skips
-        self._position = 0
 
     def _call(self, func: Op, args: Any, kwargs: dict[str, Any]) -> Any:
         schedule, position = self._schedule, self._position

@@ -10,7 +10,8 @@ from typing import Any, TypeAlias, final
 import torch
 
 from graphckpt._compat import WithoutValues, pytree
-from graphckpt.rules.ops.op_graph import Op, OpCall, OpGraph, TensorMeta
+from graphckpt._compat_autocast import computes_alike
+from graphckpt.rules.ops.op_graph import CAST, METADATA_ONLY_OPS, Op, OpCall, OpGraph, TensorMeta
 
 Key: TypeAlias = "tuple[Op, int]"
 """An op, and how often it has been called before in the block."""
@@ -64,6 +65,8 @@ class OpSchedule:
     skipped: dict[int, OpCall]
     num_saved: int
     """How many tensors autograd saves."""
+    plain: list[Op | None] = field(default_factory=list)
+    """The ops again, where both executions call them and need to know no more of them; ``None`` for the others."""
     is_valid: bool = True
     """``False``: calls did not follow it, or not all ops of the block are visible."""
 
@@ -108,7 +111,15 @@ def make_schedule(graph: OpGraph, kept: set[Key], num_saved: int) -> OpSchedule:
             schedule.skipped[position] = call
         else:
             schedule.actions.append(Action.RUN)
+        schedule.plain.append(call.func if schedule.actions[position] is Action.RUN and _is_plain(call.func) else None)
     return schedule
+
+
+def _is_plain(func: Op) -> bool:
+    schema = getattr(func, "_schema", None)
+    if schema is None or schema.is_mutable or func is CAST or func in METADATA_ONLY_OPS:
+        return False
+    return computes_alike(func)
 
 
 def _is_same(leaf: Any, known: Any) -> bool:
