@@ -282,6 +282,18 @@ def test_what_it_prints(absent, tmp_path, capsys):
     assert b"micro-batch size" in first
 
 
+def test_each_batch_size_may_have_a_model_of_its_own():
+    def make_step(batch_size):
+        return Case(gpt2()).make_step(batch_size)
+
+    one_model = Case(gpt2())
+    plain = graphckpt.plan(*one_model.make_step(4), memory_budget="max", candidates=["full"]).plain_peak_bytes
+    found = graphckpt.fit(make_step, batch_sizes=[4, 8], memory_budget=plain, candidates=["full"])
+    assert (found.largest.batch_size, found.largest_without_recompute.batch_size) == (8, 4)
+    with found.largest.plan.apply(one_model.model):
+        assert one_model.peak(8) == found.largest.peak_bytes <= plain
+
+
 def test_a_list_of_sizes_is_kept():
     found = graphckpt.fit(simple, batch_sizes=[64, 8, 8, 100000], memory_budget="256KiB", device="cpu")
     assert [row.batch_size for row in found.rows] == [8, 64, 100000]
