@@ -225,6 +225,28 @@ def test_a_search_is_right_where_memory_is_not_affine():
         graphckpt.plan(*make_step(limit + 1), memory_budget="1MiB", candidates=["full"])
 
 
+class Attention(Layer):
+    """A layer that keeps a matrix of all pairs of rows."""
+
+    def forward(self, x):
+        return super().forward((x @ x.T).softmax(-1) @ x)
+
+
+def test_the_largest_batch_has_run_where_predictions_are_too_low():
+    model = nn.Sequential(*(Attention() for _ in range(6)))
+
+    def make_step(batch_size):
+        x = torch.ones(batch_size, 16)
+        return model, lambda: model(x).sum().backward()
+
+    found = graphckpt.fit(make_step, batch_sizes=range(1, 1000), memory_budget="600KiB", candidates=["full"])
+    largest = found.largest
+    assert largest.batch_size > found.largest_without_recompute.batch_size
+    assert largest.checked_peak_bytes <= found.budget_bytes
+    with pytest.raises(PlanError, match="no plan fits"):
+        graphckpt.plan(*make_step(largest.batch_size + 1), memory_budget="600KiB", candidates=["full"])
+
+
 def simple(batch_size):
     model = nn.Sequential(*(Layer() for _ in range(4)))
     optimizer = torch.optim.AdamW(model.parameters())
