@@ -6,7 +6,9 @@ python examples/recipes/bert_classification.py --size full --predict h100    # p
 """
 
 import argparse
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from comparison import Result, make_parser, parse, predict, show_equality, train
@@ -14,8 +16,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig
 
 import graphckpt
-from graphckpt.planning import Plan
-from graphckpt.planning.fit.rows import BatchFit
 from graphckpt.units import format_bytes
 
 SIZES = {
@@ -70,8 +70,8 @@ def fit_sizes(args: argparse.Namespace, batch_sizes: list[int]) -> graphckpt.Fit
     return graphckpt.fit(make_step, batch_sizes=batch_sizes, memory_budget=args.memory_budget)
 
 
-def under(plan: Plan, training: Training) -> graphckpt.Handle:
-    return plan.apply(training.model)
+def under(policies: Mapping[str, Any], training: Training) -> graphckpt.Handle:
+    return graphckpt.apply(training.model, policies)
 
 
 def cells(result: Result | None, batch_size: int) -> str:
@@ -80,23 +80,22 @@ def cells(result: Result | None, batch_size: int) -> str:
     return f"{format_bytes(result.peak_bytes):>9}  {batch_size / result.step_seconds:9.3g}"
 
 
-def compare(args: argparse.Namespace, row: BatchFit, budget_bytes: int) -> tuple[Result | None, Result | None]:
-    """Trains with one batch size: with everything kept and under the plan. Prints a row.
-
-    On a CPU everything is kept also where that exceeds the budget, to compare.
-    """
-    make = partial(Training, args, row.batch_size)
+def compare(
+    args: argparse.Namespace, batch_size: int, policies: Mapping[str, Any] | None, *, keeps_all: bool
+) -> tuple[Result | None, Result | None]:
+    """Trains with one batch size: with everything kept and with policies, if each fits. Prints a row."""
+    make = partial(Training, args, batch_size)
     plain = planned = None
-    if args.device == "cpu" or row.plain_peak_bytes <= budget_bytes:
-        plain = train(f"everything kept, batch {row.batch_size}", make, args.steps)
-    if row.plan is not None:
-        planned = train(f"plan, batch {row.batch_size}", make, args.steps, partial(under, row.plan))
-    print(f"{row.batch_size:5}  {cells(plain, row.batch_size)}  {cells(planned, row.batch_size)}", flush=True)
+    if keeps_all:
+        plain = train(f"everything kept, batch {batch_size}", make, args.steps)
+    if policies is not None:
+        planned = train(f"plan, batch {batch_size}", make, args.steps, partial(under, policies))
+    print(f"{batch_size:5}  {cells(plain, batch_size)}  {cells(planned, batch_size)}", flush=True)
     return plain, planned
 
 
 def main() -> None:
-    parser = make_parser(__doc__, small_budget="60MiB", full_budget="max")
+    parser = make_parser(__doc__, small_budget="60MiB", full_budget="90%")
     parser.add_argument("--batch-sizes", type=int, nargs="+", help="sizes to compare: 4 to 32, or 8 to 256 with full")
     args = parse(parser)
     batch_sizes = args.batch_sizes or BATCH_SIZES[args.size]
@@ -104,10 +103,16 @@ def main() -> None:
         predict(partial(Training, args), args, batch_sizes=batch_sizes).explain()
         return
     fit = fit_sizes(args, batch_sizes).explain()
+    # On a CPU everything is kept beyond the budget too, to compare. Of a plan its policies are needed, not its model.
+    rows = [
+        (row.batch_size, row.plan and row.plan.blocks, args.device == "cpu" or row.plain_peak_bytes <= fit.budget_bytes)
+        for row in fit.rows
+    ]
+    del fit
     print(f"\nmeasured{'everything kept':>20}{'with a plan':>22}")
     print(f"batch  {'peak':>9}  {'samples/s':>9}  {'peak':>9}  {'samples/s':>9}")
     print("-" * 49)
-    pairs = [compare(args, row, fit.budget_bytes) for row in fit.rows]
+    pairs = [compare(args, size, policies, keeps_all=keeps_all) for size, policies, keeps_all in rows]
     show_equality((plain, planned) for plain, planned in pairs if plain is not None and planned is not None)
 
 

@@ -15,19 +15,21 @@ from transformers import AutoConfig, AutoModelForImageClassification, ViTConfig
 import graphckpt
 
 BATCH_SIZE = {"small": 16, "full": 128}
-SMALL = ViTConfig(
-    num_hidden_layers=4,
-    hidden_size=128,
-    num_attention_heads=4,
-    intermediate_size=512,
-    image_size=64,
-    patch_size=8,
-    num_labels=1000,
-    hidden_dropout_prob=0.1,
-)
-LARGE = ViTConfig(
-    num_hidden_layers=24, hidden_size=1024, num_attention_heads=16, intermediate_size=4096, num_labels=1000
-)
+SIZES = {
+    "small": ViTConfig(
+        num_hidden_layers=4,
+        hidden_size=128,
+        num_attention_heads=4,
+        intermediate_size=512,
+        image_size=64,
+        patch_size=8,
+        num_labels=1000,
+        hidden_dropout_prob=0.1,
+    ),
+    "full": ViTConfig(
+        num_hidden_layers=24, hidden_size=1024, num_attention_heads=16, intermediate_size=4096, num_labels=1000
+    ),
+}
 
 
 class Training:
@@ -35,7 +37,7 @@ class Training:
 
     def __init__(self, args: argparse.Namespace, batch_size: int) -> None:
         torch.manual_seed(0)
-        config = AutoConfig.from_pretrained(args.model) if args.model else {"small": SMALL, "full": LARGE}[args.size]
+        config = AutoConfig.from_pretrained(args.model) if args.model else SIZES[args.size]
         if args.model and not args.predict:
             self.model = AutoModelForImageClassification.from_pretrained(args.model)
         else:
