@@ -53,7 +53,7 @@ def test_help_names_the_commands_and_the_flags(recipe: str, tmp_path: Path) -> N
     assert f"python examples/recipes/{recipe}.py --size full " in text
     for flag in ("--size", "--memory-budget", "--model NAME", "--steps", "--predict DEVICE", "--deterministic"):
         assert flag in text
-    assert all(f"examples/recipes/{recipe}.py" in page() for recipe in RECIPES)
+    assert f"python examples/recipes/{recipe}.py --size full" in page()
 
 
 def test_vit(tmp_path: Path) -> None:
@@ -79,12 +79,12 @@ def test_lora_llama_needs_no_gradient_of_the_inputs(tmp_path: Path) -> None:
 
 
 def test_bert_classification_trains_larger_batches_within_the_budget(tmp_path: Path) -> None:
-    output = run(tmp_path, "bert_classification", "--steps=3", "--batch-sizes", "4", "8", "--memory-budget=52MiB")
+    output = run(tmp_path, "bert_classification", "--steps=3", "--batch-sizes", "2", "4", "--memory-budget=34MiB")
     rows = re.findall(rf"^ +(\d+) +({SIZE}) +\S+ +({SIZE}) +\S+$", output, re.MULTILINE)
-    assert [row[0] for row in rows] == ["4", "8"]
+    assert [row[0] for row in rows] == ["2", "4"]
     kept, planned = ([parse_bytes(row[column]) for row in rows] for column in (1, 2))
-    assert planned[0] == kept[0] <= 52 * MIB < kept[1]
-    assert planned[1] <= 52 * MIB
+    assert planned[0] == kept[0] <= 34 * MIB < kept[1]
+    assert planned[1] <= 34 * MIB
     assert output.count(EQUAL) == 1
 
 
@@ -119,12 +119,12 @@ def test_a_model_is_loaded_by_its_name(tmp_path: Path) -> None:
 
 
 def test_a_device_that_is_not_there(tmp_path: Path) -> None:
-    words = ("--predict=h100", "--size=full", "--batch-sizes", "8", "--memory-budget=7GiB")
+    words = ("--predict=h100", "--batch-sizes", "8", "--memory-budget=70MiB")
     output = run(tmp_path, "bert_classification", *words)
-    assert "memory budget 7.00 GiB on h100" in output
+    assert "memory budget 70.0 MiB on h100" in output
     row = re.search(rf"^ +8 +({SIZE}) +({SIZE})", output, re.MULTILINE)
     assert row is not None
-    assert parse_bytes(row[1]) <= 7 * 2**30 < parse_bytes(row[2])
+    assert parse_bytes(row[1]) <= 70 * MIB < parse_bytes(row[2])
 
 
 def test_other_results_are_not_called_equal(
