@@ -103,6 +103,7 @@ def train(name: str, args: argparse.Namespace, callback: GraphckptCallback | Non
                 per_device_train_batch_size=args.batch_size,
                 learning_rate=1e-3,
                 bf16=args.size == "full",
+                use_cpu=args.device == "cpu",
                 dataloader_pin_memory=args.device == "cuda",
                 disable_tqdm=True,
                 logging_strategy="no",
