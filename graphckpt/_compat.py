@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 __all__ = [
-    "FakeTensors", "NoValueError", "WithoutValues", "abandon_capture", "active_saved_tensor_hooks",
+    "TRUNCATED_NORMAL", "FakeTensors", "NoValueError", "WithoutValues", "abandon_capture", "active_saved_tensor_hooks",
     "all_gather_bytes", "assert_on_device", "at_end_of_backward", "autograd_sequence_number", "backward_within",
     "clear_cublas_workspaces", "current_backward", "early_stop_active", "forget_fake", "forget_half_a_step",
     "has_function_modes", "is_fake", "is_transformed", "is_watched", "num_dispatch_modes", "num_function_modes",
@@ -45,6 +45,9 @@ __all__ = [
     "pop_saved_tensor_hooks", "push_saved_tensor_hooks", "pytree", "share_version_counter", "silence_capturable",
     "storage_of", "torch_version", "unseen_by_modes", "version_sharing_detach", "what_is_not_plain",
 ]  # fmt: skip
+
+TRUNCATED_NORMAL = "_no_grad_trunc_normal_"
+"""The name in `torch.nn.init` of what all imports of `trunc_normal_` call. It draws until all values are in bounds."""
 
 # `pytree` holds every container type that users and Transformers registered (ModelOutput among them). The public
 # `torch.utils.pytree` does not exist before torch 2.14.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast, final
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -129,11 +129,14 @@ def _step_fn(
         batch = loader.collate_fn(samples)
     batch = {name: value.to(args.device) for name, value in batch.items()}
 
+    def mean_loss() -> Tensor:  # returns before the backward, as in the Trainer, so that it does not hold the logits
+        output = model(**batch)
+        loss: Tensor = output["loss"] if isinstance(output, Mapping) else output[0]
+        return loss.mean()
+
     def step() -> None:
         for _ in range(min(2, args.gradient_accumulation_steps)):  # any more take as much memory
-            output = model(**batch)
-            loss = output["loss"] if isinstance(output, Mapping) else output[0]
-            loss.mean().backward()
+            mean_loss().backward()
         optimizer.step()
         optimizer.zero_grad()
 

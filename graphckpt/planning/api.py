@@ -80,7 +80,7 @@ def plan_step(
         planners = measure_all(step, model, blocks, options, group)
         limit = _limit_of(budget, planners.plain, step, group)
         checked = partial(
-            plan_and_check, step=step, limit=limit, group=group, known=planners.known, check=options.check
+            plan_and_check, model=model, step=step, limit=limit, group=group, known=planners.known, check=options.check
         )
         return planners.best_of(
             checked, floor_of=lambda planner: group.from_leader(planner.least), is_least=limit is None

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
+
+from torch import nn
 
 from graphckpt.planning.measure.real_step import RealStep
 from graphckpt.planning.plan import Plan
@@ -17,6 +20,7 @@ _MOST_CHECKS = 3  # another plan may run other ops at its peak
 
 def plan_and_check(
     planner: Planner,
+    model: nn.Module,
     step: RealStep,
     limit: int | None,
     *,
@@ -28,6 +32,7 @@ def plan_and_check(
 
     Args:
         planner: Used on the leader.
+        model: The model of ``step``, which may be another one than that which was measured.
         step: Run on all processes; the largest difference counts.
         limit: The largest peak in bytes; ``None`` is the lowest possible.
         group: The processes that plan together.
@@ -40,9 +45,9 @@ def plan_and_check(
 
     def chosen(correction: int = 0) -> Plan:
         bound = planner.floor.peak + max(0, correction) if limit is None else limit
-        return planner.plan(bound, correction=correction)
+        return replace(planner.plan(bound, correction=correction), model=model)
 
-    found = group.plan(chosen, known, planner.model)
+    found = group.plan(chosen, known, model)
     for _ in range(_MOST_CHECKS if check else 0):
         with found.apply():
             off = group.max(_peak(step, group, found)) - (found.predicted_peak_bytes - found.correction_bytes)
@@ -50,7 +55,7 @@ def plan_and_check(
         is_over = found.predicted_peak_bytes + surprise > found.budget_bytes
         if not is_over and abs(surprise) <= _TOLERANCE * found.predicted_peak_bytes:
             break
-        found = group.plan(partial(chosen, off), known, planner.model)
+        found = group.plan(partial(chosen, off), known, model)
     return found
 
 

@@ -226,6 +226,28 @@ def test_a_search_is_right_where_memory_is_not_affine():
         graphckpt.plan(*make_step(limit + 1), memory_budget="1MiB", candidates=["full"])
 
 
+class Attention(Layer):
+    """A layer that keeps a matrix of all pairs of rows."""
+
+    def forward(self, x):
+        return super().forward((x @ x.T).softmax(-1) @ x)
+
+
+def test_the_largest_batch_has_run_where_predictions_are_too_low():
+    model = nn.Sequential(*(Attention() for _ in range(6)))
+
+    def make_step(batch_size):
+        x = torch.ones(batch_size, 16)
+        return model, lambda: model(x).sum().backward()
+
+    found = graphckpt.fit(make_step, batch_sizes=range(1, 1000), memory_budget="600KiB", candidates=["full"])
+    largest = found.largest
+    assert largest.batch_size > found.largest_without_recompute.batch_size
+    assert largest.checked_peak_bytes <= found.budget_bytes
+    with pytest.raises(PlanError, match="no plan fits"):
+        graphckpt.plan(*make_step(largest.batch_size + 1), memory_budget="600KiB", candidates=["full"])
+
+
 def simple(batch_size):
     model = nn.Sequential(*(Layer() for _ in range(4)))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -281,6 +303,18 @@ def test_what_it_prints(absent, tmp_path, capsys):
     first = absent.plot(tmp_path / "fit.svg").read_bytes()
     assert absent.plot(tmp_path / "other.svg").read_bytes() == first
     assert b"micro-batch size" in first
+
+
+def test_each_batch_size_may_have_a_model_of_its_own():
+    def make_step(batch_size):
+        return Case(gpt2()).make_step(batch_size)
+
+    one_model = Case(gpt2())
+    plain = graphckpt.plan(*one_model.make_step(4), memory_budget="max", candidates=["full"]).plain_peak_bytes
+    found = graphckpt.fit(make_step, batch_sizes=[4, 8], memory_budget=plain, candidates=["full"])
+    assert (found.largest.batch_size, found.largest_without_recompute.batch_size) == (8, 4)
+    with found.largest.plan.apply(one_model.model):
+        assert one_model.peak(8) == found.largest.peak_bytes <= plain
 
 
 def test_a_list_of_sizes_is_kept():

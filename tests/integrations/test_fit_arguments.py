@@ -81,6 +81,16 @@ def test_all_memory_of_the_device(tmp_path: Path) -> None:
     assert callback.plan.blocks == {}, "all fits"
 
 
+def test_a_callback_predicts_the_peak_of_the_trainer_which_releases_the_logits_before_backward(tmp_path: Path) -> None:
+    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 48, "vocab_size": 2048}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, use_cache=False))
+    callback = GraphckptCallback(memory_budget="max", report="table")  # a table has the peak of the second step
+    Trainer(model=model, args=arguments(tmp_path), train_dataset=Tokens(), callbacks=[callback]).train()
+    assert callback.plan is not None
+    assert callback.explanation is not None
+    assert callback.explanation.peak_bytes == pytest.approx(callback.plan.predicted_peak_bytes, rel=0.01)
+
+
 def test_a_callback_plans_for_the_gradients_that_are_accumulated(tmp_path: Path) -> None:
     plans = []
     for accumulation in (1, 4):

@@ -286,6 +286,13 @@ class TestSteps:
             loss = nn.Linear(4, 4)(torch.zeros(1, 4)).sum()
             assert (loss.item(), float(loss)) == (1.0, 1.0)
 
+    def test_a_truncated_normal_distribution_is_drawn_once(self) -> None:
+        with FakeDevice(load_profile("a100-80g")):
+            weight = nn.Linear(8, 4).weight
+            assert nn.init.trunc_normal_(weight, std=0.02) is weight
+            assert is_fake(nn.init.trunc_normal_(torch.empty(3, 3), mean=5.0, a=4.0, b=5.5))
+        assert nn.init.trunc_normal_(torch.empty(1000)).abs().max() < 2
+
     def test_a_shape_that_depends_on_values_is_one_clear_error(self) -> None:
         with FakeDevice(load_profile("a100-80g")), pytest.raises(ConfigError, match="reads the value of a tensor"):
             torch.zeros(4, dtype=torch.long).max().item()

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import swap_tensors
 
-from graphckpt._compat import FakeTensors, NoValueError, backward_within, forget_fake, is_fake
+from graphckpt._compat import TRUNCATED_NORMAL, FakeTensors, NoValueError, backward_within, forget_fake, is_fake
 from graphckpt.errors import ConfigError
 from graphckpt.planning.device.cuda_kernels import FULL_PRECISION, CudaKernels, dropout, in_full_precision
 from graphckpt.planning.device.profile import DeviceProfile
@@ -59,6 +59,7 @@ class FakeDevice:
                 stack.enter_context(_autocast_here())
                 stack.enter_context(_foreach_optimizers())
             stack.enter_context(swapped(torch.utils, {"swap_tensors": self._swap}))
+            stack.enter_context(swapped(torch.nn.init, {TRUNCATED_NORMAL: _normal}))
             stack.enter_context(self._tensors)
             stack.enter_context(self._functions)
             stack.enter_context(backward_within(self._functions))  # the recomputation must use the same kernels
@@ -125,6 +126,12 @@ def _is_elsewhere(value: Any) -> bool:
     if isinstance(value, torch.device):
         return value.type not in _HERE
     return isinstance(value, str) and value.split(":")[0] == "cuda"
+
+
+def _normal(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """Draws once, as a fake tensor has no values to compare with the bounds of ``trunc_normal_``."""
+    with torch.no_grad():
+        return tensor.normal_()
 
 
 @contextmanager

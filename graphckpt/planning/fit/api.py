@@ -40,7 +40,7 @@ def fit(
 
     Args:
         make_step: called with a batch size; returns the model and a function that runs one training step of that many
-            samples, as :func:`graphckpt.plan` takes them. The model may be the same each time.
+            samples, as :func:`graphckpt.plan` takes them. The model may be the same each time, which takes less memory.
         batch_sizes: the micro-batch sizes to plan. A ``range`` are the bounds of a search for the largest that fits,
             and ``None`` searches from 1 on; then there are rows for powers of two and for the sizes that were found.
         memory_budget: the peak of the whole step in bytes, or as ``"12GiB"``; ``"max"`` is the memory of the device,

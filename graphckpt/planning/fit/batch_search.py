@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import count
 from math import isqrt
 from typing import TYPE_CHECKING, final
 
@@ -108,13 +109,8 @@ class _Search:
             PlanError: not even the smallest batch fits.
         """
         self._measure_some()
-        for _ in range(_MOST_CORRECTIONS):
-            rows = self._rows()
-            if not any(row.fits for row in rows):
-                break
-            fastest = max(rows, key=lambda row: (row.samples_per_second, row.batch_size)).batch_size
-            biggest = max(row.batch_size for row in rows if row.fits)
-            due = [size for size in dict.fromkeys((biggest, fastest)) if size not in self._checked]
+        for turn in count():
+            due = self._sizes_to_check(with_fastest=turn < _MOST_CORRECTIONS)
             if not due:
                 break
             for size in due:
@@ -125,6 +121,23 @@ class _Search:
             self._check_accumulating(found, self._global_batch)
             found = self._fit()
         return found
+
+    def _sizes_to_check(self, *, with_fastest: bool) -> list[int]:
+        """Returns the sizes that seem to be the largest and the fastest, unless they have run.
+
+        After a plan that did not fit, predictions are too low: then the size halfway to the largest that has run.
+        """
+        rows = [row for row in self._rows() if row.fits]
+        if not rows:
+            return []
+        sizes = [rows[-1].batch_size]
+        if self._not_fitting is not None:
+            known = max((size for size in self._checked if size <= sizes[0]), default=self._low - 1)
+            between = [size for size in self._listed or range(sizes[0] + 1) if known < size <= sizes[0]]
+            sizes = [between[len(between) // 2]] if between else []
+        if with_fastest:
+            sizes.append(max(rows, key=lambda row: (row.samples_per_second, row.batch_size)).batch_size)
+        return [size for size in dict.fromkeys(sizes) if size not in self._checked]
 
     def _fit(self) -> Fit:
         rows = self._rows()

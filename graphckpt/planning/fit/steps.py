@@ -145,7 +145,8 @@ class RealSizedStep:
         assert not correction
 
         def checked(planner: Any) -> Plan:
-            return plan_and_check(planner, self.measurable, budget, group=PlanGroup(), known=planners.known, check=True)
+            step, known = self.measurable, planners.known
+            return plan_and_check(planner, self.model, step, budget, group=PlanGroup(), known=known, check=True)
 
         with self.restoring():
             plan = planners.best_of(checked)
