@@ -65,6 +65,7 @@ def test_vit(tmp_path: Path) -> None:
     assert_shown(output, "vit", "everything kept", "selective", "full")
 
 
+@pytest.mark.slow
 def test_lora_llama_needs_no_gradient_of_the_inputs(tmp_path: Path) -> None:
     output = run(tmp_path, "lora_llama", "--steps=3")
     found = peaks(output)
@@ -78,6 +79,7 @@ def test_lora_llama_needs_no_gradient_of_the_inputs(tmp_path: Path) -> None:
     assert_shown(output, "lora_llama", "everything kept", "Transformers' own", "GraphckptCallback('full')")
 
 
+@pytest.mark.slow
 def test_bert_classification_trains_larger_batches_within_the_budget(tmp_path: Path) -> None:
     output = run(tmp_path, "bert_classification", "--steps=3", "--batch-sizes", "2", "4", "--memory-budget=34MiB")
     rows = re.findall(rf"^ +(\d+) +({SIZE}) +\S+ +({SIZE}) +\S+$", output, re.MULTILINE)
@@ -108,6 +110,7 @@ def test_resnet101_updates_the_buffers_of_batch_norm_once(tmp_path: Path) -> Non
     assert_shown(output, "resnet101", "everything kept", "full")
 
 
+@pytest.mark.slow
 def test_a_model_is_loaded_by_its_name(tmp_path: Path) -> None:
     config = ViTConfig(
         num_hidden_layers=2, hidden_size=16, num_attention_heads=2, intermediate_size=32, image_size=16, patch_size=8

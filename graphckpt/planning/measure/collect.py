@@ -281,5 +281,5 @@ def _calls_by_block(log: StepLog, numbers: Sequence[int]) -> dict[int, list[int]
 _SHORTER = "a layer behaves differently in a shorter stack than in the whole one; the peak is an estimate"
 _STRANGE = (
     "some tensors that blocks return live longer under some policies, since an object among the arguments holds them; "
-    "the peak is an upper estimate · fix for a Transformers model: config.use_cache = False"
+    "the peak is an upper estimate · fix, if it is the cache of a Transformers model: config.use_cache = False"
 )
