@@ -394,7 +394,8 @@ def test_micro_batches_in_one_step():
 def test_a_cache_of_keys_makes_it_an_estimate():
     case = gpt2(use_cache=True)
     found = case.planner().plan(1 << 40)
-    assert any("fix, if it is the cache of a Transformers model: config.use_cache = False" in note for note in found.notes)
+    fix = "fix, if it is the cache of a Transformers model: config.use_cache = False"
+    assert any(fix in note for note in found.notes)
     assert not gpt2().planner().plan(1 << 40).notes
 
 
