@@ -23,11 +23,12 @@ from typing import Any
 import torch
 from report import header, spread, table, write
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
 import graphckpt
+from graphckpt.rules.selective import PRESETS
 
 Step = Callable[[], torch.Tensor]
 
@@ -186,6 +187,40 @@ def use_graphckpt(subject: Subject, model: nn.Module) -> None:
     graphckpt.apply(model, {subject.blocks: {"activation_checkpointing": True}})
 
 
+def use_torch_selective(subject: Subject, model: nn.Module) -> None:
+    """PyTorch's selective checkpointing, which keeps the results of the ops of the preset ``matmul``."""
+    ops: Any = list(PRESETS["matmul"])
+    use_torch(subject, model, context_fn=lambda: create_selective_checkpoint_contexts(ops))
+
+
+def use_graphckpt_selective(subject: Subject, model: nn.Module) -> None:
+    """Rule ``selective`` with the preset ``matmul`` on each block."""
+    graphckpt.apply(model, {subject.blocks: {"activation_checkpointing": graphckpt.Selective("matmul")}})
+
+
+def blocks_twice(subject: Subject, model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Step:
+    """No recompute, and each block's forward once more: what recompute would take if a library did nothing itself."""
+    calls: list[tuple[nn.Module, Any, Any]] = []
+
+    def see(block: nn.Module, args: Any, kwargs: Any) -> None:
+        own = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in args]
+        calls.append((block, own, kwargs))
+
+    hooks = [block.register_forward_pre_hook(see, with_kwargs=True) for block in blocks_of(subject, model)]
+    subject.loss(model, *inputs)
+    for hook in hooks:
+        hook.remove()
+    plain = forward_backward(subject, model, inputs)
+
+    def step() -> torch.Tensor:
+        loss = plain()
+        for block, args, kwargs in calls:
+            block(*args, **kwargs)
+        return loss
+
+    return step
+
+
 def recompute(switch: Callable[[Subject, nn.Module], None]) -> Callable[..., Step]:
     """Makes a variant of forward and backward from a function that switches recompute on."""
 
@@ -203,7 +238,13 @@ RECOMPUTE = {
     "torch.utils.checkpoint, preserve_rng_state=False": recompute(partial(use_torch, preserve_rng_state=False)),
     "FairScale checkpoint_wrapper": recompute(use_fairscale),
     "Transformers gradient_checkpointing_enable": recompute(use_transformers),
+    "no recompute, each block's forward twice": blocks_twice,
     "no recompute": forward_backward,
+}
+SELECTIVE = {
+    "create_selective_checkpoint_contexts": recompute(use_torch_selective),
+    "graphckpt selective(matmul)": recompute(use_graphckpt_selective),
+    "graphckpt full": recompute(use_graphckpt),
 }
 
 
@@ -263,6 +304,7 @@ def main() -> None:
     for title, variants in (
         ("Whole step (forward, backward, optimizer, zero_grad)", WHOLE_STEP),
         ("Forward and backward, every block recomputed", RECOMPUTE),
+        ("Forward and backward, all but matrix products recomputed", SELECTIVE),
     ):
         for subject in SUBJECTS:
             seconds = measure(subject, variants, options)
