@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 from typing import Any
@@ -228,9 +229,33 @@ def _keeps_everything(*_: object, **__: object) -> bool:
     return True
 
 
-def test_an_excluded_child_that_edits_a_kept_result() -> None:
+class Raises(nn.Module):
+    """Edits its input in place, and then raises an exception."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.mul_(0.5)
+        raise ValueError("after an edit")
+
+
+class Catches(nn.Module):
+    """Goes on with what its child has left behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Raises()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with contextlib.suppress(ValueError):
+            self.inner(x)
+        return x.sin()
+
+
+@pytest.mark.parametrize(
+    ("child", "name"), [(HalvesItsInput(), "1.1"), (Catches(), "1.1.inner")], ids=["edits", "raises"]
+)
+def test_an_excluded_child_that_edits_a_kept_result(child: nn.Module, name: str) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(Transposes(), HalvesItsInput(), nn.Linear(8, 8)))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(Transposes(), child, nn.Linear(8, 8)))
     x = torch.randn(4, 8)
 
     def gradients() -> list[torch.Tensor]:
@@ -239,7 +264,7 @@ def test_an_excluded_child_that_edits_a_kept_result() -> None:
     expected = gradients()
     policies = {
         "1": {"activation_checkpointing": graphckpt.Selective(_keeps_everything)},
-        "1.1": {"activation_checkpointing": False},
+        name: {"activation_checkpointing": False},
     }
     with graphckpt.apply(model, policies):
         for _ in range(2):

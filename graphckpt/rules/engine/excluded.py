@@ -196,20 +196,28 @@ def run_excluded(block: BlockContext, function: Callable[..., Any], args: Sequen
         try:
             output = _run_kept(around, hooks, block, function, args, kwargs, is_stored=stored is not None)
         except Exception:
+            with modes_paused(around[0]):
+                _drop_mutated(originals, inputs)
             for run in originals:
                 run.frame.excluded.append(ExcludedCall(block, None, run.frame, is_repeated=True))
             raise
     with modes_paused(around[0]):
         if stored is not None:
             stored.seal()
-        is_repeated = inputs is not None and inputs.are_mutated()
-        if inputs is not None and is_repeated:
-            for run in originals:
-                if run.frame.contexts is not None:
-                    run.frame.contexts.drop_mutated_outside(inputs.mutated())
+        is_repeated = _drop_mutated(originals, inputs)
         for frame in (run.frame for run in originals if not run.frame.keeps_rest):
             frame.excluded.append(ExcludedCall(block, output, frame, is_repeated=is_repeated))
     return output
+
+
+def _drop_mutated(originals: list[Execution], inputs: _Inputs | None) -> bool:
+    """Drops the kept results of the blocks around that the child has modified. Returns whether it has."""
+    if inputs is None or not inputs.are_mutated():
+        return False
+    for run in originals:
+        if run.frame.contexts is not None:
+            run.frame.contexts.drop_mutated_outside(inputs.mutated())
+    return True
 
 
 def _run_alone(block: BlockContext, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
