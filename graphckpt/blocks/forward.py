@@ -109,7 +109,7 @@ class BlockForward:
                 return function(*args, **kwargs)
             return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
         if not torch.is_grad_enabled():
-            return self.rule.run_without_gradients(self.name, function, args, kwargs)
+            return self.rule.run_without_gradients(self._context or self.context, function, args, kwargs)
         context = self._context or self.context
         under_rule = self._under_rule(context, function)
         return function(*args, **kwargs) if under_rule is None else self.rule.run(context, under_rule, args, kwargs)

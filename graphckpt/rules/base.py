@@ -46,9 +46,11 @@ class Rule(ABC):
     def run(self, block: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs ``function(*args, **kwargs)``, the block's forward, with autograd on."""
 
-    def run_without_gradients(self, name: str, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Runs the forward of the block ``name`` with autograd off, where nothing is kept anyway: as it is."""
-        del name
+    def run_without_gradients(
+        self, block: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs the block's forward with autograd off, where nothing is kept anyway: as it is."""
+        del block
         return function(*args, **kwargs)
 
     def describe(self) -> str:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, final
 
 from graphckpt.rules.base import Rule
 from graphckpt.rules.engine.context import BlockContext
-from graphckpt.rules.engine.excluded import run_excluded
+from graphckpt.rules.engine.excluded import run_excluded, run_excluded_without_gradients
 
 
 @final
@@ -21,3 +21,9 @@ class Keep(Rule):
     def run(self, block: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs the block once; a recomputation of the block around it gets the same outputs."""
         return run_excluded(block, function, args, kwargs)
+
+    def run_without_gradients(
+        self, block: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs the block; a recomputation of the block around it does so again."""
+        return run_excluded_without_gradients(block, function, args, kwargs)

@@ -57,14 +57,16 @@ class Tiles(Rule):
         """Runs the block slice by slice."""
         return self._in_slices(block.name, lambda *tile: Frame(block, function).run(*tile), args, kwargs, block.note)
 
-    def run_without_gradients(self, name: str, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    def run_without_gradients(
+        self, block: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
         """Runs a loss in slices: what is too big for training at once is too big for evaluation.
 
         Others run as they are: a block may be generating text, with a cache that cannot be cut.
         """
         if self.reduce is None:
             return function(*args, **kwargs)
-        return self._in_slices(name, lambda args, kwargs: function(*args, **kwargs), args, kwargs)
+        return self._in_slices(block.name, lambda args, kwargs: function(*args, **kwargs), args, kwargs)
 
     def _in_slices(
         self,

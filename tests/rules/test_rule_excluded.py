@@ -229,6 +229,50 @@ def _keeps_everything(*_: object, **__: object) -> bool:
     return True
 
 
+class Counts(nn.Module):
+    """Adds the number of its call, a buffer, to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        return torch.sigmoid(x + self.calls)
+
+
+class Targets(nn.Module):
+    """Calls a child with and without gradients, in turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts, self.linear = Counts(), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            with torch.no_grad():
+                target = self.counts(x)
+            x = self.linear(self.counts(x) * target)
+        return x
+
+
+def test_calls_without_gradients_find_the_buffers_that_the_others_leave() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Targets())
+    plain = copy.deepcopy(model)
+    x = torch.randn(4, 8)
+    with graphckpt.apply(
+        model, {"1": {"activation_checkpointing": True}, "1.counts": {"activation_checkpointing": False}}
+    ):
+        for _ in range(2):
+            for each in (plain, model):
+                each.zero_grad()
+                each(x).square().sum().backward()
+            for ours, expected in zip(model.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(ours.grad, expected.grad)
+            assert torch.equal(model[1].counts.calls, plain[1].counts.calls)
+
+
 class Raises(nn.Module):
     """Edits its input in place, and then raises an exception."""
 

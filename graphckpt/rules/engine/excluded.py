@@ -220,6 +220,23 @@ def _drop_mutated(originals: list[Execution], inputs: _Inputs | None) -> bool:
     return True
 
 
+def run_excluded_without_gradients(
+    block: BlockContext, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Runs an excluded child with autograd off. The recomputation does so again, as it keeps nothing.
+
+    With buffers, it is noted: the other calls must be repeated too, for it must find the buffers as they leave them.
+    """
+    around = _runs_around(running.get())
+    if around and block.present_state().buffer_ids():
+        for run in around:
+            if isinstance(run, Recomputation):
+                run.excluded_cursor += 1
+            elif not run.frame.keeps_rest:
+                run.frame.excluded.append(ExcludedCall(block, None, run.frame, is_repeated=True))
+    return function(*args, **kwargs)
+
+
 def _run_alone(block: BlockContext, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Runs a block that is in no recomputed block: what it saves goes to its store."""
     if not block.is_placed and block.recorder is None:
