@@ -17,6 +17,7 @@ from graphckpt.graph.step_backup import StepBackup
 if TYPE_CHECKING:
     from graphckpt.graph.step import Step
 
+_LINES_OF_TRACEBACK = 4
 _CPU_WORDS = ("can't allocate memory", "not enough memory", "bad_alloc")  # the CPU allocators raise RuntimeErrors
 
 
@@ -97,10 +98,15 @@ def describe_policies(names: Iterable[str]) -> str:
 
 
 def _free(step: Step, error: BaseException) -> None:
-    """Frees what the failed step holds: the frames of its traceback, captures, and unused blocks of the allocator."""
+    """Frees what the failed step holds: the frames of its traceback, captures, and unused blocks of the allocator.
+
+    The frames themselves go too, not only their variables: a frame holds its function, and that the variables of the
+    one around it, such as the inputs of a module with hooks. A note keeps the last lines.
+    """
+    error.add_note("where memory ran out:\n" + "".join(traceback.format_tb(error.__traceback__)[-_LINES_OF_TRACEBACK:]))
     seen: BaseException | None = error
     while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
+        seen.__traceback__ = None
         seen = seen.__cause__ or seen.__context__
     if step.captured is not None:
         step.captured.release()
