@@ -17,7 +17,7 @@ from graphckpt.graph.step_backup import StepBackup
 if TYPE_CHECKING:
     from graphckpt.graph.step import Step
 
-_LINES_OF_TRACEBACK = 4
+_LINES_OF_TRACEBACK = 10
 _CPU_WORDS = ("can't allocate memory", "not enough memory", "bad_alloc")  # the CPU allocators raise RuntimeErrors
 
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import gc
 import random
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from helpers.memory_limit import MemoryLimit
 from torch import nn
 
-from graphckpt import Graph
+from graphckpt import ConfigError, Graph
+from graphckpt.graph.out_of_memory import is_out_of_memory
 
 pytestmark = pytest.mark.filterwarnings("default:.*memory ran out; the step is repeated")
 FAILED = 2  # the step that runs out of memory, of STEPS
@@ -143,3 +147,134 @@ def test_off_by_default():
     with pytest.raises(torch.OutOfMemoryError, match="tried to allocate") as error:
         run(step, 200_000)
     assert not hasattr(error.value, "__notes__")
+
+
+def made_selective():
+    step = made()
+    for layer in step.model.layers:
+        layer.config.activation_checkpointing = "selective"
+    return step
+
+
+def test_memory_runs_out_in_a_recomputation():
+    expected = run(made())
+    at_rest, _ = expected[3]
+    peak = run(made_selective())[2].peak_bytes
+    with pytest.warns(UserWarning, match=r"repeated: 4x selective\(matmul\+attention\) -> "):
+        got = run(made_selective(), at_rest + int(0.85 * (peak - at_rest)))
+    assert is_same(got, expected)
+    assert {"backward", "_recompute"} <= got[2].functions
+
+
+def test_second_error_is_the_first_one_with_a_note_and_nothing_stays_alive():
+    expected = made()
+    for _ in range(FAILED):
+        expected(X)
+    step, memory = made(), MemoryLimit()
+    memory.track([X, *step.model.origin.parameters(), *step.model.origin.buffers()])
+    for _ in range(FAILED):
+        step(X)
+    memory.track(t for o in step._update.optimizers for s in o.state.values() for t in s.values())
+    memory.track([step.model.origin.mean])
+    before = memory.live_bytes
+    memory.limit = before + 100_000
+    with pytest.warns(UserWarning, match="repeated"), memory, pytest.raises(torch.OutOfMemoryError) as error:
+        step(X)
+    assert memory.num_raised == 2
+    where, note = error.value.__notes__
+    assert "x + self.norm" in where
+    assert "memory ran out again after replanning: 4x keep -> " in note
+    assert "fix: a smaller batch" in note
+    del error  # its frame holds the backup of the state
+    gc.collect()
+    assert memory.live_bytes <= before
+    assert [p.grad for p in step.model.origin.parameters()] == [None] * len(list(step.model.origin.parameters()))
+    for _ in range(STEPS - FAILED):
+        assert torch.equal(step(X), expected(X))
+    assert step.model.origin.seen != []
+
+
+def test_plan_is_at_most_the_memory_budget():
+    step = made()
+    step.config.memory_budget = "90%"
+    step.config.plan_options = {"candidates": ["full"]}
+    step(X)
+    planned = sum(bool(layer.config.activation_checkpointing) for layer in step.model.layers)
+    with MemoryLimit() as memory:
+        step(X)
+    limit = memory.peak_bytes - 1000
+    with MemoryLimit(limit) as memory, pytest.warns(UserWarning, match="repeated"):
+        step(X)
+    assert memory.num_raised == 1
+    assert sum(bool(layer.config.activation_checkpointing) for layer in step.model.layers) > planned
+    policies = [layer.config.fields() for layer in step.model.layers]
+    step(X)
+    assert [layer.config.fields() for layer in step.model.layers] == policies
+
+
+def test_error_in_the_update_says_that_it_cannot_be_undone():
+    step = made()
+    step(X)
+
+    def run_out(optimizer, *_):
+        optimizer.param_groups[0]["params"][0].data.add_(1)
+        raise MemoryError("no room")
+
+    step._update.optimizers[0].register_step_pre_hook(run_out)
+    with pytest.raises(MemoryError) as error:
+        step(X)
+    assert error.value.__notes__ == [
+        f"{step.name}: not replanned, since the update of the parameters had begun · fix: a smaller batch"
+    ]
+
+
+def test_input_that_was_modified_in_place_cannot_be_repeated():
+    class InPlace(Step):
+        def build(self, x):
+            x.add_(1)
+            raise MemoryError("no room")
+
+    with pytest.raises(MemoryError) as error:
+        InPlace()(X.clone())
+    assert "not replanned, since the step had modified a parameter or an input in place" in error.value.__notes__[0]
+
+
+def test_step_that_reads_values_cannot_be_planned_and_raises_the_error():
+    class Reads(Step):
+        def build(self, x):
+            if int(x.argmax()) >= 0:
+                raise MemoryError("no room")
+
+    step = Reads()
+    with pytest.raises(MemoryError, match="no room") as error:
+        step(X)
+    assert "not replanned: the step reads the value of a tensor" in error.value.__notes__[1]
+    assert not any(t.grad is not None or type(t) is not nn.Parameter for t in step.model.origin.parameters())
+
+
+def test_several_processes_cannot_replan(monkeypatch):
+    step = made()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(ConfigError, match=r"on_out_of_memory: expected one process, got a process group of 2 ranks"):
+        step(X)
+
+
+def test_settings_are_checked():
+    with pytest.raises(ConfigError, match=r"on_out_of_memory: there is no 'replann' · did you mean 'replan'\?"):
+        made(mode="replann")
+
+
+@pytest.mark.parametrize("text", ["DefaultCPUAllocator: can't allocate memory", "not enough memory", "std::bad_alloc"])
+def test_errors_of_cpu_allocators_are_known(text):
+    assert is_out_of_memory(RuntimeError(text))
+    assert not is_out_of_memory(ValueError(text))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of the address space")
+def test_limit_of_the_address_space():
+    script = Path(__file__).parents[1] / "helpers" / "address_space.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, timeout=300)
+    assert done.stdout == "same\n", done.stderr
+    assert "memory ran out; the step is repeated: 4x keep -> " in done.stderr
