@@ -58,4 +58,4 @@ def explain_out_of_memory(*, micro_batch: int, is_checkpointed: bool) -> Iterato
             fixes.append(f"a train.train_micro_batch_size below {micro_batch}, with more train.num_accumulation_steps")
         fix = ", or ".join(fixes) or "use a smaller model, shorter samples, or a device with more memory"
         notes = "".join(f" ({note.partition(' · fix: ')[0]})" for note in getattr(error, "__notes__", ())[-1:])
-        raise TrainError(f"memory ran out: {first_line(error)}{notes} · fix: {fix}") from error
+        raise TrainError(f"memory ran out: {first_line(error)} · fix: {fix}{notes}") from error
