@@ -47,6 +47,7 @@ train = {
         "host_budget": None,  # beside it, the most bytes that may be offloaded at a time: "64GiB"
         "candidates": None,  # beside it, the rules to consider: ["full", "joined"]; None: all
         "check": True,  # beside it, run the step under the plan, and plan again if the peak is off
+        "on_out_of_memory": "replan",  # policies are planned anew, and the update is repeated; or "raise"
         "head": None,  # beside it: {"loss_head": {"rule": "tiles", "num_tiles": 8, "reduce": "sum"}}
     },
     "evaluation": {

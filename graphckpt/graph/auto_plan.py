@@ -13,17 +13,25 @@ from torch import nn
 
 from graphckpt.blocks.find_layers import layers
 from graphckpt.blocks.proxy import BlockTree
+from graphckpt.blocks.resolve import resolve_policies
 from graphckpt.errors import ConfigError, GraphError
+from graphckpt.graph.fake_graph import fake_training
+from graphckpt.graph.out_of_memory import describe_policies
 from graphckpt.graph.step import Step
+from graphckpt.graph.step_backup import StepBackup
 from graphckpt.graph.verify import unchanged
 from graphckpt.planning.api import find_blocks, plan_step
-from graphckpt.planning.budget import Budget
+from graphckpt.planning.budget import Budget, available_bytes, check_budget
 from graphckpt.planning.compiled import without_share
+from graphckpt.planning.errors import PlanError
 from graphckpt.planning.measure.real_step import RealStep
+from graphckpt.planning.measure_all import measure_all
 from graphckpt.planning.options import PlanOptions
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup, planning_group
+from graphckpt.planning.planner import Planners
 from graphckpt.tree import flatten_call
+from graphckpt.units import format_bytes
 
 _UNSET = dict.fromkeys(
     ("activation_checkpointing", "segments", "tiles", "offload", "partition", "contiguous", "compile")
@@ -71,7 +79,15 @@ class AutoPlan:
         if not step.update.optimizers:
             raise GraphError(f"{step.name}.plan: an evaluation graph saves nothing · fix: plan the training graph")
         step.prepare()
-        model = _Roots(step.roots)
+        model, blocks, options = self._find_blocks(options)
+        if step.captured is not None:  # a plan drops the captures; until then their memory would count as taken
+            step.captured.release()
+            torch.cuda.empty_cache()
+        with step.without_own_policies():
+            return plan_step(real, model, blocks, memory_budget, options, group, unchanged(step))
+
+    def _find_blocks(self, options: PlanOptions) -> tuple[nn.Module, list[tuple[str, nn.Module]], PlanOptions]:
+        step, model = self._step, _Roots(self._step.roots)
         selectors = options.blocks
         if selectors is None:
             selectors = [".".join(filter(None, (root, n))) for root, m in step.roots.items() for n in layers(m)]
@@ -80,11 +96,48 @@ class AutoPlan:
         blocks = find_blocks(model, selectors)
         if options.compile is None:
             options = replace(options, compile=self._compile_of(blocks))
-        if step.captured is not None:  # a plan drops the captures; until then their memory would count as taken
-            step.captured.release()
-            torch.cuda.empty_cache()
-        with step.without_own_policies():
-            return plan_step(real, model, blocks, memory_budget, options, group, unchanged(step))
+        return model, blocks, options
+
+    def replan(
+        self, backup: StepBackup, fields: dict[str, Any], build: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> str:
+        """Applies a plan for the memory that is free now, with a lower peak than the present policies have.
+
+        The step runs on fake tensors only, since there may be no memory to measure another one.
+
+        Returns:
+            What has changed, in one line.
+
+        Raises:
+            PlanError: There is no such plan, or the step cannot be planned without running it.
+        """
+        step = self._step
+        step.prepare()
+        model, blocks, options = self._find_blocks(step.config.plan_options)
+        if options.compile not in (None, False) or options.partition:
+            raise PlanError("blocks that are compiled or partitioned cannot be planned without memory")
+        resolved = resolve_policies(step.roots.items(), self._tree.configs)
+        before = {w.module: w for w in resolved.wrappers}
+        device = next(model.parameters()).device
+        try:
+            with fake_training(step, model, fields, build, args, kwargs) as fake:
+                with step.with_policies(resolved.wrappers):
+                    failed = fake.run()[0]
+                with step.without_own_policies():
+                    planners = measure_all(fake, model, blocks, options, PlanGroup())
+            available = available_bytes(device, planners.plain.measured.model.static_bytes)
+            plan = _lower_plan(planners, failed, available, step.config.memory_budget)
+        finally:
+            backup.restore()
+            step.sort_parameters()
+        self._apply(plan)
+        self._active_key = self._key(args, kwargs)
+        self._plans[self._active_key] = plan
+        names = [rule.describe() if (w := before.get(m)) and (rule := w.rule) else "keep" for _, m in blocks]
+        return (
+            f"{describe_policies(names)} -> {describe_policies(row.option for row in plan.rows)}; predicted peak "
+            f"{format_bytes(failed)} -> {format_bytes(plan.predicted_peak_bytes)}, {format_bytes(available)} available"
+        )
 
     def _compile_of(self, blocks: Sequence[tuple[str, nn.Module]]) -> Any:
         """Returns how the blocks are compiled already, without the share that the compiler saves."""
@@ -109,11 +162,7 @@ class AutoPlan:
     def _ensure(self, fields: dict[str, Any], build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
         """Several processes plan together at the first call: later ones may bring new shapes to some of them alone."""
         config = self._step.config
-        leaves, _ = flatten_call(args, kwargs)
-        shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
-        if planning_group(config.plan_options.group).size > 1:
-            shapes = ()
-        key = shapes, str(config.memory_budget), str(config.plan_options)
+        key = self._key(args, kwargs)
         if key == self._active_key:
             return
         if key not in self._plans:
@@ -121,6 +170,14 @@ class AutoPlan:
             self._plans[key] = self._plan(call, config.memory_budget, config.plan_options)
         self._apply(self._plans[key])
         self._active_key = key
+
+    def _key(self, args: Any, kwargs: dict[str, Any]) -> Hashable:
+        config = self._step.config
+        leaves, _ = flatten_call(args, kwargs)
+        shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
+        if planning_group(config.plan_options.group).size > 1:
+            shapes = ()
+        return shapes, str(config.memory_budget), str(config.plan_options)
 
     def _apply(self, plan: Plan) -> _GraphPolicies:
         model = _Roots(self._step.roots)
@@ -165,6 +222,27 @@ class _GraphPolicies:
 
     def __exit__(self, *error: object) -> None:
         self.remove()
+
+
+def _lower_plan(planners: Planners, failed: int, available: int, memory_budget: Budget | None) -> Plan:
+    """Returns the fastest plan that fits, with a peak below that of the policies that have failed.
+
+    Where these should have fitted, the estimate of the free memory is wrong, and where no plan fits, it may be: a heap
+    can reuse more than it shows. Then it is the plan with the lowest peak.
+
+    Raises:
+        PlanError: There is none.
+    """
+    least = planners.bytes_of("min", 0)
+    if least >= failed:
+        raise PlanError(
+            f"the lowest predicted peak of any plan is {format_bytes(least)}, and the policies in use have "
+            f"{format_bytes(failed)} · fix: a smaller batch"
+        )
+    limit = least if available >= failed else max(least, available)
+    if memory_budget is not None:
+        limit = min(limit, planners.bytes_of(check_budget(memory_budget), available))
+    return planners.plan(limit)
 
 
 class _Roots(nn.Module):

@@ -31,6 +31,8 @@ _IMPOSSIBLE = {
     "set_zero_redundancy_optimizer_mode": "use fully_shard or ZeroRedundancyOptimizer",
 }
 
+_ON_OUT_OF_MEMORY = ("raise", "replan")
+
 
 @final
 class GraphConfig:
@@ -64,6 +66,9 @@ class GraphConfig:
         each new shape of inputs. See :meth:`graphckpt.Graph.plan`."""
         self.plan_options: Any = None
         """The :class:`~graphckpt.planning.PlanOptions` of such plans, or a mapping of its fields."""
+        self.on_out_of_memory = "raise"
+        """``"replan"`` plans anew when a step runs out of memory, for what is free then, and repeats the step, with one
+        warning. Each step then keeps a copy of the buffers, and of nothing else that takes memory."""
         for name, value in settings.items():
             setattr(self, name, value)
         object.__setattr__(self, "_changed", changed)
@@ -91,6 +96,9 @@ class GraphConfig:
             raise ConfigError(f"Graph.config.max_captures: expected a positive int, got {value!r} · fix: use 8")
         if name == "memory_budget" and value is not None:
             value = check_budget(value)
+        if name == "on_out_of_memory" and value not in _ON_OUT_OF_MEMORY:
+            near = did_you_mean(str(value), _ON_OUT_OF_MEMORY)
+            raise ConfigError(f"Graph.config.{name}: there is no {value!r}{near} · fix: use 'raise' or 'replan'")
         if name == "plan_options":
             value = PlanOptions.of(value, "Graph.config.plan_options")
         object.__setattr__(self, name, value)
@@ -154,7 +162,7 @@ class GraphConfig:
 
 _FIELDS = (
     "training", "amp_dtype", "num_micro_batches", "has_scaler", "strict_static", "measure", "capture", "max_captures",
-    "memory_budget", "plan_options",
+    "memory_budget", "plan_options", "on_out_of_memory",
 )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from graphckpt.blocks.proxy import BlockTree, unwrap
 from graphckpt.errors import GraphError
 from graphckpt.graph.config import GraphConfig
+from graphckpt.graph.out_of_memory import call_or_replan
 from graphckpt.graph.state_dict import load_state, saved_state
 from graphckpt.graph.step import Setup, Step, running_graph
 from graphckpt.graph.text import DebugLog, graph_text
@@ -215,6 +216,8 @@ class Graph:
             return step.call(fields, self.build, args, kwargs)
         if running_graph.get() is None and (self.config.memory_budget is not None or fields["_auto_plan"] is not None):
             self._planner().before_call(fields, self.build, args, kwargs)
+        if running_graph.get() is None and self.config.training and self.config.on_out_of_memory == "replan":
+            return call_or_replan(step, self._replan, fields, self.build, args, kwargs)
         return step.call_with_setup(fields, self.build, args, kwargs)
 
     def explain(self, plot: str | None = None, *, show: bool = True) -> Explanation:
@@ -277,6 +280,9 @@ class Graph:
         names = (*PlanOptions.names(), "rules")
         options = {name: kwargs.pop(name) for name in names if name in kwargs}
         return self._planner().plan(self.__dict__, self.build, args, kwargs, memory_budget, options)
+
+    def _replan(self, *call: Any) -> str:
+        return self._planner().replan(*call)
 
     def _planner(self) -> AutoPlan:
         planner = self._auto_plan

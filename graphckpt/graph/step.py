@@ -128,6 +128,7 @@ class Step:
         self._num_watched += is_watched
         setup = self.setup
         has_more = is_watched or config.strict_static or config.memory_budget is not None or self._debug.level >= 0
+        has_more = has_more or config.on_out_of_memory == "replan"
         setup.is_done = not (has_more or setup.is_stale)
         return output
 
@@ -174,8 +175,14 @@ class Step:
     @contextmanager
     def without_own_policies(self) -> Iterator[None]:
         """Runs the calls in the ``with`` block without the Graph's own policies and without captures."""
+        with self.with_policies([]):
+            yield
+
+    @contextmanager
+    def with_policies(self, policies: list[BlockForward]) -> Iterator[None]:
+        """Runs the calls in the ``with`` block with these policies and without captures."""
         captured, wrappers = self.captured, self._wrappers
-        self.captured, self._wrappers = None, []
+        self.captured, self._wrappers = None, policies
         try:
             yield
         finally:
@@ -206,7 +213,7 @@ class Step:
             self._wrappers = plan.wrappers
             self._num_watched = 0
             self.watcher = None
-        self._sort_parameters()
+        self.sort_parameters()
         if self._trains and self.config.amp_dtype is torch.float16 and not self.config.has_scaler:
             warn_once(self.name, _NO_SCALER)
         if self.captured is not None:
@@ -216,7 +223,8 @@ class Step:
         self.captured = CapturedStep.make(self.name, list(self.roots.items()), self.config, update, run, work)
         self.setup.is_stale = False
 
-    def _sort_parameters(self) -> None:
+    def sort_parameters(self) -> None:
+        """Sorts the parameters into those that the optimizers own and the others."""
         own = {id(p) for p in self.update.parameters()}
         held = [p for module in self.roots.values() for p in module.parameters()]
         self._unmanaged_parameters = [p for p in held if p.requires_grad and id(p) not in own]
@@ -290,7 +298,7 @@ class Step:
 
     def _unmanaged(self) -> list[torch.Tensor]:
         if self._unmanaged_parameters and self.update.num_groups() != self._num_groups:
-            self._sort_parameters()  # the user has added a group since
+            self.sort_parameters()  # the user has added a group since
         return self._unmanaged_parameters
 
     def _addresses(self, args: Any, kwargs: dict[str, Any]) -> set[int]:

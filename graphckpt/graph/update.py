@@ -34,6 +34,8 @@ class Update:
         self.num_steps = 0
         self.is_of_graph = True
         """Whether a parameter of the optimizers is in a module of the Graph."""
+        self.has_begun = False
+        """Whether this step has begun to change parameters."""
         self._graph_name = graph_name
         self._num_keys = 0  # in the param groups, when their clipping keys were checked
 
@@ -68,6 +70,7 @@ class Update:
         Raises:
             GraphError: A clipping key that was set since is misspelt or has no number.
         """
+        self.has_begun = False
         num_keys = 0
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -115,6 +118,7 @@ class Update:
 
     def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
         """Clips, steps and zeroes; ``False`` after an overflow: the step was skipped, and the schedule waits too."""
+        self.has_begun = True
         if self.scaler is not None and self.scaler.is_enabled():
             if self._step_scaled(self.scaler, optimizers):
                 return False

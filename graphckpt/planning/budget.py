@@ -6,12 +6,18 @@ import os
 import re
 import socket
 import warnings
+from pathlib import Path
 from typing import TypeAlias
 
 import torch
 
 from graphckpt.errors import ConfigError
 from graphckpt.units import parse_bytes
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 _FRACTION = re.compile(r"\s*\d*\.\d*\s*")
 _SHARED = (0, 0)  # the pool of tensors that are not in a private one
@@ -105,7 +111,19 @@ def available_bytes(device: torch.device, alive: int, sharers: int = 1) -> int:
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - _unused_in_pools(device)
         return free // sharers + unused + alive
     pages = os.sysconf("SC_AVPHYS_PAGES") if hasattr(os, "sysconf") else 0
-    return pages * os.sysconf("SC_PAGE_SIZE") // sharers + alive
+    free = pages * os.sysconf("SC_PAGE_SIZE") // sharers
+    return min(free, _free_address_space(default=free)) + alive
+
+
+def _free_address_space(default: int) -> int:
+    """Returns the bytes that this process may still map; ``default`` without a limit."""
+    if resource is None or (limit := resource.getrlimit(resource.RLIMIT_AS)[0]) == resource.RLIM_INFINITY:
+        return default
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    except OSError:
+        return default
+    return max(0, limit - pages * os.sysconf("SC_PAGE_SIZE"))
 
 
 def _unused_in_pools(device: torch.device) -> int:

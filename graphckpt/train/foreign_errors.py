@@ -6,14 +6,12 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 from graphckpt.errors import GraphckptError, first_line
+from graphckpt.graph.out_of_memory import is_out_of_memory
 from graphckpt.train.loop import TrainError
 from graphckpt.train.parallel.errors import is_connection_error
 
 _MOST_CHARACTERS = 400  # of the error's message
-_CPU_WORDS = "can't allocate memory"  # PyTorch's CPU allocator raises a plain RuntimeError
 
 
 @contextmanager
@@ -52,18 +50,12 @@ def explain_out_of_memory(*, micro_batch: int, is_checkpointed: bool) -> Iterato
     """
     try:
         yield
-    except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         fixes = [] if is_checkpointed else ["train.activation_checkpoint.enabled=True"]
         if micro_batch > 1:
             fixes.append(f"a train.train_micro_batch_size below {micro_batch}, with more train.num_accumulation_steps")
         fix = ", or ".join(fixes) or "use a smaller model, shorter samples, or a device with more memory"
-        raise TrainError(f"memory ran out: {first_line(error)} · fix: {fix}") from error
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether ``error`` is an out-of-memory error."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and _CPU_WORDS in str(error)
-    )
+        notes = "".join(f" ({note.partition(' · fix: ')[0]})" for note in getattr(error, "__notes__", ())[-1:])
+        raise TrainError(f"memory ran out: {first_line(error)} · fix: {fix}{notes}") from error

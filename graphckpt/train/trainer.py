@@ -36,7 +36,7 @@ from graphckpt.train.hooks.wandb import WandbHook
 from graphckpt.train.loop import HookBase, Loop
 from graphckpt.train.parallel.launch import resolve_device
 from graphckpt.train.parallel.ranks import TrainRanks
-from graphckpt.train.plan_first_batch import plan_on_batch
+from graphckpt.train.plan_first_batch import plan_on_batch, replan_on_out_of_memory
 from graphckpt.train.settings import ActivationCheckpointConfig, TrainConfig
 from graphckpt.train.snapshot.run_folder import LOG, METRICS, PICTURE, TrainResult, written_files
 from graphckpt.train.snapshot.run_state import RunState
@@ -180,7 +180,7 @@ class Trainer:
         scheduler = settings.scheduler(optimizer=optimizer, max_iter=train_iter, warmup_iter=warmup_iter)
         grad_sync = grad_sync_of(built.model, self._task, settings, self.ranks)
         try:
-            return TrainGraph(
+            graph = TrainGraph(
                 built.model,
                 self._task,
                 optimizer,
@@ -194,6 +194,10 @@ class Trainer:
             )
         except GraphError as error:
             raise ConfigError(f"optim, train.scheduler: {error}") from error
+        section = settings.activation_checkpoint
+        if section.on_out_of_memory == "replan" and settings.dist.num_processes == 1:  # ranks would wait for each other
+            replan_on_out_of_memory(graph, section)
+        return graph
 
     def _describe(self, built: BuiltModel, opened: Opened, train_iter: int) -> None:
         num_parameters = sum(parameter.numel() for parameter in built.model.parameters())

@@ -1,0 +1,115 @@
+"""Replans a Graph whose step ran out of memory, and repeats the step."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from graphckpt.errors import ConfigError, first_line
+from graphckpt.graph.step_backup import StepBackup
+
+if TYPE_CHECKING:
+    from graphckpt.graph.step import Step
+
+_LINES_OF_TRACEBACK = 10
+_CPU_WORDS = ("can't allocate memory", "not enough memory", "bad_alloc")  # the CPU allocators raise RuntimeErrors
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether ``error`` is an out-of-memory error.
+
+    >>> is_out_of_memory(torch.OutOfMemoryError()), is_out_of_memory(RuntimeError("shapes differ"))
+    (True, False)
+    """
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in _CPU_WORDS)
+    )
+
+
+def call_or_replan(
+    step: Step,
+    replan: Callable[..., str],
+    fields: dict[str, Any],
+    build: Callable[..., Any],
+    args: Any,
+    kwargs: dict[str, Any],
+) -> Any:
+    """Runs the step; if memory runs out, restores the state, plans for what is free, and runs it once more.
+
+    Args:
+        step: The step of a Graph.
+        replan: Applies another plan, given the backup of the state and the arguments below; returns what has changed.
+        fields: The attributes of the Graph.
+        build: Its method ``build``.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+
+    Raises:
+        ConfigError: Several processes train together: the others would wait for this one.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        num_ranks = torch.distributed.get_world_size()
+        if num_ranks > 1:
+            what = f"expected one process, got a process group of {num_ranks} ranks"
+            raise ConfigError(f"{step.name}.config.on_out_of_memory: {what} · fix: on_out_of_memory = 'raise'")
+    backup = StepBackup(step, fields, (args, kwargs))
+    try:
+        return step.call_with_setup(fields, build, args, kwargs)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        failure = error
+    if (change := backup.lasting_change()) is not None:
+        failure.add_note(f"{step.name}: not replanned, since {change} · fix: a smaller batch")
+        raise failure
+    backup.restore()
+    _free(step, failure)
+    try:
+        text = replan(backup, fields, build, args, kwargs)
+    except Exception as fault:  # user code on fake tensors may raise anything
+        failure.add_note(f"{step.name}: not replanned: {first_line(fault)}")
+        raise failure from None
+    warnings.warn(f"{step.name}: memory ran out; the step is repeated: {text}", stacklevel=4)
+    try:
+        return step.call_with_setup(fields, build, args, kwargs)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error) or backup.lasting_change() is not None:
+            raise
+        again = error
+    backup.restore()
+    _free(step, again)
+    failure.add_note(f"{step.name}: memory ran out again after replanning: {text} · fix: a smaller batch")
+    raise failure
+
+
+def describe_policies(names: Iterable[str]) -> str:
+    """Returns how many blocks have each policy.
+
+    >>> describe_policies(["full", "keep", "full"])
+    '2x full, 1x keep'
+    """
+    return ", ".join(f"{count}x {name}" for name, count in Counter(names).items())
+
+
+def _free(step: Step, error: BaseException) -> None:
+    """Frees what the failed step holds: the frames of its traceback, captures, and unused blocks of the allocator.
+
+    The frames themselves go too, not only their variables: a frame holds its function, and that the variables of the
+    one around it, such as the inputs of a module with hooks. A note keeps the last lines.
+    """
+    error.add_note("where memory ran out:\n" + "".join(traceback.format_tb(error.__traceback__)[-_LINES_OF_TRACEBACK:]))
+    seen: BaseException | None = error
+    while seen is not None:
+        seen.__traceback__ = None
+        seen = seen.__cause__ or seen.__context__
+    if step.captured is not None:
+        step.captured.release()
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

@@ -1,0 +1,75 @@
+"""Copies what forward and backward of one step may change, and restores it in place."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import nn
+
+from graphckpt.capture.host_random import HostRandom
+from graphckpt.state.rng import get_rng_state, rng_devices, set_rng_state
+from graphckpt.tree import tensors_in
+from graphckpt.undo import CONTAINERS, fill
+
+if TYPE_CHECKING:
+    from graphckpt.graph.step import Step
+
+_OF_TORCH = frozenset(nn.Module().__dict__)
+
+
+@final
+class StepBackup:
+    """The state before a step, without parameters and optimizer states, which only the update changes.
+
+    It copies buffers, tensors that are attributes of modules, and the RNG states of the host and of the devices: as
+    many bytes as the buffers have. Attributes and containers of modules are copied one level deep.
+
+    Args:
+        step: The step of a Graph.
+        fields: The attributes of the Graph.
+        inputs: The arguments of the call, which are kept as they are.
+    """
+
+    def __init__(self, step: Step, fields: dict[str, Any], inputs: Any) -> None:
+        self._step = step
+        modules = list(dict.fromkeys(module for root in step.roots.values() for module in root.modules()))
+        parameters = [p for module in modules for p in module._parameters.values() if p is not None]
+        self._random = get_rng_state(rng_devices(parameters))
+        self._host_random = HostRandom()
+        owners = [fields, *(own for m in modules for own in (m.__dict__, m._parameters, m._buffers))]
+        self._items: list[tuple[Any, Any]] = [(owner, dict(owner)) for owner in owners]
+        values = [value for m in modules for key, value in m.__dict__.items() if key not in _OF_TORCH]
+        containers = [value for value in (*fields.values(), *values) if isinstance(value, CONTAINERS)]
+        self._containers = [(value, copy.copy(value)) for value in containers]
+        renormalized = [m.weight for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm]
+        buffers = [b for module in modules for b in module._buffers.values() if b is not None]
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        self._copies = [(t, t.detach().clone()) for t in (*buffers, *tensors, *renormalized)]
+        known = {id(tensor) for tensor, _ in self._copies}
+        fixed = [t for t in (*parameters, *tensors_in(inputs)) if id(t) not in known and not t.is_inference()]
+        self._versions = [(tensor, tensor._version) for tensor in fixed]
+        self._num_replays = self._count_replays()
+
+    def _count_replays(self) -> int:
+        captured = self._step.captured
+        return 0 if captured is None else captured.captures.num_replays
+
+    def lasting_change(self) -> str | None:
+        """Returns what the step has changed that cannot be restored, or ``None``."""
+        if self._step.update.has_begun or self._count_replays() != self._num_replays:
+            return "the update of the parameters had begun"
+        if any(tensor._version != version for tensor, version in self._versions):
+            return "the step had modified a parameter or an input in place"
+        return None
+
+    def restore(self) -> None:
+        """Restores all of it. May be called several times."""
+        for owner, content in (*self._items, *self._containers):
+            fill(owner, content)
+        with torch.no_grad():
+            for tensor, copied in self._copies:
+                tensor.detach().copy_(copied)
+        set_rng_state(self._random)
+        self._host_random.restore()

@@ -1,0 +1,277 @@
+"""A Graph that runs out of memory: the step is replanned and repeated, and no bit of the training changes."""
+
+from __future__ import annotations
+
+import gc
+import random
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.memory_limit import MemoryLimit
+from torch import nn
+
+from graphckpt import ConfigError, Graph
+from graphckpt.graph.out_of_memory import is_out_of_memory
+
+pytestmark = pytest.mark.filterwarnings("default:.*memory ran out; the step is repeated")
+FAILED = 2  # the step that runs out of memory, of STEPS
+STEPS = 4
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(32, 128), nn.Linear(128, 32), nn.Dropout(0.1)
+        self.norm = nn.BatchNorm1d(32)
+
+    def forward(self, x):
+        return x + self.norm(self.drop(self.down(torch.tanh(self.up(x)))))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(16, 32)
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.last = nn.Linear(32, 4)
+        self.num_forwards = 0
+        self.seen = []
+
+    def forward(self, x):
+        self.num_forwards += 1
+        self.seen.append(random.random())
+        self.mean = x.detach().mean()
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+class Step(Graph):
+    def __init__(self, *, num_micro_batches=1, has_scaler=False, mode="replan"):
+        super().__init__()
+        self.model = Net()
+        self.num_builds = 0
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.add_optimizer(optimizer, lr_sch=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.5**n))
+        self.config.set_gradient_accumulation_steps(num_micro_batches)
+        self.config.measure = False
+        self.config.on_out_of_memory = mode
+        if has_scaler:
+            self.set_grad_scaler(torch.amp.GradScaler("cpu", init_scale=16.0))
+
+    def build(self, x):
+        self.num_builds += 1
+        loss = self.model(x).square().mean()
+        loss.backward()
+        return loss
+
+
+X = torch.randn(512, 16, generator=torch.Generator().manual_seed(2))
+
+
+def made(**settings):
+    torch.manual_seed(0)
+    random.seed(0)
+    step = Step(**settings)
+    torch.manual_seed(1)
+    return step
+
+
+def run(step, limit=None):
+    """Returns all that training has changed, the limit, and the live bytes around the step that is limited."""
+    losses, memory, levels = [], MemoryLimit(), []
+    memory.track([X, *step.model.origin.parameters(), *step.model.origin.buffers()])
+    for number in range(STEPS):
+        if number == FAILED:
+            memory.track(t for o in step._update.optimizers for s in o.state.values() for t in s.values())
+            gc.collect()
+            levels.append(memory.live_bytes)
+            memory.limit = limit
+            memory.peak_bytes = 0
+            with memory:
+                losses.append(step(X))
+            memory.limit = None
+            gc.collect()
+            levels.append(memory.live_bytes)
+        else:
+            losses.append(step(X))
+    model = step.model.origin
+    states = [t for o in step._update.optimizers for s in o.state.values() for t in s.values()]
+    random_state = [torch.get_rng_state(), torch.tensor(random.random())]
+    numbers = [
+        model.num_forwards, step.num_builds, step._update.num_steps, step._update.optimizers[0].param_groups[0]["lr"],
+        *model.seen, *(s.state_dict()["last_epoch"] for s in step._update.schedulers),
+        None if step._update.scaler is None else step._update.scaler.state_dict()["scale"],
+    ]  # fmt: skip
+    tensors = [*losses, *model.parameters(), *model.buffers(), model.mean, *states, *random_state]
+    return tensors, numbers, memory, levels
+
+
+def is_same(one, other):
+    return one[1] == other[1] and all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"num_micro_batches": 4}, {"num_micro_batches": 2, "has_scaler": True}],
+    ids=["plain", "accumulation", "scaler"],
+)
+def test_training_is_the_same_wherever_memory_runs_out(settings):
+    expected = run(made(**settings))
+    at_rest, _ = expected[3]
+    peak = expected[2].peak_bytes
+    num_replanned = 0
+    for share in (0.97, 0.8, 0.65):
+        step = made(**settings)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            got = run(step, at_rest + int(share * (peak - at_rest)))
+        assert is_same(got, expected), share
+        assert got[2].num_raised == 1
+        text, *others = [str(w.message) for w in seen]
+        assert not others, text
+        assert "4x keep ->" in text
+        assert "\n" not in text
+        num_replanned += any(layer.config.activation_checkpointing for layer in step.model.layers)
+    assert num_replanned == 3
+
+
+def test_off_by_default():
+    assert made(mode="raise").config.on_out_of_memory == Graph().config.on_out_of_memory == "raise"
+    step = made(mode="raise")
+    with pytest.raises(torch.OutOfMemoryError, match="tried to allocate") as error:
+        run(step, 200_000)
+    assert not hasattr(error.value, "__notes__")
+
+
+def made_selective():
+    step = made()
+    for layer in step.model.layers:
+        layer.config.activation_checkpointing = "selective"
+    return step
+
+
+def test_memory_runs_out_in_a_recomputation():
+    expected = run(made())
+    at_rest, _ = expected[3]
+    peak = run(made_selective())[2].peak_bytes
+    with pytest.warns(UserWarning, match=r"repeated: 4x selective\(matmul\+attention\) -> "):
+        got = run(made_selective(), at_rest + int(0.85 * (peak - at_rest)))
+    assert is_same(got, expected)
+    assert {"backward", "_recompute"} <= got[2].functions
+
+
+def test_second_error_is_the_first_one_with_a_note_and_nothing_stays_alive():
+    plain = made()
+    expected = [plain(X) for _ in range(STEPS)]
+    step, memory = made(), MemoryLimit()
+    memory.track([X, *step.model.origin.parameters(), *step.model.origin.buffers()])
+    for _ in range(FAILED):
+        step(X)
+    memory.track(t for o in step._update.optimizers for s in o.state.values() for t in s.values())
+    memory.track([step.model.origin.mean])
+    before = memory.live_bytes
+    memory.limit = before + 100_000
+    with pytest.warns(UserWarning, match="repeated"), memory, pytest.raises(torch.OutOfMemoryError) as error:
+        step(X)
+    assert memory.num_raised == 2
+    where, note = error.value.__notes__
+    assert "x + self.norm" in where
+    assert "memory ran out again after replanning: 4x keep -> " in note
+    assert "fix: a smaller batch" in note
+    del error  # its frame holds the backup of the state
+    gc.collect()
+    assert memory.live_bytes <= before
+    assert [p.grad for p in step.model.origin.parameters()] == [None] * len(list(step.model.origin.parameters()))
+    assert all(torch.equal(step(X), loss) for loss in expected[FAILED:])
+
+
+def test_plan_is_at_most_the_memory_budget():
+    step = made()
+    step.config.memory_budget = "90%"
+    step.config.plan_options = {"candidates": ["full"]}
+    step(X)
+    planned = sum(bool(layer.config.activation_checkpointing) for layer in step.model.layers)
+    with MemoryLimit() as memory:
+        step(X)
+    limit = memory.peak_bytes - 1000
+    with MemoryLimit(limit) as memory, pytest.warns(UserWarning, match="repeated"):
+        step(X)
+    assert memory.num_raised == 1
+    assert sum(bool(layer.config.activation_checkpointing) for layer in step.model.layers) > planned
+    policies = [layer.config.fields() for layer in step.model.layers]
+    step(X)
+    assert [layer.config.fields() for layer in step.model.layers] == policies
+
+
+def test_error_in_the_update_says_that_it_cannot_be_undone():
+    step = made()
+    step(X)
+
+    def run_out(optimizer, *_):
+        optimizer.param_groups[0]["params"][0].data.add_(1)
+        raise MemoryError("no room")
+
+    step._update.optimizers[0].register_step_pre_hook(run_out)
+    with pytest.raises(MemoryError) as error:
+        step(X)
+    assert error.value.__notes__ == [
+        f"{step.name}: not replanned, since the update of the parameters had begun · fix: a smaller batch"
+    ]
+
+
+def test_input_that_was_modified_in_place_cannot_be_repeated():
+    class InPlace(Step):
+        def build(self, x):
+            x.add_(1)
+            raise MemoryError("no room")
+
+    with pytest.raises(MemoryError) as error:
+        InPlace()(X.clone())
+    assert "not replanned, since the step had modified a parameter or an input in place" in error.value.__notes__[0]
+
+
+def test_step_that_reads_values_cannot_be_planned_and_raises_the_error():
+    class Reads(Step):
+        def build(self, x):
+            if int(x.argmax()) >= 0:
+                raise MemoryError("no room")
+
+    step = Reads()
+    with pytest.raises(MemoryError, match="no room") as error:
+        step(X)
+    assert "not replanned: the step reads the value of a tensor" in error.value.__notes__[1]
+    assert not any(t.grad is not None or type(t) is not nn.Parameter for t in step.model.origin.parameters())
+
+
+def test_several_processes_cannot_replan(monkeypatch):
+    step = made()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(ConfigError, match=r"on_out_of_memory: expected one process, got a process group of 2 ranks"):
+        step(X)
+
+
+def test_settings_are_checked():
+    with pytest.raises(ConfigError, match=r"on_out_of_memory: there is no 'replann' · did you mean 'replan'\?"):
+        made(mode="replann")
+
+
+@pytest.mark.parametrize("text", ["DefaultCPUAllocator: can't allocate memory", "not enough memory", "std::bad_alloc"])
+def test_errors_of_cpu_allocators_are_known(text):
+    assert is_out_of_memory(RuntimeError(text))
+    assert not is_out_of_memory(ValueError(text))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of the address space")
+def test_limit_of_the_address_space():
+    script = Path(__file__).parents[1] / "helpers" / "address_space.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, timeout=300)
+    assert done.stdout == "same\n", done.stderr
+    assert "memory ran out; the step is repeated: 4x keep -> " in done.stderr
