@@ -44,7 +44,7 @@ class Explanation(StepRecord):
         return {**values, **lists, "rows": rows, "peak_at": self.peak_at, "bytes_saved": self.bytes_saved}
 
     def plot(self, path: str | Path) -> Path:
-        """Draws the live bytes over the step; ``path`` ends in ``.png`` or ``.svg``.
+        """Draws the live bytes over the step; ``path`` ends in ``.png``, ``.svg`` or ``.html``.
 
         Raises:
             ConfigError: the suffix is another, the folder does not exist, or the step was not measured.

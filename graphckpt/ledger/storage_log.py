@@ -118,11 +118,12 @@ class StorageLog(LiveBytes):
         if self.recomputed is None:
             life.last_use = self._now
         if life.origin is None:
-            life.origin = self._origin(tensor, "" if life.is_old else _source())
-
-    def _origin(self, tensor: torch.Tensor, source: str) -> Origin:
-        op = "" if self.op is None else str(self.op)
-        return Origin(self.block, self.phase, op, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), source)
+            shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+            if life.is_old:
+                life.origin = Origin("", "", "", shape, dtype, "")
+            else:
+                op = "" if self.op is None else str(self.op)
+                life.origin = Origin(self.block, self.phase, op, shape, dtype, _source())
 
     def _change(self, num_bytes: int, key: int) -> None:
         now = self._now
