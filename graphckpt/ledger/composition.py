@@ -9,8 +9,8 @@ from typing import final
 
 from graphckpt.ledger.record import StepRecord, TensorLife
 
-_MAX_BLOCKS = 40  # of a kind; more would be too small to read, and would make the page slow
-_MAX_TENSORS = 6  # of a block
+_MAX_BLOCKS = 24  # of a kind; more would be too small to read, and would make the page slow
+_MAX_TENSORS = 4  # of a block
 _OUTSIDE = "outside of blocks"
 KINDS = ("weights", "gradients", "optimizer states", "inputs", "saved by blocks", "recomputed", "transient")
 """The kinds of tensors, in the order in which they are shown."""

@@ -12,7 +12,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-_CONFIG = {"displaylogo": False, "responsive": True, "showSendToCloud": False, "modeBarButtonsToRemove": ["toImage"]}
+_CONFIG = {
+    "displaylogo": False,
+    "responsive": True,
+    "showSendToCloud": False,
+    "modeBarButtonsToRemove": ["toImage", "select2d", "lasso2d"],
+}
 _STYLE = """
 :root { color-scheme: light dark; --ink: #2b2f36; --soft: #667080; --line: #dfe3e8; --paper: #ffffff }
 @media (prefers-color-scheme: dark) {

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from graphckpt.ledger.composition import KINDS, Part, composition, kind_of, peak_index, tensor_name
+from graphckpt.ledger.group_rows import group_rows
 from graphckpt.ledger.legend import legend_names, shades
 from graphckpt.ledger.levels import FLOOR, Steps, phase_colour, plain_steps, policies_of, runs, thin, totals
 from graphckpt.ledger.page import INKED, plot, section, table, write_page
@@ -18,8 +19,8 @@ from graphckpt.units import format_bytes
 
 _LABEL = 40
 _KIND_COLOURS = ("#8d95a1", "#58a55c", "#a06fb0", "#4fb3b0", "#4c78a8", "#f2a65a", "#d9576a")
-_MAX_POINTS = 2000  # each with its tensor, so that the page stays below 6 MB
-_MAX_TEXT = 64  # characters of a line below the pointer
+_MAX_POINTS = 1200  # each with its tensor, so that the page stays below 6 MB
+_MAX_TEXT = 48  # characters of a line below the pointer
 _NUM_LINES = 8
 _HOVER = "<br>".join(f"%{{customdata[{line}]}}" for line in range(_NUM_LINES)) + "<extra></extra>"
 _TOP = [0, 0.93]
@@ -73,7 +74,7 @@ def _levels(explanation: StepRecord, steps: Steps) -> dict[str, Any]:
     labels = {}
     for name, blocks in middle.items():
         policy = ", ".join(dict.fromkeys(policies[block] for block in blocks if block in policies))
-        labels[name] = shorten(f"{name} · {policy}" if policy else name, _LABEL)
+        labels[name] = escape(shorten(f"{name} · {policy}" if policy else name, _LABEL))
     areas: dict[str, tuple[list[Any], list[Any]]] = {name: ([], []) for name in middle}
     for block, stop, run in runs(steps, end, "block"):
         _extend(areas[names[block]], run, stop, scale)
@@ -95,7 +96,7 @@ def _levels(explanation: StepRecord, steps: Steps) -> dict[str, Any]:
         data.append(_area([0, end], [static / scale] * 2, label, FLOOR, legend="legend3"))
     plain = plain_steps(explanation)
     if plain:
-        xs, ys = [at for at, _ in plain], [event.live_bytes / scale for _, event in plain]
+        xs, ys = [at for at, _ in plain], [round(event.live_bytes / scale, 4) for _, event in plain]
         data.append(
             {
                 **_line([*xs, end], [*ys, ys[-1]], dash="dot"),
@@ -106,7 +107,7 @@ def _levels(explanation: StepRecord, steps: Steps) -> dict[str, Any]:
         )
     data.append(
         {
-            **_line([at for at, _ in steps], [event.live_bytes / scale for _, event in steps]),
+            **_line([at for at, _ in steps], [round(event.live_bytes / scale, 4) for _, event in steps]),
             "name": "live bytes",
             "showlegend": False,
             "customdata": list(_hovers(explanation, steps)),
@@ -269,7 +270,7 @@ def _treemap(whole: Part, explanation: StepRecord) -> dict[str, Any]:
 def _policies(explanation: StepRecord) -> str:
     columns = {"block": False, "policy": False, "without policies": True, "on the device": True, "moved": True,
                "runs": True, "recomputations": True, "note": False}  # fmt: skip
-    return table(columns, _cells(explanation.rows))
+    return table(columns, _cells(group_rows(explanation.rows)))
 
 
 def _cells(rows: Iterable[Row]) -> Iterator[tuple[str, ...]]:

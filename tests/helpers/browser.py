@@ -66,6 +66,12 @@ class Page:
             self._browser.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
         self.wait(0.3)
 
+    def drag(self, begin: tuple[float, float], end: tuple[float, float]) -> None:
+        """Moves the pointer from one place to another with the left button pressed."""
+        for kind, (x, y) in (("mousePressed", begin), ("mouseMoved", end), ("mouseReleased", end)):
+            self._browser.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=1)
+        self.wait(0.5)
+
     def wait(self, seconds: float) -> None:
         """Lets the page run for a while."""
         self.evaluate(f"new Promise(resolve => setTimeout(resolve, {1000 * seconds}))")

@@ -19,7 +19,7 @@ _BYTES_OF_BAR = 2
 _BYTES_OF_LEVEL = 9
 _MAX_NAME = 48
 _LEFT, _RIGHT = [0, 0.4], [0.48, 1]
-_TOP, _BOTTOM = [0.42, 0.93], [0, 0.16]
+_TOP, _BOTTOM = [0.44, 1], [0, 0.16]
 
 
 def write_plans(chosen: ShownPlan, front: Sequence[ShownPlan], target: Path) -> Path:
@@ -106,13 +106,16 @@ def _figure(plans: Sequence[ShownPlan], start: int) -> dict[str, Any]:
     top = max(stage.peak_bytes for plan in plans for stage in plan.stages) / scale
     layout = {
         "title": {"text": _title(plans[start]), "x": 0, "xref": "paper", "y": 0.99, "font": {"size": 15}},
-        "xaxis": {"domain": _LEFT, "anchor": "y", "title": {"text": f"predicted peak ({unit})"}, "zeroline": False},
+        "xaxis": {
+            "domain": _LEFT, "anchor": "y", "title": {"text": f"predicted peak ({unit})", "standoff": 8},
+            "zeroline": False,
+        },
         "yaxis": {
             "domain": _TOP, "anchor": "x", "title": {"text": f"seconds of a step ({second_name})"}, "zeroline": False,
         },
         "xaxis2": {
             "domain": _RIGHT, "anchor": "y2", "showticklabels": False, "showgrid": False, "zeroline": False,
-            "title": {"text": "the step, block by block: forward, then backward"},
+            "title": {"text": "the step, block by block: forward, then backward", "standoff": 8},
         },
         "yaxis2": {
             "domain": _TOP, "anchor": "x2", "title": {"text": f"live bytes ({unit})"}, "range": [0, 1.08 * top],
@@ -120,18 +123,19 @@ def _figure(plans: Sequence[ShownPlan], start: int) -> dict[str, Any]:
         },
         "xaxis3": {
             "domain": [0, 1], "anchor": "y3", "type": "category", "showticklabels": len(blocks) <= 32,
-            "title": {"text": "policy of each block"},
+            "title": {"text": "policy of each block", "standoff": 8},
         },
         "yaxis3": {"domain": _BOTTOM, "anchor": "x3", "visible": False, "range": [0, 1], "fixedrange": True},
         "barmode": "stack",
         "bargap": 0.08 if len(blocks) <= 100 else 0,
         "hovermode": "closest",
-        "legend": {"orientation": "h", "x": 0, "y": 0.2, "yanchor": "bottom", "traceorder": "normal"},
+        "legend": {"orientation": "h", "x": 0, "y": 0.18, "yanchor": "bottom", "traceorder": "normal"},
         "margin": {"l": 64, "r": 16, "t": 56, "b": 140},
         "sliders": [
             {
                 "active": start, "steps": steps, "pad": {"t": 84}, "len": 1,
                 "currentvalue": {"prefix": "memory budget from ", "font": {"size": 14}},
+                "bgcolor": "#8d95a1", "activebgcolor": COLOURS[3],
                 "ticklen": 4, "minorticklen": 2, "font": {"size": 11},
             }
         ],
@@ -139,7 +143,10 @@ def _figure(plans: Sequence[ShownPlan], start: int) -> dict[str, Any]:
     changes = [
         {
             "name": str(at),
-            "data": [{"x": mark["x"], "y": mark["y"]}, *({"y": trace["y"]} for trace in others)],
+            "data": [
+                {"type": mark["type"], "x": mark["x"], "y": mark["y"]},
+                *({"type": trace["type"], "y": trace["y"]} for trace in others),
+            ],
             "traces": numbers,
             "layout": {"title": {"text": _title(plan)}},
         }
