@@ -45,7 +45,7 @@ def draw(explanation: StepRecord, path: str | Path) -> Path:
         record = f"the record of {explanation.title!r}"
         raise ConfigError(f"{target}: expected a timeline, {record} has none · fix: `with handle.measure(): step()`")
     if target.suffix.lower() == PAGE:
-        from graphckpt.ledger.report import write_report
+        from graphckpt.ledger.report.step import write_report
 
         return write_report(explanation, target)
     steps = thin(explanation.timeline, MAX_STEPS)

@@ -44,6 +44,11 @@ class Page:
         browser.open(path.resolve().as_uri())
         self.evaluate = browser.evaluate
 
+    def resize(self, width: int, height: int) -> None:
+        """Sets the size of the window, and waits until the page has drawn."""
+        self._browser.resize(width, height)
+        self.wait(1)
+
     @property
     def faults(self) -> list[Any]:
         """What the page has written to the console, and errors."""

@@ -14,11 +14,11 @@ from torch import nn
 import graphckpt
 from graphckpt import extras
 from graphckpt.errors import GraphckptError
-from graphckpt.ledger.composition import Part, composition
 from graphckpt.ledger.explanation import Explanation
 from graphckpt.ledger.levels import thin
 from graphckpt.ledger.record import Event, Row, TensorLife
-from graphckpt.ledger.report import _MAX_POINTS
+from graphckpt.ledger.report.composition import Part, composition
+from graphckpt.ledger.report.step import _MAX_POINTS
 
 MOST_BYTES = 6_000_000
 PHASES = ("forward", "recompute", "backward", "optimizer")

@@ -8,8 +8,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from graphckpt.ledger.page import INKED, plot, section, table, write_page
 from graphckpt.ledger.plot_style import shorten, unit_of
+from graphckpt.ledger.report.page import INKED, plot, section, table, write_page
 from graphckpt.planning.rows import ShownPlan
 from graphckpt.planning.show.plot import COLOURS, second_of
 from graphckpt.units import format_bytes, format_seconds

@@ -7,13 +7,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from graphckpt.ledger.composition import KINDS, Part, composition, kind_of, peak_index, tensor_name
 from graphckpt.ledger.group_rows import group_rows
 from graphckpt.ledger.legend import legend_names, shades
 from graphckpt.ledger.levels import FLOOR, Steps, phase_colour, plain_steps, policies_of, runs, thin, totals
-from graphckpt.ledger.page import INKED, plot, section, table, write_page
 from graphckpt.ledger.plot_style import shorten, unit_of
 from graphckpt.ledger.record import Row, StepRecord, TensorLife
+from graphckpt.ledger.report.composition import KINDS, Part, composition, kind_of, peak_index, tensor_name
+from graphckpt.ledger.report.page import INKED, plot, section, table, write_page
 from graphckpt.ledger.table import rule_and_place
 from graphckpt.units import format_bytes
 
