@@ -50,9 +50,8 @@ class StepRecorder:
         known = [*self._state(), *inputs]
         live = StorageLog()
         live.mark_static(self._state())
-        old_grads = [t.grad for t in known if t.is_leaf and t.grad is not None]
-        live.track([*known, *old_grads])
-        live.label(old_grads, "gradients")
+        live.track([*known, *(t.grad for t in known if t.is_leaf)])
+        live.label((t.grad for t in known if t.is_leaf), "gradients")  # no list, which would keep them alive
         live.label(inputs, "inputs")
         live.label(self._state(), "weights")
         recorder = Recorder(known, live)

@@ -78,3 +78,17 @@ def test_weights_existed_before_the_step_and_have_no_op():
     old = [life for life in seen.tensors if life.is_old]
     assert {life.kind for life in old} >= {"weights", "optimizer states"}
     assert {(life.op, life.source) for life in old} == {("", "")}
+
+
+def test_gradients_of_an_earlier_step_are_freed_within_the_step():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    x = torch.randn(4, 8)
+    model(x).sum().backward()
+    with graphckpt.apply(model, {}) as handle:
+        with handle.measure():
+            model.zero_grad()
+            model(x).sum().backward()
+        seen = handle.explain(show=False)
+    old = [life for life in seen.tensors if life.is_old and life.kind == "gradients"]
+    assert sum(life.num_bytes for life in old) == sum(p.nbytes for p in model.parameters())
+    assert all(life.end is not None and life.end < len(seen.timeline) for life in old)
