@@ -150,7 +150,7 @@ def _source() -> str:
         frame = frame.f_back
     if frame is None:
         return ""
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return f"{frame.f_code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def _tensor_life(life: StorageLife, num_changes: int) -> TensorLife:

@@ -168,7 +168,8 @@ def _traces(
     levels = {
         "type": "scatter", "mode": "lines", "xaxis": "x2", "yaxis": "y2", "showlegend": False,
         "x": list(range(len(plan.stages))), "y": [round(stage.peak_bytes / scale, 3) for stage in plan.stages],
-        "line": {"shape": "hvh", "width": 1.5, "color": COLOURS[0]}, "fill": "tozeroy", "fillcolor": f"{COLOURS[0]}40",
+        "line": {"shape": "hvh", "width": 1.5, "color": COLOURS[0]}, "fill": "tozeroy",
+        "fillcolor": "rgba(76, 120, 168, 0.25)",
         "text": [shorten(escape(stage.name), _MAX_NAME) for stage in plan.stages],
         "hovertemplate": "%{text}: %{y}<extra></extra>",
     }  # fmt: skip
