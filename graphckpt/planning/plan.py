@@ -94,6 +94,10 @@ class Plan(PlanSummary):
     def _repr_html_(self) -> str:
         return html_of(parts_of(self.rows, self, self.notes))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what pickle writes: all but :attr:`front`, which needs the measurements."""
+        return {**self.__dict__, "front": None}
+
     def explain(self, *, show: bool = True) -> Self:
         """Prints the policies and their cost unless ``show`` is false; returns the plan, which prints the same."""
         if show:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,6 +45,12 @@ def test_the_front_below_a_child_has_the_names_below_it(plan: Plan):
     below = named.below("model")
     assert below.front is not None
     assert [row.block for row in below.front()[0].rows] == [row.block for row in plan.rows]
+
+
+def test_a_plan_can_be_pickled_without_its_front(plan: Plan):
+    read = pickle.loads(pickle.dumps(plan.below("model")))
+    assert read == plan.below("model")
+    assert read.front is None
 
 
 def test_the_page_is_one_small_file(plan: Plan, tmp_path: Path):
