@@ -77,7 +77,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         epilog=_PLAN_EXAMPLES,
     )
     parser.add_argument("--save", default=None, metavar="FILE", help="write the plan as YAML")
-    parser.add_argument("--plot", default=None, metavar="FILE", help="draw the step's memory: .png or .svg")
+    parser.add_argument("--plot", default=None, metavar="FILE", help="draw the step's memory: .png, .svg or .html")
     parser.add_argument("--sweep", default=None, metavar="FILE", help="draw peak against step time for all budgets")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")
     parser.set_defaults(run=_plan)

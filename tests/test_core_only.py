@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 BLOCKED = {
-    "accelerate", "datasets", "lightning", "matplotlib", "networkx", "numpy", "omegaconf", "peft", "pynvml",
+    "accelerate", "datasets", "lightning", "matplotlib", "networkx", "numpy", "omegaconf", "peft", "plotly", "pynvml",
     "safetensors", "scipy", "tensorboard", "tokenizers", "tqdm", "transformers", "wandb", "yaml",
 }  # fmt: skip
 BLOCK = f"""

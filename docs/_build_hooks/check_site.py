@@ -88,7 +88,8 @@ class Browser:
         os.close(theirs_out)
         self._in, self._out = os.fdopen(ours_in, "rb"), os.fdopen(ours_out, "wb", buffering=0)
         self._numbers = itertools.count(1)
-        self._events: list[str] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        """Events since a page was opened: names and parameters, as the protocol has them."""
         self._session: str | None = None
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -124,19 +125,19 @@ class Browser:
             data += byte
         answer: dict[str, Any] = json.loads(data)
         if "method" in answer:
-            self._events.append(answer["method"])
+            self.events.append((answer["method"], answer.get("params", {})))
         return answer
 
     def open(self, url: str) -> None:
         """Opens a page and waits until it is loaded."""
-        self._events.clear()
+        self.events.clear()
         self.call("Page.navigate", url=url)
-        while "Page.loadEventFired" not in self._events:
+        while all(name != "Page.loadEventFired" for name, _ in self.events):
             self._read()
 
-    def resize(self, width: int) -> None:
-        """Sets the width of the window."""
-        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    def resize(self, width: int, height: int = 900) -> None:
+        """Sets the size of the window."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
 
     def evaluate(self, expression: str) -> Any:

@@ -61,6 +61,7 @@ def explain_step(
         has_optimizer_states=kept.has_optimizer_states,
         timeline=tuple(live.timeline) if live else (),
         plain_levels=levels,
+        tensors=tuple(live.tensors) if live else (),
         legend=_legend(wrappers),
         warnings=tuple(_warnings(title, roots, wrappers, idle, kept, max(levels, default=None))),
     )

@@ -46,16 +46,20 @@ class StepRecorder:
     def measure(self, inputs: Iterable[torch.Tensor] = ()) -> Iterator[None]:
         """Records one step op by op: saved bytes, live bytes."""
         self.close()
+        inputs = list(inputs)
         known = [*self._state(), *inputs]
         live = StorageLog()
         live.mark_static(self._state())
-        live.track([*known, *(t.grad for t in known if t.is_leaf and t.grad is not None)])
+        live.track([*known, *(t.grad for t in known if t.is_leaf)])
+        live.label((t.grad for t in known if t.is_leaf), "gradients")  # no list, which would keep them alive
+        live.label(inputs, "inputs")
+        live.label(self._state(), "weights")
         recorder = Recorder(known, live)
         new: list[torch.optim.Optimizer] = []
 
         def see_optimizer(optimizer: torch.optim.Optimizer, *_: object) -> None:
             state = _state_of(optimizer)
-            recorder.optimizer_steps(state)
+            recorder.optimizer_steps(state, (w for group in optimizer.param_groups for w in group["params"]))
             if not state:
                 new.append(optimizer)
 
@@ -69,6 +73,9 @@ class StepRecorder:
                 yield
         finally:
             hook.remove()
+        live.label((t.grad for t in self._state() if t.is_leaf), "gradients")
+        for optimizer in new:
+            live.label(_state_of(optimizer), "optimizer states")
         recorder.has_optimizer_states = not any(map(_state_of, new))
         self._bytes = recorder
 

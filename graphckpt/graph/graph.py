@@ -227,7 +227,7 @@ class Graph:
         notebook shows it as one: there, ``explain(show=False)`` as the last line of a cell suffices.
 
         Args:
-            plot: File for a plot of the live bytes over the step, ``.png`` or ``.svg``.
+            plot: File for a plot of the live bytes over the step, ``.png``, ``.svg`` or ``.html``.
             show: Whether to print.
 
         Raises:

@@ -31,7 +31,7 @@ class GraphckptCallback(PolicyCallback, Callback):
             :class:`~graphckpt.planning.PlanOptions`.
         report: ``"table"`` prints the table of :meth:`~graphckpt.Handle.explain` for the first batch with optimizer
             states, ``True`` one line of it, ``False`` nothing; no batch is measured then.
-        plot: File for a picture of the live bytes over the same batch, ``.png`` or ``.svg``.
+        plot: File for a picture of the live bytes over the same batch, ``.png``, ``.svg`` or ``.html``.
         **fields: Further fields for every unit: ``offload``, ``contiguous``, ``partition``, ``min_elements``.
 
     Raises:

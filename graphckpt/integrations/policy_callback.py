@@ -56,7 +56,7 @@ class PolicyCallback:
             what = f"{self._owner}.report: expected True, False or 'table', got {report!r}"
             raise ConfigError(f"{what} · fix: report='table'")
         if plot is not None:
-            file_of(plot)  # raises now, not in the middle of training
+            file_of(plot, has_page=True)  # raises now, not in the middle of training
         self._unit = unit
         given: Any = blocks
         if given is not None and not isinstance(given, Mapping):

@@ -44,7 +44,7 @@ class GraphckptCallback(PolicyCallback, TrainerCallback):
             :class:`~graphckpt.planning.PlanOptions`.
         report: ``"table"`` prints the table of :meth:`~graphckpt.Handle.explain` for the second step, the first with
             optimizer states, ``True`` one line after the first step, ``False`` nothing.
-        plot: File for a picture of the live bytes over the second step, ``.png`` or ``.svg``.
+        plot: File for a picture of the live bytes over the second step, ``.png``, ``.svg`` or ``.html``.
         **fields: Further fields for every unit: ``offload``, ``contiguous``, ``partition``, ``min_elements``.
 
     Raises:

@@ -12,7 +12,7 @@ from graphckpt.ledger.table import parts_of
 from graphckpt.ledger.table_style import html_of, text_of
 from graphckpt.units import format_bytes
 
-_LONG = ("timeline", "plain_levels")
+_LONG = ("timeline", "plain_levels", "tensors")
 
 
 @final
@@ -37,14 +37,14 @@ class Explanation(StepRecord):
         return html_of(parts_of(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the rows, totals and warnings as plain values, without the timeline."""
+        """Returns the rows, totals and warnings as plain values, without the timeline and the tensors."""
         values = {name: value for name, value in self.__dict__.items() if name not in _LONG}
         rows = [asdict(row) for row in self.rows]
         lists = {"warnings": list(self.warnings), "legend": dict(self.legend)}
         return {**values, **lists, "rows": rows, "peak_at": self.peak_at, "bytes_saved": self.bytes_saved}
 
     def plot(self, path: str | Path) -> Path:
-        """Draws the live bytes over the step; ``path`` ends in ``.png`` or ``.svg``.
+        """Draws the live bytes over the step; ``path`` ends in ``.png``, ``.svg`` or ``.html``.
 
         Raises:
             ConfigError: the suffix is another, the folder does not exist, or the step was not measured.

@@ -63,6 +63,8 @@ class LiveBytes(TorchDispatchMode):
     """Bytes of the counted storages that are alive."""
     peak_bytes: int
     """The largest value of :attr:`live_bytes` so far."""
+    op: Any
+    """The op whose results are being counted; ``None`` while inputs are."""
 
     def __init__(
         self, device: str | torch.device | None = None, *, record_timeline: bool = True, counts_fake: bool = False
@@ -72,6 +74,7 @@ class LiveBytes(TorchDispatchMode):
         self.phase = "forward"
         self.live_bytes = 0
         self.peak_bytes = 0
+        self.op = None
         self._device = None if device is None else torch.device(device).type
         self._counts_fake = counts_fake
         self._changes: list[tuple[int, str, str]] | None = [] if record_timeline else None
@@ -112,10 +115,12 @@ class LiveBytes(TorchDispatchMode):
         if kwargs:
             self._see_all(kwargs.values())
         result = call_with_autocast(func, args, kwargs or {})
+        self.op = func
         if isinstance(result, torch.Tensor):
             self._see(result)
         elif isinstance(result, (tuple, list)):
             self._see_all(result)
+        self.op = None
         return result
 
     def track(self, tensors: Iterable[torch.Tensor | None]) -> None:

@@ -25,6 +25,22 @@ class Hold:
     """The block; ``None`` if no policy changes what it saves."""
     end: int | None = None
     """The number of changes by then; ``None`` if it outlives the step."""
+    begin: int = 0
+    """The number of changes when it began."""
+    saved_by: str | None = None
+    """The block that really saves the tensor; ``None`` for what the plain step alone would save."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What allocated a storage, for people to read."""
+
+    block: str
+    phase: str
+    op: str
+    shape: tuple[int, ...]
+    dtype: str
+    source: str
 
 
 @dataclass(slots=True)
@@ -44,6 +60,12 @@ class StorageLife:
     """What holds it in the plain step."""
     kept: list[Hold] = field(default_factory=list)
     """The blocks that keep it for a recomputation."""
+    origin: Origin | None = None
+    """What allocated it; ``None`` until a tensor is seen that uses it."""
+    kind: str = ""
+    """See :attr:`graphckpt.ledger.record.TensorLife.kind`."""
+    is_old: bool = False
+    """Whether it existed before the step."""
 
 
 def levels_if_kept(lives: Iterable[StorageLife], num_changes: int, is_kept: Callable[[str], bool]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Plots the live bytes of one step as PNG or SVG. Knows the record only.
+"""Plots the live bytes of one step as PNG, SVG or HTML. Knows the record only.
 
 Matplotlib takes half a second to import, so only a call of :func:`draw` does.
 """
@@ -7,29 +7,20 @@ Matplotlib takes half a second to import, so only a call of :func:`draw` does.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
-from operator import attrgetter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.legend import legend_names, shades
-from graphckpt.ledger.plot_style import INK, figure_of, file_of, frame, legend, mark, shorten, unit_of
-from graphckpt.ledger.record import Event, StepRecord
+from graphckpt.ledger.levels import FLOOR, MAX_STEPS, Steps, phase_colour, plain_steps, policies_of, runs, thin, totals
+from graphckpt.ledger.plot_style import INK, PAGE, figure_of, file_of, frame, legend, mark, shorten, unit_of
+from graphckpt.ledger.record import StepRecord
 from graphckpt.units import format_bytes
 
-_MAX_STEPS = 3000  # points on the curve; the plot is 1650 pixels wide
 _LABEL = 38  # characters of an entry of the legend, which takes a quarter of the width then
 _PEAK_LABEL = 56
 _TITLE = 30
-_FLOOR = "#8d95a1"
-_LEVEL_OR_DEFAULT = re.compile(r"selective\((level[^)]*)\)|\(matmul\+attention\)")
-_UNKNOWN_PHASE = "#98a1ae"
-_PHASES = {"forward": "#7fa7d6", "recompute": "#f2a65a", "backward": "#86bf86", "optimizer": "#b49ad0"}
-
-_Steps = list[tuple[int, Event]]  # Legend: where on the x axis the level begins, and the level
 
 
 def draw(explanation: StepRecord, path: str | Path) -> Path:
@@ -41,7 +32,7 @@ def draw(explanation: StepRecord, path: str | Path) -> Path:
 
     Args:
         explanation: a record with a timeline.
-        path: the file to write; its suffix is ``.png`` or ``.svg``.
+        path: the file to write; its suffix is ``.png``, ``.svg`` or, for an interactive page, ``.html``.
 
     Returns:
         The path written.
@@ -49,11 +40,15 @@ def draw(explanation: StepRecord, path: str | Path) -> Path:
     Raises:
         ConfigError: the suffix is another, the folder does not exist, or the record has no timeline.
     """
-    target = file_of(path)
+    target = file_of(path, has_page=True)
     if not explanation.timeline:
         record = f"the record of {explanation.title!r}"
         raise ConfigError(f"{target}: expected a timeline, {record} has none · fix: `with handle.measure(): step()`")
-    steps = thin(explanation.timeline, _MAX_STEPS)
+    if target.suffix.lower() == PAGE:
+        from graphckpt.ledger.report.step import write_report
+
+        return write_report(explanation, target)
+    steps = thin(explanation.timeline, MAX_STEPS)
     end = len(explanation.timeline)
     with figure_of(target) as figure:
         strip, axes = figure.subplots(2, 1, sharex=True, height_ratios=(1, 20))
@@ -62,42 +57,23 @@ def draw(explanation: StepRecord, path: str | Path) -> Path:
         _mark_peak(axes, steps, explanation.peak_at)
         axes.set_xlabel(f"allocations and frees, in order ({end:,})", color=INK)
         strip.set_title(shorten(explanation.title, _TITLE), loc="left", fontsize=11.5, fontweight="bold", pad=8)
-        strip.set_title(_totals(explanation), loc="right", fontsize=9, pad=8)
+        strip.set_title(totals(explanation), loc="right", fontsize=9, pad=8)
     return target
 
 
-def thin(events: Sequence[Event], limit: int) -> _Steps:
-    """Returns at most ``limit`` steps: the highest of consecutive ones, so that no peak is lost.
-
-    >>> steps = thin([Event(level, "", "forward") for level in (1, 5, 2, 3)], limit=2)
-    >>> [(at, event.live_bytes) for at, event in steps]
-    [(0, 5), (2, 3)]
-    """
-    size = -(-len(events) // limit)
-    return [(at, max(events[at : at + size], key=attrgetter("live_bytes"))) for at in range(0, len(events), size)]
-
-
-def _runs(steps: _Steps, end: int, name: str) -> Iterator[tuple[str, int, _Steps]]:
-    """Splits the steps where ``name`` (``"block"``, ``"phase"``) changes: its value, its end, its steps."""
-    runs = [(value, list(run)) for value, run in groupby(steps, key=lambda step: str(getattr(step[1], name)))]
-    ends = [run[0][0] for _, run in runs[1:]] + [end]
-    for (value, run), stop in zip(runs, ends, strict=True):
-        yield value, stop, run
-
-
-def _draw_phases(strip: Any, steps: _Steps, end: int) -> None:
+def _draw_phases(strip: Any, steps: Steps, end: int) -> None:
     from matplotlib.patches import Patch
 
     seen = {}
-    for phase, stop, run in _runs(steps, end, "phase"):
-        seen[phase] = _PHASES.get(phase, _UNKNOWN_PHASE)
+    for phase, stop, run in runs(steps, end, "phase"):
+        seen[phase] = phase_colour(phase)
         strip.axvspan(run[0][0], stop, color=seen[phase], linewidth=0)
     strip.set_axis_off()
     handles = [Patch(color=colour, label=phase) for phase, colour in seen.items()]
     legend(strip, handles, "phase", anchor=1.0, is_in_layout=False)  # covers the free corner below
 
 
-def _draw_levels(axes: Any, steps: _Steps, explanation: StepRecord) -> None:
+def _draw_levels(axes: Any, steps: Steps, explanation: StepRecord) -> None:
     from matplotlib.collections import PolyCollection
     from matplotlib.patches import Patch
     from matplotlib.ticker import MaxNLocator
@@ -108,7 +84,7 @@ def _draw_levels(axes: Any, steps: _Steps, explanation: StepRecord) -> None:
     areas: dict[str, list[list[tuple[float, float]]]] = {block: [] for block in names}
     peak_bytes = max(event.live_bytes for _, event in steps)
     scale, unit = unit_of(peak_bytes)
-    for block, stop, run in _runs(steps, end, "block"):
+    for block, stop, run in runs(steps, end, "block"):
         starts = [at for at, _ in run]
         ends = zip(run, [*starts[1:], stop], strict=True)
         top = [(x, event.live_bytes / scale) for (at, event), end_of in ends for x in (at, end_of)]
@@ -123,7 +99,7 @@ def _draw_levels(axes: Any, steps: _Steps, explanation: StepRecord) -> None:
     axes.yaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 2.5, 5, 10]))
     axes.grid(axis="y", color="white", linewidth=0.6, alpha=0.5)
     middle = {name: [block for block in names if names[block] == name] for name in dict.fromkeys(names.values())}
-    policies = _policies(explanation)
+    policies = policies_of(explanation)
     handles = [
         Patch(
             color=colours[blocks[len(blocks) // 2]],
@@ -152,44 +128,21 @@ def _draw_floor(axes: Any, explanation: StepRecord, scale: int) -> Iterator[Any]
     """Draws weights and optimizer states, and yields their entry in the legend."""
     if explanation.static_bytes:
         label = f"weights, optimizer ({format_bytes(explanation.static_bytes)})"
-        yield axes.axhspan(0, explanation.static_bytes / scale, color=_FLOOR, linewidth=0, label=label)
+        yield axes.axhspan(0, explanation.static_bytes / scale, color=FLOOR, linewidth=0, label=label)
 
 
 def _draw_plain(axes: Any, explanation: StepRecord, scale: int) -> Iterator[Any]:
     """Draws the step without policies, and yields its entry in the legend."""
-    levels = explanation.plain_levels
-    if levels and max(levels) != explanation.peak_bytes:
-        steps = thin([Event(level, "", "") for level in levels], _MAX_STEPS)
+    steps = plain_steps(explanation)
+    if steps:
         xs, ys = [at for at, _ in steps], [event.live_bytes / scale for _, event in steps]
+        end = len(explanation.plain_levels)
         label = "without policies (predicted)"
-        yield from axes.plot([*xs, len(levels)], [*ys, ys[-1]], drawstyle="steps-post", color=INK, lw=0.8, label=label)
+        yield from axes.plot([*xs, end], [*ys, ys[-1]], drawstyle="steps-post", color=INK, lw=0.8, label=label)
 
 
-def _policies(explanation: StepRecord) -> dict[str, str]:
-    """Returns the rule and the store of each block that has any, as short as it is clear."""
-    said = {
-        row.block: row.rule if row.place in ("", "device") else f"{row.rule} + {row.place}"
-        for row in explanation.rows
-        if row.rule != "keep" or row.place not in ("", "device")
-    }
-    return {block: _LEVEL_OR_DEFAULT.sub(r"\1", text) for block, text in said.items()}
-
-
-def _mark_peak(axes: Any, steps: _Steps, peak_at: str) -> None:
+def _mark_peak(axes: Any, steps: Steps, peak_at: str) -> None:
     at, peak = max(steps, key=lambda step: step[1].live_bytes)
     scale, _ = unit_of(max(event.live_bytes for _, event in steps))
     text = f"peak {format_bytes(peak.live_bytes)}\n{shorten(peak_at, _PEAK_LABEL)}"
     mark(axes, at, peak.live_bytes / scale, text)
-
-
-def _totals(explanation: StepRecord) -> str:
-    plain, peak = explanation.plain_peak_bytes, explanation.peak_bytes
-    texts = [_change("kept", explanation.bytes_before, explanation.bytes_after)]
-    if plain is not None and peak is not None:
-        texts.append(_change("peak", plain, peak, " (predicted)" if plain != peak else ""))
-    return "   ".join(texts)
-
-
-def _change(what: str, before: int, after: int, remark: str = "") -> str:
-    texts = [format_bytes(before), format_bytes(after)]
-    return f"{what}: {texts[0]}{remark} → {texts[1]}" if texts[0] != texts[1] else f"{what}: {texts[0]}"

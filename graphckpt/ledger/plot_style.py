@@ -17,6 +17,7 @@ from graphckpt.extras import require
 from graphckpt.units import format_bytes, parse_bytes
 
 INK = "#2b2f36"
+PAGE = ".html"
 _SUFFIXES = (".png", ".svg")
 _SETTINGS: dict[str, Any] = {
     "font.size": 9,
@@ -26,18 +27,21 @@ _SETTINGS: dict[str, Any] = {
 }
 
 
-def file_of(path: str | Path) -> Path:
-    """Returns the file that a plot is written to.
+def file_of(path: str | Path, *, has_page: bool = False) -> Path:
+    """Returns the file that a plot is written to; ``has_page`` also allows ``.html``.
 
     Raises:
-        ConfigError: its suffix is neither ``.png`` nor ``.svg``, or its folder does not exist.
-        MissingPackageError: matplotlib is not installed.
+        ConfigError: its suffix is none of ``.png``, ``.svg`` and, with ``has_page``, ``.html``, or its folder does not
+            exist.
+        MissingPackageError: matplotlib is not installed, or for ``.html`` plotly.
     """
-    require("plot", "matplotlib")
     target = Path(path)
     suffix = target.suffix.lower()
-    if suffix not in _SUFFIXES:
-        raise ConfigError(f"{target}: expected a file ending in '.png' or '.svg', got {suffix!r} · fix: rename it")
+    allowed = (*_SUFFIXES, PAGE) if has_page else _SUFFIXES
+    require(*(("report", "plotly") if suffix == PAGE and has_page else ("plot", "matplotlib")))
+    if suffix not in allowed:
+        names = f"{', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}"
+        raise ConfigError(f"{target}: expected a file ending in {names}, got {suffix!r} · fix: rename it")
     if not target.parent.is_dir():
         raise ConfigError(f"{target}: expected an existing folder, got {str(target.parent)!r} · fix: create it first")
     return target

@@ -53,6 +53,49 @@ class Event:
     """``"forward"``, ``"backward"``, ``"recompute"`` or ``"optimizer"``."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorLife:
+    """One tensor storage of the step: what allocated it, what holds it, and when it was freed."""
+
+    num_bytes: int
+    begin: int
+    """The index of the event that allocated it; 0 if it existed before the step."""
+    end: int | None
+    """The index of the event that freed it; ``None`` if it outlives the step."""
+    kind: str = ""
+    """``"weights"``, ``"gradients"``, ``"optimizer states"`` or ``"inputs"``; empty for all others."""
+    is_old: bool = False
+    """Whether it existed before the step."""
+    block: str = ""
+    """The block that was running when it was allocated."""
+    phase: str = ""
+    """The phase in which it was allocated."""
+    recomputed_by: str = ""
+    """The block in whose recomputation it was allocated."""
+    op: str = ""
+    """The op that returned it; empty if it is not the result of a recorded op."""
+    shape: tuple[int, ...] = ()
+    """The shape of the first tensor that was seen to use it."""
+    dtype: str = ""
+    """The element type of that tensor, such as ``"float32"``."""
+    source: str = ""
+    """The innermost line outside of PyTorch and graphckpt that led to it, such as ``"model.py:12 in forward"``."""
+    saved_by: str = ""
+    """The first block that saved it for backward."""
+    saved_from: int = 0
+    """The index of the event after which it was first saved."""
+    saved_until: int = 0
+    """The index of the event from which nothing saves it any more."""
+
+    def is_alive(self, at: int) -> bool:
+        """Returns whether it was alive right after event ``at``."""
+        return self.begin <= at and (self.end is None or at < self.end)
+
+    def is_saved(self, at: int) -> bool:
+        """Returns whether a block held it for backward right after event ``at``."""
+        return self.saved_from <= at < self.saved_until
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
     """What was seen of a step: one row per block, the totals and the warnings."""
@@ -87,6 +130,8 @@ class StepRecord:
     """Every change of the live bytes in the measured step; empty if it was not measured."""
     plain_levels: tuple[int, ...] = field(default=(), repr=False)
     """The predicted live bytes of the step without policies, at each event of :attr:`timeline`."""
+    tensors: tuple[TensorLife, ...] = field(default=(), repr=False)
+    """Every tensor storage of the measured step, in order of allocation."""
     legend: tuple[tuple[str, str], ...] = ()
     """Names of rules in the rows, and what they stand for."""
     warnings: tuple[str, ...] = ()

@@ -109,12 +109,14 @@ class Recorder:
             self.live.phase = name
             self.live.block = block
 
-    def optimizer_steps(self, state: Iterable[torch.Tensor]) -> None:
-        """Begins an optimizer step; its state was alive before."""
+    def optimizer_steps(self, state: Iterable[torch.Tensor], weights: Iterable[torch.Tensor]) -> None:
+        """Begins an optimizer step of ``weights``; its state was alive before."""
         if self.live is not None:
             tensors = list(state)
             self.live.track_as_old(tensors)
             self.live.mark_static(tensors)
+            self.live.label(tensors, "optimizer states")
+            self.live.label((weight.grad for weight in weights), "gradients")
         self.phase("optimizer")
 
     def original_forward_began(self, block: str, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
@@ -154,7 +156,7 @@ class Recorder:
             if not is_stored:
                 self._kept.add(block, tensor, held)
             if self.live is not None:
-                self.live.hold(tensor, None, held)
+                self.live.hold(tensor, None, held, saved_by=None if is_stored else block)
             return held
 
         return look_and_pack
@@ -168,7 +170,7 @@ class Recorder:
         if not self._again:
             self._kept.add(block, tensor, owner)
             if self.live is not None:
-                self.live.hold(tensor, block, owner, is_kept=True)
+                self.live.hold(tensor, block, owner, is_kept=True, saved_by=block)
 
     def released(self, tensor: torch.Tensor, owner: object) -> None:
         """Uncounts ``tensor``, which the rule of a block does not save after all."""
@@ -236,7 +238,7 @@ class Recorder:
             self._plain.add(block, tensor, saved)
             self._kept.add(block, tensor, saved)
             if self.live is not None:
-                self.live.hold(tensor, None, saved)
+                self.live.hold(tensor, None, saved, saved_by=block)
         return saved
 
     @never_compiled

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import FrameType
 from typing import Any, final
 
 import torch
 
 from graphckpt._compat import storage_of
 from graphckpt.ledger.live_memory import LiveBytes, storages_of
-from graphckpt.ledger.other_policies import Hold, StorageLife, levels_if_kept
+from graphckpt.ledger.other_policies import Hold, Origin, StorageLife, levels_if_kept
+from graphckpt.ledger.record import TensorLife
+
+_LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", "<")
 
 
 class _Release(weakref.ref[Any]):
@@ -48,10 +55,18 @@ class StorageLog(LiveBytes):
     def _now(self) -> int:
         return 0 if self._is_old else len(self._changes or ())
 
-    def hold(self, tensor: torch.Tensor, block: str | None, owner: object, *, is_kept: bool = False) -> None:
+    def hold(
+        self,
+        tensor: torch.Tensor,
+        block: str | None,
+        owner: object,
+        *,
+        is_kept: bool = False,
+        saved_by: str | None = None,
+    ) -> None:
         """Logs who holds ``tensor`` while ``owner`` is alive; see :class:`Hold`."""
         for life in filter(None, (self._life_of.get(id(storage)) for storage in storages_of(tensor))):
-            hold = Hold(block)
+            hold = Hold(block, begin=self._now, saved_by=saved_by)
             (life.kept if is_kept else life.saved).append(hold)
             release = _Release(owner, _end_hold)
             release.hold, release.log = hold, weakref.ref(self)
@@ -73,6 +88,19 @@ class StorageLog(LiveBytes):
                 if storage.device.type != "meta":
                     self._static[id(storage)] = storage.nbytes()
 
+    def label(self, tensors: Iterable[torch.Tensor | None], kind: str) -> None:
+        """Sets the kind of living tensors; see :attr:`~graphckpt.ledger.record.TensorLife.kind`."""
+        for tensor in tensors:
+            for storage in () if tensor is None else storages_of(tensor):
+                life = self._life_of.get(id(storage))
+                if life is not None:
+                    life.kind = kind
+
+    @property
+    def tensors(self) -> list[TensorLife]:
+        """The storages of the step so far, in order of allocation; built at each access."""
+        return [_tensor_life(life, len(self._changes or ())) for life in self.lives]
+
     def track_as_old(self, tensors: Iterable[torch.Tensor | None]) -> None:
         """Counts tensors that were alive all the time."""
         self._is_old = True
@@ -83,10 +111,19 @@ class StorageLog(LiveBytes):
 
     def _see(self, tensor: torch.Tensor) -> None:
         super()._see(tensor)
-        if self.recomputed is None and (storage := storage_of(tensor)) is not None:
-            life = self._life_of.get(id(storage))
-            if life is not None:
-                life.last_use = self._now
+        storage = storage_of(tensor)
+        life = None if storage is None else self._life_of.get(id(storage))
+        if life is None:
+            return
+        if self.recomputed is None:
+            life.last_use = self._now
+        if life.origin is None:
+            shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+            if life.is_old:
+                life.origin = Origin("", "", "", shape, dtype, "")
+            else:
+                op = "" if self.op is None else str(self.op)
+                life.origin = Origin(self.block, self.phase, op, shape, dtype, _source())
 
     def _change(self, num_bytes: int, key: int) -> None:
         now = self._now
@@ -96,7 +133,7 @@ class StorageLog(LiveBytes):
             life.end = now
             num_bytes += life.num_bytes  # of a storage that was resized
         if num_bytes > 0:
-            self._life_of[key] = StorageLife(now, num_bytes, self.recomputed)
+            self._life_of[key] = StorageLife(now, num_bytes, self.recomputed, is_old=self._is_old or not self._depth)
             self.lives.append(self._life_of[key])
 
     def _resize(self, alive: Any, num_bytes: int) -> None:
@@ -104,6 +141,39 @@ class StorageLog(LiveBytes):
         if life is not None:
             life.is_resized = True
         super()._resize(alive, num_bytes)
+
+
+def _source() -> str:
+    """Returns the innermost line outside of PyTorch and graphckpt; empty in a thread of backward."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    return f"{frame.f_code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _tensor_life(life: StorageLife, num_changes: int) -> TensorLife:
+    origin = life.origin or Origin("", "", "", (), "", "")
+    holds = [hold for hold in (*life.saved, *life.kept) if hold.saved_by is not None]
+    first = min(holds, key=lambda hold: hold.begin, default=None)
+    return TensorLife(
+        num_bytes=life.num_bytes,
+        begin=life.begin,
+        end=life.end,
+        kind=life.kind,
+        is_old=life.is_old,
+        block=origin.block,
+        phase=origin.phase,
+        recomputed_by=life.recomputed_by or "",
+        op=origin.op,
+        shape=origin.shape,
+        dtype=origin.dtype,
+        source=origin.source,
+        saved_by="" if first is None or first.saved_by is None else first.saved_by,
+        saved_from=0 if first is None else first.begin,
+        saved_until=max((num_changes if hold.end is None else hold.end for hold in holds), default=0),
+    )
 
 
 def _end_hold(release: weakref.ref[Any]) -> None:

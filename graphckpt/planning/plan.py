@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, final
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, final
 from graphckpt.blocks.apply import apply
 from graphckpt.errors import ConfigError
 from graphckpt.extras import LazyPackage
+from graphckpt.ledger.plot_style import PAGE, file_of
 from graphckpt.ledger.table_style import html_of, text_of
-from graphckpt.planning.rows import PlanRow, PlanSummary, Stage
+from graphckpt.planning.rows import PlanRow, PlanSummary, ShownPlan, Stage
 from graphckpt.planning.show.table import parts_of, print_plan, summary_lines
 from graphckpt.units import format_bytes
 
@@ -53,6 +54,9 @@ class Plan(PlanSummary):
     apply_to_graph: Callable[[Plan], AppliedPolicies] | None = field(default=None, repr=False, compare=False)
     """Sets the policies on the blocks of the Graph that was planned."""
 
+    front: Callable[[], Sequence[Plan]] | None = field(default=None, repr=False, compare=False)
+    """Computes the Pareto-optimal plans of the same step, lowest peak first."""
+
     @property
     def blocks(self) -> dict[str, Mapping[str, Any]]:
         """The policies by name, as :func:`graphckpt.apply` and ``train.activation_checkpoint.blocks`` take them.
@@ -90,6 +94,10 @@ class Plan(PlanSummary):
     def _repr_html_(self) -> str:
         return html_of(parts_of(self.rows, self, self.notes))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what pickle writes: all but :attr:`front`, which needs the measurements."""
+        return {**self.__dict__, "front": None}
+
     def explain(self, *, show: bool = True) -> Self:
         """Prints the policies and their cost unless ``show`` is false; returns the plan, which prints the same."""
         if show:
@@ -108,13 +116,21 @@ class Plan(PlanSummary):
     def plot(self, path: str | Path) -> Path:
         """Draws the predicted live bytes over the step; ``path`` ends in ``.png`` or ``.svg``.
 
+        With ``.html`` it writes an interactive page, whose slider shows the plans for all budgets.
+
         Raises:
             ConfigError: the plan is from a file, which does not contain them.
         """
         from graphckpt.planning.show.plot import draw_plan  # noqa: PLC0415 - loads matplotlib
+        from graphckpt.planning.show.report import write_plans  # noqa: PLC0415
 
         if not self.stages:
             raise ConfigError("Plan.plot: a plan from a file has no levels to draw · fix: plan again")
+        target = file_of(path, has_page=True)
+        if target.suffix.lower() == PAGE:
+            front = self.front() if self.front is not None else ()
+            plans = [ShownPlan(summary=plan, rows=plan.rows, stages=plan.stages) for plan in (self, *front)]
+            return write_plans(plans[0], plans[1:], target)
         return draw_plan(self.stages, self.rows, self, path)
 
     def save(self, path: str | Path) -> None:
@@ -157,7 +173,9 @@ class Plan(PlanSummary):
     def below(self, name: str) -> Plan:
         """Returns the plan with the paths of blocks relative to the child ``name``."""
         rows = (replace(row, block=row.block.removeprefix(f"{name}.")) for row in self.rows)
-        return replace(self, rows=tuple(rows), model=None, apply_to_graph=None)
+        front = self.front
+        below = None if front is None else lambda: [plan.below(name) for plan in front()]
+        return replace(self, rows=tuple(rows), model=None, apply_to_graph=None, front=below)
 
 
 def _dumper() -> type[yaml.SafeDumper]:

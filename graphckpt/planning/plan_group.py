@@ -203,7 +203,9 @@ def planning_group(group: Any = None) -> PlanGroup:
 
 
 _PLAIN = [
-    field.name for field in fields(Plan) if field.name not in ("rows", "stages", "model", "notes", "apply_to_graph")
+    field.name
+    for field in fields(Plan)
+    if field.name not in ("rows", "stages", "model", "notes", "apply_to_graph", "front")
 ]
 
 

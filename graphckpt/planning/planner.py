@@ -84,9 +84,9 @@ class Planner:
             raise PlanError(self._infeasible(budget, correction))
         return self.to_plan(choice, budget, correction)
 
-    def front(self) -> list[tuple[int, float, Plan]]:
+    def front(self, correction: int = 0) -> list[tuple[int, float, Plan]]:
         """Returns peak in bytes, seconds of a step and plan, for all Pareto-optimal plans, lowest peak first."""
-        plans = [self.to_plan(choice, choice.peak) for choice in self.search.pareto()]
+        plans = [self.to_plan(choice, choice.peak + correction, correction) for choice in self.search.pareto()]
         return [(p.predicted_peak_bytes, p.predicted_step_seconds, p) for p in plans]
 
     def uniform(self) -> list[tuple[str, int, float]]:
@@ -237,11 +237,16 @@ class Planners:
                 faults.append((floor_of(planner), fault))
         if not found:
             raise min(faults, key=lambda row: row[0])[1]
-        return min(found, key=lambda plan: plan.predicted_peak_bytes if is_least else plan.predicted_step_seconds)
+        best = min(found, key=lambda plan: plan.predicted_peak_bytes if is_least else plan.predicted_step_seconds)
+        return replace(best, front=lambda: [plan for _, _, plan in self.front(best.correction_bytes)])
 
-    def front(self) -> list[tuple[int, float, Plan]]:
-        """Returns peak in bytes, seconds of a step and plan, for all Pareto-optimal plans, lowest peak first."""
-        rows = sorted((row for planner in self._planners for row in planner.front()), key=lambda row: row[:2])
+    def front(self, correction: int = 0) -> list[tuple[int, float, Plan]]:
+        """Returns peak in bytes, seconds of a step and plan, for all Pareto-optimal plans, lowest peak first.
+
+        ``correction`` is the measured peak of a step minus the prediction, in bytes.
+        """
+        planners = self._planners
+        rows = sorted((row for planner in planners for row in planner.front(correction)), key=lambda row: row[:2])
         return [row for number, row in enumerate(rows) if all(row[1] < other[1] for other in rows[:number])]
 
     def uniform(self) -> list[tuple[str, int, float]]:

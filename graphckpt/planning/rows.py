@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -52,3 +52,13 @@ class PlanSummary:
     correction_bytes: int = 0
     """Measured peak minus predicted peak, if the plan was checked; the prediction includes it."""
     device: str = "cpu"
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownPlan:
+    """A plan as pictures show it."""
+
+    summary: PlanSummary
+    rows: Sequence[PlanRow]
+    stages: Sequence[Stage]

@@ -7,25 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from helpers.browser import CHECK_SITE as CHECK
+from helpers.browser import needs_chromium
 
 ROOT = Path(__file__).parent.parent.parent
-HOOKS = ROOT / "docs/_build_hooks"
 
-
-def check_site() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("check_site", HOOKS / "check_site.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-CHECK = check_site()
-needs_chromium = pytest.mark.skipif(CHECK.chromium() is None, reason="needs Chromium")
 
 PAGE = """<!doctype html><meta charset="utf-8">{style}<input class="md-search__input">
 <pre><code>{code}</code></pre><script>

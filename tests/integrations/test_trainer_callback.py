@@ -343,7 +343,7 @@ def test_wrong_keys_fail_before_training() -> None:
             {"rules": "full"},
             r": unexpected argument 'rules' · did you mean 'rule' .*use rule, unit, blocks, mem",
         ),
-        ({"plot": "step.jpg"}, r"step\.jpg: expected a file ending in '\.png' or '\.svg'"),
+        ({"plot": "step.jpg"}, r"step\.jpg: expected a file ending in '\.png', '\.svg' or '\.html'"),
         ({"report": "tabel"}, r"\.report: expected True, False or 'table', got 'tabel'"),
         ({"blocks": "x"}, r"^GraphckptCallback\.blocks: expected a mapping of selectors to policies, got 'x'"),
         ({"report": 1}, r"\.report: expected True, False or 'table', got 1"),

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.explanation import Explanation
 from graphckpt.ledger.legend import legend_names, shades
-from graphckpt.ledger.plot import draw, thin
+from graphckpt.ledger.levels import thin
+from graphckpt.ledger.plot import draw
 from graphckpt.ledger.record import Event, Row
 
 PHASES = ("forward", "backward", "recompute", "optimizer")
@@ -139,7 +140,7 @@ def test_a_long_record_is_drawn_in_bounded_size(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("step.gif", r"step\.gif: expected a file ending in '\.png' or '\.svg', got '\.gif' · fix: rename"),
+        ("step.gif", r"step\.gif: expected a file ending in '\.png', '\.svg' or '\.html', got '\.gif' · fix: rename"),
         ("step", r"got '' · fix"),
         ("missing/step.png", r"expected an existing folder, got '.*missing' · fix: create it first"),
     ],

@@ -19,7 +19,7 @@ from graphckpt.planning.rows import PlanRow, PlanSummary, Stage
 from graphckpt.units import format_bytes, format_seconds
 
 _OUTSIDE = "#c9ced6"
-_COLOURS = (
+COLOURS = (
     "#4c78a8",
     "#58a55c",
     "#e3bf3a",
@@ -100,7 +100,7 @@ def draw_sweep(front: Sequence[tuple[int, float]], uniform: Sequence[tuple[str, 
         raise ConfigError(f"{target}: there is no plan to draw · fix: sweep over budgets from the least peak up")
     scale, unit = unit_of(max([peak for peak, _ in front] + [peak for _, peak, _ in uniform]))
     slowest = max([seconds for _, seconds in front] + [seconds for _, _, seconds in uniform])
-    second, second_name = _second_of(slowest)
+    second, second_name = second_of(slowest)
     with figure_of(target, inches=(8, 4.8)) as figure:
         axes = figure.subplots()
         handles = []
@@ -124,7 +124,7 @@ def draw_sweep(front: Sequence[tuple[int, float]], uniform: Sequence[tuple[str, 
                 marker=_MARKERS[number % len(_MARKERS)],
                 markersize=8,
                 markeredgecolor="white",
-                color=_COLOURS[number % len(_COLOURS)],
+                color=COLOURS[number % len(COLOURS)],
                 label=name,
             )
         axes.grid(color=_OUTSIDE, linewidth=0.6, alpha=0.6)
@@ -141,7 +141,7 @@ def _draw_levels(axes: Any, stages: Sequence[Stage], rows: Sequence[PlanRow], sc
 
     policies = {row.block: row.option for row in rows}
     names = dict.fromkeys(policies.values())
-    colour_of = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(names)}
+    colour_of = {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(names)}
     edges = _edges(stages)
     is_any_outside = False
     for left, right, stage in zip(edges, edges[1:], stages, strict=False):
@@ -183,10 +183,10 @@ def _mark_binding(axes: Any, stages: Sequence[Stage], summary: PlanSummary, scal
     mark(axes, at, level, f"peak {format_bytes(summary.predicted_peak_bytes)}  ({summary.binding})")
 
 
-def _second_of(seconds: float) -> tuple[float, str]:
+def second_of(seconds: float) -> tuple[float, str]:
     """Returns the number of units per second, for the unit in which ``seconds`` is printed, and its name.
 
-    >>> _second_of(0.2), _second_of(90)
+    >>> second_of(0.2), second_of(90)
     ((1000.0, 'ms'), (1.0, 's'))
     """
     unit = format_seconds(seconds).split()[-1] if 0 < seconds < 1 else "s"

@@ -1,0 +1,1 @@
+"""Interactive pages: their frame, and that of a step."""

@@ -1,0 +1,94 @@
+"""The storages of a measured step: what allocated each, what saved it, and that their sum is the level."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import graphckpt
+
+
+def measured(policies, steps=2):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(32, 16)
+    with graphckpt.apply(model, policies) as handle:
+        for _ in range(steps):
+            with handle.measure():
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return model, handle.explain(show=False)
+
+
+@pytest.mark.parametrize("policies", [{}, {"*": True}, {"0": True, "1": "selective"}, {"*": {"contiguous": True}}])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_living_tensors_sum_to_every_level(policies, steps):
+    _, seen = measured(policies, steps)
+    for at, event in enumerate(seen.timeline):
+        assert sum(life.num_bytes for life in seen.tensors if life.is_alive(at)) == event.live_bytes
+
+
+def test_kinds_have_the_bytes_of_weights_gradients_and_states():
+    model, seen = measured({"*": True})
+    weights = sum(p.nbytes for p in model.parameters())
+    sums = {}
+    for life in seen.tensors:
+        sums[life.kind] = sums.get(life.kind, 0) + life.num_bytes
+    assert sums["weights"] == sums["gradients"] == weights
+    steps = 4 * sum(1 for _ in model.parameters())  # AdamW counts its steps in a tensor of 4 bytes
+    assert sums["optimizer states"] == 2 * weights + steps
+
+
+def test_states_that_the_step_creates_are_optimizer_states():
+    _, seen = measured({}, steps=1)
+    assert any(life.kind == "optimizer states" and not life.is_old for life in seen.tensors)
+
+
+def test_a_result_has_its_op_shape_dtype_block_and_line():
+    _, seen = measured({"*": True})
+    life = next(life for life in seen.tensors if life.op.startswith("aten.gelu") and life.phase == "forward")
+    assert (life.shape, life.dtype, life.block, life.num_bytes) == ((32, 64), "float32", "0", 32 * 64 * 4)
+    assert life.source.startswith("test_tensors.py:")
+    assert life.source.endswith(" in measured"), "the calls inside of torch and graphckpt are skipped"
+    again = next(life for life in seen.tensors if life.op.startswith("aten.gelu") and life.recomputed_by)
+    assert again.recomputed_by == again.block == "2"
+    assert life.end is not None
+    assert again.begin > life.end
+
+
+def test_only_what_a_block_really_saves_is_saved_by_it():
+    _, plain = measured({})
+    _, full = measured({"*": True})
+
+    def saved(seen):
+        return {(life.saved_by, life.op.split(".")[1]) for life in seen.tensors if life.saved_by and life.op}
+
+    assert ("1", "gelu") in saved(plain)
+    assert not [name for name in saved(full) if name[1] == "gelu"]
+    assert ("1", "addmm") in saved(full), "its input"
+    for life in full.tensors:
+        assert not life.is_saved(len(full.timeline) - 1)
+
+
+def test_weights_existed_before_the_step_and_have_no_op():
+    _, seen = measured({})
+    old = [life for life in seen.tensors if life.is_old]
+    assert {life.kind for life in old} >= {"weights", "optimizer states"}
+    assert {(life.op, life.source) for life in old} == {("", "")}
+
+
+def test_gradients_of_an_earlier_step_are_freed_within_the_step():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    x = torch.randn(4, 8)
+    model(x).sum().backward()
+    with graphckpt.apply(model, {}) as handle:
+        with handle.measure():
+            model.zero_grad()
+            model(x).sum().backward()
+        seen = handle.explain(show=False)
+    old = [life for life in seen.tensors if life.is_old and life.kind == "gradients"]
+    assert sum(life.num_bytes for life in old) == sum(p.nbytes for p in model.parameters())
+    assert all(life.end is not None and life.end < len(seen.timeline) for life in old)

@@ -1,0 +1,106 @@
+"""The page of a plan: a slider over budgets changes peak, time and policies, in a browser without a network."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.browser import needs_chromium, opened
+from torch import nn
+
+import graphckpt
+from graphckpt.planning.plan import Plan
+from graphckpt.planning.rows import PlanRow, ShownPlan, Stage
+from graphckpt.planning.show.report import write_plans
+
+MOST_BYTES = 6_000_000
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(6)]
+    model, x = nn.Sequential(*layers), torch.ones(512, 32)
+    return graphckpt.plan(model, lambda: model(x).sum().backward(), memory_budget="60%")
+
+
+def test_the_front_of_a_plan_holds_the_plans_for_all_budgets(plan: Plan):
+    assert plan.front is not None
+    front = plan.front()
+    assert len(front) > 2
+    peaks = [found.predicted_peak_bytes for found in front]
+    seconds = [found.predicted_step_seconds for found in front]
+    assert peaks == sorted(peaks)
+    assert seconds == sorted(seconds, reverse=True)
+    assert peaks[0] == plan.floor_bytes
+    assert {found.correction_bytes for found in front} == {plan.correction_bytes}
+
+
+def test_the_front_below_a_child_has_the_names_below_it(plan: Plan):
+    named = replace(plan, rows=tuple(replace(row, block=f"model.{row.block}") for row in plan.rows))
+    named = replace(named, front=lambda: [named])
+    below = named.below("model")
+    assert below.front is not None
+    assert [row.block for row in below.front()[0].rows] == [row.block for row in plan.rows]
+
+
+def test_a_plan_can_be_pickled_without_its_front(plan: Plan):
+    read = pickle.loads(pickle.dumps(plan.below("model")))
+    assert read == plan.below("model")
+    assert read.front is None
+
+
+def test_the_page_is_one_small_file(plan: Plan, tmp_path: Path):
+    path = plan.plot(tmp_path / "plan.html")
+    assert path.stat().st_size < MOST_BYTES
+    assert "<title>Activation checkpointing plan</title>" in path.read_text("utf-8")
+
+
+def test_a_plan_of_a_thousand_blocks_is_a_small_page(plan: Plan, tmp_path: Path):
+    names = [f"model.decoder.layers.{number}" for number in range(1000)]
+    rows = [[PlanRow(block=n, option=f"option {at % 9}", fields={}) for at, n in enumerate(names)] for _ in range(40)]
+    stages = [Stage(name=f"{phase} of {n}", start_bytes=1, peak_bytes=2**33 + at) for phase in ("forward", "backward")
+              for at, n in enumerate(names)]  # fmt: skip
+    plans = [
+        ShownPlan(summary=replace(plan, predicted_peak_bytes=2**30 + number), rows=rows[number], stages=stages)
+        for number in range(40)
+    ]
+    path = write_plans(plans[7], plans, tmp_path / "plan.html")
+    assert path.stat().st_size < MOST_BYTES
+    assert " of 40 plans are shown." in path.read_text("utf-8")
+
+
+SLIDER = """(() => {
+  const box = document.querySelector("#plans .slider-rail-touch-rect").getBoundingClientRect();
+  return [box.x, box.y, box.width, box.height];
+})()"""
+STATE = """(() => {
+  const plot = document.querySelector("#plans"), bars = plot.data.filter(trace => trace.type === "bar");
+  return {
+    title: document.querySelector("#plans .gtitle").textContent,
+    policies: bars[0].x.map((_, at) => bars.find(trace => trace.y[at] === 1).name),
+    peak: plot.data[1].x[0],
+  };
+})()"""
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_the_slider_changes_the_plan_without_a_network(plan: Plan, tmp_path: Path):
+    assert plan.front is not None
+    highest = plan.front()[-1]
+    plan.plot(tmp_path / "plan.html")
+    with opened(tmp_path / "plan.html") as page:
+        before = page.evaluate(STATE)
+        assert before["policies"] == [row.option for row in plan.rows]
+        x, y, width, height = page.evaluate(SLIDER)
+        page.click(x + width - 10, y + height / 2)
+        after = page.evaluate(STATE)
+        assert after["policies"] == [row.option for row in highest.rows] != before["policies"]
+        assert after["title"] != before["title"]
+        assert after["peak"] > before["peak"]
+        assert page.faults == []
+        assert page.requests == []
