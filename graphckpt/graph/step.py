@@ -20,6 +20,7 @@ from graphckpt.graph.captured_step import CapturedStep
 from graphckpt.graph.config import GraphConfig
 from graphckpt.graph.inputs import InputCheck
 from graphckpt.graph.micro_batches import fresh_outputs, is_new, micro_batches, pack_outputs
+from graphckpt.graph.module_tree import ModuleTree
 from graphckpt.graph.text import DebugLog
 from graphckpt.graph.update import ScaledBackward, Update, preserve_grads
 from graphckpt.ledger.live_memory import inner_tensors
@@ -78,6 +79,8 @@ class Step:
         self.setup = setup
         self._unmanaged_parameters: list[torch.Tensor] = []
         self.captured: CapturedStep | None = None
+        self.module_tree: ModuleTree | None = None
+        """The modules, as the last backup of a step has found them."""
         self._is_measured = False
         self._is_watched = False
         self._is_plain = False

@@ -6,17 +6,15 @@ import copy
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch import nn
 
 from graphckpt.capture.host_random import HostRandom
+from graphckpt.graph.module_tree import ModuleTree
 from graphckpt.state.rng import get_rng_state, rng_devices, set_rng_state
 from graphckpt.tree import tensors_in
 from graphckpt.undo import CONTAINERS, fill
 
 if TYPE_CHECKING:
     from graphckpt.graph.step import Step
-
-_OF_TORCH = frozenset(nn.Module().__dict__)
 
 
 @final
@@ -34,19 +32,19 @@ class StepBackup:
 
     def __init__(self, step: Step, fields: dict[str, Any], inputs: Any) -> None:
         self._step = step
-        modules = list(dict.fromkeys(module for root in step.roots.values() for module in root.modules()))
-        parameters = [p for module in modules for p in module._parameters.values() if p is not None]
-        self._random = get_rng_state(rng_devices(parameters))
+        roots = step.roots.values()
+        if step.module_tree is None or not step.module_tree.is_of(roots):
+            step.module_tree = ModuleTree(roots)
+        tree = step.module_tree
+        parameters, values = tree.parameters(), tree.attributes()
+        self._random = get_rng_state(() if torch.accelerator.current_accelerator() is None else rng_devices(parameters))
         self._host_random = HostRandom()
-        owners = [fields, *(own for m in modules for own in (m.__dict__, m._parameters, m._buffers))]
-        self._items: list[tuple[Any, Any]] = [(owner, dict(owner)) for owner in owners]
-        values = [value for m in modules for key, value in m.__dict__.items() if key not in _OF_TORCH]
+        self._items: list[tuple[Any, Any]] = [(owner, owner.copy()) for owner in (fields, *tree.dictionaries)]
         containers = [value for value in (*fields.values(), *values) if isinstance(value, CONTAINERS)]
         self._containers = [(value, copy.copy(value)) for value in containers]
-        renormalized = [m.weight for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm]
-        buffers = [b for module in modules for b in module._buffers.values() if b is not None]
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        self._copies = [(t, t.detach().clone()) for t in (*buffers, *tensors, *renormalized)]
+        renormalized = [m.weight for m in tree.renormalized]
+        self._copies = [(t, t.detach().clone()) for t in (*tree.buffers(), *tensors, *renormalized)]
         known = {id(tensor) for tensor, _ in self._copies}
         fixed = [t for t in (*parameters, *tensors_in(inputs)) if id(t) not in known and not t.is_inference()]
         self._versions = [(tensor, tensor._version) for tensor in fixed]
