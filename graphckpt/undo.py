@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from operator import is_
 from typing import Any, Final, TypeAlias
 
 ABSENT: Final = object()
@@ -29,7 +30,8 @@ def put_back(undo: Undo) -> None:
     while undo:
         owner, key, value = undo[-1]
         if key is None:
-            fill(owner, value)
+            if differs(owner, value):
+                fill(owner, value)
         elif value is ABSENT:
             owner.pop(key, None)
         else:
@@ -54,4 +56,6 @@ def differs(now: Any, then: Any) -> bool:
         return bool(now != then)
     if not isinstance(now, dict):
         return any(a is not b for a, b in zip(now, then, strict=True))
+    if all(map(is_, now, then)) and all(map(is_, now.values(), then.values())):
+        return False
     return any(key not in now or now[key] is not value for key, value in then.items())

@@ -98,7 +98,9 @@ class GraphConfig:
             value = check_budget(value)
         if name == "on_out_of_memory" and value not in _ON_OUT_OF_MEMORY:
             near = did_you_mean(str(value), _ON_OUT_OF_MEMORY)
-            raise ConfigError(f"Graph.config.{name}: there is no {value!r}{near} · fix: use 'raise' or 'replan'")
+            raise ConfigError(
+                f"Graph.config.{name}: expected 'raise' or 'replan', got {value!r}{near} · fix: use one of these"
+            )
         if name == "plan_options":
             value = PlanOptions.of(value, "Graph.config.plan_options")
         object.__setattr__(self, name, value)

@@ -56,12 +56,14 @@ class ModuleState:
         "_renormalized",
         "_slots",
         "_unchanged_buffers",
+        "_users",
     )  # fmt: skip
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         found = list(modules)
         # Weak, for a module holds its wrapped forward, which holds this: a deleted model must be freed at once.
         self._modules = [weakref.ref(m) for m in found]
+        self._users = [weakref.ref(m) for m in found if not type(m).__module__.startswith("torch.")]
         self._children = [(weakref.ref(m), _children_of(m)) for m in found if m._modules]
         self._slots: list[tuple[dict[str, Any], str]] = [(m._parameters, key) for m in found for key in m._parameters]
         self._num_parameters = len(self._slots)
@@ -149,19 +151,17 @@ class ModuleState:
                 replace_item(module.__dict__, "training", mode, undo)
         for place, value in snapshot.changed:
             replace_item(place.owner, place.key, place.fresh(value), undo)
+        _protect_attributes(self._users, undo)  # a forward may set, on any call, what no first call has set
 
     def protect(self, undo: Undo) -> None:
         """Has everything put back that a forward may change, where it is not known yet what that is.
 
         Call it after :meth:`rewind`: what an original forward has not reached yet must not move before it does.
         """
-        for ref in self._modules:
-            fields = _fields(ref)
-            undo.append((fields, None, dict(fields)))
+        _protect_attributes(self._modules, undo)
+        for fields in map(_fields, self._modules):
             for key, value in fields.items():
-                if isinstance(value, CONTAINERS) and key not in _OWN:
-                    fields[key] = copy.copy(value)
-                elif key not in _OWN and _is_plain(value) and value.is_leaf:
+                if key not in _OWN and _is_plain(value) and value.is_leaf:
                     fields[key] = value.detach().clone().requires_grad_(value.requires_grad)
         for owner, key in self._slots[self._num_parameters :]:
             if _is_plain(owner.get(key)):
@@ -330,6 +330,14 @@ def _holds_tensors(value: Any) -> bool:
     leaves = pytree.tree_leaves(value)
     leaves += [inner for leaf in leaves for inner in pytree.tree_leaves(list(getattr(leaf, "__dict__", {}).values()))]
     return any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+
+
+def _protect_attributes(modules: Iterable[weakref.ref[nn.Module]], undo: Undo) -> None:
+    for fields in map(_fields, modules):
+        undo.append((fields, None, fields.copy()))
+        for key, value in fields.items():
+            if isinstance(value, CONTAINERS) and key not in _OWN:
+                fields[key] = copy.copy(value)
 
 
 def _fields(ref: weakref.ref[nn.Module]) -> dict[str, Any]:

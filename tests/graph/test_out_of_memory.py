@@ -258,7 +258,8 @@ def test_several_processes_cannot_replan(monkeypatch):
 
 
 def test_settings_are_checked():
-    with pytest.raises(ConfigError, match=r"on_out_of_memory: there is no 'replann' · did you mean 'replan'\?"):
+    expected = r"on_out_of_memory: expected 'raise' or 'replan', got 'replann' · did you mean 'replan'\?"
+    with pytest.raises(ConfigError, match=expected):
         made(mode="replann")
 
 
