@@ -94,7 +94,7 @@ class Frame:
         self._rest: StoredCall | None = None
         self._watch: Watch | None = None
         self._holders: list[weakref.ref[Holder]] = []
-        self._last_saved: tuple[int, int] | None = None  # in a first call: sequence number, id of the storage
+        self._last_saved: tuple[int, Any] = -1, None  # in a first call: sequence number, weak reference to the storage
         self.group: TensorGroup | None = None
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -137,9 +137,10 @@ class Frame:
 
     def _ends_with_saved(self, output: Any) -> bool:
         """Whether autograd has recorded no op after the one that has saved its own result, an output of the block."""
-        storages = {id(tensor.untyped_storage()) for tensor in tensors_in(output) if has_storage(tensor)}
-        number, storage = self._last_saved or (-1, -1)
-        return number == autograd_sequence_number() and storage in storages
+        number, saved = self._last_saved
+        if number != autograd_sequence_number():
+            return False
+        return any(tensor.untyped_storage() is saved() for tensor in tensors_in(output) if has_storage(tensor))
 
     def _end(self, returned: BlockOutput | None) -> None:
         """Learns from the original forward, and drops what the recomputation does not need."""
@@ -183,7 +184,7 @@ class Frame:
         holder = Holder(tensor)
         self._holders.append(weakref.ref(holder))
         if self._watch is not None and has_storage(tensor):
-            self._last_saved = autograd_sequence_number(), id(tensor.untyped_storage())
+            self._last_saved = autograd_sequence_number(), weakref.ref(tensor.untyped_storage())
         if self.contexts is not None:
             self.contexts.saves(tensor)
         return holder
