@@ -109,7 +109,7 @@ class AutoPlan:
             What has changed, in one line.
 
         Raises:
-            PlanError: There is no such plan, or the step cannot be planned without running it.
+            PlanError: No plan has a lower peak, or the step cannot run on fake tensors.
         """
         step = self._step
         step.prepare()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from graphckpt.capture.host_random import HostRandom
-from graphckpt.graph.module_tree import ModuleTree
+from graphckpt.state.module_tree import ModuleTree
 from graphckpt.state.rng import get_rng_state, rng_devices, set_rng_state
 from graphckpt.tree import tensors_in
 from graphckpt.undo import CONTAINERS, fill

@@ -67,7 +67,7 @@ class ModuleState:
         self._children = [(weakref.ref(m), _children_of(m)) for m in found if m._modules]
         self._slots: list[tuple[dict[str, Any], str]] = [(m._parameters, key) for m in found for key in m._parameters]
         self._num_parameters = len(self._slots)
-        self._renormalized = [(m._parameters, "weight") for m in found if _renormalizes(m)]
+        self._renormalized = [(m._parameters, "weight") for m in found if renormalizes(m)]
         self._slots += [(m._buffers, key) for m in found for key in m._buffers]
         self._changed_values: dict[tuple[bool, ...], tuple[ChangedValue, ...]] = {}
         self._unchanged_buffers: dict[tuple[bool, ...], list[int]] = {}  # the buffers that are not known to move
@@ -368,7 +368,7 @@ def _is_small(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     return tensor is not None and type(tensor) is torch.Tensor and tensor.nbytes <= _SMALL_BYTES
 
 
-def _renormalizes(module: nn.Module) -> bool:
+def renormalizes(module: nn.Module) -> bool:
     """Whether a forward modifies the weight of ``module`` in place, as embeddings with ``max_norm`` do."""
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
 

@@ -1,4 +1,4 @@
-"""The modules of a Graph as lists, which the backup of each step reads."""
+"""All modules below some roots as lists, which the backup of each step of a Graph reads."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
+from graphckpt.state.modules import renormalizes
 from graphckpt.tree import ATOMS
 
 if TYPE_CHECKING:
@@ -29,9 +30,7 @@ class ModuleTree:
         self._children = [(m._modules, list(m._modules.values())) for m in self.modules if m._modules]
         self.dictionaries = [own for m in self.modules for own in (m.__dict__, m._parameters, m._buffers)]
         self._own_keys = [_own_keys(m.__dict__) for m in self.modules]
-        self.renormalized = [
-            m for m in self.modules if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm is not None
-        ]
+        self.renormalized: list[Any] = [m for m in self.modules if renormalizes(m)]
 
     def is_of(self, roots: Iterable[nn.Module]) -> bool:
         """Whether these are the roots, and no module below was added, removed or replaced since."""
