@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -60,7 +61,12 @@ def flatten_call(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any]
         if not isinstance(leaf, torch.Tensor) and type(leaf) not in ATOMS:
             leaves, spec = _split(leaves)
             return leaves, CallShape(len(args), tuple(kwargs), spec)
-    return leaves, CallShape(len(args), tuple(kwargs))
+    return leaves, _plain_shape(len(args), tuple(kwargs))
+
+
+@functools.lru_cache  # many calls share one: Python's garbage collector visits every one that is alive
+def _plain_shape(num_args: int, keywords: tuple[str, ...]) -> CallShape:
+    return CallShape(num_args, keywords)
 
 
 def flatten_value(value: Any) -> tuple[list[Any], Any]:

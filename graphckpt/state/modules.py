@@ -108,7 +108,7 @@ class ModuleState:
         """
         if is_again:
             self._policy_changes = -1
-        tensors: list[Any] = list(starmap(dict.get, self._slots))
+        tensors: tuple[Any, ...] = tuple(starmap(dict.get, self._slots))
         modes = tuple([ref().training for ref in self._modules])  # type: ignore[union-attr]
         changed = self._changed_values.get(modes)
         if self._policy_changes != policy_changes.number:
@@ -126,7 +126,7 @@ class ModuleState:
             tuple([(place, place.take()) for place in changed]) if changed else (),
             {i: t.detach().clone() for i in self._unchanged_buffers.get(modes, ()) if _is_small(t := tensors[i])},
             _read_attributes(self._attributes.get(modes, ())),
-            [(module, forward()) for module, forward in self._forwards],
+            tuple([(module, forward()) for module, forward in self._forwards]),
             changes,
         )
 
@@ -335,8 +335,9 @@ def _holds_tensors(value: Any) -> bool:
 def _protect_attributes(modules: Iterable[weakref.ref[nn.Module]], undo: Undo) -> None:
     for fields in map(_fields, modules):
         undo.append((fields, None, fields.copy()))
-        for key, value in fields.items():
-            if isinstance(value, CONTAINERS) and key not in _OWN:
+        for key in fields.keys() - _OWN:
+            value = fields[key]
+            if isinstance(value, CONTAINERS):
                 fields[key] = copy.copy(value)
 
 
@@ -347,8 +348,8 @@ def _fields(ref: weakref.ref[nn.Module]) -> dict[str, Any]:
 
 def _read_attributes(
     names: Iterable[tuple[weakref.ref[nn.Module], str]],
-) -> list[tuple[weakref.ref[nn.Module], str, torch.Tensor, int]]:
-    return [(ref, key, t, t._version) for ref, key in names if _is_plain(t := _fields(ref).get(key))]
+) -> tuple[tuple[weakref.ref[nn.Module], str, torch.Tensor, int], ...]:
+    return tuple([(ref, key, t, t._version) for ref, key in names if _is_plain(t := _fields(ref).get(key))])
 
 
 def _is_same_memory(one: Any, other: torch.Tensor) -> bool:
@@ -360,8 +361,8 @@ def _is_same_memory(one: Any, other: torch.Tensor) -> bool:
     )
 
 
-def _versions(tensors: list[Any]) -> list[int]:
-    return [0 if tensor is None else tensor._version for tensor in tensors]
+def _versions(tensors: Iterable[Any]) -> tuple[int, ...]:
+    return tuple([0 if tensor is None else tensor._version for tensor in tensors])
 
 
 def _is_small(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:

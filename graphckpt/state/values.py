@@ -45,17 +45,20 @@ class ChangedValue:
 
 
 class Snapshot(NamedTuple):
-    """The state of a block's modules when the original forward began."""
+    """The state of a block's modules when the original forward began.
 
-    tensors: list[Any]
-    versions: list[int]
+    Of tuples rather than lists: Python's garbage collector need not visit those that hold numbers only.
+    """
+
+    tensors: tuple[Any, ...]
+    versions: tuple[int, ...]
     modes: tuple[bool, ...]
     changed: tuple[tuple[ChangedValue, Any], ...]
     copies: dict[int, torch.Tensor]
     """Of small buffers that are not known to move, by their index in ``tensors``."""
-    attributes: list[tuple[weakref.ref[nn.Module], str, torch.Tensor, int]]
+    attributes: tuple[tuple[weakref.ref[nn.Module], str, torch.Tensor, int], ...]
     """Tensors that are attributes of a module and no buffers, as hooks set them, and their versions."""
-    forwards: list[tuple[weakref.ref[nn.Module], Any]]
+    forwards: tuple[tuple[weakref.ref[nn.Module], Any], ...]
     """The ``forward`` attributes of modules that replace that of the class, such as policies."""
     policy_changes: int
     """How many there had been."""

@@ -66,10 +66,10 @@ class Arguments:
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self._leaves, self._shape = flatten_call(args, kwargs)
-        self._originals: list[_OriginalArgument] = []
+        self._originals: Sequence[_OriginalArgument] = ()
         self._objects: Any = ()
         self._module_tensors: dict[int, ChangedValue] = {}
-        self._aliases: list[AliasedArguments] = []
+        self._aliases: Sequence[AliasedArguments] = ()
         self._error: str | None = None
         self.before: RecomputableCall | None = None
         """The call of the recomputed block right before, if the two are recomputed as one."""
@@ -108,10 +108,12 @@ class Arguments:
         if self.mutated and not learning:
             groups = alias_groups(tensors)
             self.mutated |= {p for group in groups if not self.mutated.isdisjoint(group) for p in group}
+        originals: list[_OriginalArgument] = []
+        self._originals = originals
         for position, tensor in tensors:
             copied = _copy_of(tensor) if learning or position in self.mutated else None
             version = None if tensor.is_inference() else tensor._version
-            self._originals.append(_OriginalArgument(position, tensor, version, copied))
+            originals.append(_OriginalArgument(position, tensor, version, copied))
             if (
                 not learning or frame.outer_hooks is not None
             ):  # else at the end of the forward, which shows what is modified in place
@@ -126,7 +128,7 @@ class Arguments:
             RecomputeError: Forward modified an argument in place that earlier calls left alone, or one that cannot be
                 copied.
         """
-        originals, self._originals = self._originals, []
+        originals, self._originals = self._originals, ()
         if self._objects:
             self._objects = drop_unchanged(self._objects)
         if not learning and not self.mutated and not any(each.is_mutated() for each in originals):
@@ -158,7 +160,7 @@ class Arguments:
         Args:
             error: The message of the error that :meth:`take` raises from now on.
         """
-        self._leaves, self._originals, self._aliases = [], [], []
+        self._leaves, self._originals, self._aliases = [], (), ()
         self._error = error
 
     def take(self, frame: RecomputableCall, undo: Undo) -> list[Any]:

@@ -192,7 +192,8 @@ class Frame:
     @never_compiled
     def unpack(self, holder: Any) -> torch.Tensor:
         """Hook for a saved tensor that autograd needs; recomputes the block if necessary."""
-        keep_rest_around(self)
+        if self.original is not None or running.get() is not None:
+            keep_rest_around(self)
         if not isinstance(holder, Holder):
             assert self._rest is not None
             return self._rest.unpack(holder)
