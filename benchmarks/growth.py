@@ -18,6 +18,7 @@ import tempfile
 import tracemalloc
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from time import process_time
 from typing import Any
@@ -28,6 +29,7 @@ import torch
 from matplotlib import pyplot as plt
 from report import RESULTS, header, table, write
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import graphckpt
 from graphckpt.train.snapshot import dcp
@@ -39,6 +41,8 @@ BLOCKS = {
     "apply_bytes": "Python's memory of apply",
     "plain": "the plain step, for comparison",
     "step": "a step with full, beyond the plain one",
+    "step_no_gc": "the same with Python's garbage collector off",
+    "torch_step": "a step with torch.utils.checkpoint, beyond the plain one",
     "measure": "a measured step, beyond one that is not",
     "explain": "explain()",
     "plan": "plan(): runs of the step and solver",
@@ -108,6 +112,9 @@ def of_blocks(number: int) -> Iterator[tuple[str, float]]:
     step()  # the first step learns
     checkpointed = least(step, repeats)
     yield "step", checkpointed - plain
+    gc.disable()
+    yield "step_no_gc", least(step, repeats) - plain
+    gc.enable()
 
     def measured() -> None:
         with handle.measure():
@@ -116,6 +123,11 @@ def of_blocks(number: int) -> Iterator[tuple[str, float]]:
     yield "measure", least(measured, repeats) - checkpointed
     yield "explain", least(lambda: handle.explain(show=False), min(repeats, 3))
     handle.remove()
+    for layer in model.layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    yield "torch_step", least(step, repeats) - plain
+    for layer in model.layers:
+        del layer.forward
     if number <= MOST_PLANNED:
         budget = "80%"
         yield "plan", least(lambda: graphckpt.plan(model, step, memory_budget=budget, check=False), 1)
