@@ -149,26 +149,27 @@ class LiveBytes(TorchDispatchMode):
             elif isinstance(value, (list, tuple)):
                 self._see_all(value)
 
-    def _see(self, tensor: torch.Tensor) -> None:
-        """Counts the storage of ``tensor`` unless it is counted. See Note [One storage, one object]."""
+    def _see(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
+        """Counts the storage of ``tensor`` unless it is counted, and returns it. See Note [One storage, one object]."""
         storage = storage_of(tensor)
         if storage is None:
             for inner in inner_tensors(tensor):
                 self._see(inner)
-            return
+            return None
         known = self._alive.get(id(storage))
         num_bytes = storage.nbytes()
         if known is not None:
             if known.num_bytes != num_bytes:
                 self._resize(known, num_bytes)
-            return
+            return storage
         if not self._is_counted(storage.device.type):
-            return
+            return storage
         alive = _Alive(storage, self._free)
         alive.key = id(storage)
         alive.num_bytes = num_bytes
         self._alive[alive.key] = alive
         self._change(num_bytes, alive.key)
+        return storage
 
     def _is_counted(self, kind: str) -> bool:
         if kind == "meta":

@@ -12,7 +12,6 @@ from typing import Any, final
 
 import torch
 
-from graphckpt._compat import storage_of
 from graphckpt.ledger.live_memory import LiveBytes, storages_of
 from graphckpt.ledger.other_policies import Hold, Origin, StorageLife, levels_if_kept
 from graphckpt.ledger.record import TensorLife
@@ -109,12 +108,11 @@ class StorageLog(LiveBytes):
         finally:
             self._is_old = False
 
-    def _see(self, tensor: torch.Tensor) -> None:
-        super()._see(tensor)
-        storage = storage_of(tensor)
+    def _see(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
+        storage = super()._see(tensor)
         life = None if storage is None else self._life_of.get(id(storage))
         if life is None:
-            return
+            return storage
         if self.recomputed is None:
             life.last_use = self._now
         if life.origin is None:
@@ -124,6 +122,7 @@ class StorageLog(LiveBytes):
             else:
                 op = "" if self.op is None else str(self.op)
                 life.origin = Origin(self.block, self.phase, op, shape, dtype, _source())
+        return storage
 
     def _change(self, num_bytes: int, key: int) -> None:
         now = self._now
