@@ -40,8 +40,8 @@ class ModuleTree:
         """Returns the attributes of the modules that are no plain numbers or texts and not those of every module."""
         values = []
         for number, module in enumerate(self.modules):
-            fields, (size, keys) = module.__dict__, self._own_keys[number]
-            if len(fields) != size:
+            fields, (names, keys) = module.__dict__, self._own_keys[number]
+            if list(fields) != names:
                 _, keys = self._own_keys[number] = _own_keys(fields)
             values += [value for key in keys if type(value := fields.get(key)) not in ATOMS]
         return values
@@ -55,5 +55,5 @@ class ModuleTree:
         return [b for module in self.modules for b in module._buffers.values() if b is not None]
 
 
-def _own_keys(fields: dict[str, Any]) -> tuple[int, list[str]]:
-    return len(fields), [key for key in fields if key not in _OF_TORCH]
+def _own_keys(fields: dict[str, Any]) -> tuple[list[str], list[str]]:
+    return list(fields), [key for key in fields if key not in _OF_TORCH]

@@ -40,10 +40,14 @@ class Net(nn.Module):
         self.last = nn.Linear(32, 4)
         self.num_forwards = 0
         self.seen = []
+        self.moves_0 = []
 
     def forward(self, x):
         self.num_forwards += 1
         self.seen.append(random.random())
+        moves = self.__dict__.pop(f"moves_{self.num_forwards - 1}")  # under another name, and no more attributes
+        moves.append(self.seen[-1])
+        setattr(self, f"moves_{self.num_forwards}", moves)
         self.mean = x.detach().mean()
         x = self.first(x)
         for layer in self.layers:
@@ -105,7 +109,8 @@ def run(step, limit=None):
     random_state = [torch.get_rng_state(), torch.tensor(random.random())]
     numbers = [
         model.num_forwards, step.num_builds, step._update.num_steps, step._update.optimizers[0].param_groups[0]["lr"],
-        *model.seen, *(s.state_dict()["last_epoch"] for s in step._update.schedulers),
+        *model.seen, *getattr(model, f"moves_{model.num_forwards}"),
+        *(s.state_dict()["last_epoch"] for s in step._update.schedulers),
         None if step._update.scaler is None else step._update.scaler.state_dict()["scale"],
     ]  # fmt: skip
     tensors = [*losses, *model.parameters(), *model.buffers(), model.mean, *states, *random_state]
