@@ -247,3 +247,19 @@ def test_functional_call_of_an_embedding_that_is_renormalized() -> None:
     with graphckpt.apply(model, {"": {"activation_checkpointing": True}}):
         for _ in range(2):
             assert all(map(torch.equal, grads(), expected))
+
+
+def test_function_that_modifies_a_view_in_place_is_refused() -> None:
+    """Its recomputation within the backward inside must get so far as to tell."""
+    force, factors = Force("weight"), iter([None, 0.5])
+
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            factor = next(factors, 0.5)
+            return graphckpt.checkpoint(lambda y: force((y if factor is None else y.mul_(factor)).tanh()), x.view(-1))
+
+    net = nn.Sequential(nn.Linear(8, 8), Net())
+    graphckpt.apply(net, {"": True})
+    net(torch.randn(1, 8)).sum().backward()
+    with pytest.raises(graphckpt.RecomputeError, match="modified its argument `y` in place"):
+        net(torch.randn(1, 8)).sum().backward()

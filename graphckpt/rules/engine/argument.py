@@ -44,10 +44,10 @@ class TensorProperties:
             tensor.requires_grad_()
         if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
             with torch.enable_grad():
+                if self._has_history:
+                    tensor = _Result.apply(tensor, tensor.data)
                 if self._is_view and (self._has_history or not self.requires_grad):
                     tensor = tensor.view_as(tensor)
-                elif self._has_history:
-                    tensor = _Result.apply(tensor, tensor.data)
         return self.apply_class_to(tensor)
 
     def apply_class_to(self, tensor: torch.Tensor) -> torch.Tensor:
