@@ -194,16 +194,23 @@ def sequential(case: Case, runs: int) -> Tensor:
     return loss
 
 
-def compiled(case: Case, name: str, backend: str) -> Callable[[], Tensor]:
-    """Returns the model's loss as one compiled function of its own: compiled code hangs on the code of a function."""
+def compiled(case: Case, name: str, backend: str, *, returns_logits: bool = False) -> Callable[[], Tensor]:
+    """Returns the model's loss as one compiled function of its own: compiled code hangs on the code of a function.
 
-    def loss(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        result: Tensor = model(**inputs).loss
-        return result
+    With ``returns_logits`` it computes what the model returns, the loss and the logits.
+    """
 
-    own = types.FunctionType(loss.__code__.replace(co_name=name), globals())
+    def loss(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor]:
+        return (model(**inputs).loss,)
+
+    def loss_and_logits(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        result = model(**inputs)
+        return result.loss, result.logits
+
+    code = (loss_and_logits if returns_logits else loss).__code__
+    own = types.FunctionType(code.replace(co_name=name), globals())
     compiled_loss = torch.compile(own, backend=backend, fullgraph=True, dynamic=False)
-    return lambda: compiled_loss(case.model, case.inputs)
+    return lambda: compiled_loss(case.model, case.inputs)[0]
 
 
 def peers(case: Case, blocks: list[str], arguments: argparse.Namespace, model_name: str) -> Iterator[Method]:
@@ -225,6 +232,10 @@ def peers(case: Case, blocks: list[str], arguments: argparse.Namespace, model_na
         yield Method(name, "checkpoint_sequential, sqrt(n) runs", partial(sequential, case, runs), knob=runs)
     if model_name in arguments.compiled:
         for backend in arguments.backends:
+            call_compiled = compiled(case, f"loss_and_logits_{backend}", backend, returns_logits=True)
+            yield Method(
+                f"compile, logits returned ({backend})", f"torch.compile, {backend}", call_compiled, is_compiled=True
+            )
             for solver in arguments.solvers:
                 for budget in arguments.knobs if solver == "dp" else arguments.ilp_knobs:
                     name = f"compile {budget} ({backend}, {solver})"
