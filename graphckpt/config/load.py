@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import gc
 import linecache
 import sys
 import traceback
@@ -17,6 +16,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from graphckpt.collection import without_collection
 from graphckpt.config.instantiate import is_call
 from graphckpt.config.numbers import fault_of, odd_numbers
 from graphckpt.config.values import Origins
@@ -45,7 +45,7 @@ def load_with_origins(path: Path) -> tuple[DictConfig, Origins]:
         raise ConfigError(f"{path}: a config file ends in .py, .yaml or .yml")
     if not path.is_file():
         raise ConfigError(f"{path}: no such config file")
-    with importable_from(path.resolve().parent), _without_collection():
+    with importable_from(path.resolve().parent), without_collection():
         if path.suffix == ".py":
             return _run(path)
         config = _read_yaml(path)
@@ -64,18 +64,6 @@ def importable_from(*folders: Path) -> Iterator[None]:
     finally:
         for place in places:
             sys.path.remove(place)
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Imports the packages of a config in a quarter less time, without garbage collection within the context."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _read_yaml(path: Path) -> DictConfig:

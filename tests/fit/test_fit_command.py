@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from graphckpt import cli_plan
 from graphckpt.cli import main
+from graphckpt.cli import plan as cli_plan
 from graphckpt.config.planning import planner_from
 
 CONFIG = ["--config-file", "configs/quickstart.py", "--device", "h200"]

@@ -6,8 +6,8 @@ import pytest
 import torch
 import transformers
 
-from graphckpt import cli_plan
 from graphckpt.cli import main
+from graphckpt.cli import plan as cli_plan
 from graphckpt.planning.api import find_blocks
 from graphckpt.planning.candidates import NEAR, options
 from graphckpt.planning.device.fake_device import FakeDevice

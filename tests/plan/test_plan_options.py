@@ -11,7 +11,7 @@ from torch import nn
 
 import graphckpt
 from graphckpt import ConfigError, Graph
-from graphckpt.cli_plan import add_plan
+from graphckpt.cli.plan import add_plan
 from graphckpt.config import planning as config_planning
 from graphckpt.graph.config import GraphConfig
 from graphckpt.planning import PlanOptions, api, measure_all

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias, cast, final
 
+from graphckpt.collection import without_collection
 from graphckpt.planning.fit.interpolate import NotAffineError, Position, SizedTrace, is_affine, predicted_sample
 from graphckpt.planning.measure.trace import Trace
 
@@ -86,7 +86,7 @@ class RecordedStep:
 
     def sample(self, blocks: Blocks, options: Sequence[Option]) -> StepSample:
         """Runs the step, without the garbage collector, which would free reference cycles at any moment."""
-        with _without_gc():
+        with without_collection():
             found = self._step.sample(blocks, options)
             assert isinstance(found.trace, Trace)
             found = replace(found, trace=SizedTrace.of(found.trace))
@@ -182,17 +182,6 @@ def are_affine(recordings: Sequence[Recording]) -> bool:
 
 def _has_equal_runs(one: Recording, other: Recording) -> bool:
     return one.are_shorter == other.are_shorter and [run.names for run in one.runs] == [r.names for r in other.runs]
-
-
-@contextmanager
-def _without_gc() -> Iterator[None]:
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _names(blocks: Blocks, options: Sequence[Option]) -> tuple[tuple[str, str], ...]:
