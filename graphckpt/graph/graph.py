@@ -212,11 +212,13 @@ class Graph:
         """Runs one step and returns what ``build`` returned, cut off from the graph."""
         fields = self.__dict__  # a look-up through __getattr__'s class costs more
         step = fields["_step"]
-        if step.setup.is_done and running_graph.get() is None:
+        config = fields["config"]
+        replans = config.on_out_of_memory == "replan" and config.training
+        if step.setup.is_done and running_graph.get() is None and not replans:
             return step.call(fields, self.build, args, kwargs)
-        if running_graph.get() is None and (self.config.memory_budget is not None or fields["_auto_plan"] is not None):
+        if running_graph.get() is None and (config.memory_budget is not None or fields["_auto_plan"] is not None):
             self._planner().before_call(fields, self.build, args, kwargs)
-        if running_graph.get() is None and self.config.training and self.config.on_out_of_memory == "replan":
+        if running_graph.get() is None and replans:
             return call_or_replan(step, self._replan, fields, self.build, args, kwargs)
         return step.call_with_setup(fields, self.build, args, kwargs)
 

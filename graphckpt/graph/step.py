@@ -111,6 +111,8 @@ class Step:
             raise GraphError(
                 f"{self.name} is called inside of {outer}.build() · fix: a Graph cannot be nested; call its modules"
             )
+        if self.setup.is_done:
+            return self.call(fields, build, args, kwargs)
         self.prepare()
         inputs = self.inputs or InputCheck(build, args, kwargs)
         if config.strict_static and (difference := inputs.difference(build, args, kwargs)):
@@ -131,7 +133,6 @@ class Step:
         self._num_watched += is_watched
         setup = self.setup
         has_more = is_watched or config.strict_static or config.memory_budget is not None or self._debug.level >= 0
-        has_more = has_more or config.on_out_of_memory == "replan"
         setup.is_done = not (has_more or setup.is_stale)
         return output
 

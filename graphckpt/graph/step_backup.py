@@ -40,14 +40,20 @@ class StepBackup:
         self._random = get_rng_state(() if torch.accelerator.current_accelerator() is None else rng_devices(parameters))
         self._host_random = HostRandom()
         self._items: list[tuple[Any, Any]] = [(owner, owner.copy()) for owner in (fields, *tree.dictionaries)]
-        containers = [value for value in (*fields.values(), *values) if isinstance(value, CONTAINERS)]
+        # by type: an object's own __getattribute__ would answer isinstance, such as that of a Transformers config
+        containers = [value for value in (*fields.values(), *values) if issubclass(type(value), CONTAINERS)]
         self._containers = [(value, copy.copy(value)) for value in containers]
-        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        tensors = [value for value in values if issubclass(type(value), torch.Tensor)]
         renormalized = [m.weight for m in tree.renormalized]
         self._copies = [(t, t.detach().clone()) for t in (*tree.buffers(), *tensors, *renormalized)]
-        known = {id(tensor) for tensor, _ in self._copies}
-        fixed = [t for t in (*parameters, *tensors_in(inputs)) if id(t) not in known and not t.is_inference()]
-        self._versions = [(tensor, tensor._version) for tensor in fixed]
+        fixed = [*parameters, *tensors_in(inputs)]
+        if self._copies:
+            known = {id(tensor) for tensor, _ in self._copies}
+            fixed = [tensor for tensor in fixed if id(tensor) not in known]
+        try:
+            self._versions = [(tensor, tensor._version) for tensor in fixed]
+        except RuntimeError:  # inference tensors have none
+            self._versions = [(tensor, tensor._version) for tensor in fixed if not tensor.is_inference()]
         self._num_replays = self._count_replays()
 
     def _count_replays(self) -> int:

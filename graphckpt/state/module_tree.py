@@ -40,10 +40,15 @@ class ModuleTree:
         """Returns the attributes of the modules that are no plain numbers or texts and not those of every module."""
         values = []
         for number, module in enumerate(self.modules):
-            fields, (names, keys) = module.__dict__, self._own_keys[number]
-            if list(fields) != names:
+            fields, (count, keys) = module.__dict__, self._own_keys[number]
+            try:
+                own = [fields[key] for key in keys]
+            except KeyError:
+                count = -1
+            if len(fields) != count:  # of torch's keys none is ever removed: as many keys are the same keys
                 _, keys = self._own_keys[number] = _own_keys(fields)
-            values += [value for key in keys if type(value := fields.get(key)) not in ATOMS]
+                own = [fields[key] for key in keys]
+            values += [value for value in own if type(value) not in ATOMS]
         return values
 
     def parameters(self) -> list[torch.Tensor]:
@@ -55,5 +60,5 @@ class ModuleTree:
         return [b for module in self.modules for b in module._buffers.values() if b is not None]
 
 
-def _own_keys(fields: dict[str, Any]) -> tuple[list[str], list[str]]:
-    return list(fields), [key for key in fields if key not in _OF_TORCH]
+def _own_keys(fields: dict[str, Any]) -> tuple[int, list[str]]:
+    return len(fields), [key for key in fields if key not in _OF_TORCH]

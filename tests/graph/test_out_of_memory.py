@@ -16,6 +16,7 @@ from torch import nn
 
 from graphckpt import ConfigError, Graph
 from graphckpt.graph.out_of_memory import is_out_of_memory
+from graphckpt.graph.step_backup import StepBackup
 
 pytestmark = pytest.mark.filterwarnings("default:.*memory ran out; the step is repeated")
 FAILED = 2  # the step that runs out of memory, of STEPS
@@ -228,6 +229,19 @@ def test_error_in_the_update_says_that_it_cannot_be_undone():
     assert error.value.__notes__ == [
         f"{step.name}: not replanned, since the update of the parameters had begun · fix: a smaller batch"
     ]
+
+
+def test_inputs_may_be_inference_tensors():
+    step = made()
+    step(X)
+    with torch.inference_mode():
+        x = X.clone()
+    backup = StepBackup(step._step, vars(step), x)
+    step._step.update.has_begun = False  # as before the first step
+    assert backup.lasting_change() is None
+    with torch.no_grad():
+        next(step.model.origin.parameters()).add_(1)
+    assert backup.lasting_change() == "the step had modified a parameter or an input in place"
 
 
 def test_input_that_was_modified_in_place_cannot_be_repeated():

@@ -153,6 +153,24 @@ def test_own_loss_takes_what_the_model_returns(returned, names):
     assert OwnLoss().tally(model, {"x": torch.ones(3)})["loss"].tolist() == [9.0, 3.0]
 
 
+def test_own_loss_reports_values_that_the_update_changes_as_they_were():
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.calls = torch.nn.Parameter(torch.tensor(1.0)), torch.nn.Buffer(torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            return {"loss": (x * self.scale).sum(), "scale": self.scale, "calls": self.calls, "sizes": x}
+
+    model = Scaled()
+    values = OwnLoss().losses(model, {"x": torch.ones(3)})
+    with torch.no_grad():
+        model.scale += 1
+        model.calls += 1
+    assert {name: value.item() for name, value in values.items()} == {"loss": 3, "scale": 1, "calls": 1, "sizes": 1}
+
+
 def test_own_loss_asks_for_a_loss():
     model = torch.nn.Module()
     model.forward = lambda x: {"logits": x}

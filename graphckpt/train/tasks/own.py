@@ -8,6 +8,7 @@ from typing import final
 from torch import Tensor, nn
 
 from graphckpt.errors import ConfigError
+from graphckpt.graph.micro_batches import is_new
 from graphckpt.train.tasks.base import Task, summed
 
 _FIX = "return the loss, a dict such as {'lm_loss': ...}, or an object with .loss"
@@ -34,7 +35,7 @@ class OwnLoss(Task):
         if not isinstance(found, Mapping) or not any("loss" in name for name in found):
             got = f"the names {', '.join(map(repr, found))}" if isinstance(found, Mapping) else type(found).__name__
             raise ConfigError(f"model: {type(model).__name__}.forward returned {got}, and no loss · fix: {_FIX}")
-        return {name: value.mean() for name, value in found.items() if isinstance(value, Tensor)}
+        return {name: _mean(value) for name, value in found.items() if isinstance(value, Tensor)}
 
     def tally(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns each of the model's values, weighted by samples, and ``loss``, the sum of the losses."""
@@ -43,3 +44,8 @@ class OwnLoss(Task):
         total = sum((value for name, value in values.items() if "loss" in name), start=next(iter(values.values())) * 0)
         others = {name: value for name, value in values.items() if name != "loss"}
         return {name: summed(value.detach(), count) for name, value in {"loss": total, **others}.items()}
+
+
+def _mean(value: Tensor) -> Tensor:
+    """Returns the mean; a scalar that the model has just computed is returned as it is."""
+    return value if not value.dim() and is_new(value) else value.mean()
