@@ -23,7 +23,7 @@ import graphckpt
 from graphckpt import Segments, Selective
 from graphckpt.ledger.recorder import Recorder
 from graphckpt.rules.engine.execution import running
-from interrupts.moments import AfterSeconds, AtEvent, Moment, count_events
+from interrupts.moments import AfterSeconds, AtContext, AtEvent, Moment, count_events
 
 _BLOCKS = "[1-5]"
 _SMALL = {"min_elements": 1}
@@ -185,6 +185,7 @@ class Trial:
         self._begin()
         self._events[True] = count_events(self._step)
         self.swallowed = 0
+        self._ignored: list[str] = []
         self.outside = 0
 
     def _begin(self) -> None:
@@ -213,8 +214,19 @@ class Trial:
         """Returns the number of moments of the first step of a model, or of a later one."""
         return self._events[is_fresh]
 
+    def num_contexts(self, filename: str) -> int:
+        """Returns how many times code of a file enters or leaves a context in a later step."""
+        moment = AtContext(filename, -1)
+        moment.call(self._step)
+        return moment.count
+
     def interrupt(
-        self, *, by_timer: bool = False, number: int | None = None, is_fresh: bool | None = None
+        self,
+        *,
+        by_timer: bool = False,
+        number: int | None = None,
+        is_fresh: bool | None = None,
+        contexts_of: str | None = None,
     ) -> Fault | None:
         """Interrupts one step, runs another one, and says what is wrong.
 
@@ -222,6 +234,7 @@ class Trial:
             by_timer: Interrupts after a random time, and not at an event that is counted.
             number: The event; a random one if it is not given.
             is_fresh: Whether the step is the first of a new model; random if it is not given.
+            contexts_of: Counts, in place of events, the contexts that code of this file enters and leaves.
         """
         if is_fresh if is_fresh is not None else self._rng.random() < 0.25:
             self._begin()
@@ -230,7 +243,10 @@ class Trial:
         if number is None:
             number = 1 + int(drawn * self._events[is_fresh])
         moment: Any = AfterSeconds(drawn * self._seconds) if by_timer else AtEvent(number)
-        hook, sys.unraisablehook = sys.unraisablehook, lambda _: None  # holding what it is given would keep keys alive
+        if contexts_of is not None:
+            moment = AtContext(contexts_of, number)
+        hook, sys.unraisablehook = sys.unraisablehook, self._see_ignored
+        self._ignored = []
         raised = False
         other: list[str] = []
         try:
@@ -251,9 +267,11 @@ class Trial:
                 if is_pythons
                 else [f"raised in its place: {type(error).__name__} {str(error).splitlines()[0][:150]}"]
             )
+        try:
+            what = other + self._check(moment) if moment.stack else other
         finally:
             sys.unraisablehook = hook
-        what = other + self._check(moment) if moment.stack else other
+        what += self._ignored
         self.swallowed += bool(moment.stack) and not raised
         self._is_fresh = self._is_fresh and not moment.stack
         if moment.stack and not moment.is_in_engine:
@@ -264,6 +282,11 @@ class Trial:
             self._begin()
         place = number if not by_timer else round(drawn * self._seconds, 6)
         return Fault(self.policy, place, is_fresh, moment.where(), tuple(what)) if what else None
+
+    def _see_ignored(self, ignored: sys.UnraisableHookArgs) -> None:
+        """Notes what Python cannot raise, but keeps no reference to it, which would keep tensors alive."""
+        if not issubclass(ignored.exc_type, KeyboardInterrupt):
+            self._ignored.append(f"left to end later: {ignored.object!r:.80} {ignored.exc_value!r:.80}")
 
     def _check(self, moment: Moment) -> list[str]:
         found = [f"left: {name}" for name in left_active() if not (name == "saved-tensor hooks" and _are_of_explain())]

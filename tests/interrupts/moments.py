@@ -2,7 +2,7 @@
 
 Python delivers a signal when a Python function begins, when a function of C has returned, and when a loop goes round.
 :class:`AtEvent` raises at one of the first two, counted from the beginning, so that a moment can be named and tried
-again. :class:`AfterSeconds` uses a timer, as a user's Ctrl-C would.
+again; :class:`AtContext` counts only the contexts that a file enters and leaves. :class:`AfterSeconds` uses a timer, as a user's Ctrl-C would.
 """
 
 from __future__ import annotations
@@ -55,10 +55,29 @@ class AtEvent(Moment):
             sys.setprofile(None)
 
     def _see(self, frame: FrameType, event: str, _: Any) -> None:
-        if event in _EVENTS:
+        if self._is_counted(frame, event):
             self.count += 1
             if self.count == self._number:
                 self._raise(frame)
+
+    def _is_counted(self, frame: FrameType, event: str) -> bool:
+        return event in _EVENTS
+
+
+class AtContext(AtEvent):
+    """Interrupts a call as code of a file is about to enter or leave a context for the ``number``-th time."""
+
+    def __init__(self, filename: str, number: int) -> None:
+        super().__init__(number)
+        self._filename = filename
+
+    def _is_counted(self, frame: FrameType, event: str) -> bool:
+        if event != "call" or frame.f_code.co_name not in ("__enter__", "__exit__"):
+            return False
+        caller = frame.f_back
+        while caller is not None and caller.f_code.co_filename.endswith("contextlib.py"):
+            caller = caller.f_back
+        return caller is not None and caller.f_code.co_filename.endswith(self._filename)
 
 
 class AfterSeconds(Moment):

@@ -19,6 +19,16 @@ def test_the_step_after_an_interrupt_is_right(policy: str) -> None:
     assert trial.outside < COUNT
 
 
+def test_an_interrupted_context_does_nothing_later() -> None:
+    """What an interrupt leaves of a context must not pop the mode or the hooks that are innermost later."""
+    trial, file = Trial("selective", seed=1), "/rules/engine/frame.py"
+    numbers = range(1, 1 + trial.num_contexts(file))
+    faults = [trial.interrupt(number=number, is_fresh=False, contexts_of=file) for number in numbers]
+    trial.close()
+    assert len(numbers) >= 40
+    assert [str(fault) for fault in faults if fault is not None] == []
+
+
 def test_a_timer_interrupts_too() -> None:
     trial = Trial("full", seed=2)
     faults = [trial.interrupt(by_timer=True) for _ in range(COUNT)]

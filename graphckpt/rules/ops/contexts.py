@@ -24,6 +24,7 @@ from graphckpt.rules.ops.schedule import NamedOps, make_schedule
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from types import TracebackType
 
     import torch
 
@@ -33,6 +34,33 @@ if TYPE_CHECKING:
 
 _MAX_SCHEDULES = 16  # of a block: one for each set of argument shapes
 _MAX_MISMATCHES = 16  # calls of a block that did not follow their schedule, before schedules are disabled for it
+
+
+@final
+class _Active:
+    """Makes a mode the innermost one, and lists it among ``modes``.
+
+    It is not a generator: if an interrupt left one behind, the garbage collector would end it later, and then it would
+    pop the mode that is innermost by then.
+    """
+
+    __slots__ = ("_mode", "_modes")
+
+    def __init__(self, mode: OpMode, modes: list[OpMode]) -> None:
+        self._mode = mode
+        self._modes = modes
+
+    def __enter__(self) -> None:
+        self._modes.append(self._mode)
+        self._mode.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self._mode.__exit__(kind, error, trace)
+        finally:
+            self._modes.remove(self._mode)  # it refers to the call: a cycle would keep all results alive
+        if kind is None:
+            self._mode.end()
 
 
 @final
@@ -63,7 +91,7 @@ class SelectiveContexts:
             self._results.graph = OpGraph()
         elif schedule.is_valid:
             self._schedule = schedule
-            return self._following(ScheduledCachingMode(self._results, frame, schedule, self._drop_schedule))
+            return self._active(ScheduledCachingMode(self._results, frame, schedule, self._drop_schedule))
         return self._active(CachingMode(self._results, frame))
 
     def recomputation(self, frame: RecomputableCall) -> AbstractContextManager[None]:
@@ -84,20 +112,8 @@ class SelectiveContexts:
         """Drops the kept results that ops have modified which the modes have not seen."""
         self._results.drop_sharing(tensors)
 
-    @contextmanager
-    def _active(self, mode: OpMode) -> Iterator[None]:
-        self._modes.append(mode)
-        try:
-            with mode:
-                yield
-        finally:
-            self._modes.remove(mode)  # it refers to the call: a cycle would keep all results alive
-
-    @contextmanager
-    def _following(self, mode: ScheduledCachingMode) -> Iterator[None]:
-        with self._active(mode):
-            yield
-        mode.end()
+    def _active(self, mode: OpMode) -> AbstractContextManager[None]:
+        return _Active(mode, self._modes)
 
     def after_forward(self, frame: RecomputableCall, *, has_failed: bool) -> None:
         """Drops what the recomputation does not need, and records or checks the schedule of the ops."""

@@ -48,6 +48,9 @@ class OpMode(DispatchMode):
     def _call(self, func: Op, args: Any, kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
 
+    def end(self) -> None:
+        """Is called after an execution without an error."""
+
 
 class CountingMode(OpMode):
     """Identifies an op by how often it was called before."""
@@ -153,7 +156,6 @@ class ScheduledCachingMode(ScheduledMode):
         return output
 
     def end(self) -> None:
-        """Is called after the forward."""
         if self._fallback is None and (self._results.has_failed_op or self._position != len(self._schedule.ops)):
             self._on_mismatch(self._frame)
 
