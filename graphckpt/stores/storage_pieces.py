@@ -50,6 +50,8 @@ class Piece:
         self._freed = freed
 
     def __del__(self) -> None:
+        if not hasattr(self, "_freed"):
+            return  # an interrupt has ended `__init__`
         self.handle.release()
         self._freed.append((self.store, self.handle))  # freed later: a destructor runs in any thread, under any lock
 
@@ -108,7 +110,7 @@ class TensorKey:
             self.piece.reloaded = None
 
     def __del__(self) -> None:
-        if not self._is_read:
+        if not getattr(self, "_is_read", True):  # an interrupt may have ended `__init__`
             self.mark_read()
 
 

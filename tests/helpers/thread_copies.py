@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import _thread
 import time
 import weakref
 from collections import deque
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from graphckpt.stores.base import Traffic
     from graphckpt.stores.byte_store import ByteStore
 
+_POLL_SECONDS = 1e-4
 _POISON = 0xA5  # bytes of a target between the moment its copy is issued and the moment it is made
 
 
@@ -55,7 +56,7 @@ class Copy(CopyEvent):
         self.traffic = traffic
         self.issued_at = time.perf_counter()
         self.started_at = self.ended_at = self.joined_at = 0.0
-        self.is_done = threading.Event()
+        self.is_done = False
         self.error: str | None = None
         self._source, self._target = _Loose(source), _Loose(target)
 
@@ -75,7 +76,7 @@ class Copy(CopyEvent):
         finally:
             del source, target  # whoever joins may look at who holds them
             self.ended_at = time.perf_counter()
-            self.is_done.set()
+            self.is_done = True
 
 
 @final
@@ -196,7 +197,10 @@ class _Loose:
 
 @final
 class _Lane:
-    """A thread that makes copies in order."""
+    """A thread that makes copies in order.
+
+    Nothing of ``threading`` is used: an interrupt within ``Thread.start`` or a ``Condition`` may leave a lock locked.
+    """
 
     def __init__(self, delay: Callable[[], float] | None, is_held: bool) -> None:
         self._delay = delay
@@ -205,56 +209,56 @@ class _Lane:
         self._num_issued = 0
         self._num_allowed = 0
         self._last: Copy | None = None
-        self._gate = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._is_working = _thread.allocate_lock()
+        self._worker = 0
 
     def issue(self, make: Callable[[int], Copy]) -> Copy:
-        self._last = make(self._num_issued)
-        self._num_issued += 1
-        self._jobs.put(self._last)
+        number = self._num_issued
+        self._num_issued = number + 1
+        copy = make(number)
+        self._jobs.put(copy)
+        self._last = copy
         self._start()
-        return self._last
+        return copy
 
     def _start(self) -> None:
         """Starts the thread, if there is none: the garbage collector may end it at any moment, with a store."""
-        thread = self._thread or threading.Thread(target=self._work, daemon=True, name="graphckpt-copies")
-        if self._thread is None:
-            self._thread = thread
-            thread.start()
+        if not self._is_working.locked():
+            _thread.start_new_thread(self._work, ())
 
     def wait(self, copy: Copy) -> None:
         self.allow(copy.number)
-        self._start()
-        copy.is_done.wait()
+        while not copy.is_done:
+            self._start()
+            time.sleep(_POLL_SECONDS)
 
     def allow(self, number: int) -> None:
-        with self._gate:
-            self._num_allowed = max(self._num_allowed, number + 1)
-            self._gate.notify_all()
-
-    def _await_leave(self, number: int) -> None:
-        with self._gate:
-            self._gate.wait_for(lambda: number < self._num_allowed)
+        self._num_allowed = max(self._num_allowed, number + 1)
 
     def finish(self) -> None:
-        if self._last is not None and not self._last.is_done.is_set():
+        if self._last is not None:
             self.wait(self._last)
 
     def stop(self) -> None:
         self.finish()
-        thread, self._thread = self._thread, None
-        if thread is not None:
+        if self._is_working.locked():
             self._jobs.put(None)
-            if thread is not threading.current_thread():  # the garbage collector may run this on it
-                thread.join()
+            while self._is_working.locked() and self._worker != _thread.get_ident():
+                time.sleep(_POLL_SECONDS)  # but on the thread itself, where the garbage collector may run this
 
     def _work(self) -> None:
-        while (copy := self._jobs.get()) is not None:
-            if self._is_held:
-                self._await_leave(copy.number)
-            if self._delay is not None:
-                time.sleep(self._delay())
-            copy.make()
+        if not self._is_working.acquire(blocking=False):
+            return
+        try:
+            self._worker = _thread.get_ident()
+            while (copy := self._jobs.get()) is not None:
+                while self._is_held and copy.number >= self._num_allowed:
+                    time.sleep(_POLL_SECONDS)
+                if self._delay is not None:
+                    time.sleep(self._delay())
+                copy.make()
+        finally:
+            self._is_working.release()
 
 
 def _stop(lanes: tuple[_Lane, ...]) -> None:

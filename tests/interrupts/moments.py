@@ -2,7 +2,8 @@
 
 Python delivers a signal when a Python function begins, when a function of C has returned, and when a loop goes round.
 :class:`AtEvent` raises at one of the first two, counted from the beginning, so that a moment can be named and tried
-again; :class:`AtContext` counts only the contexts that a file enters and leaves. :class:`AfterSeconds` uses a timer, as a user's Ctrl-C would.
+again; :class:`AtContext` counts only the contexts that a file enters and leaves. :class:`AfterSeconds` uses a timer, as
+a user's Ctrl-C would.
 """
 
 from __future__ import annotations

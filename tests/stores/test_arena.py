@@ -165,3 +165,25 @@ def test_no_memory_is_one_error_that_names_block_bytes_and_fix(monkeypatch: pyte
     assert placed.num_alive == 0
     kept = keep(placed, torch.randn(50, 64))
     assert len(kept) == placed.num_alive == 1
+
+
+def test_an_interrupt_while_a_larger_slab_is_allocated_leaves_no_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    placed = store()
+    for size in (10, 10, 2000):  # the third step needs a larger slab, which the fourth allocates
+        keep(placed, torch.ones(size))
+    arena = arena_of(placed)
+    small = arena.slab_bytes
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("graphckpt.stores.slab.slab_store._log.info", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            keep(placed, torch.ones(2000))
+    tensor = torch.randn(2000)
+    (key,) = keep(placed, tensor)
+    restored = placed.get(key)
+    assert restored is not None
+    assert torch.equal(restored, tensor)
+    assert 0 < small < arena.slab_bytes

@@ -54,9 +54,11 @@ class _Active:
         self._modes.append(self._mode)
         self._mode.__enter__()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         try:
-            self._mode.__exit__(kind, error, trace)
+            self._mode.__exit__(kind, error, traceback)
         finally:
             self._modes.remove(self._mode)  # it refers to the call: a cycle would keep all results alive
         if kind is None:

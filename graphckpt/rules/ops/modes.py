@@ -156,6 +156,7 @@ class ScheduledCachingMode(ScheduledMode):
         return output
 
     def end(self) -> None:
+        """Checks that the forward has run all ops of the schedule."""
         if self._fallback is None and (self._results.has_failed_op or self._position != len(self._schedule.ops)):
             self._on_mismatch(self._frame)
 

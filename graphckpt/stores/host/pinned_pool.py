@@ -117,8 +117,8 @@ class PinnedPool:
         if not grows and (not self._buffers or self._refused):
             return
         self._engine.synchronize()
-        self._release_buffers(self._buffers)
-        self._buffers, self._spare = [], {}
+        buffers, self._buffers, self._spare = self._buffers, [], {}
+        self._release_buffers(buffers)
         if grows:
             self._grow(wanted)
 
@@ -131,10 +131,10 @@ class PinnedPool:
 
     def _grow(self, num_bytes: int) -> None:
         old = self.slab_bytes
-        if self._slab is not None:
-            self._ranges.clear()
-            self._release_buffers([self._slab])  # the old slab is freed before the new one is allocated
-            self._slab = None
+        slab, self._slab, self._ranges = self._slab, None, {}
+        if slab is not None:
+            self._release_buffers([slab])
+        del slab  # the old slab is freed before the new one is allocated
         try:
             self._slab = self._engine.buffer(num_bytes)
         except (MemoryError, RuntimeError) as error:

@@ -110,7 +110,6 @@ class SlabStore(ByteStore):
             self._plan.free(self._free.popleft())
 
     def _allocate_slab(self, group: TensorGroup) -> None:
-        self._needs_slab = False
         _log.info("contiguous: a slab of %s on %s", format_bytes(self._plan.num_bytes), self._device)
         if self._slab is not None and self._is_captured:
             self._captured.append(self._slab)
@@ -118,6 +117,7 @@ class SlabStore(ByteStore):
         self._is_captured = False
         with unseen_by_modes():  # its ranges are counted, not the slab
             self._slab = self._allocate(self._plan.num_bytes, group)
+        self._needs_slab = False  # last: until then an interrupt leaves the old slab, which may be too small
 
     def _range(self, offset: int | None, num_bytes: int, group: TensorGroup) -> torch.Tensor:
         if offset is None or self._slab is None:
