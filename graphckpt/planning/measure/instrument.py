@@ -79,12 +79,15 @@ class Blocks:
 
     @contextmanager
     def marked(self, listener: StepListener) -> Iterator[None]:
-        """Reports to ``listener`` where the forwards and backwards of the blocks begin and end."""
+        """Reports to ``listener`` where the forwards and backwards of the blocks begin and end.
+
+        Hooks of the user run outside of a block, as they do outside of its policy.
+        """
         with ExitStack() as stack:
             for number, module in enumerate(self.modules):
                 marks = _BlockHooks(listener, number, stack)
                 stack.callback(module.register_forward_pre_hook(marks.begin, with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(marks.end, always_call=True).remove)
+                stack.callback(module.register_forward_hook(marks.end, prepend=True, always_call=True).remove)
             stack.callback(register_optimizer_step_pre_hook(lambda *_: listener.optimizer_begins()).remove)
             yield
 

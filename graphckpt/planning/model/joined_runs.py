@@ -167,7 +167,7 @@ class JoinedRuns:
         return Change(kind, storage, self._model.base.sizes.get(storage, 0))
 
     def _input_of(self, call: int) -> list[int]:
-        """Returns the argument that the call of the block before it has created, if nothing else uses it."""
+        """Returns the argument that the call of the block before it has created, if nothing else uses or holds it."""
         base = self._model.base
         if call == 0 or any(Interval(Phase.BACKWARD, c) not in base.intervals for c in (call - 1, call)):
             return []
@@ -178,4 +178,6 @@ class JoinedRuns:
         if len(set(made)) != 1:
             return []
         users = [c for c in range(len(base.calls)) if made[0] in base.roles(c)]
-        return made[:1] if users == [call - 1, call] else []
+        end = self._model.ends.get(made[0])
+        is_freed = end is not None and end[0] in (Interval(Phase.FORWARD, call), Interval(Phase.AFTER_FORWARD, call))
+        return made[:1] if is_freed and users == [call - 1, call] else []

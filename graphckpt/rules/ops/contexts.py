@@ -54,7 +54,9 @@ class _Active:
         self._modes.append(self._mode)
         self._mode.__enter__()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             self._mode.__exit__(kind, error, trace)
         finally:
