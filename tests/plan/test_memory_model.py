@@ -216,11 +216,12 @@ def test_layers_with_buffers_of_other_sizes_are_measured_apart():
 
 
 class Collecting(nn.Module):
-    """Layers whose inputs the model returns, or that hooks replace or keep."""
+    """Layers whose inputs the model returns, or that something lies between."""
 
-    def __init__(self, returns_all=False):
+    def __init__(self, returns_all=False, between=lambda x: x):
         super().__init__()
         self.returns_all = returns_all
+        self.between = between
         self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(6))
 
@@ -228,12 +229,14 @@ class Collecting(nn.Module):
         x, states = self.first(x), []
         for layer in self.layers:
             states.append(x)
-            x = layer(x)
+            x = self.between(layer(x))
         return self.last(x), states if self.returns_all else None
 
 
-def doubled(module, args, output):
-    return output * 2
+def with_hooks(model, kind, hook):
+    for layer in model.layers:
+        getattr(layer, f"register_{kind}_hook")(hook)
+    return model
 
 
 def kept(module, args, output):
@@ -241,15 +244,22 @@ def kept(module, args, output):
 
 
 @pytest.mark.parametrize(
-    ("hook", "returns_all", "are_joined"),
-    [(None, False, True), (None, True, False), (doubled, False, False), (kept, False, False)],
+    ("build", "are_joined"),
+    [
+        (Collecting, True),
+        (lambda: Collecting(returns_all=True), False),
+        (lambda: Collecting(between=lambda x: x.view(-1, 16)), False),
+        (lambda: Collecting(between=lambda x: x.mul_(2)), False),
+        (lambda: with_hooks(Collecting(), "forward", lambda module, args, output: output * 2), False),
+        (lambda: with_hooks(Collecting(), "forward", kept), False),
+        (lambda: with_hooks(Collecting(), "forward", lambda module, args, output: None), True),
+        (lambda: with_hooks(Collecting(), "full_backward", lambda module, grads, of_output: None), False),
+    ],
+    ids=["plain", "returned", "view", "in_place", "replaced", "kept", "seen", "backward_hook"],
 )
-def test_layers_join_only_where_that_frees_what_the_one_before_returns(hook, returns_all, are_joined):
+def test_layers_join_only_where_that_frees_what_the_one_before_returns(build, are_joined):
     torch.manual_seed(0)
-    model = Collecting(returns_all)
-    for layer in model.layers if hook is not None else ():
-        layer.register_forward_hook(hook)
-    x = torch.randn(64, 16)
+    model, x = build(), torch.randn(64, 16)
 
     def step():
         output = model(x)

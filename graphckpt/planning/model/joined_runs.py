@@ -175,7 +175,7 @@ class JoinedRuns:
         if before.block != here.block - 1:
             return []
         made = [storage for storage in here.arguments if storage in before.outputs and storage not in before.arguments]
-        if len(set(made)) != 1:
+        if len(set(made)) != 1 or made[0] not in here.returned_before:
             return []
         users = [c for c in range(len(base.calls)) if made[0] in base.roles(c)]
         end = self._model.ends.get(made[0])
