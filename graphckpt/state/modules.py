@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from itertools import chain, starmap
 from operator import is_
 from types import MethodType
@@ -22,9 +21,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from graphckpt._compat import is_fake, pytree
-from graphckpt.state.values import ChangedValue, Snapshot
+from graphckpt.state.values import ChangedValue, Snapshot, Watch, renormalizes
 from graphckpt.undo import ABSENT, CONTAINERS, Undo, differs, replace_item
-from graphckpt.writes import Writes
 
 _OWN = frozenset(nn.Module().__dict__) | {"forward"}  # what torch itself keeps on every module
 _SMALL_BYTES = 64 * 1024  # a copy of such a buffer costs less than it takes to find out whether it moves
@@ -52,6 +50,7 @@ class ModuleState:
         "_forwards",
         "_modules",
         "_num_parameters",
+        "_owners",
         "_policy_changes",
         "_renormalized",
         "_slots",
@@ -65,6 +64,8 @@ class ModuleState:
         self._modules = [weakref.ref(m) for m in found]
         self._users = [weakref.ref(m) for m in found if not type(m).__module__.startswith("torch.")]
         self._children = [(weakref.ref(m), _children_of(m)) for m in found if m._modules]
+        owners = [d for m in found for d in (m._parameters, m._buffers)] + [m._modules for m in found if not m._modules]
+        self._owners = owners, list(map(len, owners))
         self._slots: list[tuple[dict[str, Any], str]] = [(m._parameters, key) for m in found for key in m._parameters]
         self._num_parameters = len(self._slots)
         self._renormalized = [(m._parameters, "weight") for m in found if renormalizes(m)]
@@ -76,12 +77,15 @@ class ModuleState:
         self._policy_changes = -1
 
     def is_stale(self) -> bool:
-        """Whether a submodule was added, removed or replaced since, as adapters and quantization do."""
+        """Whether a submodule was added, removed or replaced since, as adapters do, or a parameter or buffer added."""
         for ref, children in self._children:
-            module = ref()
-            if module is None or _children_of(module) != children:
+            if (module := ref()) is None or _children_of(module) != children:
                 return True
-        return False
+        return self._has_other_slots()
+
+    def _has_other_slots(self) -> bool:
+        owners, lengths = self._owners
+        return list(map(len, owners)) != lengths
 
     def has_learnt(self, snapshot: Snapshot) -> bool:
         """Whether a call with the modules in these modes (train or eval, each) has shown which places move."""
@@ -151,7 +155,16 @@ class ModuleState:
                 replace_item(module.__dict__, "training", mode, undo)
         for place, value in snapshot.changed:
             replace_item(place.owner, place.key, place.fresh(value), undo)
+        if self._has_other_slots():
+            self._remove_new_buffers(undo)
         _protect_attributes(self._users, undo)  # a forward may set, on any call, what no first call has set
+
+    def _remove_new_buffers(self, undo: Undo) -> None:
+        """Removes the buffers that the original forward, or what followed, has registered."""
+        known = {(id(owner), key) for owner, key in self._slots}
+        for owner in self._owners[0]:
+            for key in [key for key, value in owner.items() if (id(owner), key) not in known and _is_plain(value)]:
+                replace_item(owner, key, ABSENT, undo)
 
     def protect(self, undo: Undo) -> None:
         """Has everything put back that a forward may change, where it is not known yet what that is.
@@ -281,31 +294,6 @@ class ModuleState:
         return f"`{key}`"
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Watch:
-    """Copies of all that could move, held during a first call only."""
-
-    tensors: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]]
-    attributes: list[tuple[dict[str, Any], dict[str, Any]]]
-    writes: Writes = field(default_factory=Writes)
-
-    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns what to call for ``function``, so that modifications of tensors without values are seen too."""
-        if not any(is_fake(tensor) for _, _, tensor, _ in self.tensors):
-            return function
-
-        def seen(*args: Any, **kwargs: Any) -> Any:
-            with self.writes:
-                return function(*args, **kwargs)
-
-        return seen
-
-    def was_written(self, tensor: torch.Tensor) -> bool:
-        """Whether an op has written to the memory of ``tensor``."""
-        return id(tensor.untyped_storage()) in self.writes.storages
-
-
 def _is_sharding(now: Any, then: Any) -> bool:
     """Whether FSDP exchanges a sharded parameter for a whole one, or the reverse, which its own hooks see to."""
     if now is None or then is None:
@@ -367,11 +355,6 @@ def _versions(tensors: Iterable[Any]) -> tuple[int, ...]:
 
 def _is_small(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     return tensor is not None and type(tensor) is torch.Tensor and tensor.nbytes <= _SMALL_BYTES
-
-
-def renormalizes(module: nn.Module) -> bool:
-    """Whether a forward modifies the weight of ``module`` in place, as embeddings with ``max_norm`` do."""
-    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
 
 
 def _children_of(module: nn.Module) -> list[int]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import weakref
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import nn
 
+from graphckpt._compat import is_fake
 from graphckpt.undo import ABSENT, CONTAINERS
+from graphckpt.writes import Writes
 
 
 @final
@@ -62,3 +65,49 @@ class Snapshot(NamedTuple):
     """The ``forward`` attributes of modules that replace that of the class, such as policies."""
     policy_changes: int
     """How many there had been."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Copies of all that could move, held during a first call only."""
+
+    tensors: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]]
+    attributes: list[tuple[dict[str, Any], dict[str, Any]]]
+    writes: Writes = field(default_factory=Writes)
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns what to call for ``function``, so that modifications of tensors without values are seen too."""
+        if not any(is_fake(tensor) for _, _, tensor, _ in self.tensors):
+            return function
+
+        def seen(*args: Any, **kwargs: Any) -> Any:
+            with self.writes:
+                return function(*args, **kwargs)
+
+        return seen
+
+    def was_written(self, tensor: torch.Tensor) -> bool:
+        """Whether an op has written to the memory of ``tensor``."""
+        return id(tensor.untyped_storage()) in self.writes.storages
+
+
+def renormalizes(module: nn.Module) -> bool:
+    """Whether a forward modifies the weight of ``module`` in place, as embeddings with ``max_norm`` do."""
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
+
+
+def overwrite(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Writes the elements of ``value`` into ``tensor``, those that an expanded tensor repeats once.
+
+    >>> tensor = torch.zeros(1).expand(3)
+    >>> overwrite(tensor, torch.ones(3))
+    >>> tensor
+    tensor([1., 1., 1.])
+    """
+    target, source = tensor.detach(), value
+    if target.layout is torch.strided and 0 in target.stride():
+        once = tuple(slice(1) if step == 0 else slice(None) for step in target.stride())
+        target, source = target[once], source[once]
+    with torch.no_grad():
+        target.copy_(source)
