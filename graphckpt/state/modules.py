@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from itertools import chain, starmap
 from operator import is_
 from types import MethodType
@@ -21,8 +22,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from graphckpt._compat import is_fake, pytree
-from graphckpt.state.values import ChangedValue, Snapshot, Watch, renormalizes
+from graphckpt.state.values import ChangedValue, Snapshot, is_sharding, renormalizes, same_bits
 from graphckpt.undo import ABSENT, CONTAINERS, Undo, differs, replace_item
+from graphckpt.writes import Writes
 
 _OWN = frozenset(nn.Module().__dict__) | {"forward"}  # what torch itself keeps on every module
 _SMALL_BYTES = 64 * 1024  # a copy of such a buffer costs less than it takes to find out whether it moves
@@ -138,7 +140,7 @@ class ModuleState:
         """Puts ``snapshot`` in place and notes in ``undo`` what it replaced."""
         if not all(map(is_, starmap(dict.get, self._slots), snapshot.tensors)):
             for (owner, key), tensor in zip(self._slots, snapshot.tensors, strict=True):
-                if owner.get(key) is not tensor and not _is_sharding(owner.get(key), tensor):
+                if owner.get(key) is not tensor and not is_sharding(owner.get(key), tensor):
                     replace_item(owner, key, tensor, undo)  # functional_call had replaced it for the original forward
         for index, copied in snapshot.copies.items():
             if snapshot.tensors[index]._version != snapshot.versions[index]:
@@ -202,7 +204,7 @@ class ModuleState:
         moved: list[tuple[ChangedValue, Any]] = []
         for owner, key, tensor, before in watch.tensors:
             is_mutated = any(owner is own for own, _ in self._renormalized) or (
-                watch.was_written(tensor) if is_fake(tensor) else not _same_bits(tensor, before)
+                watch.was_written(tensor) if is_fake(tensor) else not same_bits(tensor, before)
             )
             if owner.get(key) is not tensor:
                 value = before if is_mutated else tensor.detach()
@@ -294,13 +296,29 @@ class ModuleState:
         return f"`{key}`"
 
 
-def _is_sharding(now: Any, then: Any) -> bool:
-    """Whether FSDP exchanges a sharded parameter for a whole one, or the reverse, which its own hooks see to."""
-    if now is None or then is None:
-        return False
-    return hasattr(now, "device_mesh") != hasattr(then, "device_mesh") or not (
-        hasattr(then, "device_mesh") or then.untyped_storage().nbytes()
-    )
+@final
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Copies of all that could move, held during a first call only."""
+
+    tensors: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]]
+    attributes: list[tuple[dict[str, Any], dict[str, Any]]]
+    writes: Writes = field(default_factory=Writes)
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns what to call for ``function``, so that modifications of tensors without values are seen too."""
+        if not any(is_fake(tensor) for _, _, tensor, _ in self.tensors):
+            return function
+
+        def seen(*args: Any, **kwargs: Any) -> Any:
+            with self.writes:
+                return function(*args, **kwargs)
+
+        return seen
+
+    def was_written(self, tensor: torch.Tensor) -> bool:
+        """Whether an op has written to the memory of ``tensor``."""
+        return id(tensor.untyped_storage()) in self.writes.storages
 
 
 def _sets_up(before: Any, after: Any) -> bool:
@@ -363,10 +381,6 @@ def _children_of(module: nn.Module) -> list[int]:
 
 def _is_plain(value: Any) -> TypeGuard[torch.Tensor]:  # a buffer or a tensor attribute
     return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and not is_lazy(value)
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.is_meta or (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b))
 
 
 def _shallow(attributes: dict[str, Any]) -> dict[str, Any]:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import nn
 
-from graphckpt._compat import is_fake
 from graphckpt.undo import ABSENT, CONTAINERS
-from graphckpt.writes import Writes
 
 
 @final
@@ -67,34 +64,23 @@ class Snapshot(NamedTuple):
     """How many there had been."""
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Watch:
-    """Copies of all that could move, held during a first call only."""
-
-    tensors: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]]
-    attributes: list[tuple[dict[str, Any], dict[str, Any]]]
-    writes: Writes = field(default_factory=Writes)
-
-    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns what to call for ``function``, so that modifications of tensors without values are seen too."""
-        if not any(is_fake(tensor) for _, _, tensor, _ in self.tensors):
-            return function
-
-        def seen(*args: Any, **kwargs: Any) -> Any:
-            with self.writes:
-                return function(*args, **kwargs)
-
-        return seen
-
-    def was_written(self, tensor: torch.Tensor) -> bool:
-        """Whether an op has written to the memory of ``tensor``."""
-        return id(tensor.untyped_storage()) in self.writes.storages
+def is_sharding(now: Any, then: Any) -> bool:
+    """Whether FSDP exchanges a sharded parameter for a whole one, or the reverse, which its own hooks see to."""
+    if now is None or then is None:
+        return False
+    return hasattr(now, "device_mesh") != hasattr(then, "device_mesh") or not (
+        hasattr(then, "device_mesh") or then.untyped_storage().nbytes()
+    )
 
 
 def renormalizes(module: nn.Module) -> bool:
     """Whether a forward modifies the weight of ``module`` in place, as embeddings with ``max_norm`` do."""
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are equal in shape, dtype and values; without values they count as equal."""
+    return a.is_meta or (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b))
 
 
 def overwrite(tensor: torch.Tensor, value: torch.Tensor) -> None:

@@ -41,8 +41,9 @@ from graphckpt.rules.engine.mismatch import differs, modified_in_place, mutates_
 from graphckpt.rules.engine.saved import Holder
 from graphckpt.rules.engine.saved_hooks import StoredCall, hooks_around
 from graphckpt.state.autocast import autocast_depth, enter_ambient, take_ambient
+from graphckpt.state.modules import Watch
 from graphckpt.state.rng import RNGState, get_rng_state, set_rng_state
-from graphckpt.state.values import Snapshot, Watch
+from graphckpt.state.values import Snapshot
 from graphckpt.stores.base import TensorGroup
 from graphckpt.stores.device import DeviceStore
 from graphckpt.tree import tensors_in
