@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from graphckpt.state.rng import get_rng_state, rng_devices, set_rng_state
+from graphckpt.state.values import overwrite
 
 
 class _Tensor(NamedTuple):
@@ -53,9 +54,8 @@ class TrainingState:
     def restore(self) -> bool:
         """Restores all of it. Returns whether states that optimizers have created since then were removed."""
         has_removed = False
-        with torch.no_grad():
-            for tensor, value in self.tensors:
-                tensor.detach().copy_(value)
+        for tensor, value in self.tensors:
+            overwrite(tensor, value)
         for optimizer, (states, groups) in self._optimizers.items():
             for parameter in [p for p in optimizer.state if p not in states]:
                 del optimizer.state[parameter]

@@ -1,4 +1,7 @@
 import gc
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -48,3 +51,30 @@ def test_a_failed_plan_restores_the_thresholds(capsys: pytest.CaptureFixture[str
     assert main(["plan", "--config-file", "absent.py", "--device", "h200"]) == 2
     assert "absent.py" in capsys.readouterr().err
     assert gc.get_threshold() == before
+
+
+LEFT_OPEN = """
+import gc, sys
+import graphckpt.__main__ as command
+
+class Loop:
+    def __init__(self, file):
+        self.file = file
+        self.itself = self
+
+def main():
+    file = open(sys.argv[1], "w")
+    file.write("a row")
+    gc.collect()  # a file as young as its cycle would be lost in any case: Python closes what it writes to first
+    Loop(file)
+    return 3
+
+command.main = main
+command.run()
+"""
+
+
+def test_the_command_writes_files_that_were_left_open(tmp_path: Path) -> None:
+    file = tmp_path / "rows.txt"
+    assert subprocess.run([sys.executable, "-c", LEFT_OPEN, str(file)], check=False).returncode == 3
+    assert file.read_text() == "a row"

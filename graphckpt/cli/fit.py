@@ -74,7 +74,7 @@ def _fit(parsed: argparse.Namespace) -> int:
     from graphckpt.config.planning import fit_from  # noqa: PLC0415 - seconds of imports that --help can do without
     from graphckpt.planning.fit.batch_search import check_fit_budget  # noqa: PLC0415
 
-    budget = check_fit_budget(budget_of(parsed.memory_budget or "max"))
+    budget = check_fit_budget(budget_of(parsed.memory_budget))
     sizes = None if parsed.batch_sizes is None else batch_sizes_of(parsed.batch_sizes)
     lengths = [None] if parsed.sequence_lengths is None else _numbers(parsed.sequence_lengths, "--sequence-lengths")
     if parsed.plot is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import threading
 import time
@@ -135,7 +136,7 @@ def _plan(parsed: argparse.Namespace) -> int:
     from graphckpt.planning.budget import check_budget  # noqa: PLC0415
     from graphckpt.units import format_bytes  # noqa: PLC0415
 
-    budget = check_budget(budget_of(parsed.memory_budget or "max"))
+    budget = check_budget(budget_of(parsed.memory_budget))
     options = plan_options_of(parsed)
     with Progress() as progress:
         progress.begin("loading the config and its model")
@@ -189,11 +190,15 @@ def _profile(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def budget_of(text: str) -> int | float | str:
-    """Reads numbers: on a command line all is text."""
+def budget_of(text: str | None) -> int | float | str:
+    """Reads numbers, for on a command line all is text; without a budget it is ``"max"``."""
+    if text is None:
+        return "max"
     try:
         number = float(text)
     except ValueError:
+        return text
+    if not math.isfinite(number):
         return text
     return number if "." in text else int(number)
 

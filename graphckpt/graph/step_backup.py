@@ -10,6 +10,7 @@ import torch
 from graphckpt.capture.host_random import HostRandom
 from graphckpt.state.module_tree import ModuleTree
 from graphckpt.state.rng import get_rng_state, rng_devices, set_rng_state
+from graphckpt.state.values import overwrite
 from graphckpt.tree import tensors_in
 from graphckpt.undo import CONTAINERS, fill
 
@@ -72,8 +73,7 @@ class StepBackup:
         """Restores all of it. May be called several times."""
         for owner, content in (*self._items, *self._containers):
             fill(owner, content)
-        with torch.no_grad():
-            for tensor, copied in self._copies:
-                tensor.detach().copy_(copied)
+        for tensor, copied in self._copies:
+            overwrite(tensor, copied)
         set_rng_state(self._random)
         self._host_random.restore()

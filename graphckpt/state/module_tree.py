@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
-from graphckpt.state.modules import renormalizes
+from graphckpt.state.values import renormalizes
 from graphckpt.tree import ATOMS
 
 if TYPE_CHECKING:
@@ -28,13 +28,16 @@ class ModuleTree:
         self._roots = list(roots)
         self.modules = list(dict.fromkeys(module for root in self._roots for module in root.modules()))
         self._children = [(m._modules, list(m._modules.values())) for m in self.modules if m._modules]
+        self._leaves = [m._modules for m in self.modules if not m._modules]
         self.dictionaries = [own for m in self.modules for own in (m.__dict__, m._parameters, m._buffers)]
         self._own_keys = [_own_keys(m.__dict__) for m in self.modules]
         self.renormalized: list[Any] = [m for m in self.modules if renormalizes(m)]
 
     def is_of(self, roots: Iterable[nn.Module]) -> bool:
         """Whether these are the roots, and no module below was added, removed or replaced since."""
-        return list(roots) == self._roots and all(list(now.values()) == then for now, then in self._children)
+        if list(roots) != self._roots or any(self._leaves):
+            return False
+        return all(list(now.values()) == then for now, then in self._children)
 
     def attributes(self) -> list[Any]:
         """Returns the attributes of the modules that are no plain numbers or texts and not those of every module."""

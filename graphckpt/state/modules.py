@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from graphckpt._compat import is_fake, pytree
-from graphckpt.state.values import ChangedValue, Snapshot
+from graphckpt.state.values import ChangedValue, Snapshot, is_sharding, renormalizes, same_bits
 from graphckpt.undo import ABSENT, CONTAINERS, Undo, differs, replace_item
 from graphckpt.writes import Writes
 
@@ -52,6 +52,7 @@ class ModuleState:
         "_forwards",
         "_modules",
         "_num_parameters",
+        "_owners",
         "_policy_changes",
         "_renormalized",
         "_slots",
@@ -65,6 +66,8 @@ class ModuleState:
         self._modules = [weakref.ref(m) for m in found]
         self._users = [weakref.ref(m) for m in found if not type(m).__module__.startswith("torch.")]
         self._children = [(weakref.ref(m), _children_of(m)) for m in found if m._modules]
+        owners = [d for m in found for d in (m._parameters, m._buffers)] + [m._modules for m in found if not m._modules]
+        self._owners = owners, list(map(len, owners))
         self._slots: list[tuple[dict[str, Any], str]] = [(m._parameters, key) for m in found for key in m._parameters]
         self._num_parameters = len(self._slots)
         self._renormalized = [(m._parameters, "weight") for m in found if renormalizes(m)]
@@ -76,12 +79,15 @@ class ModuleState:
         self._policy_changes = -1
 
     def is_stale(self) -> bool:
-        """Whether a submodule was added, removed or replaced since, as adapters and quantization do."""
+        """Whether a submodule was added, removed or replaced since, as adapters do, or a parameter or buffer added."""
         for ref, children in self._children:
-            module = ref()
-            if module is None or _children_of(module) != children:
+            if (module := ref()) is None or _children_of(module) != children:
                 return True
-        return False
+        return self._has_other_slots()
+
+    def _has_other_slots(self) -> bool:
+        owners, lengths = self._owners
+        return list(map(len, owners)) != lengths
 
     def has_learnt(self, snapshot: Snapshot) -> bool:
         """Whether a call with the modules in these modes (train or eval, each) has shown which places move."""
@@ -134,7 +140,7 @@ class ModuleState:
         """Puts ``snapshot`` in place and notes in ``undo`` what it replaced."""
         if not all(map(is_, starmap(dict.get, self._slots), snapshot.tensors)):
             for (owner, key), tensor in zip(self._slots, snapshot.tensors, strict=True):
-                if owner.get(key) is not tensor and not _is_sharding(owner.get(key), tensor):
+                if owner.get(key) is not tensor and not is_sharding(owner.get(key), tensor):
                     replace_item(owner, key, tensor, undo)  # functional_call had replaced it for the original forward
         for index, copied in snapshot.copies.items():
             if snapshot.tensors[index]._version != snapshot.versions[index]:
@@ -151,7 +157,16 @@ class ModuleState:
                 replace_item(module.__dict__, "training", mode, undo)
         for place, value in snapshot.changed:
             replace_item(place.owner, place.key, place.fresh(value), undo)
+        if self._has_other_slots():
+            self._remove_new_buffers(undo)
         _protect_attributes(self._users, undo)  # a forward may set, on any call, what no first call has set
+
+    def _remove_new_buffers(self, undo: Undo) -> None:
+        """Removes the buffers that the original forward, or what followed, has registered."""
+        known = {(id(owner), key) for owner, key in self._slots}
+        for owner in self._owners[0]:
+            for key in [key for key, value in owner.items() if (id(owner), key) not in known and _is_plain(value)]:
+                replace_item(owner, key, ABSENT, undo)
 
     def protect(self, undo: Undo) -> None:
         """Has everything put back that a forward may change, where it is not known yet what that is.
@@ -189,7 +204,7 @@ class ModuleState:
         moved: list[tuple[ChangedValue, Any]] = []
         for owner, key, tensor, before in watch.tensors:
             is_mutated = any(owner is own for own, _ in self._renormalized) or (
-                watch.was_written(tensor) if is_fake(tensor) else not _same_bits(tensor, before)
+                watch.was_written(tensor) if is_fake(tensor) else not same_bits(tensor, before)
             )
             if owner.get(key) is not tensor:
                 value = before if is_mutated else tensor.detach()
@@ -306,15 +321,6 @@ class Watch:
         return id(tensor.untyped_storage()) in self.writes.storages
 
 
-def _is_sharding(now: Any, then: Any) -> bool:
-    """Whether FSDP exchanges a sharded parameter for a whole one, or the reverse, which its own hooks see to."""
-    if now is None or then is None:
-        return False
-    return hasattr(now, "device_mesh") != hasattr(then, "device_mesh") or not (
-        hasattr(then, "device_mesh") or then.untyped_storage().nbytes()
-    )
-
-
 def _sets_up(before: Any, after: Any) -> bool:
     """Whether a first call set something up, which is done once: a recomputation must not do it again.
 
@@ -369,21 +375,12 @@ def _is_small(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     return tensor is not None and type(tensor) is torch.Tensor and tensor.nbytes <= _SMALL_BYTES
 
 
-def renormalizes(module: nn.Module) -> bool:
-    """Whether a forward modifies the weight of ``module`` in place, as embeddings with ``max_norm`` do."""
-    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
-
-
 def _children_of(module: nn.Module) -> list[int]:
     return [id(child) for child in module._modules.values()]  # ids: to hold the children would make cycles
 
 
 def _is_plain(value: Any) -> TypeGuard[torch.Tensor]:  # a buffer or a tensor attribute
     return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and not is_lazy(value)
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.is_meta or (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b))
 
 
 def _shallow(attributes: dict[str, Any]) -> dict[str, Any]:

@@ -62,3 +62,38 @@ class Snapshot(NamedTuple):
     """The ``forward`` attributes of modules that replace that of the class, such as policies."""
     policy_changes: int
     """How many there had been."""
+
+
+def is_sharding(now: Any, then: Any) -> bool:
+    """Whether FSDP exchanges a sharded parameter for a whole one, or the reverse, which its own hooks see to."""
+    if now is None or then is None:
+        return False
+    return hasattr(now, "device_mesh") != hasattr(then, "device_mesh") or not (
+        hasattr(then, "device_mesh") or then.untyped_storage().nbytes()
+    )
+
+
+def renormalizes(module: nn.Module) -> bool:
+    """Whether a forward modifies the weight of ``module`` in place, as embeddings with ``max_norm`` do."""
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are equal in shape, dtype and values; without values they count as equal."""
+    return a.is_meta or (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b))
+
+
+def overwrite(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Writes the elements of ``value`` into ``tensor``, those that an expanded tensor repeats once.
+
+    >>> tensor = torch.zeros(1).expand(3)
+    >>> overwrite(tensor, torch.ones(3))
+    >>> tensor
+    tensor([1., 1., 1.])
+    """
+    target, source = tensor.detach(), value
+    if target.layout is torch.strided and 0 in target.stride():
+        once = tuple(slice(1) if step == 0 else slice(None) for step in target.stride())
+        target, source = target[once], source[once]
+    with torch.no_grad():
+        target.copy_(source)

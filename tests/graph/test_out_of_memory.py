@@ -244,6 +244,26 @@ def test_inputs_may_be_inference_tensors():
     assert backup.lasting_change() == "the step had modified a parameter or an input in place"
 
 
+def test_expanded_buffers_and_those_of_later_children_are_restored():
+    class Counting(nn.Module):
+        def forward(self, x):
+            return x
+
+    step = made()
+    step(X)
+    model = step.model.origin
+    model.first.counter = Counting()  # of a module that had no children
+    model.first.counter.register_buffer("count", torch.zeros(3))
+    model.last.register_buffer("scale", torch.ones(1).expand(4))
+    backup = StepBackup(step._step, vars(step), X)
+    model.first.counter.count += 1
+    model.last.scale.data[0] = 2
+    backup.restore()
+    assert model.first.counter.count.tolist() == [0, 0, 0]
+    assert model.last.scale.tolist() == [1, 1, 1, 1]
+    assert step.verify(X)
+
+
 def test_input_that_was_modified_in_place_cannot_be_repeated():
     class InPlace(Step):
         def build(self, x):

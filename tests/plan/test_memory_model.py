@@ -191,3 +191,87 @@ def test_equal_blocks_share_the_runs():
     assert known(range(9)).num_runs == 5, "a layer that is the only one of its class needs a run for each option"
     assert known(range(1, 9), NEAR[:1]).num_runs == 1
     assert known(range(1, 9), NEAR).num_runs == 2, "a product and a tanh have no levels between all and nothing"
+
+
+class Counted(nn.Module):
+    """A layer that adds the sum of a buffer."""
+
+    def __init__(self, num_elements):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("counts", torch.ones(num_elements))
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x)) + self.counts.sum()
+
+
+def test_layers_with_buffers_of_other_sizes_are_measured_apart():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), *(Counted(8 if number % 2 else 4000) for number in range(6)))
+    step, tracked = trained(model, {"input": torch.randn(64, 16)}, torch.sum)
+    blocks = Blocks([(str(number), model[number]) for number in range(1, 7)])
+    known = measure(RealStep(model, step), blocks, options(False, ["full"]))
+    for plan in plans(6, 2, 4):
+        assert known.model.highest(plan).peak == tracked(fields_of(known, plan)), plan
+
+
+class Collecting(nn.Module):
+    """Layers whose inputs the model returns, or that something lies between."""
+
+    def __init__(self, returns_all=False, between=lambda x: x):
+        super().__init__()
+        self.returns_all = returns_all
+        self.between = between
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(6))
+
+    def forward(self, x):
+        x, states = self.first(x), []
+        for layer in self.layers:
+            states.append(x)
+            x = self.between(layer(x))
+        return self.last(x), states if self.returns_all else None
+
+
+def with_hooks(model, kind, hook):
+    for layer in model.layers:
+        getattr(layer, f"register_{kind}_hook")(hook)
+    return model
+
+
+def kept(module, args, output):
+    module.kept = output.detach()
+
+
+@pytest.mark.parametrize(
+    ("build", "are_joined"),
+    [
+        (Collecting, True),
+        (lambda: Collecting(returns_all=True), False),
+        (lambda: Collecting(between=lambda x: x.view(-1, 16)), False),
+        (lambda: Collecting(between=lambda x: x.mul_(2)), False),
+        (lambda: with_hooks(Collecting(), "forward", lambda module, args, output: output * 2), False),
+        (lambda: with_hooks(Collecting(), "forward", kept), False),
+        (lambda: with_hooks(Collecting(), "forward", lambda module, args, output: None), True),
+        (lambda: with_hooks(Collecting(), "full_backward", lambda module, grads, of_output: None), False),
+    ],
+    ids=["plain", "returned", "view", "in_place", "replaced", "kept", "seen", "backward_hook"],
+)
+def test_layers_join_only_where_that_frees_what_the_one_before_returns(build, are_joined):
+    torch.manual_seed(0)
+    model, x = build(), torch.randn(64, 16)
+
+    def step():
+        output = model(x)
+        output[0].square().mean().backward()
+        model.zero_grad()
+
+    real = RealStep(model, step)
+    planner = Planner(
+        measure(real, Blocks([(f"layers.{n}", m) for n, m in enumerate(model.layers)]), NEAR), model=model
+    )
+    choices = list(joined(planner, 8))
+    assert bool(choices) == are_joined
+    for choice in (*choices, *planner.search.pareto()):
+        with planner.to_plan(choice, choice.peak).apply():
+            assert real.peak() == choice.peak

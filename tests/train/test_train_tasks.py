@@ -171,6 +171,13 @@ def test_own_loss_reports_values_that_the_update_changes_as_they_were():
     assert {name: value.item() for name, value in values.items()} == {"loss": 3, "scale": 1, "calls": 1, "sizes": 1}
 
 
+def test_own_loss_takes_counts_and_masks():
+    model = torch.nn.Module()
+    model.forward = lambda x: {"loss": x.sum(), "tokens": torch.tensor(5), "correct": x > 1}
+    values = OwnLoss().losses(model, {"x": torch.tensor([1.0, 2.0])})
+    assert {name: value.item() for name, value in values.items()} == {"loss": 3, "tokens": 5, "correct": 0.5}
+
+
 def test_own_loss_asks_for_a_loss():
     model = torch.nn.Module()
     model.forward = lambda x: {"logits": x}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from time import perf_counter, process_time
 from typing import final
 
@@ -34,16 +34,16 @@ class StepClock:
         """Whether the forward of a block runs now."""
         return bool(self._running)
 
-    def begin_call(self, block: int, tensors: Iterable[torch.Tensor]) -> int:
+    def begin_call(self, block: int, tensors: Sequence[torch.Tensor], *, are_passed_on: bool) -> int:
         """Begins the forward of a block."""
-        del block, tensors
+        del block, tensors, are_passed_on
         call = self._calls
         self._calls += 1
         self._running.append(call)
         self._mark(Interval(Phase.FORWARD, call))
         return call
 
-    def end_call(self, tensors: Iterable[torch.Tensor]) -> int:
+    def end_call(self, tensors: Sequence[torch.Tensor]) -> int:
         """Ends the forward of the last block."""
         del tensors
         call = self._running.pop()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol, final
@@ -24,10 +24,16 @@ class StepListener(Protocol):
     def is_in_block(self) -> bool:
         """Whether the forward of a block runs now."""
 
-    def begin_call(self, block: int, tensors: Iterable[torch.Tensor]) -> int:
-        """Called before the forward of a block with its tensors; returns the number of the call."""
+    def begin_call(self, block: int, tensors: Sequence[torch.Tensor], *, are_passed_on: bool) -> int:
+        """Called before the forward of a block with its tensors; returns the number of the call.
 
-    def end_call(self, tensors: Iterable[torch.Tensor]) -> int:
+        Args:
+            block: The number of the block.
+            tensors: The tensors that it is called with.
+            are_passed_on: Whether its forward receives these, and not views of them for hooks on backward.
+        """
+
+    def end_call(self, tensors: Sequence[torch.Tensor]) -> int:
         """Called after the forward of the last block with its outputs; returns the number of the call."""
 
     def gradient_of(self, call: int, output: int, gradient: torch.Tensor) -> None:
@@ -79,12 +85,15 @@ class Blocks:
 
     @contextmanager
     def marked(self, listener: StepListener) -> Iterator[None]:
-        """Reports to ``listener`` where the forwards and backwards of the blocks begin and end."""
+        """Reports to ``listener`` where the forwards and backwards of the blocks begin and end.
+
+        Hooks of the user run outside of a block, as they do outside of its policy.
+        """
         with ExitStack() as stack:
             for number, module in enumerate(self.modules):
                 marks = _BlockHooks(listener, number, stack)
                 stack.callback(module.register_forward_pre_hook(marks.begin, with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(marks.end, always_call=True).remove)
+                stack.callback(module.register_forward_hook(marks.end, prepend=True, always_call=True).remove)
             stack.callback(register_optimizer_step_pre_hook(lambda *_: listener.optimizer_begins()).remove)
             yield
 
@@ -121,7 +130,8 @@ class _BlockHooks:
         listener = self._listener  # all that a hook on a tensor keeps alive
         if torch.is_grad_enabled() and not listener.is_in_block:
             tensors = tensors_in((args, kwargs))
-            call = listener.begin_call(self._block, tensors)
+            has_backward_hooks = bool(module._backward_hooks or module._backward_pre_hooks)
+            call = listener.begin_call(self._block, tensors, are_passed_on=not has_backward_hooks)
             at_end = [tensor for tensor in tensors if tensor.requires_grad and not tensor.is_leaf]
             for tensor in at_end:
                 tensor.register_hook(lambda _: listener.backward_ends(call))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
+
+import torch
 
 from graphckpt.planning.candidates import with_levels
 from graphckpt.planning.errors import PlanError
@@ -106,7 +108,10 @@ def _excerpt(classes: Sequence[int], most: int) -> list[int]:
 
 
 def _classes(base: StepLog, blocks: Blocks) -> list[int]:
-    """Returns the class of each block: blocks of one class have one type and did the same, byte by byte."""
+    """Returns the class of each block: blocks of one class did the same, byte by byte, and policies do so on them.
+
+    Policies copy buffers, of which a step without them shows nothing.
+    """
     base.name_roles([base.leaving(call) for call in range(len(base.calls))])
     seen: dict[Any, int] = {}
     marks: list[list[Any]] = [[] for _ in blocks.names]
@@ -114,9 +119,13 @@ def _classes(base: StepLog, blocks: Blocks) -> list[int]:
         border = sorted((role, base.sizes.get(storage, 0)) for storage, role in base.roles(number).items())
         marks[call.block].append((base.program(number), tuple(border)))
     return [
-        seen.setdefault((type(module), module.training, tuple(mark)), len(seen))
+        seen.setdefault((type(module), module.training, _sizes(module.buffers()), tuple(mark)), len(seen))
         for module, mark in zip(blocks.modules, marks, strict=True)
     ]
+
+
+def _sizes(tensors: Iterable[torch.Tensor]) -> tuple[tuple[torch.dtype, int], ...]:
+    return tuple((tensor.dtype, tensor.numel()) for tensor in tensors)
 
 
 def _turns(classes: Sequence[int], num_options: int, *, is_shorter: bool) -> Iterator[list[int]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any, final
+from weakref import ref
 
 import torch
 
@@ -43,6 +45,7 @@ class Trace(LiveBytes):
         self._names: dict[int, int] = {}
         self._sizes: list[int] = []
         self._num_ops = 0
+        self._returned: list[tuple[ref[torch.Tensor], int]] = []
         self._running: list[int] = []
 
     @never_compiled
@@ -78,19 +81,23 @@ class Trace(LiveBytes):
         """Begins a new interval."""
         self.stretches.append(TraceSpan(Interval(phase, call)))
 
-    def begin_call(self, block: int, tensors: Iterable[torch.Tensor]) -> int:
+    def begin_call(self, block: int, tensors: Sequence[torch.Tensor], *, are_passed_on: bool) -> int:
         """Begins the forward of a block; returns the number of the call."""
         arguments = [self.name_of(tensor) for tensor in tensors]
+        same = [any(known() is t and version == t._version for known, version in self._returned) for t in tensors]
         number = len(self.calls)
-        self.calls.append(BlockCall(block, arguments))
+        self.calls.append(
+            BlockCall(block, arguments, returned_before=[*compress(arguments, same)] if are_passed_on else [])
+        )
         self._running.append(number)
         self.mark(Phase.FORWARD, number)
         return number
 
-    def end_call(self, tensors: Iterable[torch.Tensor]) -> int:
+    def end_call(self, tensors: Sequence[torch.Tensor]) -> int:
         """Ends the forward of the last block."""
         number = self._running.pop()
         self.calls[number].outputs.extend(self.name_of(tensor) for tensor in tensors)
+        self._returned = [(ref(tensor), tensor._version) for tensor in tensors if not tensor.is_inference()]
         self.mark(Phase.AFTER_FORWARD, number)
         return number
 

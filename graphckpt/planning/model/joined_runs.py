@@ -167,7 +167,7 @@ class JoinedRuns:
         return Change(kind, storage, self._model.base.sizes.get(storage, 0))
 
     def _input_of(self, call: int) -> list[int]:
-        """Returns the argument that the call of the block before it has created, if nothing else uses it."""
+        """Returns the argument that the call of the block before it has created, if nothing else uses or holds it."""
         base = self._model.base
         if call == 0 or any(Interval(Phase.BACKWARD, c) not in base.intervals for c in (call - 1, call)):
             return []
@@ -175,7 +175,9 @@ class JoinedRuns:
         if before.block != here.block - 1:
             return []
         made = [storage for storage in here.arguments if storage in before.outputs and storage not in before.arguments]
-        if len(set(made)) != 1:
+        if len(set(made)) != 1 or made[0] not in here.returned_before:
             return []
         users = [c for c in range(len(base.calls)) if made[0] in base.roles(c)]
-        return made[:1] if users == [call - 1, call] else []
+        end = self._model.ends.get(made[0])
+        is_freed = end is not None and end[0] in (Interval(Phase.FORWARD, call), Interval(Phase.AFTER_FORWARD, call))
+        return made[:1] if is_freed and users == [call - 1, call] else []

@@ -37,6 +37,7 @@ class MemoryModel:
         self.base = base
         self.block_of_call = [call.block for call in base.calls]
         self.intervals = base.intervals
+        self.ends = ends
         self._program_of = program_of
         self._storages = [{role: storage for storage, role in base.roles(c).items()} for c in range(len(base.calls))]
         self._late: dict[Interval, list[int]] = {}

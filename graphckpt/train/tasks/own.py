@@ -47,5 +47,7 @@ class OwnLoss(Task):
 
 
 def _mean(value: Tensor) -> Tensor:
-    """Returns the mean; a scalar that the model has just computed is returned as it is."""
-    return value if not value.dim() and is_new(value) else value.mean()
+    """Returns the mean, of counts and masks too; a scalar that the model has just computed is returned as it is."""
+    if not value.dim() and is_new(value):
+        return value
+    return value.mean() if value.is_floating_point() or value.is_complex() else value.float().mean()

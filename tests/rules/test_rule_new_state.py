@@ -1,0 +1,74 @@
+"""Modules, parameters and buffers that a block gets after its first call take part in its recomputation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune, spectral_norm
+
+import graphckpt
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Averaging(nn.Module):
+    """Scales by a running mean of its inputs, if it has one; may register it in its forward."""
+
+    def __init__(self, *, registers=False, in_place=True):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.registers = registers
+        self.in_place = in_place
+
+    def forward(self, x):
+        if self.registers and not hasattr(self, "mean"):
+            self.register_buffer("mean", torch.zeros(8))
+        if not hasattr(self, "mean"):
+            return self.linear(x)
+        if self.in_place:
+            self.mean.mul_(0.9).add_(x.detach().mean(0))
+        else:
+            self.mean = self.mean * 0.9 + x.detach().mean(0)
+        return self.linear(x) * self.mean.clone()
+
+
+def add_norm(module):
+    module.norm = nn.BatchNorm1d(8)
+    module.register_forward_hook(lambda module, args, output: module.norm(output))
+
+
+CHANGES = {
+    "a parametrization": (lambda: nn.Linear(8, 8), parametrizations.spectral_norm),
+    "a hook's buffers": (lambda: nn.Linear(8, 8), spectral_norm),
+    "a mask": (lambda: nn.Linear(8, 8), lambda module: prune.l1_unstructured(module, "weight", 0.5)),
+    "a child": (nn.Tanh, add_norm),
+    "a buffer": (Averaging, lambda module: module.register_buffer("mean", torch.zeros(8))),
+    "a buffer in forward": (Averaging, lambda module: setattr(module, "registers", True)),
+    "a buffer in forward, replaced": (lambda: Averaging(in_place=False), lambda m: setattr(m, "registers", True)),
+    "a buffer in the first forward": (lambda: Averaging(registers=True), lambda module: None),
+}
+
+
+def step(model):
+    model.zero_grad()
+    model(X).square().sum().backward()
+    return [*(p.grad.clone() for p in model.parameters()), *(b.clone() for b in model.buffers())]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.*norm` is deprecated")
+@pytest.mark.parametrize("rule", [True, {"rule": "selective", "save": "matmul"}], ids=["full", "selective"])
+@pytest.mark.parametrize("num_before", [0, 2])
+@pytest.mark.parametrize("change", CHANGES)
+def test_new_state_takes_part_in_the_recomputation(change, num_before, rule):
+    build, alter = CHANGES[change]
+    found = []
+    for policies in ({}, {"0": {"activation_checkpointing": rule}}):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Sequential(build(), nn.Tanh()), nn.Linear(8, 1))
+        with graphckpt.apply(model, policies):
+            seen = [step(model) for _ in range(num_before)]
+            alter(model[0][0])
+            found.append(seen + [step(model) for _ in range(3)])
+    for plain, recomputed in zip(*found, strict=True):
+        assert all(map(torch.equal, plain, recomputed))
