@@ -10,8 +10,8 @@ from graphckpt.cli import main
 def run() -> NoReturn:
     """Runs the command line and exits."""
     code = main()
-    gc.collect()  # closes the files of hooks and models, which may be parts of reference cycles
-    gc.freeze()  # else Python would visit the objects of all packages again, a second or more, before it exits
+    if sys.argv[1:2] != ["train"]:  # whose hooks may have left files open, which the garbage collector closes
+        gc.freeze()  # else Python would visit the objects of all packages again, a second or more, before it exits
     sys.exit(code)
 
 
