@@ -24,15 +24,15 @@ def folder() -> Path:
 
 
 def find(name: str) -> Path:
-    """Returns the path of a packaged config, such as ``"common/train.py"``.
+    """Returns the path of a packaged config, such as ``"common/train.py"``, or ``"quickstart"`` for short.
 
     Raises:
         ConfigError: there is none of this name.
     """
     root = folder()
-    path = root / name
-    if path.is_file():
-        return path
+    for path in (root / name, root / f"{name}.py"):
+        if path.is_file():
+            return path
     known = sorted(file.relative_to(root).as_posix() for file in root.rglob("*.py"))
     hint = did_you_mean(name, known) or f" · fix: use one of {', '.join(known)}"
     raise ConfigError(f"no packaged config is called {name!r}{hint}")

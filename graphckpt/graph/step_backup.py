@@ -37,6 +37,7 @@ class StepBackup:
         if step.module_tree is None or not step.module_tree.is_of(roots):
             step.module_tree = ModuleTree(roots)
         tree = step.module_tree
+        self._children = tree.children
         parameters, values = tree.parameters(), tree.attributes()
         self._random = get_rng_state(() if torch.accelerator.current_accelerator() is None else rng_devices(parameters))
         self._host_random = HostRandom()
@@ -71,7 +72,7 @@ class StepBackup:
 
     def restore(self) -> None:
         """Restores all of it. May be called several times."""
-        for owner, content in (*self._items, *self._containers):
+        for owner, content in (*self._children, *self._items, *self._containers):
             fill(owner, content)
         for tensor, copied in self._copies:
             overwrite(tensor, copied)

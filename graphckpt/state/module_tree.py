@@ -27,17 +27,15 @@ class ModuleTree:
     def __init__(self, roots: Iterable[nn.Module]) -> None:
         self._roots = list(roots)
         self.modules = list(dict.fromkeys(module for root in self._roots for module in root.modules()))
-        self._children = [(m._modules, list(m._modules.values())) for m in self.modules if m._modules]
-        self._leaves = [m._modules for m in self.modules if not m._modules]
+        self.children = [(m._modules, m._modules.copy()) for m in self.modules]
+        """The dictionary of the children of each module, and a copy of it."""
         self.dictionaries = [own for m in self.modules for own in (m.__dict__, m._parameters, m._buffers)]
         self._own_keys = [_own_keys(m.__dict__) for m in self.modules]
         self.renormalized: list[Any] = [m for m in self.modules if renormalizes(m)]
 
     def is_of(self, roots: Iterable[nn.Module]) -> bool:
         """Whether these are the roots, and no module below was added, removed or replaced since."""
-        if list(roots) != self._roots or any(self._leaves):
-            return False
-        return all(list(now.values()) == then for now, then in self._children)
+        return list(roots) == self._roots and all(now == then for now, then in self.children)
 
     def attributes(self) -> list[Any]:
         """Returns the attributes of the modules that are no plain numbers or texts and not those of every module."""

@@ -264,6 +264,19 @@ def test_expanded_buffers_and_those_of_later_children_are_restored():
     assert step.verify(X)
 
 
+def test_children_that_a_failed_step_has_made_are_removed():
+    step = made()
+    step(X)
+    model = step.model.origin
+    backup = StepBackup(step._step, vars(step), X)
+    first, names = model.first, list(model._modules)
+    model.first = nn.Identity()
+    model.another = nn.Identity()
+    backup.restore()
+    assert list(model._modules) == names
+    assert model.first is first
+
+
 def test_input_that_was_modified_in_place_cannot_be_repeated():
     class InPlace(Step):
         def build(self, x):

@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from graphckpt.cli import main
+from graphckpt.config.packaged import existing
 from graphckpt.config.run import trainer_from
 from graphckpt.train.console import Report
 from graphckpt.train.graphs import TrainGraph
@@ -340,6 +342,7 @@ def test_packaged_config_runs_from_anywhere_and_a_missing_one_has_a_hint(capsys)
     ]
     words = ["train", "--config-file", "configs/quickstart.py", "train.output_dir=out", *quick, *small]
     assert main(words) == 0
+    assert existing(Path("quickstart")) == existing(Path("configs/quickstart.py"))
     assert main(["train", "--config-file", "configs/quickstrat.py"]) == 2
     assert "did you mean 'quickstart.py'" in capsys.readouterr().err
 

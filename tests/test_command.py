@@ -1,0 +1,28 @@
+"""The console script ends in an orderly way whatever its output goes to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "graphckpt", "--help"]
+
+
+def test_a_closed_pipe_is_no_traceback() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    ran = subprocess.run(COMMAND, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert ran.returncode in (0, 1)  # argparse may pass over the error; 120 is what Python returns by itself
+    assert ran.stderr == ""
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_closed_stream_is_no_traceback(stream: str) -> None:
+    closing = f'import runpy, sys; sys.{stream} = None; runpy.run_module("graphckpt", run_name="__main__")'
+    ran = subprocess.run([sys.executable, "-c", closing, "--help"], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ("usage: graphckpt" in ran.stdout) is (stream == "stderr")
