@@ -13,6 +13,8 @@ from graphckpt.ledger.table_style import Column, bullet, show, table_of
 from graphckpt.planning.rows import PlanRow, PlanSummary
 from graphckpt.units import format_bytes, format_seconds
 
+_ROUNDING = 1e-9  # seconds: sums of measurements differ by as much
+
 
 def summary_lines(plan: PlanSummary) -> Iterator[str]:
     """Yields lines about the whole step."""
@@ -46,7 +48,7 @@ def parts_of(rows: Sequence[PlanRow], summary: PlanSummary, notes: Sequence[str]
     for group in equal_runs(rows):
         cost = sum(row.extra_seconds for row in group)
         moved = sum(row.moved_bytes for row in group)
-        cells = [name_of(group), group[0].option, str(len(group)), format_seconds(cost) if cost > 0 else "-"]
+        cells = [name_of(group), group[0].option, str(len(group)), format_seconds(cost) if cost > _ROUNDING else "-"]
         lines.append([*cells, format_bytes(moved) if moved else "-"] if moves else cells)
     yield table_of(columns, lines)
     yield from map(Text, summary_lines(summary))
