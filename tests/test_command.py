@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
+
+from graphckpt.cli.plan import Progress
 
 COMMAND = [sys.executable, "-m", "graphckpt", "--help"]
 
@@ -26,3 +29,28 @@ def test_a_closed_stream_is_no_traceback(stream: str) -> None:
     ran = subprocess.run([sys.executable, "-c", closing, "--help"], capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert ("usage: graphckpt" in ran.stdout) is (stream == "stderr")
+
+
+class InterruptedAsItEnds:
+    """Python swallows what is raised here."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("has_more", [True, False])
+def test_an_interrupt_in_a_destructor_is_not_lost(monkeypatch: pytest.MonkeyPatch, has_more: bool) -> None:
+    swallowed = []
+    monkeypatch.setattr("sys.unraisablehook", lambda ignored: swallowed.append(ignored.exc_type))
+
+    def work() -> None:
+        with Progress() as progress:
+            del [InterruptedAsItEnds()][:]
+            assert swallowed == [KeyboardInterrupt]
+            if has_more:
+                progress.begin("more")
+                pytest.fail("expected an interrupt before what follows")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

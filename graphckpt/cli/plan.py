@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import signal
 import sys
 import threading
 import time
@@ -245,9 +246,15 @@ _READ: dict[str, Callable[[Any], Any]] = {"candidates": _rules, "head": _heads}
 
 @final
 class Progress:
-    """Prints on stderr what is being done, once it has taken a while."""
+    """Prints on stderr what is being done, once it has taken a while, and ends it on Ctrl-C.
+
+    Python swallows a ``KeyboardInterrupt`` that is raised within a destructor: it is then raised where the next thing
+    begins.
+    """
 
     def __init__(self) -> None:
+        self._is_interrupted = False
+        self._handles_interrupts = False
         self._began = time.monotonic()
         self._text = ""
         self._timer = threading.Timer(_PATIENCE, self._show)
@@ -256,14 +263,31 @@ class Progress:
     def __enter__(self) -> Self:
         """Starts the clock."""
         self._timer.start()
+        if threading.current_thread() is threading.main_thread():  # others cannot set a handler
+            self._handles_interrupts = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if self._handles_interrupts:
+            signal.signal(signal.SIGINT, self._interrupt)
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Prints nothing more."""
         self._timer.cancel()
+        if self._handles_interrupts:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if kind is None:
+            self._check_interrupts()
+
+    def _interrupt(self, *_: object) -> None:
+        self._is_interrupted = True
+        raise KeyboardInterrupt
+
+    def _check_interrupts(self) -> None:
+        if self._is_interrupted:
+            raise KeyboardInterrupt
 
     def begin(self, text: str) -> None:
         """Names what begins now."""
+        self._check_interrupts()
         self._text = text
         if time.monotonic() - self._began >= _PATIENCE:
             self._show()
