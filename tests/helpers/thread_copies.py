@@ -241,10 +241,13 @@ class _Lane:
 
     def stop(self) -> None:
         self.finish()
-        if self._is_working.locked():
+        while self._is_working.locked():  # several times: a thread that was started twice may begin only now
             self._jobs.put(None)
-            while self._is_working.locked() and self._worker != _thread.get_ident():
-                time.sleep(_POLL_SECONDS)  # but on the thread itself, where the garbage collector may run this
+            if self._worker == _thread.get_ident():
+                return  # the garbage collector may run this on the thread itself
+            time.sleep(_POLL_SECONDS)
+        while not self._jobs.empty():
+            self._jobs.get()
 
     def _work(self) -> None:
         if not self._is_working.acquire(blocking=False):
