@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from operator import is_
 from typing import Any, Final, TypeAlias
+
+import torch
 
 ABSENT: Final = object()
 """Stands for a key that did not exist."""
@@ -39,8 +42,16 @@ def put_back(undo: Undo) -> None:
         undo.pop()
 
 
+def contents(owner: Any) -> Any:
+    """Returns a copy of a container, or the state of a generator."""
+    return owner.get_state() if isinstance(owner, torch.Generator) else copy.copy(owner)
+
+
 def fill(owner: Any, value: Any) -> None:
-    """Gives a container the contents of ``value``."""
+    """Gives a container or a generator the :func:`contents` ``value``."""
+    if isinstance(owner, torch.Generator):
+        owner.set_state(value)
+        return
     owner.clear()
     if isinstance(owner, (dict, set)):
         owner.update(value)
@@ -49,7 +60,12 @@ def fill(owner: Any, value: Any) -> None:
 
 
 def differs(now: Any, then: Any) -> bool:
-    """Whether two containers hold other objects, compared by identity (the items of sets by equality)."""
+    """Whether two containers hold other objects, compared by identity (the items of sets by equality).
+
+    ``then`` is the state of ``now`` if that is a generator.
+    """
+    if isinstance(now, torch.Generator):
+        return not torch.equal(now.get_state(), then)
     if len(now) != len(then):
         return True
     if isinstance(now, set):

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from graphckpt._compat import FakeTensorMode
-from graphckpt.state.arguments import copy_objects, drop_unchanged, rewind_objects
 from graphckpt.state.modules import ModuleState
+from graphckpt.state.values import copy_objects, drop_unchanged, rewind_objects
 from graphckpt.undo import Undo, put_back
 
 

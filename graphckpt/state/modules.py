@@ -21,8 +21,17 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from graphckpt._compat import is_fake, pytree
-from graphckpt.state.values import ChangedValue, Snapshot, is_sharding, renormalizes, same_bits
+from graphckpt._compat import is_fake
+from graphckpt.state.values import (
+    ChangedValue,
+    Reached,
+    Snapshot,
+    is_sharding,
+    may_reach,
+    renormalizes,
+    same_bits,
+    sets_up,
+)
 from graphckpt.undo import ABSENT, CONTAINERS, Undo, differs, replace_item
 from graphckpt.writes import Writes
 
@@ -156,7 +165,7 @@ class ModuleState:
             if module is not None and module.training is not mode:
                 replace_item(module.__dict__, "training", mode, undo)
         for place, value in snapshot.changed:
-            replace_item(place.owner, place.key, place.fresh(value), undo)
+            place.rewind(value, undo)
         if self._has_other_slots():
             self._remove_new_buffers(undo)
         _protect_attributes(self._users, undo)  # a forward may set, on any call, what no first call has set
@@ -197,7 +206,8 @@ class ModuleState:
         places += [(d, key) for d in attributes for key in d if key not in _OWN]
         copied = [(d, key) for d, key in places if _is_plain(d[key])] + self._renormalized
         tensors = [(d, key, d[key], d[key].detach().clone()) for d, key in copied]
-        return Watch(tensors, [(d, _shallow(d)) for d in attributes])
+        own = [(d, key) for d in map(_fields, self._users) for key in d if key not in _OWN and may_reach(d[key])]
+        return Watch(tensors, [(d, _shallow(d)) for d in attributes], [(d, key, Reached.of(d[key])) for d, key in own])
 
     def learn(self, watch: Watch, snapshot: Snapshot) -> tuple[Snapshot, tuple[ChangedValue, ...]]:
         """Returns ``snapshot`` with the values of all places that moved since ``watch``, and the places."""
@@ -212,11 +222,14 @@ class ModuleState:
             elif is_mutated:
                 moved.append((ChangedValue(owner, key, in_place=True), before))
         moved += self._changed_unseen(watch, [place for place, _ in moved])
+        for owner, key, reached in watch.reached:
+            if owner.get(key) is reached.value and reached.changed():
+                moved.append((ChangedValue(owner, key, in_place=False, reaches=True), reached))
+        known = {(id(place.owner), place.key) for place, _ in moved}
         for owner, attributes in watch.attributes:
-            moved.extend(
-                (ChangedValue(owner, key, in_place=False), value) for key, value in _changed(owner, attributes)
-            )
-        lasting = tuple((place, value) for place, value in moved if not _sets_up(value, place.owner.get(place.key)))
+            changes = [(key, old) for key, old in _changed(owner, attributes) if (id(owner), key) not in known]
+            moved.extend((ChangedValue(owner, key, in_place=False), old) for key, old in changes)
+        lasting = tuple((place, value) for place, value in moved if not sets_up(value, place.owner.get(place.key)))
         places = tuple(place for place, _ in moved)
         before_of = {(id(owner), key): before for owner, key, _, before in watch.tensors}
         unchanged = self._not_among(places)
@@ -303,6 +316,7 @@ class Watch:
 
     tensors: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]]
     attributes: list[tuple[dict[str, Any], dict[str, Any]]]
+    reached: list[tuple[dict[str, Any], str, Reached]]
     writes: Writes = field(default_factory=Writes)
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -319,23 +333,6 @@ class Watch:
     def was_written(self, tensor: torch.Tensor) -> bool:
         """Whether an op has written to the memory of ``tensor``."""
         return id(tensor.untyped_storage()) in self.writes.storages
-
-
-def _sets_up(before: Any, after: Any) -> bool:
-    """Whether a first call set something up, which is done once: a recomputation must not do it again.
-
-    Transformers installs hooks on the first call and notes that in a flag.
-    """
-    return isinstance(after, bool) or (
-        any(before is nothing for nothing in (None, False, ABSENT)) and not _holds_tensors(after)
-    )
-
-
-def _holds_tensors(value: Any) -> bool:
-    """Whether a value is, or holds, tensors, as the state of a recurrent layer does."""
-    leaves = pytree.tree_leaves(value)
-    leaves += [inner for leaf in leaves for inner in pytree.tree_leaves(list(getattr(leaf, "__dict__", {}).values()))]
-    return any(isinstance(leaf, torch.Tensor) for leaf in leaves)
 
 
 def _protect_attributes(modules: Iterable[weakref.ref[nn.Module]], undo: Undo) -> None:

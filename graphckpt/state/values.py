@@ -1,36 +1,140 @@
-"""Values of modules that a forward changes, as they were when it began."""
+"""Values of modules and mutable objects that a forward changes, as they were when it began.
+
+Such objects are containers, objects with attributes, such as key-value caches, and generators of random numbers: those
+among the arguments of a call, and those that an attribute of a module reaches.
+"""
 
 from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 from torch import nn
 
-from graphckpt.undo import ABSENT, CONTAINERS
+from graphckpt._compat import pytree
+from graphckpt.tree import ATOMS
+from graphckpt.undo import ABSENT, CONTAINERS, Undo, contents, differs, fill, replace_item
+
+_OWNERS = (*CONTAINERS, torch.Generator)
+_MOST_OBJECTS = 4096  # an object that reaches more than this is a whole program, not an argument
+
+
+Objects: TypeAlias = list[tuple[Any, Any]]
+"""``(container, attribute dict or generator, its contents)`` for all that an object reaches."""
+
+
+def copy_objects(leaves: Sequence[Any]) -> Objects:
+    """Copies, one level deep each, the containers, attributes and generators that objects among ``leaves`` reach.
+
+    This is how a key-value cache that is passed by reference can be seen as it was.
+    """
+    seen: set[int] = set()
+    found: Objects = []
+    todo = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor) and type(leaf) not in ATOMS]
+    while todo and len(found) < _MOST_OBJECTS:
+        value = todo.pop()
+        owner = value if isinstance(value, _OWNERS) else getattr(value, "__dict__", None)
+        if owner is None or id(owner) in seen or isinstance(value, (nn.Module, type)) or callable(value):
+            continue
+        seen.add(id(owner))
+        if isinstance(owner, _OWNERS):
+            found.append((owner, contents(owner)))
+        if isinstance(owner, CONTAINERS):
+            inner = owner.values() if isinstance(owner, dict) else owner
+            todo.extend(v for v in inner if not isinstance(v, torch.Tensor) and type(v) not in ATOMS)
+    return found
+
+
+def drop_unchanged(before: Objects) -> Objects:
+    """Drops from ``before`` the tensors that the original forward did not change."""
+    return [(owner, _settled(owner, then)) for owner, then in before]
+
+
+def rewind_objects(objects: Objects, undo: Undo) -> None:
+    """Puts the objects back to what they were, noting in ``undo`` what they are now."""
+    for owner, then in objects:
+        if not isinstance(owner, dict):
+            if then is not None and differs(owner, then):
+                undo.append((owner, None, contents(owner)))
+                fill(owner, then)
+        elif any(owner.get(key, ABSENT) is not value for key, value in then.items()):
+            undo.append((owner, None, dict(owner)))
+            owner.update(then)
+            for key in [key for key, value in then.items() if value is ABSENT]:
+                del owner[key]
+
+
+def _settled(owner: Any, then: Any) -> Any:
+    if not isinstance(owner, dict):
+        has_tensors = not isinstance(owner, torch.Generator) and any(isinstance(value, torch.Tensor) for value in then)
+        return then if differs(owner, then) or not has_tensors else None
+    left_alone = {k for k, v in then.items() if isinstance(v, torch.Tensor) and owner.get(k, ABSENT) is v}
+    added = {key: ABSENT for key in owner if key not in then}
+    return {key: value for key, value in then.items() if key not in left_alone} | added
+
+
+class Reached(NamedTuple):
+    """An attribute of a module, and the contents of all that it reaches."""
+
+    value: Any
+    objects: Objects
+
+    @classmethod
+    def of(cls, value: Any) -> Reached:
+        """Copies the contents of what ``value`` reaches, each one level deep."""
+        return cls(value, copy_objects([value]))
+
+    def changed(self) -> Objects:
+        """Returns what has changed since, but for a container that is the attribute itself."""
+        return [
+            (owner, then)
+            for owner, then in self.objects
+            if not (owner is self.value and isinstance(owner, CONTAINERS)) and differs(owner, then)
+        ]
+
+
+def may_reach(value: Any) -> bool:
+    """Whether an attribute may reach other mutable objects: a container, an object with attributes, or a generator."""
+    return type(value) not in ATOMS and not isinstance(value, (torch.Tensor, nn.Module))
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class ChangedValue:
-    """A place that forward changes: ``owner[key]``. ``in_place`` if its tensor is modified, not replaced."""
+    """A place that forward changes: ``owner[key]``.
+
+    ``in_place`` if its tensor is modified, not replaced; ``reaches`` if what its value reaches changes.
+    """
 
     owner: dict[str, Any]
     key: str
     in_place: bool
+    reaches: bool = False
 
     def take(self) -> Any:
         """Returns the present value, safe from later modifications."""
         value = self.owner.get(self.key, ABSENT)
+        if self.reaches and may_reach(value):
+            return Reached.of(value)
         if isinstance(value, torch.Tensor):
             return value.detach().clone() if self.in_place else value.detach().requires_grad_(value.requires_grad)
         return copy.copy(value) if isinstance(value, CONTAINERS) else value
 
-    def fresh(self, value: Any) -> Any:
-        """Returns a taken value for a recomputation, which may modify it in place."""
+    def rewind(self, value: Any, undo: Undo) -> None:
+        """Puts a taken value in place for a recomputation."""
+        if not isinstance(value, Reached):
+            replace_item(self.owner, self.key, self._fresh(value), undo)
+            return
+        if self.owner.get(self.key, ABSENT) is not value.value:
+            replace_item(self.owner, self.key, value.value, undo)
+        rewind_objects(value.objects, undo)
+
+    def _fresh(self, value: Any) -> Any:
+        """Returns a taken value that the recomputation may modify in place."""
         if not isinstance(value, torch.Tensor):
             return copy.copy(value) if isinstance(value, CONTAINERS) else value
         present = self.owner.get(self.key)
@@ -97,3 +201,27 @@ def overwrite(tensor: torch.Tensor, value: torch.Tensor) -> None:
         target, source = target[once], source[once]
     with torch.no_grad():
         target.copy_(source)
+
+
+def sets_up(before: Any, after: Any) -> bool:
+    """Whether a first call set something up, which is done once: a recomputation must not do it again.
+
+    Transformers installs hooks on the first call and notes that in a flag.
+    """
+    if isinstance(before, Reached):
+        return all(isinstance(owner, dict) and _all_set_up(then, owner) for owner, then in before.changed())
+    return isinstance(after, bool) or (
+        any(before is nothing for nothing in (None, False, ABSENT)) and not _holds_tensors(after)
+    )
+
+
+def _all_set_up(before: dict[Any, Any], after: dict[Any, Any]) -> bool:
+    pairs = [(before.get(key, ABSENT), after.get(key, ABSENT)) for key in {*before, *after}]
+    return all(sets_up(then, now) for then, now in pairs if then is not now)
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether a value is, or holds, tensors, as the state of a recurrent layer does."""
+    leaves = pytree.tree_leaves(value)
+    leaves += [inner for leaf in leaves for inner in pytree.tree_leaves(list(getattr(leaf, "__dict__", {}).values()))]
+    return any(isinstance(leaf, torch.Tensor) for leaf in leaves)

@@ -18,8 +18,7 @@ from graphckpt.rules.engine.execution import RecomputableCall
 from graphckpt.rules.engine.joined_input import BlockOutput, JoinedInput
 from graphckpt.rules.engine.mismatch import iterator_argument, modified_in_place, mutates_argument, shares_with_buffer
 from graphckpt.rules.engine.saved import SameArgument
-from graphckpt.state.arguments import copy_objects, drop_unchanged, rewind_objects
-from graphckpt.state.values import ChangedValue, Snapshot
+from graphckpt.state.values import ChangedValue, Snapshot, copy_objects, drop_unchanged, rewind_objects
 from graphckpt.tree import ATOMS, flatten_call
 from graphckpt.undo import Undo
 

@@ -24,9 +24,8 @@ from graphckpt.rules.engine.guard import Guard
 from graphckpt.rules.engine.mismatch import excluded_differ
 from graphckpt.rules.engine.saved import SavedTensor, are_mutated, versions_of
 from graphckpt.rules.engine.saved_hooks import KEEP_ON_DEVICE, StoredCall, hooks_around
-from graphckpt.state.arguments import copy_objects
 from graphckpt.state.rng import get_rng_state, set_rng_state
-from graphckpt.state.values import Snapshot
+from graphckpt.state.values import Snapshot, copy_objects
 from graphckpt.stores.device import DeviceStore
 from graphckpt.tree import build_value, flatten_call, flatten_value
 from graphckpt.undo import differs
