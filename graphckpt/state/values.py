@@ -131,7 +131,10 @@ class ChangedValue:
             return
         if self.owner.get(self.key, ABSENT) is not value.value:
             replace_item(self.owner, self.key, value.value, undo)
-        rewind_objects(value.objects, undo)
+        for owner, then in value.objects:
+            if differs(owner, then):
+                undo.append((owner, None, contents(owner)))
+                fill(owner, then)
 
     def _fresh(self, value: Any) -> Any:
         """Returns a taken value that the recomputation may modify in place."""
@@ -209,7 +212,8 @@ def sets_up(before: Any, after: Any) -> bool:
     Transformers installs hooks on the first call and notes that in a flag.
     """
     if isinstance(before, Reached):
-        return all(isinstance(owner, dict) and _all_set_up(then, owner) for owner, then in before.changed())
+        own = getattr(before.value, "__dict__", None)
+        return all(owner is own and _all_set_up(then, own) for owner, then in before.changed())
     return isinstance(after, bool) or (
         any(before is nothing for nothing in (None, False, ABSENT)) and not _holds_tensors(after)
     )

@@ -57,6 +57,17 @@ class WithNested(Layer):
         return self.counts["calls"][0]["number"]
 
 
+class WithGrowing(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, dict[int, int]] = {"calls": {0: 1}}
+
+    def scale(self) -> int:
+        calls = self.seen["calls"]
+        calls[len(calls)] = len(calls)
+        return len(calls)
+
+
 class WithGenerator(Layer):
     def __init__(self) -> None:
         super().__init__()
@@ -88,6 +99,7 @@ class Sharing(nn.Sequential):
 KINDS = {
     "object": WithObject,
     "nested": WithNested,
+    "growing": WithGrowing,
     "generator": WithGenerator,
     "held generator": WithHeldGenerator,
     "shared generator": Sharing,
