@@ -76,7 +76,7 @@ class ModuleState:
         self._users = [weakref.ref(m) for m in found if not type(m).__module__.startswith("torch.")]
         self._children = [(weakref.ref(m), _children_of(m)) for m in found if m._modules]
         owners = [d for m in found for d in (m._parameters, m._buffers)] + [m._modules for m in found if not m._modules]
-        self._owners = owners, list(map(len, owners))
+        self._owners = owners, list(map(list, owners))
         self._slots: list[tuple[dict[str, Any], str]] = [(m._parameters, key) for m in found for key in m._parameters]
         self._num_parameters = len(self._slots)
         self._renormalized = [(m._parameters, "weight") for m in found if renormalizes(m)]
@@ -92,11 +92,12 @@ class ModuleState:
         for ref, children in self._children:
             if (module := ref()) is None or _children_of(module) != children:
                 return True
-        return self._has_other_slots()
+        # A new child may have got the memory, and so the id, of one that is gone.
+        return self._has_other_slots() or any(ref() is None for ref in self._modules)
 
     def _has_other_slots(self) -> bool:
-        owners, lengths = self._owners
-        return list(map(len, owners)) != lengths
+        owners, keys = self._owners
+        return list(map(list, owners)) != keys
 
     def has_learnt(self, snapshot: Snapshot) -> bool:
         """Whether a call with the modules in these modes (train or eval, each) has shown which places move."""

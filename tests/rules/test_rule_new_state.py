@@ -38,12 +38,24 @@ def add_norm(module):
     module.register_forward_hook(lambda module, args, output: module.norm(output))
 
 
+def swap_buffer(module):
+    del module.scale
+    module.register_buffer("mean", torch.zeros(8))
+
+
+def with_scale():
+    module = Averaging()
+    module.register_buffer("scale", torch.ones(8))
+    return module
+
+
 CHANGES = {
     "a parametrization": (lambda: nn.Linear(8, 8), parametrizations.spectral_norm),
     "a hook's buffers": (lambda: nn.Linear(8, 8), spectral_norm),
     "a mask": (lambda: nn.Linear(8, 8), lambda module: prune.l1_unstructured(module, "weight", 0.5)),
     "a child": (nn.Tanh, add_norm),
     "a buffer": (Averaging, lambda module: module.register_buffer("mean", torch.zeros(8))),
+    "a buffer for another": (with_scale, swap_buffer),
     "a buffer in forward": (Averaging, lambda module: setattr(module, "registers", True)),
     "a buffer in forward, replaced": (lambda: Averaging(in_place=False), lambda m: setattr(m, "registers", True)),
     "a buffer in the first forward": (lambda: Averaging(registers=True), lambda module: None),
@@ -70,5 +82,36 @@ def test_new_state_takes_part_in_the_recomputation(change, num_before, rule):
             seen = [step(model) for _ in range(num_before)]
             alter(model[0][0])
             found.append(seen + [step(model) for _ in range(3)])
+    for plain, recomputed in zip(*found, strict=True):
+        assert all(map(torch.equal, plain, recomputed))
+
+
+def test_layer_that_got_the_memory_of_the_one_it_replaces():
+    found = []
+    for policies in ({}, {"0": True}):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 1))
+        with graphckpt.apply(model, policies):
+            seen = [step(model)]
+            for layer in (nn.Sigmoid, nn.Tanh, nn.Sigmoid, nn.Tanh, nn.Sigmoid):
+                model[0][1] = nn.Identity()
+                model[0][1] = layer()
+                seen.append(step(model))
+        found.append(seen)
+    for plain, recomputed in zip(*found, strict=True):
+        assert all(map(torch.equal, plain, recomputed))
+
+
+@pytest.mark.parametrize("num_segments", [2, "log"])
+def test_layers_that_a_segmented_chain_got_later(num_segments):
+    found = []
+    for policies in ({}, {"": graphckpt.Segments(num_segments)}):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        with graphckpt.apply(model, policies):
+            seen = [step(model)]
+            model[0] = nn.BatchNorm1d(8)
+            seen += [step(model), step(model)]
+        found.append(seen)
     for plain, recomputed in zip(*found, strict=True):
         assert all(map(torch.equal, plain, recomputed))

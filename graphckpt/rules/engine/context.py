@@ -76,10 +76,10 @@ class BlockContext:
 
     def part(self, key: object, children: Iterable[object]) -> BlockContext:
         """Returns the context of some consecutive children of the block, with the same name, store and recorder."""
-        if key not in self._parts:
-            store = self.store if self.is_placed else None
-            self._parts[key] = BlockContext(self.name, [c for c in children if isinstance(c, nn.Module)], store)
-        part = self._parts[key]
+        roots = [child for child in children if isinstance(child, nn.Module)]
+        part = self._parts.get(key)
+        if part is None or [ref() for ref in part._roots] != roots:
+            part = self._parts[key] = BlockContext(self.name, roots, self.store if self.is_placed else None)
         part.recorder = self.recorder
         part.notes = self.notes
         return part
