@@ -225,6 +225,10 @@ def is_transformed() -> bool:
     return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
+# A compiler that traced it would take the stack for an object that is there. It guards on both levels anyway.
+is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def early_stop_active(wanted: bool) -> bool:
     """Returns what ``torch.utils.checkpoint.set_checkpoint_early_stop`` says, which is public; else ``wanted``."""
     active: bool | None = torch_checkpoint._enable_checkpoint_early_stop

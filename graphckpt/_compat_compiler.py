@@ -17,7 +17,7 @@ from graphckpt._compat import torch_version
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
-__all__ = ["DispatchMode", "compiler_of", "has_compiled_call", "never_compiled", "saving"]
+__all__ = ["DispatchMode", "compiler_of", "constant_in_graphs", "has_compiled_call", "never_compiled", "saving"]
 
 _PYTORCHS = ("aten", "prims", "prim", "inductor", "_inductor_test", "c10d_functional", "_c10d_functional", "rngprims")
 """Where PyTorch's own ops stand, which say of themselves whether they draw numbers."""
@@ -35,6 +35,15 @@ def never_compiled(function: _Hook) -> _Hook:
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
     return function
+
+
+def constant_in_graphs(method: _Hook) -> _Hook:
+    """Has the compiler call a method while it traces, and take what it returns for a constant.
+
+    ``torch.compiler.assume_constant_result`` does the same, and imports the compiler.
+    """
+    method._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return method
 
 
 class DispatchMode(TorchDispatchMode):

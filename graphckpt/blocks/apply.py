@@ -25,6 +25,7 @@ from graphckpt.ledger.record import Row
 from graphckpt.ledger.table import rule_and_place
 from graphckpt.rules.base import Rule
 from graphckpt.rules.registry import parse_rule
+from graphckpt.yaml_text import compose
 
 if TYPE_CHECKING:
     import yaml
@@ -201,8 +202,9 @@ def policies_from_file(path: str | PathLike[str]) -> Mapping[Selector, Any]:
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
-        content, repeated = yaml.safe_load(text), _repeated_key(yaml.compose(text, Loader=yaml.SafeLoader))
-    except (OSError, UnicodeError, yaml.YAMLError) as error:
+        repeated = _repeated_key(compose(text))
+        content = yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: cannot be read: {error} · fix: name a file that Plan.save has written") from None
     if repeated is not None:
         raise ConfigError(f"{path}: expected each key once, got {repeated!r} twice · fix: remove one of them")

@@ -24,12 +24,14 @@ if TYPE_CHECKING:
     from graphckpt.blocks.forward import BlockForward
     from graphckpt.blocks.resolve import ResolvedPolicies
 
+IN_GRAPH = "torch.compile has made it a part of a larger graph, and what it saves there is not counted"
+
 
 def explain_step(
     title: str,
     roots: Sequence[tuple[str, nn.Module]],
     policies: ResolvedPolicies,
-    kept: Recorder,
+    recorder: Recorder,
     times: Recorder | None,
 ) -> Explanation:
     """Returns a row for each block, the totals, and what to know about them.
@@ -38,64 +40,64 @@ def explain_step(
         title: Name of the model or graph.
         roots: The modules that were watched, with their names.
         policies: Those of the blocks.
-        kept: Has seen what a step keeps, and its live bytes if it was watched op by op.
+        recorder: Has seen what a step keeps, and its live bytes if it was watched op by op.
         times: Has seen how long the blocks of a step took, if one was watched for that.
     """
     elsewhere = {w.name for w in policies.wrappers if w.module is not None and is_elsewhere(w.module)}
     wrappers = [w for w in policies.wrappers if w.name not in elsewhere]
     idle = policies.idle
-    empty = {name for name in kept.weightless if not (kept.bytes_before(name) or kept.bytes_after(name))}
+    empty = {name for name in recorder.weightless if not (recorder.bytes_before(name) or recorder.bytes_after(name))}
     omitted = elsewhere | (empty - {*policies.selected})
-    rows = [row for row in _rows(title, wrappers, idle, kept, times) if row.block not in omitted]
-    live, levels = kept.live, _plain_levels(wrappers, kept)
+    rows = [row for row in _rows(title, wrappers, idle, recorder, times) if row.block not in omitted]
+    live, levels = recorder.live, _plain_levels(wrappers, recorder)
     return Explanation(
         title=title,
         rows=tuple(rows),
-        bytes_before=kept.plain_total.largest,
-        bytes_after=kept.totals["device"].largest,
-        bytes_host=kept.totals["host"].largest,
-        bytes_disk=kept.totals["disk"].largest,
+        bytes_before=recorder.plain_total.largest,
+        bytes_after=recorder.totals["device"].largest,
+        bytes_host=recorder.totals["host"].largest,
+        bytes_disk=recorder.totals["disk"].largest,
         peak_bytes=live.peak_bytes if live else None,
         plain_peak_bytes=max(levels) if levels else None,
         static_bytes=live.static_bytes if live else 0,
-        has_optimizer_states=kept.has_optimizer_states,
+        has_optimizer_states=recorder.has_optimizer_states,
         timeline=tuple(live.timeline) if live else (),
         plain_levels=levels,
         tensors=tuple(live.tensors) if live else (),
         legend=_legend(wrappers),
-        warnings=tuple(_warnings(title, roots, wrappers, idle, kept, max(levels, default=None))),
+        warnings=tuple(_warnings(title, roots, wrappers, idle, recorder, max(levels, default=None))),
     )
 
 
 def _rows(
-    title: str, wrappers: Sequence[BlockForward], idle: Mapping[str, str], kept: Recorder, times: Recorder | None
+    title: str, wrappers: Sequence[BlockForward], idle: Mapping[str, str], recorder: Recorder, times: Recorder | None
 ) -> Iterator[Row]:
     wrapped = {wrapper.name: wrapper for wrapper in wrappers}
-    names = dict.fromkeys((*kept.order, *wrapped))
-    if kept.bytes_before(REST) or kept.bytes_after(REST):
+    names = dict.fromkeys((*recorder.order, *wrapped))
+    if recorder.bytes_before(REST) or recorder.bytes_after(REST):
         names[REST] = None
     for name in names:
         wrapper = wrapped.get(name)
         notes = list(wrapper.context.notes) if wrapper is not None else []
-        if name in kept.own_checkpointing:
+        if name in recorder.own_checkpointing:
             notes.append("the model's own gradient checkpointing recomputes it")
         if name in idle:
             notes.insert(0, idle[name])
-        if wrapper is None and kept.bytes_after(name) > kept.bytes_before(name):
+        if wrapper is None and recorder.bytes_after(name) > recorder.bytes_before(name):
             notes.append("it keeps tensors that a recomputed block keeps without policies")
-        stored = (kept.traffic.get(name) or Traffic()).bytes_at
-        timed = (times or kept).traffic.get(name) or Traffic()
+        stored = (recorder.traffic.get(name) or Traffic()).bytes_at
+        timed = (times or recorder).traffic.get(name) or Traffic()
         yield Row(
             block=name or title,
-            rule="own checkpointing" if name in kept.own_checkpointing else _rule(wrapper),
+            rule="own checkpointing" if name in recorder.own_checkpointing else _rule(wrapper),
             place=wrapper.context.store.label if wrapper is not None else "device",
-            bytes_before=kept.bytes_before(name),
-            bytes_after=kept.bytes_after(name),
+            bytes_before=recorder.bytes_before(name),
+            bytes_after=recorder.bytes_after(name),
             bytes_host=stored["host"],
             bytes_disk=stored["disk"],
-            runs=kept.runs[name],
-            reruns=kept.reruns[name],
-            is_own=name in kept.own_checkpointing,
+            runs=recorder.runs[name],
+            reruns=recorder.reruns[name],
+            is_own=name in recorder.own_checkpointing,
             forward_seconds=times.seconds[name] if times is not None and name in times.seconds else None,
             recompute_seconds=times.again_seconds[name] if times and name in times.again_seconds else None,
             copy_seconds=timed.copy_seconds or None,
@@ -131,17 +133,19 @@ def _warnings(
     roots: Sequence[tuple[str, nn.Module]],
     wrappers: Sequence[BlockForward],
     idle: Mapping[str, str],
-    kept: Recorder,
+    recorder: Recorder,
     plain_peak: int | None,
 ) -> Iterator[str]:
     flagged = [w for w in wrappers if not isinstance(w.rule, Keep) or w.placement is not None]
     for wrapper in flagged:
-        if not kept.runs[wrapper.name] and wrapper.name not in idle:
+        if not recorder.runs[wrapper.name] and wrapper.is_in_graph:
+            yield f"{wrapper.name or title}: {IN_GRAPH}"
+        elif not recorder.runs[wrapper.name] and wrapper.name not in idle:
             yield f"{wrapper.name or title}: it never ran with gradients, so its flag did nothing"
     yield from _useless_flags(title, flagged, idle)
-    ran = [w for w in flagged if kept.reruns[w.name]]
+    ran = [w for w in flagged if recorder.reruns[w.name]]
     tops = {id(root) for _, root in roots}
-    is_as_high = kept.live is None or plain_peak is None or plain_peak <= 1.02 * kept.live.peak_bytes
+    is_as_high = recorder.live is None or plain_peak is None or plain_peak <= 1.02 * recorder.live.peak_bytes
     for wrapper in ran:
         if id(wrapper.module) in tops and not isinstance(wrapper.rule, (Segments, Tiles)) and is_as_high:
             yield (
@@ -149,7 +153,7 @@ def _warnings(
                 "is recomputed, and the peak hardly falls · fix: set the flag on its layers"
             )
     if not any(isinstance(w.rule, Joined) for w in wrappers) and tops.isdisjoint(id(w.module) for w in ran):
-        yield from _last_blocks(wrappers, kept, ran)
+        yield from _last_blocks(wrappers, recorder, ran)
 
 
 def _useless_flags(title: str, wrappers: Sequence[BlockForward], idle: Mapping[str, str]) -> Iterator[str]:
@@ -164,16 +168,16 @@ def _useless_flags(title: str, wrappers: Sequence[BlockForward], idle: Mapping[s
         yield f"{names[0]}{more}: {note}"
 
 
-def _last_blocks(wrappers: Sequence[BlockForward], kept: Recorder, ran: Sequence[BlockForward]) -> Iterator[str]:
+def _last_blocks(wrappers: Sequence[BlockForward], recorder: Recorder, ran: Sequence[BlockForward]) -> Iterator[str]:
     """Advises not to recompute the last blocks if the peak would not rise; only a prediction can tell.
 
     While the logits and the loss are alive, so is what the last block keeps. Recomputing it moves these bytes behind
     that moment, and often lowers the peak.
     """
-    live = kept.live
+    live = recorder.live
     if live is None or len(ran) < 2 or not _can_predict(wrappers):
         return
-    order = {name: number for number, name in enumerate(kept.order)}
+    order = {name: number for number, name in enumerate(recorder.order)}
     names: list[str] = []
     least_bytes = 0
     for wrapper in sorted(ran, key=lambda w: order.get(w.name, -1), reverse=True):
@@ -196,11 +200,11 @@ def _last_blocks(wrappers: Sequence[BlockForward], kept: Recorder, ran: Sequence
         )
 
 
-def _plain_levels(wrappers: Sequence[BlockForward], kept: Recorder) -> tuple[int, ...]:
+def _plain_levels(wrappers: Sequence[BlockForward], recorder: Recorder) -> tuple[int, ...]:
     """Returns the predicted live bytes of the step without policies; empty if they cannot be predicted."""
-    if kept.live is None or kept.own_checkpointing or not _can_predict(wrappers):
+    if recorder.live is None or recorder.own_checkpointing or not _can_predict(wrappers):
         return ()
-    return tuple(kept.live.levels_if_kept(lambda block: True))
+    return tuple(recorder.live.levels_if_kept(lambda block: True))
 
 
 def _can_predict(wrappers: Sequence[BlockForward]) -> bool:

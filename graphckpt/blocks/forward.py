@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import copy
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from types import MethodType
 from typing import Any, final
 
 import torch
 from torch import nn
-from torch.utils import checkpoint as torch_checkpoint
 
 from graphckpt._compat import is_transformed
-from graphckpt.blocks.compiled import CompiledForward
+from graphckpt._compat_compiler import constant_in_graphs, never_compiled
+from graphckpt.blocks.compiled import SHARE, CompiledForward
 from graphckpt.blocks.native_checkpointing import NativeCheckpointing
+from graphckpt.errors import ConfigError
 from graphckpt.rules.base import Rule
 from graphckpt.rules.engine.context import BlockContext
 from graphckpt.rules.engine.execution import running
@@ -24,7 +25,25 @@ from graphckpt.rules.keep import Keep
 from graphckpt.state.modules import policy_changes
 from graphckpt.stores.placement import Placement
 
-_disabled: ContextVar[bool] = ContextVar("disabled", default=False)
+NOT_SCRIPTABLE = "torch.jit.script cannot compile a model with policies · fix: remove() the handle first"
+
+
+class _Disabled(threading.local):
+    """Whether policies are off in this thread. The compiler guards on it, but cannot read a ``ContextVar``."""
+
+    def __init__(self) -> None:
+        self.is_on = False  # of the instance: the compiler guards on no attribute of a class
+
+
+_disabled = _Disabled()
+
+# Note [Blocks in a compiled model]
+# Under `torch.compile` of a model, the compiler inlines `_run_in_graph`, and PyTorch's own checkpoint, which it knows,
+# recomputes the block as a part of the graph. Where it cannot trace the policy, or the block's forward breaks the
+# graph, it gives up and calls `_run_in_graph` as it is. That one is marked as never to be compiled, with all that it
+# calls: the engine acts, and the block runs uncompiled. PyTorch's checkpoint, called so, would move buffers and
+# attributes twice. `__call__` is not marked: it is what the compiler meets first if a layer is compiled in place. Where
+# the compiler gives up on a frame for good, it is called as it is, so `_run` is marked too.
 
 
 @final
@@ -45,6 +64,8 @@ class BlockForward:
         "_native",
         "_wrapped",
         "compile_options",
+        "is_excluded",
+        "is_in_graph",
         "is_part",
         "name",
         "placement",
@@ -60,6 +81,7 @@ class BlockForward:
         *,
         compile_options: dict[str, Any] | None = None,
         is_part: bool = False,
+        is_excluded: bool = False,
     ) -> None:
         self._module = weakref.ref(module)
         self._wrapped: Callable[..., Any] | None = module.__dict__.get("forward")
@@ -76,6 +98,10 @@ class BlockForward:
         """What ``torch.compile`` of its forward is called with; ``None`` if it is not compiled."""
         self.is_part = is_part
         """Whether it has no rule of its own and is recomputed, if at all, as a part of the block around it."""
+        self.is_excluded = is_excluded
+        """Whether it is a child of a recomputed block that is not recomputed with it."""
+        self.is_in_graph = False
+        """Whether ``torch.compile`` has made it a part of the graph of a larger module, with its policy."""
         self._compiled: Callable[..., Any] | None = None
 
     @property
@@ -93,26 +119,76 @@ class BlockForward:
         """The wrapped module, or ``None`` if it is gone."""
         return self._module()
 
+    @property
+    def _torchscript_modifier(self) -> Any:
+        """Raises an error for ``torch.jit.script``, which alone reads this attribute."""
+        raise ConfigError(NOT_SCRIPTABLE)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward under its rule."""
+        return (self._run_in_graph if torch.compiler.is_compiling() else self._run)(args, kwargs)
+
+    @never_compiled
+    def _run(self, args: Any, kwargs: dict[str, Any]) -> Any:
         function = self._function()
         run = running.get()
         # A recomputation follows the policies of its original forward, whatever has been switched off since.
         is_again = run is not None and run.is_recomputation
         is_on = self._is_on or is_again
-        if self.compile_options is not None and is_on and not torch.compiler.is_compiling():
+        if self.compile_options is not None and is_on:
             function = self._compiled = self._compiled or CompiledForward(function, self.compile_options)
-        if self.is_part or not is_on or (_disabled.get() and not is_again):
+        if self.is_part or not is_on or (_disabled.is_on and not is_again):
             return function(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            if isinstance(self.rule, Keep) or not torch.is_grad_enabled():
-                return function(*args, **kwargs)
-            return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
         if not torch.is_grad_enabled():
             return self.rule.run_without_gradients(self._context or self.context, function, args, kwargs)
         context = self._context or self.context
         under_rule = self._under_rule(context, function)
         return function(*args, **kwargs) if under_rule is None else self.rule.run(context, under_rule, args, kwargs)
+
+    @never_compiled
+    def _run_in_graph(self, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs the block while the compiler traces it; see Note [Blocks in a compiled model]."""
+        if not torch.compiler.is_compiling():
+            return self._run(args, kwargs)
+        module = self._module()
+        inner = self._inner
+        assert module is not None
+
+        def function(*args: Any, **kwargs: Any) -> Any:  # the compiler knows no MethodType
+            return type(module).forward(module, *args, **kwargs) if inner is None else inner(*args, **kwargs)
+
+        if not self._is_on or checkpointing_is_off():
+            return function(*args, **kwargs)
+        why = self._graph_break(torch.is_grad_enabled())
+        if why:
+            torch._dynamo.graph_break(msg=why)  # an error with `fullgraph=True`
+        if self.is_part or not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        return self.rule.run_in_graph(module, function, args, kwargs)
+
+    @constant_in_graphs
+    def _graph_break(self, has_gradients: bool) -> str:
+        """Says why the block cannot be a part of a graph of ``torch.compile``; empty if it can."""
+        module = self._module()
+        assert module is not None
+        reasons: list[str | None] = []
+        if SHARE in (self.compile_options or ()):
+            reasons.append(f"{SHARE} is its own")
+        if not self.is_part:
+            reasons.append(self.rule.graph_break(has_gradients=has_gradients))
+        if not self.is_part and has_gradients:
+            if self.placement is not None and not self.placement.is_plain:
+                reasons.append("it has a store")
+            if self.is_excluded:
+                reasons.append("it is excluded from the block around it")
+            if not isinstance(self.rule, Keep) and any(map(_has_policy, list(module.modules())[1:])):
+                reasons.append("a block within it has a policy")
+        why = ", ".join(reason for reason in reasons if reason)
+        if not why:
+            self.is_in_graph |= has_gradients
+            return ""
+        self.context.note(f"torch.compile leaves it out of the graph around it and runs it as it is: {why}")
+        return f"{self.name}: {why} · fix: compile block by block, with graphckpt's field `compile`"
 
     def _under_rule(self, context: BlockContext, function: Callable[..., Any]) -> Callable[..., Any] | None:
         """Returns what the rule is to run; ``None`` if the forward is to run without it."""
@@ -161,7 +237,7 @@ class BlockForward:
         if twin is None:
             return self
         wrapper = BlockForward(twin, self.name, self.rule, copy.deepcopy(self.placement, memo))
-        more = copy.deepcopy(self.compile_options, memo), self.is_part
+        more = copy.deepcopy(self.compile_options, memo), self.is_part, self.is_excluded
         wrapper.__setstate__((copy.deepcopy(self._wrapped, memo), self._is_on, *more))
         return wrapper
 
@@ -169,27 +245,33 @@ class BlockForward:
         return (
             BlockForward,
             (self._module(), self.name, self.rule, self.placement),
-            (self._wrapped, self._is_on, self.compile_options, self.is_part),
+            (self._wrapped, self._is_on, self.compile_options, self.is_part, self.is_excluded),
         )
 
-    def __setstate__(self, state: tuple[Any, bool, dict[str, Any] | None, bool]) -> None:
-        self._wrapped, self._is_on, self.compile_options, self.is_part = state
+    def __setstate__(self, state: tuple[Any, bool, dict[str, Any] | None, bool, bool]) -> None:
+        self._wrapped, self._is_on, self.compile_options, self.is_part, self.is_excluded = state
         self._inner = _unwrapped(self._wrapped)
 
 
 @contextmanager
 def disable_checkpointing() -> Iterator[None]:
     """Runs every forward in the ``with`` block as if no policy were set."""
-    token = _disabled.set(True)
+    before, _disabled.is_on = _disabled.is_on, True
     try:
         yield
     finally:
-        _disabled.reset(token)
+        _disabled.is_on = before
 
 
 def checkpointing_is_off() -> bool:
     """Whether forwards run as if no policy were set: in :func:`disable_checkpointing`, ``torch.func``, forward AD."""
-    return _disabled.get() or is_transformed()
+    return _disabled.is_on or is_transformed()
+
+
+def _has_policy(module: nn.Module) -> bool:
+    """Whether a module in a recomputed block does anything else than being recomputed with it."""
+    forward = module.__dict__.get("forward")
+    return isinstance(forward, BlockForward) and forward._is_on and not forward.is_part and forward.rule.name != "full"
 
 
 def _unwrapped(forward: Callable[..., Any] | None) -> Callable[..., Any] | None:

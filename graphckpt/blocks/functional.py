@@ -11,8 +11,10 @@ from typing import Any, final
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
+from graphckpt._compat_compiler import never_compiled
 from graphckpt.blocks.forward import BlockForward, checkpointing_is_off
 from graphckpt.blocks.proxy import unwrap
 from graphckpt.errors import ConfigError
@@ -20,7 +22,8 @@ from graphckpt.rules.engine.context import BlockContext
 from graphckpt.rules.engine.execution import RecomputableCall, running
 from graphckpt.rules.engine.frame import Frame
 from graphckpt.rules.full import Full
-from graphckpt.rules.segments import run_segments
+from graphckpt.rules.in_graph import checkpoint_in_graph
+from graphckpt.rules.segments import run_segments, run_segments_in_graph
 from graphckpt.stores.host.host import Host
 from graphckpt.stores.placement import Placement
 
@@ -57,14 +60,36 @@ def checkpoint(
     Raises:
         RecomputeError: In backward, if the recomputation differs from the first.
     """
+    if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling():
+        # Called by the compiler, which traces this in place of PyTorch's function, where a program has replaced that.
+        options: dict[str, Any] = {
+            "early_stop": early_stop,
+            "preserve_rng_state": preserve_rng_state,
+            "context_fn": context_fn,
+        }
+        return torch_checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
     del use_reentrant, debug, preserve_rng_state
     if determinism_check not in ("default", "none"):
         raise ConfigError(f"determinism_check: {determinism_check!r} is unknown · fix: use 'default' or 'none'")
     if not torch.is_grad_enabled() or checkpointing_is_off():
         return function(*args, **kwargs)
+    run = _run_in_graph if torch.compiler.is_compiling() else _run
+    return run(function, args, kwargs, context_fn, early_stop=early_stop, strict=determinism_check == "default")
+
+
+@never_compiled
+def _run(function: Any, args: Any, kwargs: dict[str, Any], context_fn: Any, **settings: bool) -> Any:
     contexts = None if context_fn is noop_context_fn else _GivenContexts(*context_fn())
-    frame = Frame(_context(function), function, contexts, early_stop=early_stop, strict=determinism_check == "default")
+    frame = Frame(_context(function), function, contexts, **settings)
     return frame.run(args, kwargs)
+
+
+@never_compiled
+def _run_in_graph(function: Any, args: Any, kwargs: dict[str, Any], context_fn: Any, **settings: bool) -> Any:
+    """Runs it while the compiler traces it; see Note [Blocks in a compiled model]."""
+    if not torch.compiler.is_compiling():
+        return _run(function, args, kwargs, context_fn, **settings)
+    return checkpoint_in_graph(function, args, kwargs, context_fn)
 
 
 def checkpoint_sequential(
@@ -83,17 +108,30 @@ def checkpoint_sequential(
     kwargs.pop("preserve_rng_state", None)
     if kwargs:
         raise ConfigError(f"checkpoint_sequential has no argument {next(iter(kwargs))!r} · fix: remove it")
-    chain = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
+    chain: list[Any] = list(functions.children() if isinstance(functions, nn.Sequential) else functions)
     if isinstance(segments, bool) or not isinstance(segments, int) or not 1 <= segments <= len(chain):
         raise ConfigError(f"segments: {segments!r} is not within 1 and the {len(chain)} functions · fix: the number")
     if not torch.is_grad_enabled() or checkpointing_is_off():
         return reduce(lambda value, function: function(value), chain, input)
+    return (_chain_in_graph if torch.compiler.is_compiling() else _chain)(functions, chain, segments, input)
+
+
+@never_compiled
+def _chain(functions: Any, chain: list[Any], segments: int, value: Any) -> Any:
     context = (
         _context(functions)
         if isinstance(functions, nn.Sequential)
         else BlockContext("checkpoint_sequential", (), learns=False)
     )
-    return run_segments(context, chain, segments, input)
+    return run_segments(context, chain, segments, value)
+
+
+@never_compiled
+def _chain_in_graph(functions: Any, chain: list[Any], segments: int, value: Any) -> Any:
+    """Runs it while the compiler traces it; see Note [Blocks in a compiled model]."""
+    if not torch.compiler.is_compiling():
+        return _chain(functions, chain, segments, value)
+    return run_segments_in_graph(chain, segments, value)
 
 
 def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False) -> nn.Module:

@@ -82,7 +82,7 @@ class _Resolver:
         if config is not None and (fields := config.placement()):
             offload = parse_offload(fields.get("offload"))
             if offload is not None and (fault := offload.check()) is not None:
-                self.faults.append(f"{name}: {fault}")
+                self.faults.append(f"{name or '(model)'}: {fault}")
             around = replace(around, fields={**around.fields, **fields})
         first = len(self.plan.wrappers)
         inside = self._decide(name, module, config, around)
@@ -105,7 +105,7 @@ class _Resolver:
             return around
         fault = rule.check(module)
         if fault is not None:
-            self.faults.append(f"{name}: {fault}")
+            self.faults.append(f"{name or '(model)'}: {fault}")
             return around
         if isinstance(rule, Full) and around.rule is not None:
             # Nested True is one segment. The wrapper still acts where the module is called from elsewhere.
@@ -139,7 +139,9 @@ class _Resolver:
         is_placed = placement is not None and placement != (around.covering or _PLAIN)
         if is_hole or is_placed or options is not None:
             own = placement if is_hole or is_placed else None
-            self.plan.wrappers.append(BlockForward(module, name, Keep(), own, compile_options=options))
+            self.plan.wrappers.append(
+                BlockForward(module, name, Keep(), own, compile_options=options, is_excluded=is_hole)
+            )
         return replace(around, rule=None, covering=placement)
 
     def _placement(self, fields: Mapping[str, Any]) -> Placement | None:

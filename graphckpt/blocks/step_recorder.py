@@ -15,12 +15,12 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphckpt._compat import is_transformed
-from graphckpt.blocks.explain import explain_step, is_elsewhere
+from graphckpt.blocks.explain import IN_GRAPH, explain_step, is_elsewhere
 from graphckpt.blocks.find_layers import layers
-from graphckpt.blocks.forward import BlockForward
+from graphckpt.blocks.forward import NOT_SCRIPTABLE, BlockForward
 from graphckpt.blocks.native_checkpointing import NativeCheckpointing
 from graphckpt.blocks.resolve import UNCALLED, ResolvedPolicies
-from graphckpt.errors import GraphError
+from graphckpt.errors import ConfigError, GraphError
 from graphckpt.ledger.explanation import Explanation
 from graphckpt.ledger.plot import draw
 from graphckpt.ledger.recorder import Recorder
@@ -117,6 +117,8 @@ class StepRecorder:
         """Returns the explanation of the last recorded steps; ``capture`` says how the step runs now."""
         recorder = self._bytes
         if recorder is None or not recorder.runs:
+            if any(wrapper.is_in_graph for wrapper in self._wrappers):
+                raise GraphError(f"{self.title}: {IN_GRAPH} · fix: run one step of the model itself")
             raise GraphError(f"{self.title}: expected a step to explain, got none yet · fix: run one step")
         explanation = explain_step(self.title, self._roots, self._policies, recorder, self._times)
         explanation = replace(explanation, capture=capture)
@@ -188,6 +190,13 @@ class _Hook:
         call = None if torch.compiler.is_compiling() else self._find()
         if call is not None:
             call(*(given if self._passes_on else self._args))
+
+    __name__ = "graphckpt"
+
+    @property
+    def __globals__(self) -> dict[str, Any]:
+        """Raises an error for ``torch.jit.script``, which alone reads this attribute of hooks."""
+        raise ConfigError(NOT_SCRIPTABLE)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Hook, (_nothing,)

@@ -53,6 +53,16 @@ class Rule(ABC):
         del block
         return function(*args, **kwargs)
 
+    def graph_break(self, *, has_gradients: bool) -> str | None:
+        """Returns why ``torch.compile`` cannot trace a block under this rule; ``None`` if it can."""
+        acts = has_gradients or type(self).run_without_gradients is not Rule.run_without_gradients
+        return f"the rule {self.name!r} cannot be traced" if acts else None
+
+    def run_in_graph(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs ``function(*args, **kwargs)``, the forward of ``module``, in a graph that ``torch.compile`` traces."""
+        del module
+        return function(*args, **kwargs)
+
     def describe(self) -> str:
         """Returns the rule as tables show it: its name, its first setting, and others that are not the default."""
         settings = [

@@ -6,10 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
+from torch import nn
+
 from graphckpt.rules.base import Rule
 from graphckpt.rules.engine.context import BlockContext
 from graphckpt.rules.engine.execution import running
 from graphckpt.rules.engine.frame import Frame
+from graphckpt.rules.in_graph import checkpoint_in_graph
 
 
 @final
@@ -24,3 +27,13 @@ class Full(Rule):
         if running.get() is not None:
             return function(*args, **kwargs)
         return Frame(block, function).run(args, kwargs)
+
+    def graph_break(self, *, has_gradients: bool) -> str | None:
+        """Returns ``None``: PyTorch's own checkpoint recomputes the block."""
+        del has_gradients
+        return None
+
+    def run_in_graph(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs the block under PyTorch's own checkpoint."""
+        del module
+        return checkpoint_in_graph(function, args, kwargs)

@@ -27,3 +27,8 @@ class Keep(Rule):
     ) -> Any:
         """Runs the block; a recomputation of the block around it does so again."""
         return run_excluded_without_gradients(block, function, args, kwargs)
+
+    def graph_break(self, *, has_gradients: bool) -> str | None:
+        """Returns ``None``: the block is a part of the graph, as without a rule."""
+        del has_gradients
+        return None

@@ -21,6 +21,7 @@ from graphckpt.errors import ConfigError
 from graphckpt.rules.base import Rule
 from graphckpt.rules.engine.context import BlockContext
 from graphckpt.rules.engine.frame import Frame
+from graphckpt.rules.in_graph import checkpoint_in_graph
 
 Wrap: TypeAlias = "Callable[[Callable[..., Any]], Callable[..., Any]]"
 
@@ -75,6 +76,16 @@ class Segments(Rule):
             return function(*args, **kwargs)  # raises what nn.Sequential raises
         return run_segments(block, children, self.num_segments, args[0], wrap=getattr(function, "wrap", _as_it_is))
 
+    def graph_break(self, *, has_gradients: bool) -> str | None:
+        """Returns ``None``, but for ``"log"``, whose segments lie within one another."""
+        return "segments='log' cannot be traced" if has_gradients and self.num_segments == "log" else None
+
+    def run_in_graph(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs each segment but the last under PyTorch's own checkpoint."""
+        if kwargs or len(args) != 1:
+            return function(*args, **kwargs)
+        return run_segments_in_graph(list(module.children()), self.num_segments, args[0])
+
 
 def run_segments(
     block: BlockContext,
@@ -96,6 +107,14 @@ def run_segments(
             return wrap(_call_in_order)(children[first:end], value)
         value = _frame(block, children, first, end, wrap(partial(_call_in_order, children[first:end])), value)
     return value
+
+
+def run_segments_in_graph(children: Sequence[Callable[..., Any]], num_segments: int | str, value: Any) -> Any:
+    """Does what :func:`run_segments` does, while ``torch.compile`` traces it."""
+    starts = (*segment_starts(num_children=len(children), num_segments=num_segments), len(children))
+    for first, end in pairwise(starts[:-1]):
+        value = checkpoint_in_graph(_call_in_order, (children[first:end], value), {})
+    return _call_in_order(children[starts[-2] :], value)
 
 
 def segment_starts(*, num_children: int, num_segments: int | str) -> tuple[int, ...]:

@@ -5,18 +5,24 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from types import BuiltinFunctionType
 from typing import Any, ClassVar, final
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    create_selective_checkpoint_contexts,
+)
 
 from graphckpt._compat import op_names
 from graphckpt.errors import ConfigError, did_you_mean
 from graphckpt.rules.base import Rule
 from graphckpt.rules.engine.context import BlockContext
 from graphckpt.rules.engine.frame import Frame
+from graphckpt.rules.in_graph import checkpoint_in_graph
 from graphckpt.rules.ops.contexts import SelectiveContexts
 from graphckpt.rules.ops.op_graph import Op
 from graphckpt.rules.ops.schedule import NamedOps, Policy
@@ -43,6 +49,7 @@ PRESETS["matmul+attention"] = PRESETS["matmul"] | PRESETS["attention"]
 
 _SOME = re.compile(r"(?P<op>[^\[\]]+)\[(?P<numbers>\d+(,\d+)*)\]")
 _FUNCTIONS = (BuiltinFunctionType, torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # which are no policies
+_OPS = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
 _SAVES = frozenset({CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE})
 _OFFLOADS = frozenset({CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD})
 
@@ -73,7 +80,10 @@ class Selective(Rule):
     label: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_policy", _policy(self.save))
+        policy = _policy(self.save)
+        ops = list(policy.whole) if isinstance(policy, NamedOps) else partial(_decision, self.save)
+        object.__setattr__(self, "_policy", policy)
+        object.__setattr__(self, "_contexts_in_graph", partial(create_selective_checkpoint_contexts, ops))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Selective, (self.save, self.label)  # the policy made from `save` need not be picklable
@@ -84,6 +94,18 @@ class Selective(Rule):
         leaves, _ = flatten_call(args, kwargs)
         signature = _signature(leaves) if isinstance(policy, NamedOps) else None
         return Frame(block, function, SelectiveContexts(policy, signature)).run(args, kwargs)
+
+    def graph_break(self, *, has_gradients: bool) -> str | None:
+        """Rejects numbers of calls: the compiler may order calls of an op in another way."""
+        policy = self._policy  # type: ignore[attr-defined]
+        if has_gradients and isinstance(policy, NamedOps) and policy.numbered:
+            return "selective with numbers of calls cannot be traced"
+        return None
+
+    def run_in_graph(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs the block under PyTorch's own selective checkpoint."""
+        del module
+        return checkpoint_in_graph(function, args, kwargs, self._contexts_in_graph)  # type: ignore[attr-defined]
 
     def describe(self) -> str:
         """Names the preset, the ops or the policy function."""
@@ -111,7 +133,7 @@ def _policy(save: Any) -> Policy:
         what = "expected a list of ops or a policy function"
         raise ConfigError(f"selective.save: {what}, got {save!r} · fix: use a list such as [torch.ops.aten.mm.default]")
     if callable(save) and not isinstance(save, str):
-        return lambda output, func, args, kwargs, _number: _decides(save, output, func, args, kwargs)
+        return lambda output, func, args, kwargs, _number: _saves(save, output, func, args, kwargs)
     known = ", ".join(repr(name) for name in PRESETS)
     raise ConfigError(
         f"selective.save: expected one of {known}, a list of ops or a policy function, got {save!r}"
@@ -121,7 +143,7 @@ def _policy(save: Any) -> Policy:
 
 def _read(entries: Iterable[Any]) -> NamedOps:
     """Returns the policy that a list of ops means."""
-    whole: set[Op] = set()
+    all_calls: set[Op] = set()
     some: dict[Op, set[int]] = {}
     names: dict[str, tuple[frozenset[Op], set[int] | None]] = {}
     for entry in entries:
@@ -132,28 +154,29 @@ def _read(entries: Iterable[Any]) -> NamedOps:
         numbers = None if numbered is None else set(map(int, numbered["numbers"].split(",")))
         names[str(entry)] = ops, numbers
         if numbers is None:
-            whole |= ops
+            all_calls |= ops
             continue
         for op in ops:
             some.setdefault(op, set()).update(numbers)
-    return NamedOps(whole, some, names)
+    return NamedOps(all_calls, some, names)
 
 
 def _op(op: Any) -> Op:
     if isinstance(op, torch._ops.OpOverloadPacket):
-        return op.default
+        op = str(op)
     if isinstance(op, str):
-        packet: Any = torch.ops
+        named: Any = torch.ops
         names = op.removeprefix("torch.ops.").split(".")
         try:
             for name in names:
-                packet = getattr(packet, name)
+                named = getattr(named, name)
+            named = named.default if isinstance(named, torch._ops.OpOverloadPacket) else named
         except AttributeError:
-            packet = None
-        if packet is None or len(names) < 2:
-            raise ConfigError(f"selective.save: {_unknown(op, names)}") from None
-        return packet.default if isinstance(packet, torch._ops.OpOverloadPacket) else packet
-    if not isinstance(op, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
+            named = None
+        if not isinstance(named, _OPS):  # another attribute of an op, such as __class__
+            raise ConfigError(f"selective.save: {_unknown(op, names)}")
+        return named
+    if not isinstance(op, _OPS):
         raise ConfigError(
             f"selective.save: expected an OpOverload or its name, got {op!r} · fix: use torch.ops.aten.mm.default"
         )
@@ -172,12 +195,16 @@ def _unknown(op: str, names: list[str]) -> str:
     return f"expected an op or one of {', '.join(PRESETS)}, got {op!r}{near} · fix: such as 'aten.mm.default'"
 
 
-def _decides(policy: Callable[..., Any], output: Any, func: Op, args: Any, kwargs: dict[str, Any]) -> bool:
+def _saves(policy: Callable[..., Any], output: Any, func: Op, args: Any, kwargs: dict[str, Any]) -> bool:
     context = SelectiveCheckpointContext(is_recompute=False)
     context.op_output = output  # an argument of its own only since torch 2.13
+    return _decision(policy, context, func, *args, **kwargs) in _SAVES
+
+
+def _decision(policy: Any, context: Any, func: Op, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     decision = policy(context, func, *args, **kwargs)
     if isinstance(decision, bool):
-        return decision
+        return CheckpointPolicy.MUST_SAVE if decision else CheckpointPolicy.PREFER_RECOMPUTE
     if decision in _OFFLOADS:
         raise ConfigError(
             f"selective.save: expected MUST_SAVE for {func}, got {decision} from the policy · "
@@ -187,4 +214,4 @@ def _decides(policy: Callable[..., Any], output: Any, func: Op, args: Any, kwarg
         raise ConfigError(
             f"selective.save: expected a bool or CheckpointPolicy for {func}, got {decision!r} · fix: return one"
         )
-    return decision in _SAVES
+    return decision

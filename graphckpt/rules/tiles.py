@@ -15,7 +15,9 @@ from graphckpt.errors import ConfigError
 from graphckpt.rules.base import Rule
 from graphckpt.rules.engine.context import BlockContext
 from graphckpt.rules.engine.frame import Frame
+from graphckpt.state.values import copy_objects
 from graphckpt.tree import build_value, flatten_call, flatten_value
+from graphckpt.undo import differs
 
 
 @final
@@ -55,7 +57,7 @@ class Tiles(Rule):
 
     def run(self, block: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs the block slice by slice."""
-        return self._in_slices(block.name, lambda *tile: Frame(block, function).run(*tile), args, kwargs, block.note)
+        return self._in_slices(block.title, lambda *tile: Frame(block, function).run(*tile), args, kwargs, block.note)
 
     def run_without_gradients(
         self, block: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
@@ -66,7 +68,11 @@ class Tiles(Rule):
         """
         if self.reduce is None:
             return function(*args, **kwargs)
-        return self._in_slices(block.name, lambda args, kwargs: function(*args, **kwargs), args, kwargs)
+        return self._in_slices(block.title, lambda args, kwargs: function(*args, **kwargs), args, kwargs)
+
+    def graph_break(self, *, has_gradients: bool) -> str | None:
+        """Returns why the block cannot be traced; without gradients, only losses are cut into slices."""
+        return super().graph_break(has_gradients=has_gradients) if has_gradients or self.reduce else None
 
     def _in_slices(
         self,
@@ -85,10 +91,16 @@ class Tiles(Rule):
             return run(args, kwargs)
         cuts = {i: torch.tensor_split(leaves[i], num_tiles, self.tile_dim) for i in tiled}
         outputs, sizes = [], []
+        shared = copy_objects(leaves)
         for number in range(num_tiles):
             slices = [cuts[i][number] if i in cuts else leaf for i, leaf in enumerate(leaves)]
             sizes.append(slices[tiled[0]].shape[self.tile_dim])
             outputs.append(run(*shape.assemble(slices)))
+            if any(differs(owner, then) for owner, then in shared):  # the next slice would read what this one left
+                raise ConfigError(
+                    f"{name}: tiles: its forward changes an argument that all slices share, such as a cache of keys · "
+                    "fix: call the model with use_cache=False, or use activation_checkpointing = True"
+                )
         return self._join(name, outputs, sizes)
 
     def _tiled(self, name: str, leaves: Sequence[Any]) -> tuple[int, list[int]]:

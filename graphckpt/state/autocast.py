@@ -63,6 +63,8 @@ def restore_ambient(wanted: Ambient, depth: int) -> None:
         if how:
             torch.set_autocast_dtype(kind, how[0])
             torch.set_autocast_cache_enabled(how[1])
+    if autocast_depth() == depth:
+        return  # the cache is the process's: another thread may be in a forward whose casts are in it
     while autocast_depth() > depth:
         torch.autocast_decrement_nesting()
     if not depth:

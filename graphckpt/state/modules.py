@@ -1,16 +1,16 @@
 """What a forward changes beside its outputs: buffers, attributes, objects among its arguments.
 
 The original forward of a block changes them for good. Before the recomputation they are put back to what the original
-forward saw, and after it to what they were. Which of them move is learnt once, on the first call: version counters
-alone would miss BatchNorm, whose running statistics change without a bump. Small buffers are copied in every call, for
-they may begin to move on a later one.
+forward saw, and after it to what they were. Which of them change is learnt on the first call. A later call may change
+others, for example in a branch: small buffers and containers are copied in every call, attributes are compared after
+it, and the statistics of norms in training mode always count as changed, since they change without a version bump.
 """
 
 from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import chain, starmap
 from operator import is_
@@ -36,6 +36,7 @@ from graphckpt.undo import ABSENT, CONTAINERS, Undo, differs, replace_item
 from graphckpt.writes import Writes
 
 _OWN = frozenset(nn.Module().__dict__) | {"forward"}  # what torch itself keeps on every module
+_NORMS = nn.modules.batchnorm._NormBase
 _SMALL_BYTES = 64 * 1024  # a copy of such a buffer costs less than it takes to find out whether it moves
 
 
@@ -58,8 +59,10 @@ class ModuleState:
         "_attributes",
         "_changed_values",
         "_children",
+        "_containers",
         "_forwards",
         "_modules",
+        "_norms",
         "_num_parameters",
         "_owners",
         "_policy_changes",
@@ -67,6 +70,7 @@ class ModuleState:
         "_slots",
         "_unchanged_buffers",
         "_users",
+        "host_rng_modes",
     )  # fmt: skip
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -79,13 +83,17 @@ class ModuleState:
         self._owners = owners, list(map(list, owners))
         self._slots: list[tuple[dict[str, Any], str]] = [(m._parameters, key) for m in found for key in m._parameters]
         self._num_parameters = len(self._slots)
+        self._norms = [weakref.ref(m) for m in found if isinstance(m, _NORMS)]
         self._renormalized = [(m._parameters, "weight") for m in found if renormalizes(m)]
         self._slots += [(m._buffers, key) for m in found for key in m._buffers]
         self._changed_values: dict[tuple[bool, ...], tuple[ChangedValue, ...]] = {}
         self._unchanged_buffers: dict[tuple[bool, ...], list[int]] = {}  # the buffers that are not known to move
         self._attributes: dict[tuple[bool, ...], list[tuple[weakref.ref[nn.Module], str]]] = {}
+        self._containers: dict[tuple[bool, ...], list[tuple[weakref.ref[nn.Module], str]]] = {}
         self._forwards: list[tuple[weakref.ref[nn.Module], weakref.ref[Any]]] = []
         self._policy_changes = -1
+        self.host_rng_modes: set[tuple[bool, ...]] = set()
+        """The modes in which a first call has drawn from the generators of Python or NumPy."""
 
     def is_stale(self) -> bool:
         """Whether a submodule was added, removed or replaced since, as adapters do, or a parameter or buffer added."""
@@ -142,6 +150,14 @@ class ModuleState:
             tuple([(place, place.take()) for place in changed]) if changed else (),
             {i: t.detach().clone() for i in self._unchanged_buffers.get(modes, ()) if _is_small(t := tensors[i])},
             _read_attributes(self._attributes.get(modes, ())),
+            tuple([_fields(ref).copy() for ref in self._users]) if changed is not None else (),
+            tuple(
+                [
+                    (ref, key, copy.copy(value))
+                    for ref, key in self._containers.get(modes, ())
+                    if isinstance(value := _fields(ref).get(key), CONTAINERS)
+                ]
+            ),
             tuple([(module, forward()) for module, forward in self._forwards]),
             changes,
         )
@@ -153,7 +169,7 @@ class ModuleState:
                 if owner.get(key) is not tensor and not is_sharding(owner.get(key), tensor):
                     replace_item(owner, key, tensor, undo)  # functional_call had replaced it for the original forward
         for index, copied in snapshot.copies.items():
-            if snapshot.tensors[index]._version != snapshot.versions[index]:
+            if _may_have_changed(snapshot.tensors[index], snapshot.versions[index], copied):
                 replace_item(*self._slots[index], copied.clone(), undo)
         for ref, key, tensor, _ in snapshot.attributes:
             present = _fields(ref).get(key)
@@ -200,6 +216,14 @@ class ModuleState:
             if present is not forwards.get(ref) and not isinstance(present, MethodType):
                 replace_item(fields, "forward", forwards.get(ref, ABSENT), undo)
 
+    def hide(
+        self, snapshot: Snapshot, unread: Collection[int], stand_in: Callable[[torch.Tensor], Any], undo: Undo
+    ) -> None:
+        """Replaces what was modified of the parameters with ids ``unread`` by a stand-in for each."""
+        for (owner, key), tensor, version in zip(self._slots, snapshot.tensors, snapshot.versions, strict=True):
+            if id(tensor) in unread and tensor._version != version:
+                replace_item(owner, key, stand_in(tensor), undo)
+
     def watch(self) -> Watch:
         """Returns copies of all values that may change, for :meth:`learn` after the original forward."""
         attributes = [ref().__dict__ for ref in self._modules]
@@ -222,7 +246,7 @@ class ModuleState:
                 moved.append((ChangedValue(owner, key, in_place=False), value.requires_grad_(tensor.requires_grad)))
             elif is_mutated:
                 moved.append((ChangedValue(owner, key, in_place=True), before))
-        moved += self._changed_unseen(watch, [place for place, _ in moved])
+        moved += self._norm_statistics(watch, [place for place, _ in moved])
         for owner, key, reached in watch.reached:
             if owner.get(key) is reached.value and reached.changed():
                 moved.append((ChangedValue(owner, key, in_place=False, reaches=True), reached))
@@ -240,23 +264,54 @@ class ModuleState:
         held = _read_attributes(self._attributes_not_among(places))
         return snapshot._replace(changed=lasting, copies=copies, attributes=held), places
 
-    def _changed_unseen(self, watch: Watch, moved: list[ChangedValue]) -> list[tuple[ChangedValue, Any]]:
-        """Returns the small buffers beside one that is modified in place, such as the other statistics of a BatchNorm.
+    def _norm_statistics(self, watch: Watch, moved: list[ChangedValue]) -> list[tuple[ChangedValue, Any]]:
+        """Returns the statistics of norms in training mode that this call has not changed: a later call may.
 
-        They may hold the same before and after the first call alone, as the mean of a centred batch, and BatchNorm
-        modifies them without a bump of their versions.
+        The first call may not reach the norm, or find a mean that is zero already.
         """
-        owners = {id(place.owner) for place in moved if place.in_place}
+        owners = {id(m._buffers) for ref in self._norms if (m := ref()) is not None and m.training}
         known = {(id(place.owner), place.key) for place in moved}
         return [
             (ChangedValue(owner, key, in_place=True), before)
-            for owner, key, tensor, before in watch.tensors
-            if id(owner) in owners and (id(owner), key) not in known and _is_small(tensor)
+            for owner, key, _, before in watch.tensors
+            if id(owner) in owners and (id(owner), key) not in known
         ]
+
+    def with_late_changes(self, snapshot: Snapshot) -> Snapshot:
+        """Returns ``snapshot`` with the attributes that this call was the first to change, and remembers them."""
+        if not snapshot.fields and not snapshot.containers:  # of PyTorch's own modules alone
+            return snapshot
+        late: list[tuple[ChangedValue, Any]] = []
+        for ref, then in zip(self._users, snapshot.fields, strict=False):  # none in a first call
+            now = _fields(ref)
+            if len(now) != len(then) or not all(map(is_, now.values(), then.values())):
+                before = {key: value for key, value in then.items() if key not in _OWN}
+                late += [(ChangedValue(now, key, in_place=False), old) for key, old in _changed(now, before)]
+        for ref, key, copied in snapshot.containers:
+            fields = _fields(ref)
+            if isinstance(value := fields.get(key), type(copied)) and differs(value, copied):
+                late.append((ChangedValue(fields, key, in_place=False), copied))
+        if not late:
+            return snapshot._replace(fields=(), containers=())
+        restored = {(id(place.owner), place.key) for place, _ in snapshot.changed}
+        late = [(place, old) for place, old in late if (id(place.owner), place.key) not in restored]
+        places = self._changed_values.get(snapshot.modes)  # none if a call of the block within itself has dropped them
+        if late and places is not None:
+            learnt = {(id(place.owner), place.key) for place in places}
+            new = [place for place, _ in late if (id(place.owner), place.key) not in learnt]
+            self._changed_values[snapshot.modes] = (*places, *new)
+        lasting = tuple([(place, old) for place, old in late if not sets_up(old, place.owner.get(place.key))])
+        return snapshot._replace(changed=snapshot.changed + lasting, fields=(), containers=())
 
     def remember(self, snapshot: Snapshot, places: tuple[ChangedValue, ...]) -> None:
         """Takes ``places`` for what every call with the modules in these modes moves."""
         self._attributes[snapshot.modes] = self._attributes_not_among(places)
+        self._containers[snapshot.modes] = [
+            (ref, key)
+            for ref in self._users
+            for key, value in _fields(ref).items()
+            if key not in _OWN and isinstance(value, CONTAINERS)
+        ]
         self._unchanged_buffers[snapshot.modes] = self._not_among(places)
         self._changed_values[snapshot.modes] = places
 
@@ -287,13 +342,22 @@ class ModuleState:
             self._changed_values.pop(snapshot.modes, None)
         return found
 
-    def mutated(self, snapshot: Snapshot) -> str | None:
-        """Returns the name of a parameter or buffer that was modified after the original forward, or ``None``."""
+    def mutated(self, snapshot: Snapshot, unread: Collection[int] = ()) -> str | None:
+        """Returns the name of a parameter or buffer that was modified after the original forward, or ``None``.
+
+        Args:
+            snapshot: The state at the original forward.
+            unread: The ids of parameters that the recomputation does not read.
+        """
         if not snapshot.attributes and _versions(snapshot.tensors) == snapshot.versions:
             return None
         known = {(id(place.owner), place.key) for place, _ in snapshot.changed}
         for index, (tensor, version) in enumerate(zip(snapshot.tensors, snapshot.versions, strict=True)):
-            if tensor is not None and tensor._version != version and index not in snapshot.copies:
+            if (
+                tensor is not None
+                and tensor._version != version
+                and not (index in snapshot.copies or id(tensor) in unread)
+            ):
                 owner, key = self._slots[index]
                 if (id(owner), key) not in known:
                     return self._name(owner, key)
@@ -371,6 +435,13 @@ def _versions(tensors: Iterable[Any]) -> tuple[int, ...]:
 
 def _is_small(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     return tensor is not None and type(tensor) is torch.Tensor and tensor.nbytes <= _SMALL_BYTES
+
+
+def _may_have_changed(tensor: torch.Tensor, version: int, before: torch.Tensor) -> bool:
+    """Whether a small buffer may differ from its copy. A comparison on an accelerator would synchronize with it."""
+    if tensor._version != version or tensor.requires_grad:
+        return tensor._version != version
+    return tensor.device.type != "cpu" or not torch.equal(tensor, before)
 
 
 def _children_of(module: nn.Module) -> list[int]:

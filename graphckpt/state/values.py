@@ -165,6 +165,10 @@ class Snapshot(NamedTuple):
     """Of small buffers that are not known to move, by their index in ``tensors``."""
     attributes: tuple[tuple[weakref.ref[nn.Module], str, torch.Tensor, int], ...]
     """Tensors that are attributes of a module and no buffers, as hooks set them, and their versions."""
+    fields: tuple[dict[str, Any], ...]
+    """The attributes of modules that are not PyTorch's own, until the original forward ends; none in a first call."""
+    containers: tuple[tuple[weakref.ref[nn.Module], str, Any], ...]
+    """Their containers that are not known to change, and copies of these, until the original forward ends."""
     forwards: tuple[tuple[weakref.ref[nn.Module], Any], ...]
     """The ``forward`` attributes of modules that replace that of the class, such as policies."""
     policy_changes: int
@@ -214,9 +218,9 @@ def sets_up(before: Any, after: Any) -> bool:
     if isinstance(before, Reached):
         own = getattr(before.value, "__dict__", None)
         return all(owner is own and _all_set_up(then, own) for owner, then in before.changed())
-    return isinstance(after, bool) or (
-        any(before is nothing for nothing in (None, False, ABSENT)) and not _holds_tensors(after)
-    )
+    is_first = any(before is nothing for nothing in (None, False, ABSENT))
+    is_number = isinstance(after, (int, float)) and not isinstance(after, bool)
+    return is_first and not is_number and not _holds_tensors(after)  # a number is a counter
 
 
 def _all_set_up(before: dict[Any, Any], after: dict[Any, Any]) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.hard_modules import Mlp, chain
+from helpers.yaml_bombs import BOMBS
 from torch import Tensor, nn
 
 import graphckpt
@@ -195,6 +196,21 @@ def test_a_file_without_policies(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(ConfigError, match=r"list\.yaml: cannot be read"):
         graphckpt.apply(build(), path)
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_file_with_aliases_without_end_is_one_error(tmp_path: Path, name: str) -> None:
+    text, message = BOMBS[name]
+    (tmp_path / "policies.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=rf"policies\.yaml: cannot be read: .*{message}"):
+        graphckpt.apply(build(), tmp_path / "policies.yaml")
+
+
+def test_a_file_with_aliases(tmp_path: Path) -> None:
+    (tmp_path / "policies.yaml").write_text("encoder.1: &one {activation_checkpointing: true}\nencoder.3: *one\n")
+    model = build()
+    with graphckpt.apply(model, tmp_path / "policies.yaml"):
+        assert recomputed(model) == ["encoder.1", "encoder.3"]
 
 
 @pytest.mark.parametrize("field", ["activation_checkpointing", "offload", "contiguous", "compile", "stage_id"])

@@ -451,3 +451,20 @@ def test_blocks_of_a_graph_can_be_given() -> None:
     checkpoint(lambda x: block(x) * 1, torch.ones(6, 4)).sum().backward()
     assert block[1].num_batches_tracked == 2
     assert checkpoint_wrapper(block[4]) is block[4].origin
+
+
+def test_closures_that_run_one_of_several_norms_move_its_statistics_once() -> None:
+    """All of them reach the same modules, so that the first call shows nothing of what the next one moves."""
+
+    def buffers(run: Any) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        layers = tuple(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3))
+        for _ in range(2):
+            x = torch.randn(6, 8)
+            for number in range(3):
+                x = run(lambda y, at=number: layers[at](y), x)
+            x.square().sum().backward()
+        return {f"{at}.{name}": b for at, layer in enumerate(layers) for name, b in layer.named_buffers()}
+
+    plain, ours = buffers(lambda function, x: function(x)), buffers(checkpoint)
+    assert [name for name in plain if not torch.equal(ours[name], plain[name])] == []

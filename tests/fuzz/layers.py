@@ -6,8 +6,10 @@ imported here or defined in this folder.
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -74,6 +76,47 @@ class Dropout(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.drop(x)
+
+
+class HostNoise(nn.Module):
+    """Noise from the global generator of Python or NumPy, in training mode."""
+
+    def __init__(self, library: str = "python") -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.library = library
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return self.linear(x)
+        scale = random.gauss(1.0, 0.2) if self.library == "python" else float(np.random.rand())  # noqa: NPY002
+        return torch.tanh(self.linear(x) * scale) * scale
+
+
+class Late(nn.Module):
+    """Begins in its second call to change a norm, a buffer, an attribute or a list."""
+
+    def __init__(self, place: str = "norm") -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(D, D), nn.BatchNorm1d(D)
+        self.register_buffer("steps", torch.zeros(()))
+        self.place, self.number, self.table = place, 0, []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.linear(x))
+        if self.number == 0 and self.place != "number":
+            self.number = 1
+            return x
+        if self.place == "norm":
+            return self.norm(x)
+        if self.place == "buffer":
+            self.steps.data.add_(1)
+            return x * self.steps.item()
+        if self.place == "list":
+            self.table.append(1)
+            return x * len(self.table)
+        self.number += 1
+        return x * self.number
 
 
 class Recurrent(nn.Module):

@@ -243,24 +243,29 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     return seen
 
 
-def run_steps(model: nn.Module, *, steps: int = 3, autocast: bool = False, needs_grad: bool = True) -> dict[str, Any]:
+def run_steps(
+    model: nn.Module, *, steps: int = 3, autocast: bool = False, needs_grad: bool = True, device: str = "cpu"
+) -> dict[str, Any]:
     """Runs some training steps and returns losses, gradients, buffers, attributes and the RNG state after them."""
     torch.manual_seed(5)
     seen: dict[str, Any] = {}
     for number in range(steps):
-        x = torch.randn(B, D, requires_grad=needs_grad)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        x = torch.randn(B, D, device=device, requires_grad=needs_grad)
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
             loss = model(x).float().pow(2).mean()
         loss.backward()
         seen[f"loss {number}"] = loss.detach()
         seen[f"input grad {number}"] = x.grad
-    return seen | state_of(model) | {"RNG state": torch.get_rng_state()}
+    random = torch if device == "cpu" else torch.get_device_module(device)
+    return seen | state_of(model) | {"RNG state": random.get_rng_state()}
 
 
 @functools.cache
-def plain_steps(kind: str, *, length: int = 3, autocast: bool = False, needs_grad: bool = True) -> dict[str, Any]:
+def plain_steps(
+    kind: str, *, length: int = 3, autocast: bool = False, needs_grad: bool = True, device: str = "cpu"
+) -> dict[str, Any]:
     """What the steps of a chain without policies return: once a process, as it is the same for all policies."""
-    return run_steps(chain(kind, length), autocast=autocast, needs_grad=needs_grad)
+    return run_steps(chain(kind, length).to(device), autocast=autocast, needs_grad=needs_grad, device=device)
 
 
 def differing(ours: dict[str, Any], plain: dict[str, Any]) -> list[str]:

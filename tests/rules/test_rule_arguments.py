@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import graphckpt
-from graphckpt.errors import RecomputeError
+from graphckpt.errors import ConfigError, RecomputeError
 from graphckpt.rules import Selective
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -280,3 +281,17 @@ RRELU_WAYS = {
 @pytest.mark.parametrize("way", RRELU_WAYS)
 def test_what_an_op_fills_after_autograd_has_saved_it(way: str) -> None:
     check(Rrelu, lambda _, h: ((h,), {}), RRELU_WAYS[way])
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_tiles_refuse_an_argument_that_one_slice_changes_for_the_next(use_cache: bool) -> None:
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=16, n_head=2, n_positions=8, vocab_size=32)).eval()
+    ids = torch.arange(8).view(2, 4)
+    plain = model(ids, use_cache=use_cache).logits
+    with graphckpt.apply(model, {"transformer.h.*": graphckpt.Tiles(2)}):
+        if use_cache:
+            with pytest.raises(ConfigError, match=r"h\.0: tiles: .* such as a cache of keys · fix: .*use_cache=False"):
+                model(ids, use_cache=True)
+        else:
+            assert torch.allclose(model(ids, use_cache=False).logits, plain, atol=1e-6)

@@ -143,6 +143,12 @@ def test_numbers_that_mean_nothing_are_refused(name):
         ("aten.softmx", r"did you mean 'aten\.softmax'"),
         ("softmx", r"expected an op or one of matmul, attention"),
         ("aten.addmm.defualt", r"'aten\.addmm' has no such overload, .* fix: use .*aten\.addmm\.default"),
+        ("aten.addmm.default.__class__", r"'aten\.addmm' has no such overload, got 'aten\.addmm\.default\.__class__'"),
+        ("aten.addmm._schemas", r"'aten\.addmm' has no such overload, .* fix: use .*aten\.addmm\.default"),
+        ("aten.pow", r"'aten\.pow' has no such overload, got 'aten\.pow' · fix: use aten\.pow\.Tensor_Tensor"),
+        (torch.ops.aten.pow, r"'aten\.pow' has no such overload, got 'aten\.pow' · fix: use aten\.pow\.Tensor_Tensor"),
+        ("aten.name", r"expected an op or one of matmul, attention"),
+        ("load_library.__class__", r"expected an op or one of matmul, attention"),
     ],
 )
 def test_misspelt_ops_have_near_misses(name, message):

@@ -28,7 +28,12 @@ class Fickle(nn.Module):
 
 
 class Outside:
-    calls = 0
+    """An object with slots, which the call state does not reach."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
 
 
 def slice_once(call: int, h: Tensor) -> Tensor:
@@ -86,6 +91,17 @@ def test_editing_an_input_between_forward_and_backward() -> None:
         h.detach().add_(1)
         with pytest.raises(RecomputeError, match=r"1: its argument `input` was modified in place between forward and"):
             out.sum().backward()
+
+
+def test_the_root_has_a_name_in_messages() -> None:
+    model = nn.Linear(4, 4)
+    with graphckpt.apply(model, {"": True}):
+        loss = model(torch.randn(2, 4)).sum()
+        model.weight.detach().add_(1)
+        with pytest.raises(RecomputeError, match=r"^\(model\): `weight` of its Linear was modified in place"):
+            loss.backward()
+    with pytest.raises(graphckpt.ConfigError, match=r"^\(model\): segments: expected an nn.Sequential, got Linear"):
+        graphckpt.apply(model, {"": {"activation_checkpointing": "segments"}})
 
 
 @pytest.mark.parametrize("how", ["keyword", "nested"])

@@ -44,7 +44,7 @@ class AliasedArguments:
         kinds = {(tensor.dtype, tensor.is_conj(), tensor.is_neg()) for _, tensor in tensors}
         if len(roots) > 1 or len(kinds) > 1 or any(tensor.is_conj() or tensor.is_neg() for _, tensor in tensors):
             names = [frame.name_of(position) for position, _ in tensors]
-            raise RecomputeError(unknown_alias(frame.block.name, names))
+            raise RecomputeError(unknown_alias(frame.block.title, names))
         begin = min(int(tensor.storage_offset()) for _, tensor in tensors)
         self._members = [
             _Member(

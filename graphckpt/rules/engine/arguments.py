@@ -100,7 +100,7 @@ class Arguments:
                     leaves[position] = SameArgument(first)
             elif type(leaf) not in ATOMS:
                 if hasattr(leaf, "__next__"):
-                    raise RecomputeError(iterator_argument(frame.block.name, frame.name_of(position)))
+                    raise RecomputeError(iterator_argument(frame.block.title, frame.name_of(position)))
                 self._objects = self._objects or copy_objects(leaves)
         self._find_module_tensors(frame, snapshot, tensors)
         self.mutated = frame.block.mutated
@@ -140,7 +140,7 @@ class Arguments:
             self.mutated = moved | frame.block.mutated
             frame.block.mutated = self.mutated
         elif not moved <= self.mutated:
-            message = mutates_argument(frame.block.name, frame.name_of(min(moved - self.mutated)))
+            message = mutates_argument(frame.block.title, frame.name_of(min(moved - self.mutated)))
             self.drop(message)
             raise RecomputeError(message)
         self._find_aliases(frame, tensors)
@@ -214,7 +214,7 @@ class Arguments:
             return leaf
         tensor = leaf.take(undo, is_mutated=position in self.mutated)
         if tensor is None:
-            raise RecomputeError(modified_in_place(frame.block.name, f"its argument `{frame.name_of(position)}`"))
+            raise RecomputeError(modified_in_place(frame.block.title, f"its argument `{frame.name_of(position)}`"))
         return tensor
 
     def _keep(
@@ -251,7 +251,7 @@ class Arguments:
                 if own is tensor:
                     self._module_tensors[position] = place
                 elif _share_storage(own, tensor):
-                    raise RecomputeError(shares_with_buffer(frame.block.name, frame.name_of(position), place.key))
+                    raise RecomputeError(shares_with_buffer(frame.block.title, frame.name_of(position), place.key))
 
 
 def _share_storage(own: Any, tensor: torch.Tensor) -> bool:

@@ -74,6 +74,11 @@ class BlockContext:
         """What ``explain()`` must say about this block, in order, each once."""
         self._parts: dict[object, BlockContext] = {}
 
+    @property
+    def title(self) -> str:
+        """The name in messages: that of the root is empty."""
+        return self.name or "(model)"
+
     def part(self, key: object, children: Iterable[object]) -> BlockContext:
         """Returns the context of some consecutive children of the block, with the same name, store and recorder."""
         roots = [child for child in children if isinstance(child, nn.Module)]
@@ -93,7 +98,7 @@ class BlockContext:
     def open_group(self) -> TensorGroup | None:
         """Opens the group of what one call of the block keeps in its store."""
         traffic = self.recorder.traffic[self.name] if self.recorder is not None else None
-        return self.store.open_group(TensorGroup(self.name or "(model)", self.tensors, self.note, traffic))
+        return self.store.open_group(TensorGroup(self.title, self.tensors, self.note, traffic))
 
     def _modules(self) -> Iterable[nn.Module]:
         found = (module for ref in self._roots if (root := ref()) is not None for module in root.modules())
@@ -103,7 +108,7 @@ class BlockContext:
         """Adds a line about the block to ``explain()``; that a field has no effect is logged once as well."""
         self.notes.setdefault(text)
         if "does nothing" in text:
-            warn_once(self.name, text)
+            warn_once(self.title, text)
 
     def tensors(self) -> list[torch.Tensor]:
         """Returns the block's parameters and buffers."""

@@ -9,6 +9,8 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from graphckpt._compat import WithoutValues
+from graphckpt.errors import MutatedError
 from graphckpt.rules.engine.argument import TensorProperties, own_attributes
 from graphckpt.rules.engine.context import BlockContext
 from graphckpt.rules.engine.execution import (
@@ -24,7 +26,7 @@ from graphckpt.rules.engine.guard import Guard
 from graphckpt.rules.engine.mismatch import excluded_differ
 from graphckpt.rules.engine.saved import SavedTensor, are_mutated, versions_of
 from graphckpt.rules.engine.saved_hooks import KEEP_ON_DEVICE, StoredCall, hooks_around
-from graphckpt.state.rng import get_rng_state, set_rng_state
+from graphckpt.state.rng import set_rng_state
 from graphckpt.state.values import Snapshot, copy_objects
 from graphckpt.stores.device import DeviceStore
 from graphckpt.tree import build_value, flatten_call, flatten_value
@@ -42,11 +44,11 @@ class ExcludedCall:
         is_repeated: Whether the recomputation repeats the call, as it raised or has modified its arguments in place.
     """
 
-    __slots__ = ("_block", "_handles", "_leaves", "_random", "_spec", "_versions", "is_repeated")
+    __slots__ = ("_block", "_handles", "_leaves", "_spec", "_versions", "is_repeated", "random")
 
     def __init__(self, block: BlockContext, output: Any, frame: RecomputableCall, *, is_repeated: bool = False) -> None:
         self._block = block
-        self._random = get_rng_state(frame.devices)
+        self.random = frame.rng_state()
         leaves, self._spec = flatten_value(output)
         self.is_repeated: bool = is_repeated or any(map(_is_special, leaves))
         if self.is_repeated:
@@ -64,6 +66,11 @@ class ExcludedCall:
     def buffer_ids(self) -> set[int]:
         """The ids of the child's buffers."""
         return self._block.state.buffer_ids()
+
+    @property
+    def parameter_ids(self) -> set[int]:
+        """The ids of the child's parameters."""
+        return {id(tensor) for tensor in self._block.tensors() if isinstance(tensor, nn.Parameter)}
 
     def decide(self, snapshot: Snapshot) -> None:
         """Decides whether the recomputation can take the outputs from here.
@@ -99,7 +106,7 @@ class ExcludedCall:
                 leaves.append(tensor)
             else:
                 leaves.append(leaf)
-        set_rng_state(self._random)
+        set_rng_state(self.random)
         return True, build_value(self._spec, leaves)
 
 
@@ -117,6 +124,32 @@ class _Output:
         """Returns the tensor, with a history if it had one; ``None`` if it was modified in place since."""
         tensor = self._kept.take()
         return None if tensor is None else self._properties.apply_to(tensor.detach())
+
+
+@final
+class UnreadParameter(WithoutValues):
+    """Stands for a parameter of an excluded child that was modified since: the recomputation must not read it."""
+
+    message: str
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor, message: str) -> UnreadParameter:
+        """Returns one that raises a :class:`MutatedError` with ``message`` when an op reads it."""
+        kind = parameter.size(), parameter.stride(), parameter.storage_offset(), parameter.dtype, parameter.device
+        stand_in = cls.like(kind)
+        stand_in.message = message
+        return stand_in
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Refuses every op."""
+        leaves, _ = flatten_call(args, kwargs or {})
+        raise MutatedError(next(leaf.message for leaf in leaves if isinstance(leaf, UnreadParameter)))
+
+
+def unread_parameters(calls: Sequence[ChildCall]) -> frozenset[int]:
+    """Returns the ids of the parameters of excluded children whose calls are not repeated."""
+    return frozenset().union(*(call.parameter_ids for call in calls if not call.is_repeated))
 
 
 def decide(calls: Sequence[ChildCall], snapshot: Snapshot) -> None:
@@ -272,7 +305,7 @@ def _ask(run: Recomputation, block: BlockContext) -> tuple[bool, Any]:
     run.excluded_cursor += 1
     call = frame.excluded[position] if position < len(frame.excluded) else None
     if call is None or call.name != block.name:
-        raise excluded_differ(frame.block.name, call.name if call else None, block.name)
+        raise excluded_differ(frame.block.title, call.name if call else None, block.name)
     answered, output = call.answer()
     if not answered:
         before = [each for each in frame.excluded[:position] if each.buffer_ids and not each.is_repeated]

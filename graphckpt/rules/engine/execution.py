@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from graphckpt.rules.engine.context import BlockContext
     from graphckpt.rules.engine.saved import Holder
+    from graphckpt.state.rng import RNGState
     from graphckpt.state.values import Snapshot
     from graphckpt.stores.base import TensorGroup
 
@@ -59,8 +60,15 @@ class ChildCall(Protocol):
     def buffer_ids(self) -> set[int]:
         """The ids of the child's buffers."""
 
+    @property
+    def parameter_ids(self) -> set[int]:
+        """The ids of the child's parameters."""
+
     is_repeated: bool
     """Whether the recomputation repeats it."""
+
+    random: RNGState
+    """The RNG state after it."""
 
     def decide(self, snapshot: Snapshot) -> None:
         """Decides whether the recomputation can take the outputs from here."""
@@ -106,6 +114,9 @@ class RecomputableCall(Protocol):
 
     def name_of(self, position: int) -> str:
         """Names the argument that leaf ``position`` belongs to."""
+
+    def rng_state(self) -> RNGState:
+        """Returns the present state of the generators that the call may draw from."""
 
 
 class Execution:
@@ -247,7 +258,7 @@ class Recomputation(Execution):
         if self.on_pack is not None:
             self.on_pack(position)
         if type(tensor) is WithoutValues:
-            raise ScheduleMismatch(f"{self.frame.block.name}: tensor {position} is saved, but its op was skipped")
+            raise ScheduleMismatch(f"{self.frame.block.title}: tensor {position} is saved, but its op was skipped")
         fills = False  # `rrelu` saves its noise before writing it, then its input: stop only after that
         if tensor.requires_grad:
             if self._unfilled is not None:

@@ -21,7 +21,7 @@ from graphckpt.errors import MutatedError, RecomputeError
 from graphckpt.rules.engine.aliases import has_storage
 from graphckpt.rules.engine.arguments import Arguments
 from graphckpt.rules.engine.context import BlockContext
-from graphckpt.rules.engine.excluded import decide
+from graphckpt.rules.engine.excluded import UnreadParameter, decide, unread_parameters
 from graphckpt.rules.engine.execution import (
     CallMismatch,
     ChildCall,
@@ -107,11 +107,12 @@ class Frame:
         arguments = self._arguments = Arguments(args, kwargs)
         self.devices = block.rng_devices(arguments.leaves)
         with modes_paused(running.get()):
-            self._random = get_rng_state(self.devices)
-            self._ambient = take_ambient(self.devices)
             run = running.get()
             self._snapshot = state.take(is_again=run is not None and run.is_recomputation)
             learning = block.learns and not state.has_learnt(self._snapshot)
+            draws = learning or not block.learns or self._snapshot.modes in state.host_rng_modes
+            self._random = get_rng_state(self.devices, host=draws)
+            self._ambient = take_ambient(self.devices)
             self._early_stop &= not learning  # the first recomputation runs to its end: it must save no more
             watch = self._watch = state.watch() if learning else None
             function = self._function if watch is None else watch.around(self._function)
@@ -149,14 +150,31 @@ class Frame:
             places = self._watch = None
             if watch is not None:
                 self._snapshot, places = state.learn(watch, self._snapshot)
+                self._learn_host_rng()
+            else:
+                self._snapshot = state.with_late_changes(self._snapshot)
             mutated = state.mutates_unknown(self._snapshot)
             if mutated is not None:
-                message = mutates_module(self.block.name, mutated)
+                message = mutates_module(self.block.title, mutated)
                 self._arguments.drop(message)
                 raise RecomputeError(message)
             self._finish_forward(returned, learning=watch is not None)
             if places is not None and self._failure is None:
                 state.remember(self._snapshot, places)
+
+    def _learn_host_rng(self) -> None:
+        """Keeps the state of Python's and NumPy's generators if the first call has drawn from one."""
+        cpu_state, device_states, host = self._random
+        if host is not None and host.changes():
+            self._state.host_rng_modes.add(self._snapshot.modes)
+            return
+        self._random = cpu_state, device_states, None
+        for call in self.excluded:  # the recomputation restores what it sets, which is no longer that of the host
+            call.random = (*call.random[:2], None)
+
+    def rng_state(self) -> RNGState:
+        """Returns the present state of the generators that the call may draw from."""
+        return get_rng_state(self.devices, host=self._random[2] is not None)
 
     @property
     def keeps_rest(self) -> bool:
@@ -202,7 +220,7 @@ class Frame:
         value, holder.value = holder.value, None
         assert value is not None
         if value._version != holder.version:
-            raise MutatedError(modified_in_place(self.block.name, "a tensor that one of its ops saves"))
+            raise MutatedError(modified_in_place(self.block.title, "a tensor that one of its ops saves"))
         return value
 
     def _original_forward(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -221,7 +239,7 @@ class Frame:
         except BaseException as error:
             guard.restore_ambient(self._ambient, depth)
             if not isinstance(error, Exception):
-                self._arguments.drop(f"{block.name}: its forward was interrupted, and cannot be recomputed")
+                self._arguments.drop(f"{block.title}: its forward was interrupted, and cannot be recomputed")
             raise
         finally:
             try:
@@ -288,11 +306,11 @@ class Frame:
                 run = self._recompute_once(early_stop=early_stop, returns_output=returns_output)
             for position, tensor, version in run.given:
                 if tensor._version != version:
-                    raise RecomputeError(mutates_argument(self.block.name, self.name_of(position)))
+                    raise RecomputeError(mutates_argument(self.block.title, self.name_of(position)))
             fault = run.fault()
             if fault is not None and (self._strict or isinstance(fault.first, int)):
                 self._recompute_before()
-                raise RecomputeError(differs(self.block.name, fault.located(self._watch_recomputation)))
+                raise RecomputeError(differs(self.block.title, fault.located(self._watch_recomputation)))
         finally:
             if recorder is not None:
                 recorder.recomputation_ended(self.block.name)
@@ -317,19 +335,19 @@ class Frame:
 
     def _repeat(self, run: Recomputation) -> None:
         state, snapshot = self._state, self._snapshot
-        if self._watch is not None:  # a backward within the original forward of a first call
-            snapshot, _ = state.learn(self._watch, snapshot)
-        if not self._is_complete:
+        if not self._is_complete:  # a backward within the original forward
+            late = state.with_late_changes(snapshot)
+            snapshot = late if self._watch is None else state.learn(self._watch, snapshot)[0]
             decide(self.excluded, snapshot)
-        changed = state.mutated(snapshot)
-        if changed is not None:
-            raise RecomputeError(modified_in_place(self.block.name, changed))
-        random_now = get_rng_state(self.devices)
+        unread = self._modified_and_unread(snapshot)
+        random_now = self.rng_state()
         ambient_now = take_ambient(self.devices)
         depth = autocast_depth()
         guard = Guard()
         try:
             args, kwargs = self._enter_again(run, guard, snapshot, random_now)
+            if unread:
+                state.hide(snapshot, unread, self._stand_in, guard.undo)
             if self.contexts is None and ambient_now == self._ambient:
                 self._call(run, args, kwargs)
             else:
@@ -368,6 +386,23 @@ class Frame:
         args, kwargs = arguments.assemble(leaves, guard.undo)
         set_rng_state(self._random)
         return args, kwargs
+
+    def _modified_and_unread(self, snapshot: Snapshot) -> frozenset[int]:
+        """Returns the ids of parameters that were modified since, but that the recomputation does not read.
+
+        An optimizer that steps in backward has modified those of an excluded child whose backward is over.
+        """
+        if self._state.mutated(snapshot) is None:
+            return frozenset()
+        unread = unread_parameters(self.excluded)
+        changed = self._state.mutated(snapshot, unread)
+        if changed is not None:
+            raise RecomputeError(modified_in_place(self.block.title, changed))
+        return unread
+
+    def _stand_in(self, parameter: torch.Tensor) -> UnreadParameter:
+        message = modified_in_place(self.block.title, "a parameter of an excluded child, which its parent reads,")
+        return UnreadParameter.of(parameter, message)
 
     def _call(self, run: Recomputation, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         torch.set_grad_enabled(True)  # until the guard leaves

@@ -57,5 +57,5 @@ class JoinedInput:
         """
         found = [(tensor.dtype, tensor.shape) for tensor in before.outputs or ()]
         if found[self._number : self._number + 1] != [self._dtype_and_shape]:
-            raise RecomputeError(returns_differ(before.block.name, self._number, self._dtype_and_shape, found))
+            raise RecomputeError(returns_differ(before.block.title, self._number, self._dtype_and_shape, found))
         return self._properties.apply_to(before.outputs[self._number])  # type: ignore[index]

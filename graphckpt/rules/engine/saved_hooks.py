@@ -58,7 +58,7 @@ class StoredCall:
             kept = kept.keep(self)
         tensor = kept.take()
         if tensor is None:
-            raise MutatedError(modified_in_place(self.block.name, "a tensor that one of its ops saves"))
+            raise MutatedError(modified_in_place(self.block.title, "a tensor that one of its ops saves"))
         return tensor
 
     def seal(self) -> None:

@@ -1,0 +1,409 @@
+"""`torch.compile` of a model whose blocks have policies, or that calls the drop-in functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from helpers.hard_modules import differing
+from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import graphckpt
+from graphckpt import ConfigError, GraphError, Selective, Tiles
+from graphckpt.blocks import disable_checkpointing
+
+pytestmark = [  # the compiler reads `.grad` of what it is given, and says so
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.act, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor, *, debug: float = 1.0) -> Tensor:
+        """`debug` is also the name of an argument of PyTorch's checkpoint."""
+        return x + debug * F.dropout(self.down(self.act(self.up(self.norm(x)))), 0.3, self.training)
+
+
+class Counter(Layer):
+    """Sets an attribute, which the compiler cannot trace inside of a checkpoint."""
+
+    count = 0
+
+    def forward(self, x: Tensor, *, debug: float = 1.0) -> Tensor:
+        self.count += 1
+        return self.count * super().forward(x, debug=debug)
+
+
+class Breaking(Layer):
+    """Breaks the graph, and moves the buffers of a norm before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)  # type: ignore[assignment]
+
+    def forward(self, x: Tensor, *, debug: float = 1.0) -> Tensor:
+        x = self.norm(x)
+        torch._dynamo.graph_break()
+        return super().forward(x, debug=debug)
+
+
+Call = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Model(nn.Module):
+    def __init__(self, layer: Callable[[], nn.Module] = Layer, call: Call = lambda layer, x: layer(x)) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(layer() for _ in range(4))
+        self.tail = nn.Sequential(*(Layer() for _ in range(4)))
+        self.call = call
+        self.call_tail: Call = lambda tail, x: tail(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third, last = self.layers  # a break in a loop would have the compiler skip all of it
+        x = self.call(second, self.call(first, x))
+        return self.call_tail(self.tail, self.call(last, self.call(third, x)))
+
+
+def steps(model: nn.Module, run: Callable[..., Tensor], *, num_steps: int = 2) -> tuple[dict[str, Any], int]:
+    """Returns the results of the last step and the bytes that autograd has saved in it outside of checkpoints."""
+    saved = 0
+
+    @torch.compiler.disable
+    def pack(tensor: Tensor) -> Tensor:
+        nonlocal saved
+        saved += tensor.nbytes
+        return tensor
+
+    x = torch.randn(300, 16, generator=torch.Generator().manual_seed(1))
+    for seed in range(num_steps):
+        torch.manual_seed(seed)
+        model.zero_grad()
+        saved = 0
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = run(x).square().mean()
+        loss.backward()
+    found: dict[str, Any] = {"loss": loss.detach(), "random": torch.rand(1), **dict(model.named_buffers())}
+    found |= {name: parameter.grad for name, parameter in model.named_parameters()}
+    return found | {f"{n}.count": m.count for n, m in model.named_modules() if isinstance(m, Counter)}, saved
+
+
+def compiled(model: nn.Module, *, backend: str = "aot_eager", **options: Any) -> tuple[Any, CompileCounterWithBackend]:
+    counter = CompileCounterWithBackend(backend)
+    return torch.compile(model, backend=counter, **options), counter
+
+
+def plain(layer: Callable[[], nn.Module] = Layer, backend: str = "aot_eager") -> tuple[dict[str, Any], int]:
+    model = Model(layer)
+    return steps(model, compiled(model, backend=backend)[0])
+
+
+def only_products(_: Any, op: Any, *__: Any, **___: Any) -> bool:
+    return op is torch.ops.aten.addmm.default
+
+
+contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+
+FUNCTIONS: dict[str, Call] = {
+    "checkpoint": graphckpt.checkpoint,
+    "arguments": partial(graphckpt.checkpoint, use_reentrant=True, debug=True, determinism_check="none"),
+    "a closure": lambda layer, x: graphckpt.checkpoint(lambda: layer(x, debug=1.0)),
+    "contexts": partial(graphckpt.checkpoint, context_fn=contexts),
+    "within one another": lambda layer, x: graphckpt.checkpoint(lambda y: graphckpt.checkpoint(layer, y), x),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_checkpoint_is_a_part_of_one_graph(name: str) -> None:
+    expected, most = plain()
+    model = Model(call=FUNCTIONS[name])
+    found, saved = steps(model, (run := compiled(model, fullgraph=True))[0])
+    assert differing(found, expected) == []
+    assert saved < 0.9 * most
+    assert run[1].frame_count == 1
+
+
+@pytest.mark.parametrize("segments", [2, 3, 4])
+def test_checkpoint_sequential_is_a_part_of_one_graph(segments: int) -> None:
+    expected, most = plain()
+    model = Model()
+    model.call_tail = lambda tail, x: graphckpt.checkpoint_sequential(tail, segments, x)  # type: ignore[arg-type]
+    found, saved = steps(model, (run := compiled(model, fullgraph=True))[0])
+    assert differing(found, expected) == []
+    assert saved < 0.9 * most
+    assert run[1].frame_count == 1
+
+
+def test_a_program_may_put_checkpoint_in_place_of_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _ = plain()
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", graphckpt.checkpoint)
+    model = Model(call=lambda layer, x: torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False))
+    with graphckpt.apply(model, {"tail.*": True, "tail.1": "selective"}):
+        assert differing(steps(model, compiled(model, fullgraph=True)[0])[0], expected) == []
+
+
+TRACED: dict[str, dict[str, Any]] = {
+    "full": {"layers.*": True},
+    "the whole model": {"": True},
+    "full within full": {"layers.*": True, "layers.*.norm": True},
+    "a part that is compiled": {"layers.*": True, "layers.*.norm": {"compile": True}},
+    "segments": {"tail": {"segments": 4}},
+    "selective": {"layers.*": Selective("matmul")},
+    "selective, a list": {"layers.*": Selective(["aten.addmm.default"])},
+    "selective, a function": {"layers.*": Selective(only_products)},
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_policies_are_parts_of_one_graph(name: str) -> None:
+    expected, most = plain()
+    model = Model()
+    with graphckpt.apply(model, TRACED[name]):
+        found, saved = steps(model, (run := compiled(model, fullgraph=True))[0])
+    assert differing(found, expected) == []
+    assert saved < 0.9 * most
+    assert run[1].frame_count == 1
+    if name.startswith("selective"):
+        with graphckpt.apply(model, {"layers.*": True}):
+            assert steps(model, compiled(model)[0])[1] < saved, "the results of the ops are not saved"
+
+
+def test_blocks_that_keep_everything_are_parts_of_the_graph() -> None:
+    expected, most = plain()
+    model = Model()
+    with graphckpt.apply(model, {"layers.*": False, "tail": {"compile": True}}):
+        found, saved = steps(model, (run := compiled(model, fullgraph=True))[0])
+    assert differing(found, expected) == []
+    assert (saved, run[1].frame_count) == (most, 1)
+
+
+def test_the_eager_backend_runs_pytorchs_checkpoint() -> None:
+    """Without dropout, of which PyTorch's checkpoint draws another mask under that backend."""
+    model = Model(call=graphckpt.checkpoint).eval()
+    expected, _ = steps(model, model)
+    model = Model(call=graphckpt.checkpoint).eval()
+    with graphckpt.apply(model, {"tail.*": True}):
+        found, _ = steps(model, compiled(model, backend="eager", fullgraph=True)[0])
+    assert differing(found, expected) == []
+
+
+@pytest.mark.slow
+def test_the_default_backend_recomputes_with_the_same_masks() -> None:
+    expected, most = plain(backend="inductor")
+    model = Model(call=graphckpt.checkpoint)
+    with graphckpt.apply(model, {"tail.*": True}):
+        found, saved = steps(model, compiled(model, backend="inductor", fullgraph=True)[0])
+    assert differing(found, expected) == []
+    assert saved < 0.5 * most
+
+
+DISK = {"offload": "disk", "min_elements": 1}
+UNTRACED: dict[str, tuple[dict[str, Any], str]] = {
+    "disk": ({"layers.*": True, "layers.1": {"activation_checkpointing": True, **DISK}}, "it has a store"),
+    "disk, kept": ({"layers.1": DISK}, "it has a store"),
+    "slab": ({"layers.1": {"activation_checkpointing": True, "contiguous": True}}, "it has a store"),
+    "joined": ({"layers.0": True, "layers.1": "joined"}, "the rule 'joined'"),
+    "log": ({"tail": {"segments": "log"}}, "segments='log'"),
+    "numbers": ({"layers.1": Selective(["aten.addmm.default[0]"])}, "selective with numbers of calls"),
+    "an excluded child": ({"layers.1": True, "layers.1.norm": False}, "a block within it has a policy"),
+    "a share": (
+        {"layers.1": {"compile": {"activation_memory_budget": 0.5, "backend": "aot_eager"}}},
+        "activation_memory_budget is its",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNTRACED)
+def test_what_cannot_be_traced_acts_outside_of_the_graph(name: str) -> None:
+    policies, why = UNTRACED[name]
+    expected, _ = plain()
+    model = Model()
+    block = list(policies)[0 if name in ("log", "an excluded child") else -1]
+    with graphckpt.apply(model, policies) as handle:
+        found, _ = steps(model, (run := compiled(model))[0])
+        assert differing(found, expected) == []
+        assert run[1].frame_count >= 1
+        with handle.measure():  # in which the compiled model goes on as it has begun
+            run[0](torch.ones(300, 16)).sum().backward()
+        row = next(row for row in handle.explain(show=False).rows if row.block == block)
+        assert f"leaves it out of the graph around it and runs it as it is: {why}" in row.note
+        if name not in ("a share", "log"):
+            assert row.reruns or row.place == "disk"
+        with pytest.raises(Unsupported, match=f"{block}: .*{why}.* · fix: "):
+            compiled(model, fullgraph=True)[0](torch.ones(300, 16))
+
+
+def test_tiles_act_outside_of_the_graph() -> None:
+    model = Model().eval()
+    expected = {name: tensor.clone() for name, tensor in steps(model, model)[0].items()}
+    with graphckpt.apply(model, {"layers.1": {"tiles": 2}}) as handle:
+        found, _ = steps(model, compiled(model)[0])
+        assert "the rule 'tiles' cannot be traced" in next(iter(handle._wrappers[0].context.notes))
+    assert all(torch.allclose(found[name], expected[name], atol=1e-6) for name in expected)
+
+
+def test_without_gradients_all_but_a_loss_in_slices_is_traced() -> None:
+    x = torch.ones(8, 16)
+    model = Model().eval()
+    policies = {"layers.0": DISK, "layers.1": "joined", "layers.2": {"tiles": 2}, "tail": {"segments": "log"}}
+    with graphckpt.apply(model, policies), torch.no_grad():
+        assert torch.equal(compiled(model, fullgraph=True)[0](x), model(x))
+    with (
+        graphckpt.apply(model, {"tail": Tiles(2, reduce="mean")}),
+        torch.no_grad(),
+        pytest.raises(Unsupported, match="the rule 'tiles' cannot be traced"),
+    ):
+        compiled(model, fullgraph=True)[0](x)
+
+
+@pytest.mark.parametrize("layer", [Counter, Breaking])
+@pytest.mark.parametrize("rule", ["checkpoint", "full", "selective"])
+def test_a_block_that_breaks_the_graph_moves_its_state_once(layer: Callable[[], nn.Module], rule: str) -> None:
+    """PyTorch's checkpoint, which would run it twice as it is, moves counters and statistics twice."""
+    expected, _ = plain(layer)
+    model = Model(layer, graphckpt.checkpoint if rule == "checkpoint" else lambda layer, x: layer(x))
+    with graphckpt.apply(model, {} if rule == "checkpoint" else {"layers.*": rule}):
+        assert differing(steps(model, compiled(model)[0])[0], expected) == []
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_layers_in_a_loop_that_update_a_cache(use_cache: bool) -> None:
+    """The compiler cannot trace the cache inside of a checkpoint, and gives up on the loop, and then on its calls."""
+    tokens = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(1))
+
+    def results(policies: dict[str, Any]) -> tuple[dict[str, Any], int]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=16, n_head=2, n_positions=8, vocab_size=32, **NO_ENDS))
+        with graphckpt.apply(model, policies):
+            run, counter = compiled(model.train())
+            for seed in range(2):
+                torch.manual_seed(seed)
+                loss = run(input_ids=tokens, labels=tokens, use_cache=use_cache).loss
+                loss.backward()
+        found = {"loss": loss.detach()} | {name: parameter.grad for name, parameter in model.named_parameters()}
+        return found, counter.frame_count
+
+    (expected, num_graphs), (found, num_graphs_full) = results({}), results({"transformer.h.*": True})
+    assert differing(found, expected) == []
+    assert use_cache or num_graphs_full == num_graphs
+
+
+NO_ENDS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2}  # GPT-2's own are beyond a small vocabulary
+
+
+def test_a_chain_that_breaks_the_graph_moves_its_state_once() -> None:
+    def of_chain(call: Call) -> dict[str, Any]:
+        torch.manual_seed(0)
+        chain = nn.Sequential(*(Breaking() for _ in range(4)))
+        return steps(chain, torch.compile(lambda x: call(chain, x), backend="aot_eager"))[0]
+
+    expected = of_chain(lambda chain, x: chain(x))
+    assert differing(of_chain(lambda chain, x: graphckpt.checkpoint_sequential(chain, 2, x)), expected) == []  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("excluded", [False, True])
+def test_layers_compiled_in_place(excluded: bool) -> None:
+    model = Model()
+    expected, most = steps(model, model)
+    model, counter = Model(), CompileCounterWithBackend("aot_eager")
+    for layer in model.layers:
+        layer.compile(backend=counter)
+    with graphckpt.apply(model, {"layers.*": True} | ({"layers.*.norm": False} if excluded else {})):
+        found, saved = steps(model, model)
+    assert differing(found, expected) == []
+    assert saved < 0.9 * most
+    assert (counter.frame_count > 0) == (not excluded)
+
+
+def test_an_excluded_child_of_a_compiled_block_is_not_recomputed() -> None:
+    options = {"compile": {"backend": "aot_eager"}}
+    model = Model()
+    with graphckpt.apply(model, {"layers.*": options}):
+        expected, _ = steps(model, model)
+    model = Model()
+    policies = {"layers.*": {"activation_checkpointing": True, **options}, "layers.*.act": False}
+    with graphckpt.apply(model, policies) as handle:
+        assert differing(steps(model, model)[0], expected) == []
+        with handle.measure():
+            model(torch.ones(300, 16)).sum().backward()
+        rows = {row.block: row for row in handle.explain(show=False).rows}
+    assert rows["layers.1.act"].bytes_after >= 300 * 64 * 4
+    assert "it is excluded from the block around it" in rows["layers.1.act"].note
+
+
+def test_the_graph_follows_changes_of_policies() -> None:
+    model = Model()
+    run, counter = compiled(model)
+    expected, most = steps(model, run)
+    with graphckpt.apply(model, {"layers.*": True}):
+        found, saved = steps(model, run)
+        assert saved < 0.9 * most
+        with disable_checkpointing():
+            assert steps(model, run)[1] == most
+        assert steps(model, run)[1] == saved
+    assert differing(found, expected) == []
+    assert steps(model, run)[1] == most
+    with graphckpt.apply(model, {"layers.1": DISK}) as handle:
+        assert differing(steps(model, run)[0], expected) == []
+        assert handle._wrappers[0].context.notes
+    assert counter.frame_count < 8
+
+
+def test_a_transform_in_a_compiled_function_runs_blocks_as_they_are() -> None:
+    model = Model().eval()
+    with graphckpt.apply(model, {"layers.*": True}):
+
+        def gradient(x: Tensor) -> Any:
+            return torch.func.grad(lambda y: model(y).sum())(x)
+
+        x = torch.ones(4, 16)
+        assert torch.equal(torch.compile(gradient, backend="aot_eager", fullgraph=True)(x), gradient(x))
+
+
+def test_explain_says_that_a_graph_is_not_recorded() -> None:
+    model = Model()
+    with graphckpt.apply(model, {"layers.*": True}) as handle:
+        steps(model, compiled(model)[0])
+        with pytest.raises(GraphError, match=r"Model: torch\.compile has made it a part of a larger graph.* · fix: "):
+            handle.explain(show=False)
+    model = Model()
+    model.layers[1].compile(backend="aot_eager")
+    with graphckpt.apply(model, {"layers.*": True}) as handle:
+        steps(model, model)
+        warnings = handle.explain(show=False).warnings
+    assert [w.partition(": ")[0] for w in warnings if "a part of a larger graph" in w] == ["layers.1"]
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+def test_scripting_a_model_with_policies_is_one_error(has_run: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with graphckpt.apply(model, {"1": True}):
+        if has_run:
+            model(torch.ones(2, 4)).sum().backward()
+            model(torch.ones(2, 4))
+        with pytest.raises(ConfigError, match=r"torch\.jit\.script cannot .* · fix: remove\(\) the handle first"):
+            torch.jit.script(model)
+        torch.export.export(model, (torch.ones(2, 4),))
+    torch.jit.script(model)
