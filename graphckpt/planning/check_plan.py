@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
+from graphckpt.planning.errors import PlanError
 from graphckpt.planning.measure.real_step import RealStep
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup
@@ -28,7 +29,7 @@ def plan_and_check(
     known: Sequence[Mapping[str, Any]],
     check: bool,
 ) -> Plan:
-    """Returns the plan of ``group``, checked if ``check`` is set.
+    """Returns the plan of ``group``; with ``check``, one under which the step has kept the budget.
 
     Args:
         planner: Used on the leader.
@@ -43,27 +44,68 @@ def plan_and_check(
         PlanError: No plan fits.
     """
 
-    def chosen(correction: int = 0) -> Plan:
-        bound = planner.floor.peak + max(0, correction) if limit is None else limit
-        return replace(planner.plan(bound, correction=correction), model=model)
+    def fastest(correction: int = 0) -> Plan:
+        """Returns the plan for the budget; where none is predicted to fit, the one that is predicted to take least."""
+        bound = planner.floor.peak if limit is None else limit
+        choice = planner.search.fastest(max(bound - correction, planner.floor.peak)) if check else None
+        plan = planner.plan(bound) if choice is None else planner.to_plan(choice, bound, correction)
+        return replace(plan, model=model)
 
-    found = group.plan(chosen, known, model)
-    for _ in range(_MOST_CHECKS if check else 0):
-        with found.apply():
-            off = group.max(_peak(step, group, found)) - (found.predicted_peak_bytes - found.correction_bytes)
-        surprise = off - found.correction_bytes
-        is_over = found.predicted_peak_bytes + surprise > found.budget_bytes
-        if not is_over and abs(surprise) <= _TOLERANCE * found.predicted_peak_bytes:
-            break
-        found = group.plan(partial(chosen, off), known, model)
-    return found
+    def lowest() -> Plan:
+        return replace(planner.to_plan(planner.floor, limit or 0), model=model)
+
+    def refuse() -> NoReturn:
+        raise PlanError(planner.infeasible(limit or 0, min(peaks.values())))
+
+    peaks: dict[tuple[str, ...], int] = {}  # by the options of a plan
+    fitting: list[Plan] = []
+    candidate = group.plan(fastest, known, model)
+    is_lowest = False
+    while check:
+        options = tuple(row.option for row in candidate.rows)
+        if options in peaks:
+            if fitting or is_lowest:
+                break
+            candidate, is_lowest = group.plan(lowest, known, model), True
+            continue
+        with candidate.apply():
+            peak = peaks[options] = group.max(_peak(step, group, candidate))
+        surprise = peak - candidate.predicted_peak_bytes
+        if peak <= candidate.budget_bytes and abs(surprise) <= _TOLERANCE * candidate.predicted_peak_bytes:
+            return candidate
+        candidate = _corrected(candidate, surprise)
+        if limit is None:
+            return replace(candidate, budget_bytes=peak)
+        if peak <= limit:
+            fitting.append(candidate)
+        if len(peaks) < _MOST_CHECKS:
+            candidate = group.plan(partial(fastest, candidate.correction_bytes), known, model)
+    if fitting:
+        return min(fitting, key=lambda plan: plan.predicted_step_seconds)
+    return group.from_leader(refuse) if check else candidate
+
+
+def _corrected(plan: Plan, surprise: int) -> Plan:
+    """Returns a plan with its peak as measured, which is ``surprise`` above the predicted one."""
+    measured = plan.predicted_peak_bytes + surprise
+    return replace(
+        plan,
+        predicted_peak_bytes=measured,
+        floor_bytes=min(plan.floor_bytes + max(0, surprise), measured),
+        plain_peak_bytes=plan.plain_peak_bytes + surprise,
+        correction_bytes=plan.correction_bytes + surprise,
+    )
 
 
 def _peak(step: RealStep, group: PlanGroup, plan: Plan) -> int:
     """Returns the peak of a step under a plan.
 
-    The thread of gloo sometimes frees the tensors of a collective late, so the lower of two peaks counts, unless
-    tensors are offloaded: their copies may be late as well, and do count.
+    The thread of gloo sometimes frees the tensors of a collective late, so the lower of two peaks counts. If tensors
+    are offloaded, the higher one counts: threads copy them, which may be early now and late another time. For the same
+    reason a peak below the prediction proves nothing.
     """
-    is_twice = group.size > 1 and step.device.type == "cpu" and not any(row.moved_bytes for row in plan.rows)
-    return min(step.peak() for _ in range(1 + is_twice))
+    if step.device.type != "cpu":
+        return step.peak()
+    if any(row.moved_bytes for row in plan.rows):
+        return max(plan.predicted_peak_bytes - plan.correction_bytes, step.peak(), step.peak())
+    return min(step.peak() for _ in range(1 + (group.size > 1)))

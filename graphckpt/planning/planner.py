@@ -81,7 +81,7 @@ class Planner:
         """
         choice = self.search.fastest(budget - correction)
         if choice is None:
-            raise PlanError(self._infeasible(budget, correction))
+            raise PlanError(self.infeasible(budget, self.floor.peak + correction))
         return self.to_plan(choice, budget, correction)
 
     def front(self, correction: int = 0) -> list[tuple[int, float, Plan]]:
@@ -119,7 +119,7 @@ class Planner:
             predicted_peak_bytes=choice.peak + correction,
             predicted_step_seconds=known.step_seconds + choice.seconds - self.plain.seconds,
             binding=self._name(choice),
-            floor_bytes=self.floor.peak + correction,
+            floor_bytes=min(self.floor.peak + max(0, correction), choice.peak + correction),
             budget_bytes=budget,
             plain_peak_bytes=self.plain.peak + correction,
             plain_step_seconds=known.step_seconds,
@@ -140,8 +140,9 @@ class Planner:
     def _name(self, choice: PolicyChoice) -> str:
         return interval_name(choice.interval, self.measured.names, self.measured.model.block_of_call)
 
-    def _infeasible(self, budget: int, correction: int) -> str:
-        where = self._name(self.floor)
+    def infeasible(self, budget: int, lowest: int) -> str:
+        """Returns the message of a budget that no plan fits, and what helps; ``lowest`` is the lowest peak in bytes."""
+        where, correction = self._name(self.floor), lowest - self.floor.peak
         static = self.measured.model.static_bytes
         fix = "a smaller batch, or a larger budget"
         container = self._sequential()
@@ -152,7 +153,7 @@ class Planner:
             fix = f"compute the loss in slices (set `head` to its block and `Tiles`), {fix}"
         return (
             f"memory_budget {format_bytes(budget)}: no plan fits · the lowest possible peak is "
-            f"{format_bytes(self.floor.peak + correction)}{self._without}, set by {where}; "
+            f"{format_bytes(lowest)}{self._without}, set by {where}; "
             f"{format_bytes(static)} of it are weights, optimizer state and inputs · fix: {fix}"
         )
 
@@ -238,7 +239,7 @@ class Planners:
         if not found:
             raise min(faults, key=lambda row: row[0])[1]
         best = min(found, key=lambda plan: plan.predicted_peak_bytes if is_least else plan.predicted_step_seconds)
-        return replace(best, front=lambda: [plan for _, _, plan in self.front(best.correction_bytes)])
+        return replace(best, front=lambda: [plan for _, _, plan in self.front(max(0, best.correction_bytes))])
 
     def front(self, correction: int = 0) -> list[tuple[int, float, Plan]]:
         """Returns peak in bytes, seconds of a step and plan, for all Pareto-optimal plans, lowest peak first.

@@ -13,7 +13,10 @@ import graphckpt
 from graphckpt._compat import torch_version
 from graphckpt.planning import Plan
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.real_gpu("it compiles layers for the device, or runs its models for minutes"),
+]
 
 D = 512  # width
 OFF = 0.05  # of the peak: what kernels take within an op

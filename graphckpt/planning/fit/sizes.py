@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, final
 from graphckpt.planning.fit.gradients import GradientBytes
 from graphckpt.planning.fit.interpolate import NotAffineError
 from graphckpt.planning.fit.recording import RecordedStep, Recording, ReplayedStep, are_affine
-from graphckpt.planning.model.events import Interval, Phase
+from graphckpt.planning.model.events import Phase
 from graphckpt.planning.plan_group import PlanGroup
 
 if TYPE_CHECKING:
@@ -182,7 +182,8 @@ class SizePlanner:
         return measure_all(step, made.model, made.blocks, self._options, PlanGroup(), notes, step.levels)
 
     def _sized(self, planners: Planners, recording: Recording, *, is_measured: bool) -> SizedPlanners:
-        seconds = recording.runs[0].sample.seconds.get(Interval(Phase.OPTIMIZER), 0.0)
+        times = recording.runs[0].sample.seconds
+        seconds = sum(took for interval, took in times.items() if interval.phase is Phase.OPTIMIZER)
         return SizedPlanners(planners, is_measured, seconds, self._gradient_bytes)
 
 

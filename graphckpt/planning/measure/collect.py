@@ -262,11 +262,14 @@ def _heads(log: StepLog) -> dict[int, Interval]:
     """Returns, for each call, the interval between the last forward of its batch and the first backward."""
     heads: dict[int, Interval] = {}
     batch: list[int] = []
+    before = Interval(Phase.BEFORE)
     for phase, call in log.intervals:
         if phase is Phase.FORWARD:
             batch.append(call)
-        elif phase is Phase.BACKWARD:
-            heads.update((each, Interval(Phase.AFTER_FORWARD, batch[-1])) for each in batch)
+        elif phase is not Phase.BACKWARD:
+            before = Interval(phase, call)
+        elif call not in log.dropped:
+            heads.update(dict.fromkeys(batch, before))
             batch.clear()
     return heads
 

@@ -90,7 +90,7 @@ class FakeStep:
     def ops(self, blocks: Blocks) -> list[list[OpTimes]]:
         """Runs the step once, and estimates the time of each op of the blocks."""
         with self._device:
-            return record_ops(blocks, self._step_fn, lambda: 0.0, self._device.machine.op_seconds)
+            return record_ops(blocks, self._step_fn, torch.device("cpu"), self._device.machine.op_seconds)
 
     @contextmanager
     def restricted_to(self, blocks: Blocks, numbers: Sequence[int]) -> Iterator[bool]:

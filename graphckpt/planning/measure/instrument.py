@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from graphckpt._compat import current_backward
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.planning.option import Option
 from graphckpt.stores.base import Store
@@ -94,8 +95,14 @@ class Blocks:
                 marks = _BlockHooks(listener, number, stack)
                 stack.callback(module.register_forward_pre_hook(marks.begin, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(marks.end, prepend=True, always_call=True).remove)
-            stack.callback(register_optimizer_step_pre_hook(lambda *_: listener.optimizer_begins()).remove)
+            stack.callback(register_optimizer_step_pre_hook(lambda *_: _begin_optimizer(listener)).remove)
             yield
+
+
+def _begin_optimizer(listener: StepListener) -> None:
+    """Reports the step of an optimizer, unless it is taken by a hook on a parameter, as a part of backward."""
+    if current_backward() < 0:
+        listener.optimizer_begins()
 
 
 @contextmanager

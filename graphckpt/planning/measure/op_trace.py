@@ -7,11 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
+import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphckpt._compat_autocast import call_with_autocast
 from graphckpt._compat_compiler import never_compiled
+from graphckpt.planning.measure.clock import TimeMark, seconds_between, time_mark
 from graphckpt.planning.measure.instrument import Blocks
 from graphckpt.planning.model.events import OpSeconds
 from graphckpt.planning.model.op_times import OpTimes
@@ -29,13 +31,15 @@ class OpObserver(Rule, is_registered=False):
 
     Args:
         seen: receives the ops of each call.
-        clock: returns the time in seconds.
-        op_seconds: returns the seconds of an op, where a clock cannot.
+        marks: receives where each op began and ended, beside its :class:`OpTimes` and its number.
+        device: on which the ops run.
+        op_seconds: returns the seconds of an op, where a clock cannot; then there are no marks.
     """
 
     name: ClassVar[str] = "look"
     seen: list[OpTimes]
-    clock: Callable[[], float]
+    marks: list[tuple[OpTimes, int, TimeMark, TimeMark]]
+    device: torch.device
     op_seconds: OpSeconds | None = None
 
     def run(self, context: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -49,7 +53,7 @@ class OpObserver(Rule, is_registered=False):
             ops.log.saves(tensor)
             return KEEP_ON_DEVICE[0](tensor)
 
-        with saved_tensors_hooks(pack, KEEP_ON_DEVICE[1]), _OpTimer(ops, self.clock, self.op_seconds):
+        with saved_tensors_hooks(pack, KEEP_ON_DEVICE[1]), _OpTimer(ops, self):
             output = function(*args, **kwargs)
         ops.log.close()
         return output
@@ -57,11 +61,10 @@ class OpObserver(Rule, is_registered=False):
 
 @final
 class _OpTimer(TorchDispatchMode):
-    def __init__(self, ops: OpTimes, clock: Callable[[], float], op_seconds: OpSeconds | None) -> None:
+    def __init__(self, ops: OpTimes, observer: OpObserver) -> None:
         super().__init__()
         self._ops = ops
-        self._clock = clock
-        self._op_seconds = op_seconds
+        self._observer = observer
         self._calls: dict[Any, int] = defaultdict(int)
 
     @classmethod
@@ -72,25 +75,35 @@ class _OpTimer(TorchDispatchMode):
     @never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        begin = self._clock()
-        output = call_with_autocast(func, args, kwargs)
-        took = self._clock() - begin
-        if not is_counted(func, args):
-            return output
-        if self._op_seconds is not None:
-            took = self._op_seconds(func, args, kwargs, output)
+        observer, seconds = self._observer, 0.0
+        if observer.op_seconds is not None:
+            output = call_with_autocast(func, args, kwargs)
+            if not is_counted(func, args):
+                return output
+            seconds = observer.op_seconds(func, args, kwargs, output)
+        else:
+            begin = time_mark(observer.device)
+            output = call_with_autocast(func, args, kwargs)
+            end = time_mark(observer.device)
+            if not is_counted(func, args):
+                return output
+            observer.marks.append((self._ops, len(self._ops.seconds), begin, end))
         number = self._calls[func]
         self._calls[func] = number + 1
         self._ops.log.add(func, number, args, kwargs, output)
-        self._ops.seconds.append(took)
+        self._ops.seconds.append(seconds)
         return output
 
 
 def record_ops(
-    blocks: Blocks, run: Callable[[], object], clock: Callable[[], float], op_seconds: OpSeconds | None = None
+    blocks: Blocks, run: Callable[[], object], device: torch.device, op_seconds: OpSeconds | None = None
 ) -> list[list[OpTimes]]:
     """Returns, by block, the ops of each forward during ``run``; see :class:`OpObserver` for the arguments."""
-    seen: list[list[OpTimes]] = [[] for _ in blocks.names]
-    with blocks.under([Option("look", {}, OpObserver(each, clock, op_seconds)) for each in seen], lambda _: None):
+    ops_of_blocks: list[list[OpTimes]] = [[] for _ in blocks.names]
+    marks: list[tuple[OpTimes, int, TimeMark, TimeMark]] = []
+    observers = [OpObserver(ops, marks, device, op_seconds) for ops in ops_of_blocks]
+    with blocks.under([Option("look", {}, observer) for observer in observers], lambda _: None):
         run()
-    return seen
+    for ops, number, begin, end in marks:
+        ops.seconds[number] = seconds_between(begin, end)
+    return ops_of_blocks

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import final
 
 import torch
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphckpt.planning.device.write_profile import copy_rates
-from graphckpt.planning.measure.clock import StepClock, fastest, now
+from graphckpt.planning.measure.clock import StepClock, fastest
 from graphckpt.planning.measure.instrument import Blocks
 from graphckpt.planning.measure.op_trace import record_ops
 from graphckpt.planning.measure.part_store import PartitionStore, settle
@@ -107,7 +106,7 @@ class RealStep:
             for _ in range(_TIMED_RUNS):
                 self._step_fn()
 
-        return record_ops(blocks, run, partial(now, self.device))
+        return record_ops(blocks, run, self.device)
 
     def restricted_to(self, blocks: Blocks, numbers: Sequence[int]) -> AbstractContextManager[bool]:
         """Yields False: a real step runs whole, since its times are measured on many blocks."""

@@ -12,7 +12,6 @@ from graphckpt.planning.candidates import with_levels
 from graphckpt.planning.errors import PlanError
 from graphckpt.planning.measure.collect import TraceCollector
 from graphckpt.planning.measure.instrument import Blocks
-from graphckpt.planning.model.events import Phase
 from graphckpt.planning.model.measured_step import MeasuredStep, StepSample
 from graphckpt.planning.model.op_times import OpTimes
 from graphckpt.planning.model.program import StepLog
@@ -74,7 +73,7 @@ def measure(
     base = StepLog(kept.trace)
     if not base.calls:
         raise PlanError("no block ran with gradients on · fix: let step_fn run forward and backward of this model")
-    if all(interval.phase is not Phase.BACKWARD for interval in base.intervals):
+    if not base.has_backward:
         raise PlanError("no backward went through the blocks · fix: let step_fn call loss.backward()")
     found = TraceCollector(base, classes(_classes(base, blocks)))
     found.add(kept, every, [0] * len(every))

@@ -45,6 +45,7 @@ class Trace(LiveBytes):
         self._names: dict[int, int] = {}
         self._sizes: list[int] = []
         self._num_ops = 0
+        self._num_updates = 0
         self._returned: list[tuple[ref[torch.Tensor], int]] = []
         self._running: list[int] = []
 
@@ -117,18 +118,20 @@ class Trace(LiveBytes):
         """Does nothing: what a block holds until the end of the step is its own."""
 
     def optimizer_begins(self) -> None:
-        """Begins an optimizer step."""
-        self.mark(Phase.OPTIMIZER)
+        """Begins an optimizer step, or extends the one before."""
+        if self.stretches[-1].interval.phase is not Phase.OPTIMIZER:
+            self.mark(Phase.OPTIMIZER, self._num_updates)
+            self._num_updates += 1
 
     def hold(self, tensor: torch.Tensor) -> tuple[int, int]:
         """Records that the current block saves ``tensor``; returns the argument of :meth:`release`."""
-        storage = self.name_of(tensor)
-        self._log(EventKind.HELD, storage)
-        return storage, self._running[-1] if self._running else -1
+        entry = self.name_of(tensor), self._running[-1] if self._running else -1
+        self._log(EventKind.HELD, *entry)
+        return entry
 
-    def release(self, held: tuple[int, int]) -> None:
+    def release(self, entry: tuple[int, int]) -> None:
         """Records that a block releases a saved tensor."""
-        self._log(EventKind.RELEASED, held[0])
+        self._log(EventKind.RELEASED, *entry)
 
     def name_of(self, tensor: torch.Tensor) -> int:
         """Returns the number of the tensor's storage, which is tracked from now on; -1 if it cannot be tracked."""
@@ -166,6 +169,6 @@ class Trace(LiveBytes):
         super()._change(-self._rounded(self._sizes[name]), key)
         self._log(EventKind.GONE, name)
 
-    def _log(self, kind: EventKind, storage: int) -> None:
+    def _log(self, kind: EventKind, storage: int, call: int = -1) -> None:
         num_bytes = self._rounded(self._sizes[storage]) if storage >= 0 else 0
-        self.stretches[-1].entries.append(StorageEvent(kind, storage, num_bytes, self._num_ops))
+        self.stretches[-1].entries.append(StorageEvent(kind, storage, num_bytes, self._num_ops, call))

@@ -52,7 +52,7 @@ class TracedStore(Store):
             self._sent[id(storage)] = weakref.ref(far)
             call = len(self.trace.calls) - 1
             self.far_bytes[call] = self.far_bytes.get(call, 0) + far.num_bytes
-        return _View(far, tensor)
+        return _View(far, tensor, self.trace)
 
     def get(self, key: object) -> torch.Tensor | None:
         """Returns the stored tensor."""
@@ -118,10 +118,12 @@ class _Far:
 class _View:
     """The key of an offloaded tensor: which part of its storage it is."""
 
-    __slots__ = ("_device", "_dtype", "_far", "_flat", "_offset", "_stride")
+    __slots__ = ("_call", "_device", "_dtype", "_far", "_flat", "_offset", "_stride", "_trace")
 
-    def __init__(self, far: _Far, tensor: torch.Tensor) -> None:
+    def __init__(self, far: _Far, tensor: torch.Tensor, trace: Trace) -> None:
         self._far = far
+        self._trace = trace
+        self._call = len(trace.calls) - 1
         self._device, self._dtype = tensor.device, tensor.dtype
         self._offset, self._stride = tensor.storage_offset(), (tensor.shape, tensor.stride())
         self._flat: torch.Tensor | None = None
@@ -132,6 +134,9 @@ class _View:
         shape, stride = self._stride
         typed = self._flat.view(self._dtype)
         return typed.as_strided(shape, stride, self._offset)
+
+    def __del__(self) -> None:
+        self._trace.release((-1, self._call))  # no bytes, but it shows when the graph of the call is dropped
 
 
 @contextmanager

@@ -32,7 +32,10 @@ class Phase(Enum):
 
 
 class Interval(NamedTuple):
-    """A part of the step. ``call`` counts the calls of blocks in the order of forward; -1 if it belongs to none."""
+    """A part of the step. ``call`` counts the calls of blocks in the order of forward; -1 if it belongs to none.
+
+    Of an optimizer it counts the updates.
+    """
 
     phase: Phase
     call: int = -1
@@ -51,6 +54,8 @@ class StorageEvent(NamedTuple):
     num_bytes: int
     op: int
     """The number of ops that had begun."""
+    call: int = -1
+    """The call of a block that has held or releases it; -1 if there is none."""
 
 
 @final

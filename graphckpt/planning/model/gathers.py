@@ -32,7 +32,7 @@ def with_gathers(
     found = dict(joined)
     before: Interval | None = None
     for interval in model.intervals:
-        if interval.phase is not Phase.BACKWARD:
+        if interval.phase is not Phase.BACKWARD or interval.call in model.base.dropped:
             continue
         option = plan[model.block_of_call[interval.call]]
         num_bytes = ahead.get((interval.call, option), 0)

@@ -27,6 +27,8 @@ from graphckpt.rules.full import Full
 Runs: TypeAlias = "tuple[tuple[int, int], ...]"
 """The first block of each run, and the one after its last."""
 
+_HOLDS = EventKind.HELD, EventKind.RELEASED
+
 LENGTHS = (2, 3, 4, 5, 6, 8, 10, 12, 16)
 """Possible lengths of runs. For n blocks, runs of about sqrt(n) take the least memory: these suffice for 250."""
 
@@ -103,6 +105,9 @@ class JoinedRuns:
         each = [(call, self._first[call] if call == first else self._behind[call]) for call in calls]
         for call, does in each:
             yield Interval(Phase.FORWARD, call), (does.forward,)
+        if first in self._model.base.dropped:  # nothing is recomputed
+            yield from ((Interval(Phase.BACKWARD, call), (does.backward,)) for call, does in each)
+            return
         yield Interval(Phase.BACKWARD, last), (*(self._recomputed[call] for call in calls[:-1]), self._last[last])
         for call, does in reversed(each[:-1]):
             yield Interval(Phase.BACKWARD, call), (does.backward,)
@@ -126,23 +131,28 @@ class JoinedRuns:
 
     def _as_behind(self, call: int) -> _JoinedCall:
         """The input is not held, and is freed after its use."""
-        handed = self._inputs[call]
-        holds = self._model.holds(call, self._full) - {handed}
-        forward = [
-            step
-            for step in self._model.steps(Interval(Phase.FORWARD, call), self._full)
-            if isinstance(step, PrivateRun)
-            or step.storage != handed
-            or step.kind not in (EventKind.HELD, EventKind.RELEASED)
-        ]
-        gone = self._change(EventKind.GONE, handed)
-        backward = [*self._backward(call, holds), gone]
+        passed_on = self._inputs[call]
+        holds = self._model.holds(call, self._full) - {passed_on}
+        forward = self._under_full(Phase.FORWARD, call, passed_on)
+        gone = self._change(EventKind.GONE, passed_on)
+        backward = [*self._backward(call, holds, passed_on), gone]
         return _JoinedCall(holds, self._model.steps_of([*forward, gone]), self._model.steps_of(backward))
 
-    def _backward(self, call: int, holds: frozenset[int]) -> Iterator[PrivateRun | Change]:
+    def _backward(
+        self, call: int, holds: frozenset[int], passed_on: int | None = None
+    ) -> Iterator[PrivateRun | Change]:
+        if call in self._model.base.dropped:
+            yield from self._under_full(Phase.BACKWARD, call, passed_on)
+            return
         yield from self._model.steps(Interval(Phase.BACKWARD, call), self._keep)
         yield from (self._change(EventKind.RELEASED, storage) for storage in sorted(holds))
         yield from (PrivateRun(0, -2 * held.change) for held in self._private(call))
+
+    def _under_full(self, phase: Phase, call: int, passed_on: int | None) -> Iterator[PrivateRun | Change]:
+        """Yields the events under ``full``, but for the hold of the storage ``passed_on``."""
+        for step in self._model.steps(Interval(phase, call), self._full):
+            if isinstance(step, PrivateRun) or step.storage != passed_on or step.kind not in _HOLDS:
+                yield step
 
     def _recomputation(self, call: int) -> EventSeq:
         """It is recomputed as under ``keep``."""
@@ -152,9 +162,9 @@ class JoinedRuns:
     def _backward_of_last(self, call: int) -> EventSeq:
         """It is recomputed as under ``full``."""
         steps = self._model.steps(Interval(Phase.BACKWARD, call), self._full)
-        handed = self._inputs[call]
+        passed_on = self._inputs[call]
         return self._model.steps_of(
-            [self._change(EventKind.HELD, handed), *steps, self._change(EventKind.GONE, handed)]
+            [self._change(EventKind.HELD, passed_on), *steps, self._change(EventKind.GONE, passed_on)]
         )
 
     def _private(self, call: int) -> list[PrivateRun]:
@@ -172,7 +182,7 @@ class JoinedRuns:
         if call == 0 or any(Interval(Phase.BACKWARD, c) not in base.intervals for c in (call - 1, call)):
             return []
         before, here = base.calls[call - 1], base.calls[call]
-        if before.block != here.block - 1:
+        if before.block != here.block - 1 or (call in base.dropped) != (call - 1 in base.dropped):
             return []
         made = [storage for storage in here.arguments if storage in before.outputs and storage not in before.arguments]
         if len(set(made)) != 1 or made[0] not in here.returned_before:

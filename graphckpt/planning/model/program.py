@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias, final
 
-from graphckpt.planning.model.events import EventKind, Interval, Phase, StorageEvent, TraceLog
+from graphckpt.planning.model.events import EventKind, Interval, Phase, StorageEvent, TraceLog, TraceSpan
 
 
 class Role(NamedTuple):
@@ -75,13 +75,13 @@ class StepLog:
 
     def __init__(self, trace: TraceLog) -> None:
         self.calls = trace.calls
-        self.intervals = list(dict.fromkeys(stretch.interval for stretch in trace.stretches))
+        self._stretches, self.dropped = _with_drops(trace.stretches)
+        self.intervals = list(dict.fromkeys(stretch.interval for stretch in self._stretches))
         self.sizes: dict[int, int] = {}
-        self._stretches = trace.stretches
         self._entries: dict[Interval, list[StorageEvent]] = {}
         self._where_born: dict[int, Interval] = {}
         self._where_gone: dict[int, Interval] = {}
-        for stretch in trace.stretches:
+        for stretch in self._stretches:
             self._entries.setdefault(stretch.interval, []).extend(stretch.entries)
             for entry in stretch.entries:
                 if entry.kind is EventKind.BORN:
@@ -89,12 +89,18 @@ class StepLog:
                     self.sizes[entry.storage] = entry.num_bytes
                 elif entry.kind is EventKind.GONE:
                     self._where_gone[entry.storage] = stretch.interval
+        self._loose = self._released_early()
         self._masked = frozenset(self._released_by_blocks())
         self._roles: list[dict[int, Role]] = []
         self.shared: frozenset[int] = frozenset()
         """The storages that have a role for any call."""
         self.ends: dict[int, StorageEnd] = {}
         """Where non-block code releases a shared storage, if the trace shows it; a block may still hold it."""
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether a backward goes through a call."""
+        return any(phase is Phase.BACKWARD and call not in self.dropped for phase, call in self.intervals)
 
     def made(self, call: int) -> list[int]:
         """Returns the storages that the forward of a call allocates, in order."""
@@ -166,14 +172,33 @@ class StepLog:
         yield from self.entries(Interval(Phase.BACKWARD, call))
 
     def _is_masked(self, entry: StorageEvent) -> bool:
-        return entry.kind is EventKind.GONE and entry.storage in self._masked and entry.storage in self.shared
+        if entry.kind is EventKind.GONE:
+            return entry.storage in self._masked and entry.storage in self.shared
+        return (entry.call, entry.storage) in self._loose
+
+    def _released_early(self) -> set[tuple[int, int]]:
+        """Returns calls and storages that they hold, and release after their forward and before their backward.
+
+        A part of their graph is dropped there, so other code decides how long the storage lives.
+        """
+        early: set[tuple[int, int]] = set()
+        others: set[tuple[int, int]] = set()
+        begun: set[int] = set()
+        for span in self._stretches:
+            phase, call = span.interval
+            begun |= {call} if phase is Phase.BACKWARD else set()
+            for entry in span.entries:
+                if entry.kind is EventKind.RELEASED:
+                    is_own = entry.call in begun or (phase is Phase.FORWARD and entry.call == call)
+                    (others if is_own else early).add((entry.call, entry.storage))
+        return early - others
 
     def _released_by_blocks(self) -> Iterator[int]:
         """Yields the storages that are freed at the moment in which a block releases them."""
         released: dict[int, int] = {}
         for stretch in self._stretches:
             for entry in stretch.entries:
-                if entry.kind is EventKind.RELEASED:
+                if entry.kind is EventKind.RELEASED and (entry.call, entry.storage) not in self._loose:
                     released[entry.storage] = entry.op
                 elif entry.kind is EventKind.GONE and released.get(entry.storage) == entry.op:
                     yield entry.storage
@@ -209,6 +234,48 @@ class StepLog:
                 number += 1
         roles.pop(-1, None)
         return roles
+
+
+# Note [Dropped graphs]
+# A step may drop the graph of a call without a backward: m(x).detach(), or an output that is not used. What the call
+# saves then dies with its graph, and how much that is depends on the option of its block. So the moment of the drop
+# becomes the BACKWARD interval of the call, in which it releases what it holds and computes nothing, and all that
+# handles backwards handles drops. A graph that is dropped in parts counts as dropped with the last of them.
+
+
+def _with_drops(stretches: Sequence[TraceSpan]) -> tuple[Sequence[TraceSpan], frozenset[int]]:
+    """Adds a backward for each call whose graph is dropped; returns these calls too. See Note [Dropped graphs]."""
+    with_backward = {span.interval.call for span in stretches if span.interval.phase is Phase.BACKWARD}
+    creator_of: dict[int, int] = {}
+    ops: dict[int, set[int]] = {}
+    for (phase, call), entries in ((span.interval, span.entries) for span in stretches):
+        own = call if phase is Phase.FORWARD else -1
+        for entry in entries:
+            if entry.kind is EventKind.BORN and own >= 0:
+                creator_of[entry.storage] = own
+            elif entry.kind is EventKind.RELEASED and entry.call not in (-1, own) and entry.call not in with_backward:
+                ops.setdefault(entry.call, set()).add(entry.op)
+    if not ops:
+        return stretches, frozenset()
+
+    def dropped_by(interval: Interval, entry: StorageEvent) -> int:
+        call = creator_of.get(entry.storage, -1) if entry.kind is EventKind.GONE else entry.call
+        is_release = entry.kind in (EventKind.GONE, EventKind.RELEASED) and interval != (Phase.FORWARD, call)
+        return call if is_release and entry.op in ops.get(call, ()) else -1
+
+    drops = {call: TraceSpan(Interval(Phase.BACKWARD, call)) for call in ops}
+    pending = set(ops)
+    result: list[TraceSpan] = []
+    for span in stretches:
+        result.append(TraceSpan(span.interval))
+        for entry in span.entries:
+            call = dropped_by(span.interval, entry)
+            if call in pending and entry.op == max(ops[call]):  # what else this op frees, it frees in any order
+                pending.remove(call)
+                after = span.interval if span.interval.is_of_block else Interval(Phase.AFTER_BACKWARD, call)
+                result += [drops[call], TraceSpan(after)]
+            (result[-1] if call < 0 else drops[call]).entries.append(entry)
+    return result, frozenset(drops)
 
 
 def with_holds(program: BlockProgram, roles: Collection[Role]) -> BlockProgram:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import final
 
@@ -52,8 +53,9 @@ def search_offload(
     starts: list[ChainPlan] = [] if plan is None else [tuple(plan)]
     quantum = min((second for row in timing.forward_seconds for second in row), default=0.0) / 2
     for moves in (False, True):
-        found = Frontier(OffloadChain(known, timing, moves=moves, quantum=quantum), _LABELS).fastest(budget)
-        starts += [] if found is None else [found]
+        with suppress(ConfigError):  # blocks that run several times may have no option but one that offloads
+            found = Frontier(OffloadChain(known, timing, moves=moves, quantum=quantum), _LABELS).fastest(budget)
+            starts += [] if found is None else [found]
     if starts:
         trials = int(limit_seconds * _BLOCKS_PER_SECOND / max(1, chain.num_blocks))
         over, total, highest, best = judge(_search(min(starts, key=judge), chain, judge, trials))

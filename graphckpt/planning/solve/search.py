@@ -244,7 +244,7 @@ def interval_name(interval: Interval, names: Sequence[str], block_of_call: Seque
     >>> interval_name(Interval(Phase.AFTER_FORWARD, 2), ["h.0", "h.1", "h.2"], [0, 1, 2])
     'the head and the loss, after h.2'
     """
-    if interval.call < 0:
+    if interval.call < 0 or interval.phase is Phase.OPTIMIZER:
         return interval.phase.value
     name = names[block_of_call[interval.call]]
     if interval.phase is Phase.AFTER_FORWARD and interval.call == len(block_of_call) - 1:
