@@ -19,7 +19,7 @@ class _Tensor(NamedTuple):
 
 @final
 class TrainingState:
-    """Copies of tensors, optimizers and the RNG state of their devices.
+    """Copies of tensors, optimizers and the RNG states of the host and of their devices.
 
     They are restored in place, since a capture holds the addresses.
 
@@ -34,7 +34,7 @@ class TrainingState:
         self._optimizers: dict[Optimizer, tuple[dict[Any, dict[str, Any]], list[dict[str, Any]]]] = {}
         for optimizer in optimizers:
             self.add(optimizer)
-        self.random = get_rng_state(rng_devices(tensor for tensor, _ in self.tensors))
+        self.random = get_rng_state(rng_devices(tensor for tensor, _ in self.tensors), host=True)
 
     def add(self, optimizer: Optimizer) -> None:
         """Copies the state and the settings of an optimizer, unless it was added before."""

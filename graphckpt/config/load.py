@@ -68,6 +68,7 @@ def importable_from(*folders: Path) -> Iterator[None]:
 
 def _read_yaml(path: Path) -> DictConfig:
     try:
+        odd_values = list(odd_numbers(path.read_text("utf-8")))  # first: it refuses what would never end to load
         config = OmegaConf.load(path)
     except yaml.MarkedYAMLError as error:
         at = error.problem_mark
@@ -75,7 +76,7 @@ def _read_yaml(path: Path) -> DictConfig:
         raise ConfigError(f"{place}: {error.problem or error}") from error
     except (yaml.YAMLError, ValueError, RecursionError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: {error}") from error
-    if faults := [f"{key} in line {line}: {fault_of(odd)}" for key, odd, line in odd_numbers(path.read_text("utf-8"))]:
+    if faults := [f"{key} in line {line}: {fault_of(odd)}" for key, odd, line in odd_values]:
         raise ConfigError(bullets(str(path), faults) if len(faults) > 1 else f"{path}: {faults[0]}")
     if not isinstance(config, DictConfig):
         raise ConfigError(f"{path}: expected a mapping at the top level, got a list")

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import yaml
 
+from graphckpt.yaml_text import compose
+
 _ODD = re.compile(r"[-+]?(?:[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?|0[0-9_]+)")
 _NUMBERS = {"tag:yaml.org,2002:int", "tag:yaml.org,2002:float"}
 
@@ -14,10 +16,13 @@ _NUMBERS = {"tag:yaml.org,2002:int", "tag:yaml.org,2002:float"}
 def odd_numbers(text: str) -> Iterator[tuple[str, str, int]]:
     """Yields key, value and line, from 1, of each number in base 60 or with a zero in front, unless it is quoted.
 
+    Raises:
+        YAMLError: The text cannot be read.
+
     >>> list(odd_numbers("a: {b: 12:30:45, c: '12:30', d: 10}"))
     [('a.b', '12:30:45', 1)]
     """
-    node = yaml.compose(text, Loader=yaml.SafeLoader)
+    node = compose(text)
     yield from _found(node, "", set()) if node is not None else ()
 
 

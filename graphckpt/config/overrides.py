@@ -33,8 +33,8 @@ def _apply_one(config: DictConfig, override: str) -> str:
     if not equals or not key or not all(key.split(".")):
         return f"override {override!r}: expected key=value"
     try:
-        value = OmegaConf.from_dotlist([f"value={text}"])["value"]
         odd = next(odd_numbers(text), None)
+        value = OmegaConf.from_dotlist([f"value={text}"])["value"]
     except (YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
         return f"{key}: expected a YAML value, got {text!r} · fix: quote it ({first_line(error)})"
     if odd is not None:

@@ -25,7 +25,7 @@ def folders(config: DictConfig, path: Path) -> tuple[list[Path], list[str]]:
     """
     beside = path.resolve().parent
     named = config.get(KEY)
-    if not isinstance(named, str):
+    if not isinstance(named, str) or "\0" in named:
         return [beside], []  # the schema reports values that are not text
     folder = Path(named).expanduser().resolve()
     if not folder.is_dir():

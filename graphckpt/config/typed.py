@@ -31,6 +31,8 @@ def read(hint: Any, value: Any, where: str) -> Read:  # noqa: PLR0911 - one for 
     call is good where a callable is expected (it becomes a ``DeferredCall``) and where its result may be expected,
     which is not so for plain values: numbers and text are written in a config themselves.
     """
+    if isinstance(value, str) and "\0" in value:
+        return None, [f"{where}: expected text without null characters, got {value!r}"]
     if hint is Any or isinstance(hint, typing.TypeVar | str):
         return (value, check_call(value, where)[1]) if is_call(value) else (value, [])
     origin = get_origin(hint)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
@@ -25,6 +23,7 @@ from graphckpt.planning.plan import Plan
 from graphckpt.planning.show.table import summary_lines
 from graphckpt.rules.base import Rule
 from graphckpt.rules.keep import Keep
+from graphckpt.state.rng import HostRNGState
 from graphckpt.undo import Undo, put_back, replace_item
 from graphckpt.units import format_bytes
 
@@ -202,15 +201,12 @@ class PolicyCallback:
 @contextmanager
 def restored_rng() -> Iterator[None]:
     """Restores the RNG states of PyTorch, Python and NumPy at the end."""
-    python, numpy = random.getstate(), sys.modules.get("numpy")
-    array = numpy.random.get_state() if numpy is not None else None
+    host = HostRNGState.read()
     with torch.random.fork_rng():
         try:
             yield
         finally:
-            random.setstate(python)
-            if numpy is not None:
-                numpy.random.set_state(array)
+            host.restore()
 
 
 def saved_line(seen: Explanation) -> str:

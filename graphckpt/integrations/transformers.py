@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sized
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from graphckpt.errors import ConfigError
+from graphckpt.errors import ConfigError, GraphckptError, first_line
 from graphckpt.extras import require
 from graphckpt.integrations.policy_callback import PolicyCallback, restored_rng, saved_metrics
 from graphckpt.ledger.explanation import Explanation
@@ -25,6 +26,8 @@ from tqdm import tqdm  # noqa: E402
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments  # noqa: E402
 
 if TYPE_CHECKING:
+    from transformers import Trainer
+
     from graphckpt.planning.budget import Budget
     from graphckpt.planning.fit.rows import Goal
 
@@ -41,7 +44,7 @@ class GraphckptCallback(PolicyCallback, TrainerCallback):
         blocks: On top of that, by selector, as :func:`graphckpt.apply` takes them.
         memory_budget: The peak of a step in bytes, or as ``"12GiB"``, ``"50%"`` or ``"max"``: policies are planned for
             it when training starts, in place of ``rule`` and ``blocks``, and ``fields`` are those of
-            :class:`~graphckpt.planning.PlanOptions`.
+            :class:`~graphckpt.planning.PlanOptions`. The trainer's loss has to be ``model(**batch).loss``.
         report: ``"table"`` prints the table of :meth:`~graphckpt.Handle.explain` for the second step, the first with
             optimizer states, ``True`` one line after the first step, ``False`` nothing.
         plot: File for a picture of the live bytes over the second step, ``.png``, ``.svg`` or ``.html``.
@@ -75,8 +78,9 @@ which means the same
         del control
         assert model is not None
         if self._plans:
-            step_fn = _step_fn(model, args, kwargs["train_dataloader"], kwargs["optimizer"])
-            lines = self._plan(model, step_fn)
+            trainer = _calling_trainer()
+            lines = self._plan(model, _step_fn(model, args, kwargs["train_dataloader"], kwargs["optimizer"], trainer))
+            _warn_of_own_loss(trainer)
             if state.is_local_process_zero:
                 tqdm.write("\n".join(lines))
         else:
@@ -117,21 +121,38 @@ which means the same
 
 
 def _step_fn(
-    model: nn.Module, args: TrainingArguments, loader: DataLoader[Any], optimizer: Optimizer
+    model: nn.Module, args: TrainingArguments, loader: DataLoader[Any], optimizer: Optimizer, trainer: Trainer | None
 ) -> Callable[[], None]:
-    """Returns a training step on the first samples of the data set."""
+    """Returns a training step on the first samples of the data set.
+
+    Raises:
+        ConfigError: the samples have no order, or the trainer's loss is not that of the model; the step raises it too.
+    """
+    if args.label_smoothing_factor:
+        raise _loss_error(trainer, f" with label_smoothing_factor={args.label_smoothing_factor}")
+    if trainer is not None and trainer.compute_loss_func is not None:
+        raise _loss_error(trainer, " with a compute_loss_func")
     data = loader.dataset
     if isinstance(data, IterableDataset):
         fix = "a data set with len(), or graphckpt.plan and GraphckptCallback(None, blocks=plan.blocks)"
         raise ConfigError(f"GraphckptCallback.memory_budget: expected a map-style data set to plan on · fix: {fix}")
     with restored_rng():
         samples = [data[number % len(data)] for number in range(args.train_batch_size)]  # type: ignore[arg-type]
-        batch = loader.collate_fn(samples)
-    batch = {name: value.to(args.device) for name, value in batch.items()}
+        batch: Any = loader.collate_fn(samples)
+    if not isinstance(batch, Mapping):
+        raise _loss_error(trainer, f" with batches of type {type(batch).__name__}")
+    batch = {name: value.to(args.device) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
     def mean_loss() -> Tensor:  # returns before the backward, as in the Trainer, so that it does not hold the logits
-        output = model(**batch)
-        loss: Tensor = output["loss"] if isinstance(output, Mapping) else output[0]
+        try:
+            output = model(**batch)
+            loss = output["loss"] if isinstance(output, Mapping) else output[0]
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            if isinstance(error, GraphckptError):
+                raise
+            raise _loss_error(trainer, f" ({type(error).__name__}: {first_line(error)})") from error
+        if not isinstance(loss, Tensor) or loss.dim() > 1:  # one of several devices is a vector
+            raise _loss_error(trainer, ", for whose batches the model returns no loss")
         return loss.mean()
 
     def step() -> None:
@@ -141,6 +162,43 @@ def _step_fn(
         optimizer.zero_grad()
 
     return step
+
+
+def _calling_trainer() -> Trainer | None:
+    """Returns the trainer that calls the callback; ``None`` if none does.
+
+    A trainer passes everything to its callbacks but itself: it is found among the callers.
+    """
+    from transformers import Trainer  # noqa: PLC0415 - the callback needs less
+
+    frame = inspect.currentframe()
+    while frame is not None:
+        if isinstance(caller := frame.f_locals.get("self"), Trainer):
+            return caller
+        frame = frame.f_back
+    return None
+
+
+def _warn_of_own_loss(trainer: Trainer | None) -> None:
+    """Warns if the trainer's class may compute another loss than the model, although the model returns one."""
+    if trainer is None:
+        return
+    from transformers import Trainer  # noqa: PLC0415 - the callback needs less
+
+    plain = {"compute_loss": Trainer.compute_loss, "training_step": Trainer.training_step}
+    if own := [name for name, method in plain.items() if getattr(getattr(trainer, name), "__func__", None) != method]:
+        what = f"{type(trainer).__name__} has its own {' and '.join(own)}, and the plan is for model(**batch).loss"
+        fix = "compare the peak of report='table'; if it is higher, use graphckpt.plan with the trainer's own step"
+        warnings.warn(f"GraphckptCallback.memory_budget: {what} · fix: {fix}", stacklevel=3)
+
+
+def _loss_error(trainer: Trainer | None, why: str) -> ConfigError:
+    name = "a trainer" if trainer is None else type(trainer).__name__
+    what = f"expected a trainer whose loss is model(**batch).loss, got {name}{why}"
+    fix = "rule='full' or 'selective'; or graphckpt.plan with its own step"
+    return ConfigError(
+        f"GraphckptCallback.memory_budget: {what} · fix: {fix}, and GraphckptCallback(None, blocks=plan.blocks)"
+    )
 
 
 def fit_training_arguments(

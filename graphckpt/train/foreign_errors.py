@@ -34,7 +34,9 @@ def attribute_errors(keys: str, what: str) -> Iterator[None]:
         place = f"{frame.filename}:{frame.lineno}"
         said = " ".join(str(error).split())  # in one line
         text = f"{keys}: {what} failed, {type(error).__name__}: {said[:_MOST_CHARACTERS]} (at {place})"
-        raise TrainError(f"{text} · fix: check these keys of the config") from error
+        # contextlib raises a StopIteration itself in place of a RuntimeError that it is the cause of
+        cause = None if isinstance(error, StopIteration) else error
+        raise TrainError(f"{text} · fix: check these keys of the config") from cause
 
 
 @contextmanager

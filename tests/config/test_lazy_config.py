@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import collections
 import json
+import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.yaml_bombs import BOMBS
 from omegaconf import DictConfig, OmegaConf
 
 from graphckpt.config import LazyCall, LazyConfig, get_config, instantiate, try_get_key
@@ -120,6 +122,21 @@ def test_yaml_and_what_is_no_config_file(tmp_path):
         LazyConfig.load(tmp_path / "d.toml")
     with pytest.raises(ConfigError, match="no such config file"):
         LazyConfig.load(tmp_path / "d.py")
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_yaml_with_aliases_without_end_is_one_error(tmp_path, name):
+    text, message = BOMBS[name]
+    with pytest.raises(ConfigError, match=rf"^\S+a\.yaml: {re.escape(message)}") as caught:
+        LazyConfig.load(_write(tmp_path / "a.yaml", text))
+    assert "\n" not in str(caught.value)
+
+
+def test_yaml_with_aliases(tmp_path):
+    text = "a: &a {lr: 1, deep: {b: 2}}\nc: *a\nd: {<<: *a, lr: 3}\ne: [*a, *a]\n"
+    config = OmegaConf.to_container(LazyConfig.load(_write(tmp_path / "a.yaml", text)))
+    one = {"lr": 1, "deep": {"b": 2}}
+    assert config == {"a": one, "c": one, "d": {**one, "lr": 3}, "e": [one, one]}
 
 
 def test_saved_config_loads_and_makes_the_same(tmp_path):

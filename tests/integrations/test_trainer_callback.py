@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     HfArgumentParser,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
     Trainer,
     TrainerControl,
     TrainerState,
@@ -144,6 +147,99 @@ def test_a_memory_budget_is_planned_for_when_training_starts(tmp_path: Path, cap
     assert "kept for backward: " in printed
     assert (tmp_path / "step.png").stat().st_size > 1000
     assert not has_policies(model)
+
+
+class Prefers(Trainer):
+    """Compares two batches, as trainers on preferences do; their model call has no such arguments."""
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **more: Any) -> Any:
+        return model(inputs["chosen"]).logits.mean() - model(inputs["rejected"]).logits.mean()
+
+
+class Samples(Trainer):
+    """Is given plain rows, and makes its batches itself."""
+
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any) -> Any:
+        tokens = torch.stack([row["input_ids"] for row in inputs])
+        return super().training_step(model, {"input_ids": tokens, "labels": tokens}, *args)
+
+
+class Adds(Trainer):
+    """Adds to the loss of the model."""
+
+    def compute_loss(self, *args: Any, **more: Any) -> Any:
+        return 2 * super().compute_loss(*args, **more)
+
+
+class Rows(RandomTokens):
+    def __init__(self, *names: str) -> None:
+        super().__init__(classify=False)
+        self.names = names
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return dict.fromkeys(self.names, self.tokens[index])
+
+
+def half_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    return outputs.logits.float().logsumexp(-1).mean() / 2
+
+
+CAUSAL = ("input_ids", "labels")
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "more", "message"),
+    [
+        (Prefers, ("chosen", "rejected"), {}, r"got Prefers \(ValueError: You have to specify either input_ids .*\)"),
+        (Prefers, ("input_ids",), {}, r"got Prefers \(KeyError: 'loss'\)"),
+        (Prefers, ("input_ids",), {"model": "tuple"}, "got Prefers, for whose batches the model returns no loss"),
+        (Samples, CAUSAL, {"data_collator": list}, "got Samples with batches of type list"),
+        (Trainer, CAUSAL, {"label_smoothing_factor": 0.1}, r"got Trainer with label_smoothing_factor=0\.1"),
+        (Trainer, CAUSAL, {"compute_loss_func": half_loss}, "got Trainer with a compute_loss_func"),
+    ],
+)
+def test_a_budget_for_a_loss_that_is_not_the_models_is_refused(
+    tmp_path: Path, kind: type[Trainer], names: tuple[str, ...], more: dict[str, Any], message: str
+) -> None:
+    """One error that names the trainer, before anything is changed; a rule works."""
+    more = dict(more)
+    is_tuple = more.pop("model", None) == "tuple"
+    smoothing = {name: more.pop(name) for name in ("label_smoothing_factor",) if name in more}
+
+    def trainer(callback: GraphckptCallback) -> Trainer:
+        settings = arguments(tmp_path, remove_unused_columns=False, max_steps=1, **smoothing)
+        model = gpt2()
+        if is_tuple:
+            model.forward = lambda *args, **kwargs: GPT2LMHeadModel.forward(model, *args, **kwargs).to_tuple()
+        return kind(model=model, args=settings, train_dataset=Rows(*names), callbacks=[callback], **more)
+
+    refused = trainer(GraphckptCallback(memory_budget="50%", report=False))
+    before = weights(refused.model)
+    what = r"^GraphckptCallback\.memory_budget: expected a trainer whose loss is model\(\*\*batch\)\.loss, "
+    with pytest.raises(ConfigError, match=rf"{what}{message} · fix: rule='full' or 'selective'; or graphckpt\.plan"):
+        refused.train()
+    assert_equal(weights(refused.model), before)
+    assert has_policies(refused.model) == is_tuple  # its own forward
+    assert all(parameter.grad is None for parameter in refused.model.parameters())
+    if names == CAUSAL:
+        trainer(GraphckptCallback(report=False)).train()
+
+
+def test_a_budget_in_a_trainer_of_another_class(tmp_path: Path) -> None:
+    """Its own loss is told of, as the plan is for the model's; a class that leaves the loss as it is goes without."""
+    seen = []
+    for kind, budget in ((Adds, None), (Adds, "50%"), (Seq2SeqTrainer, "50%")):
+        how = {"rule": True} if budget is None else {"memory_budget": budget}
+        callback = GraphckptCallback(report=False, **how)
+        more = {"model": gpt2(), "train_dataset": RandomTokens(classify=False), "callbacks": [callback]}
+        settings = arguments(tmp_path) if kind is Adds else Seq2SeqTrainingArguments(**arguments(tmp_path).to_dict())
+        trainer = kind(args=settings, **more)
+        expected = r"GraphckptCallback\.memory_budget: Adds has its own compute_loss, and the plan is for model\("
+        with pytest.warns(UserWarning, match=expected) if (kind, budget) == (Adds, "50%") else nullcontext():
+            trainer.train()
+        seen.append(weights(trainer.model))
+        assert budget is None or callback.plan is not None
+    assert_equal(seen[1], seen[0])
 
 
 @pytest.mark.parametrize(("num_steps", "states"), [(2, "and optimizer states"), (1, "as optimizer states did not")])

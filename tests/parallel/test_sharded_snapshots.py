@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from graphckpt.config.run import trainer_from
 from graphckpt.train.hooks.snapshot import SnapshotHook
-from graphckpt.train.loop import HookBase, Loop
+from graphckpt.train.loop import HookBase, Loop, TrainError
 from graphckpt.train.parallel.errors import ParallelError
 from graphckpt.train.snapshot import dcp
 from graphckpt.train.snapshot import folder as snapshot
@@ -88,6 +88,36 @@ def full(state: Any, *, storage_writer: Any, process_group: Any) -> Any:
 
     storage_writer.write_data = write_data
     return save(state, storage_writer=storage_writer, process_group=process_group)
+
+
+# ---- a weight of which one rank's shard is not finite
+
+
+class Spoil(HookBase):
+    """Makes the last shard of a weight infinite on one rank, in an iteration with a snapshot."""
+
+    def after_step(self, loop: Loop) -> None:
+        if os.environ["RANK"] == "1" and loop.done == 4:
+            (hook,) = (hook for hook in loop._hooks if isinstance(hook, SnapshotHook))
+            weights: Any = hook._writer._state.model.named_parameters()
+            weight = next(weight for name, weight in weights if name == "transformer.h.1.mlp.c_fc.weight")
+            with torch.no_grad():
+                weight.to_local()[-1, -1] = float("inf")
+
+
+def spoil(rank: int, folder: Path) -> None:
+    del rank, folder
+    for kind, words in (("tensor", []), ("data", ["train.train_micro_batch_size=1", *ZERO])):
+        trainer = trainer_of(kind, f"train.dist.{kind}_parallel_size=2", *words, hooks=(Spoil(),))
+        with pytest.raises(TrainError, match=r"^transformer\.h\.1\.mlp\.c_fc\.weight is not finite after iteration 3,"):
+            trainer.train()
+
+
+def test_a_shard_that_is_not_finite_ends_all_ranks_before_the_snapshot(place: Path) -> None:  # noqa: F811
+    run_on_ranks(spoil, place)
+    for kind in ("tensor", "data"):
+        assert [path.name for path in (place / kind).glob("*model_0*")] == ["model_0000001"]
+        assert (place / kind / "last_checkpoint").read_text() == "model_0000001\n"
 
 
 # ---- other numbers of ranks

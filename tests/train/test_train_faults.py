@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from helpers.small_run import place, train  # noqa: F401
+from helpers.small_run import CONFIG, place, train  # noqa: F401
 from omegaconf import OmegaConf
 from transformers import GPT2Config
 
@@ -119,6 +119,10 @@ def test_random_values_of_random_keys(place, capsys):
         ("train.scheduler._target_=builtins.dict", "optim, train.scheduler: TrainGraph"),
         ("model.config.activation_function=text", "model: error in call to"),
         ("data.paths=[texts, 3]", "data.paths"),
+        ('data.paths=["a\\0b"]', r"data.paths[0]: expected text without null characters, got 'a\x00b'"),
+        ('train.output_dir="a\\0b"', r"train.output_dir: expected text without null characters, got 'a\x00b'"),
+        ('import_from="a\\0b"', r"import_from: expected text without null characters, got 'a\x00b'"),
+        ('optim._target_="a\\0.b"', "optim"),
         (
             "train.dist.timeout_seconds=1e18",
             "train.dist.timeout_seconds: expected 1000000000 or less, got 1000000000000000000",
@@ -148,6 +152,21 @@ def test_data_that_fails_is_named(place, capsys):
     error = one_error(capsys, "data._target_=broken_data.Broken")
     assert "error: data: opening it failed, KeyError: 'nothing' (at " in error
     assert "broken_data.py:6) · fix: check these keys of the config" in error
+
+
+def test_a_sample_that_raises_stop_iteration_is_named(place, capsys):
+    """Python gives it a meaning of its own in generators, which contexts are made of."""
+    (place / "ends.py").write_text(
+        "import torch\n\n\nclass Ends(list):\n    def __getitem__(self, index):\n        raise StopIteration('end')\n"
+        "\n\ndef data():\n    from graphckpt.train import OwnData\n    return OwnData(train=Ends([1, 2]))\n"
+    )
+    (place / "tiny.py").write_text(
+        f"{CONFIG}\nfrom graphckpt.config import LazyCall\nfrom graphckpt.train import OwnLoss\n"
+        "data = {'_target_': 'ends.data'}\ntask = LazyCall(OwnLoss)()\n"
+        "model.config.update(vocab_size=9, n_positions=9)\n"
+    )
+    error = one_error(capsys)
+    assert "error: model, task, data, optim, train.scheduler: iteration 0 failed, StopIteration: end (at " in error
 
 
 def test_a_yaml_file_with_a_number_in_base_60_names_key_and_line(place, capsys):

@@ -163,6 +163,11 @@ def test_a_snapshot_that_is_alone_and_broken_says_so(tmp_path):
     [
         ("", "expected the name of a folder, got ''"),
         ("../elsewhere\n", "expected the name of a folder, got '../elsewhere'"),
+        ("..\n", r"expected the name of a folder, got '\.\.'"),
+        ("model_0000003/..", r"expected the name of a folder, got 'model_0000003/\.\.'"),
+        (".", r"expected the name of a folder, got '\.'"),
+        ("/", "expected the name of a folder, got '/'"),
+        ("a\0b", r"expected the name of a folder, got 'a\\x00b'"),
         ("model_0000009\n", "names model_0000009, which is not there"),
     ],
 )
@@ -175,7 +180,7 @@ def test_last_checkpoint_that_makes_no_sense(tmp_path, text, message):
 
 @pytest.mark.parametrize(
     ("info", "message"),
-    [({"format": 99, "files": {}}, "is of another format than 1"), ([1], "is of another format than 1")],
+    [({"format": 99, "files": {}}, "is of another format than 2"), ([1], "is of another format than 2")],
 )
 def test_a_snapshot_of_another_format(tmp_path, info, message):
     _write(tmp_path / "model_best")

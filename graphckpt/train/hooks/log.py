@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, final
@@ -18,6 +18,7 @@ from graphckpt.train.loop import HookBase, Loop, TrainError
 from graphckpt.train.snapshot.fields import MOST, integer, is_float, item, mapping, number, sequence, tensor, text
 from graphckpt.units import format_bytes
 
+_MOST_LOSSES = 1000  # that wait to be looked through: a few hundred bytes each
 _IN_LINE = ("consumed_samples", "time", "data_time", "total_throughput", "lr", "rss_bytes", "peak_rss_bytes")
 
 
@@ -32,6 +33,8 @@ class _Line:
     losses: list[str]
     count: int = 1
     """Iterations in the sums."""
+    each: Sequence[tuple[int, Tensor]] = ()
+    """The last of the summed losses, with their iterations."""
     event: torch.Event | None = None
     """Reached once the tensors are on the host; ``None`` if they are there."""
 
@@ -51,6 +54,8 @@ class LogHook(HookBase):
     copied to the host without a wait, and the line is written one log period later, with the number of its own
     iteration, so that the host always stays ahead of the device. Speed counts steps, not evaluations. The learning rate
     is read and never set: the graph steps the schedule.
+
+    A loss that is not finite makes the mean not finite: only then each loss is looked at, to name its iteration.
 
     Args:
         optimizer: whose learning rate to log.
@@ -78,6 +83,7 @@ class LogHook(HookBase):
         self._seq_length = seq_length
         self._consumed_samples = consumed_samples or (lambda done: done * batch_size)
         self._sums: dict[str, Tensor] = {}
+        self._each: list[tuple[int, Tensor]] = []
         self._iterations = 0  # in the sums
         self._timed = 0  # in the seconds: fewer, if the first ones were run before a resume
         self._seconds = 0.0
@@ -87,7 +93,12 @@ class LogHook(HookBase):
         self._late: _Line | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the sums since the previous line, so that the next line is the same after a resume."""
+        """Returns the sums since the previous line, so that the next line is the same after a resume.
+
+        Raises:
+            TrainError: a loss since then is not finite, so that a snapshot would be of no use.
+        """
+        _check_finite([*(() if self._late is None else self._late.each), *self._each])
         state = {"sums": {name: value.cpu() for name, value in self._sums.items()}, "iterations": self._iterations}
         if (late := self._late) is not None:
             state["late"] = {"iteration": late.iteration, "losses": late.losses, "metrics": late.metrics()}
@@ -136,6 +147,11 @@ class LogHook(HookBase):
         for name, loss in loop.losses.items():
             value = loss.detach()
             self._sums[name] = self._sums[name] + value if name in self._sums else value
+        if loop.loss is not None:
+            self._each.append((loop.iteration, loop.loss.detach()))
+            if len(self._each) == _MOST_LOSSES:  # of a long log_period: one wait in so many iterations
+                _check_finite(self._each)
+                self._each = []
         self._iterations += 1
         self._timed += 1
         is_due = loop.done % self._log_period == 0 or loop.done in {1, loop.train_iter}
@@ -148,10 +164,15 @@ class LogHook(HookBase):
         if is_due:
             values = self._values(loop, sums, lr)
             line = _Line(
-                iteration=loop.iteration, values=values, losses=list(sums), count=self._iterations, event=event
+                iteration=loop.iteration,
+                values=values,
+                losses=list(sums),
+                count=self._iterations,
+                each=self._each,
+                event=event,
             )
             self._overall_seconds += self._seconds
-            self._sums, self._iterations, self._timed = {}, 0, 0
+            self._sums, self._each, self._iterations, self._timed = {}, [], 0, 0
             self._seconds = self._data_seconds = 0.0
             self._write_late(loop)
             if event is None or loop.done == loop.train_iter:
@@ -210,8 +231,8 @@ class LogHook(HookBase):
         metrics = line.metrics()
         mean_loss = metrics.get("total_loss", 0.0)
         if not math.isfinite(mean_loss):
-            fix = "lower optim.lr, lengthen train.warmup_ratio, or set train.amp.enabled=False"
-            raise TrainError(f"the loss is {mean_loss} at iteration {line.iteration} · fix: {fix}")
+            _check_finite(line.each)
+            raise _not_finite(mean_loss, line.iteration)
         memory = "cuda_bytes" if "cuda_bytes" in metrics else "rss_bytes"
         reserved = metrics.get("cuda_reserved_bytes")
         parts = (
@@ -229,6 +250,17 @@ class LogHook(HookBase):
         )
         loop.report.line("  ".join(parts))
         return metrics
+
+
+def _check_finite(losses: Sequence[tuple[int, Tensor]]) -> None:
+    """Raises an error that names the first loss that is not finite; waits for the device."""
+    if losses and not bool(torch.stack([loss for _, loss in losses]).isfinite().all()):
+        raise next(_not_finite(float(loss), iteration) for iteration, loss in losses if not bool(loss.isfinite()))
+
+
+def _not_finite(loss: float, iteration: int) -> TrainError:
+    fix = "lower optim.lr, lengthen train.warmup_ratio, or set train.amp.enabled=False"
+    return TrainError(f"the loss is {loss} at iteration {iteration} · fix: {fix}")
 
 
 def _clock(seconds: float) -> str:

@@ -63,10 +63,6 @@ class SnapshotHook(HookBase):
             raise SnapshotWriteError(f"{self._snapshots.folder}: what was trained could not be saved · fix: {fix}")
 
     def _take(self, name: str, loop: Loop) -> None:
-        loop.synchronize()
-        if loop.loss is not None and not bool(loop.loss.isfinite()):
-            _complain(loop, f"the loss is {float(loop.loss)}")
-            return
         if _saves(self._writer.save, name, loop, partial(self._mark, name, loop)):
             self._saved_at = loop.done
 

@@ -42,7 +42,7 @@ class DropoutStream:
         seed = int(torch.randint(2**62, (), device="cpu")) + self._rank
         after = get_rng_state(devices)
         own = [torch.Generator(device).manual_seed(seed).get_state() for device in (torch.device("cpu"), *devices)]
-        set_rng_state((own[0], tuple(zip(devices, own[1:], strict=True))))
+        set_rng_state((own[0], tuple(zip(devices, own[1:], strict=True)), None))
         self._held = before, after, get_rng_state(devices)
 
     def end(self, module: nn.Module, args: Any) -> None:
@@ -56,6 +56,6 @@ class DropoutStream:
 
 
 def _equal(one: RNGState, other: RNGState) -> bool:
-    (cpu, devices), (other_cpu, other_devices) = one, other
+    (cpu, devices, _), (other_cpu, other_devices, _) = one, other
     pairs = zip(devices, other_devices, strict=True)
     return torch.equal(cpu, other_cpu) and all(torch.equal(a, b) for (_, a), (_, b) in pairs)

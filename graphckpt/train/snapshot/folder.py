@@ -28,7 +28,7 @@ STATE = "{}.pt"
 MANIFEST = "snapshot.json"
 """Written last; holds size and checksum of every other file."""
 _OWN_CHECKSUMS = ".distcp"  # a share, which has checksums within
-_FORMAT = 1  # of the folder; a change of what is written needs a new number
+_FORMAT = 2  # of the folder; a change of what is written needs a new number
 _RUST_IO = re.compile(r"I/O error: (.*?) \(os error \d+\)")  # how safetensors words what the system says
 _LEFT = re.compile(  # hidden names that a run writes under, and moves aside to
     r"\.(?P<name>model_(?:\d{7,}|best|final)|last_checkpoint|log\.txt|metrics\.json|config\.yaml|plan\.yaml|step\.png)"

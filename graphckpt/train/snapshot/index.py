@@ -58,7 +58,7 @@ class Snapshots:
             raise SnapshotError(f"{where} · fix: {self._offer() or fix}") from error
         except (OSError, UnicodeDecodeError) as error:
             raise SnapshotError(f"{self.folder / LAST}: cannot be read ({error})") from error
-        if not name or Path(name).name != name:
+        if name in {"", ".."} or Path(name).name != name or not name.isprintable():
             raise SnapshotError(f"{self.folder / LAST}: expected the name of a folder, got {name!r}{self._fix()}")
         return name
 

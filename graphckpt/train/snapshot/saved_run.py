@@ -140,19 +140,14 @@ class SavedRun:
         trainer, graph = (snapshot.read_state(source, name) for name in ("trainer", "graph"))
         now = rounding_environment(self.ranks)
         state.load_weights(source)
-        state.check(
-            graph,
-            trainer,
-            source,
-            done=info.done,
-            num_states=info.optimizer_states,
-            is_same_torch=info.machine["torch"] == now["torch"],
-        )
+        state.check(graph, trainer, source, done=info.done, num_states=info.optimizer_states)
         with reading(source / snapshot.STATE.format("trainer")):
             mapping(item(trainer["hooks"], "LogHook-0"), "hooks.LogHook-0")  # present in every run
             loop.load_hook_states(trainer["hooks"])
         state.load_states(self._graph_state(graph, source, state), trainer, str(source))
         report.line(f"resumed from {source}, after iteration: {loop.iteration}/{loop.train_iter}")
+        if names := [name for name in state.changes(trainer["settings"]) if name != "initial_lr"]:
+            report.line(f"optim, train.scheduler: {', '.join(names)} changed since, which takes effect now", "yellow")
         if (then := info.data) != data:
             text = f"the data changed since: {_changes(then, data)}"
             report.line(f"{text}; the run sees other text from now on", "yellow")

@@ -19,7 +19,8 @@ _STEP, _OPTIMIZER, _SCHEDULER = "System-Train-TrainStep", "System-Train-Optimize
 _SCALER = "System-Train-GradScaler"
 _COUNTS = {"last_epoch", "_step_count"}
 _FACTORED = {"row_var", "col_var"}  # of Adafactor: one dim of the parameter is missing
-_FREE = {"lr", "weight_decay"}  # which say nothing of what an optimizer keeps
+_FREE = {"lr", "weight_decay", "dampening", "eps", "lr_decay", "maximize", "nesterov", "foreach", "fused", "capturable"}
+"""Settings that say nothing of what an optimizer keeps."""
 _MOST_GAUSS = 40  # standard deviations; the generators of Python and NumPy never come near
 _BELOW_ONE = {"betas", "momentum", "dampening"}
 
@@ -37,7 +38,7 @@ def check_graph(
     *,
     done: int,
     num_states: int | None,
-    is_same_torch: bool,
+    has_changed: bool,
 ) -> dict[str, Any]:
     """Returns the state of a graph, each field of which has been looked at.
 
@@ -48,7 +49,7 @@ def check_graph(
         scheduler: of that graph.
         done: iterations that the snapshot counts.
         num_states: parameters that the optimizer has a state of, if that is known.
-        is_same_torch: whether the optimizer's groups have the same keys as when they were saved.
+        has_changed: whether the param groups and the schedule are not used, as the run has others.
 
     Raises:
         FieldError: a field is missing, of another type, or out of its range.
@@ -60,21 +61,35 @@ def check_graph(
     integer(int(step), _STEP, least, done)
     saved = mapping(item(state, _OPTIMIZER), _OPTIMIZER)
     groups = sequence(item(saved, "param_groups"), f"{_OPTIMIZER}.param_groups")
-    _check_groups(
-        groups, like[_OPTIMIZER]["param_groups"], is_same_torch=is_same_torch, is_known=_is_of_pytorch(optimizer)
-    )
+    _check_groups(groups, like[_OPTIMIZER]["param_groups"], has_changed=has_changed, is_known=_is_of_pytorch(optimizer))
     _check_states(item(saved, "state"), optimizer, done=done, count=num_states)
-    if _SCHEDULER in like:
+    if _SCHEDULER in like and not has_changed:
         schedule = mapping(item(state, _SCHEDULER), _SCHEDULER)
         if _is_of_pytorch(scheduler):
-            _check_schedule(schedule, like[_SCHEDULER], int(step), is_same_torch=is_same_torch)
+            _check_schedule(schedule, like[_SCHEDULER], int(step))
     if _SCALER in state:
         scaler = mapping(state[_SCALER], _SCALER)
         _check_like(scaler, like.get(_SCALER, torch.amp.GradScaler("cpu").state_dict()), _SCALER)
     return dict(state)
 
 
-def _check_groups(groups: list[Any], like: Sequence[Mapping[str, Any]], *, is_same_torch: bool, is_known: bool) -> None:
+def is_of_states(optimizer: Optimizer, key: str, before: Any, after: Any) -> bool:
+    """Whether the states of an optimizer depend on a setting that has changed, so that they would not fit it.
+
+    They have other entries if a setting such as ``amsgrad`` or ``momentum`` is turned on or off; two settings only say
+    how they begin.
+
+    >>> adam = torch.optim.Adam([torch.zeros(1)])
+    >>> is_of_states(adam, "amsgrad", False, True), is_of_states(adam, "weight_decay", 0.0, 0.1)
+    (True, False)
+    """
+    if key == "initial_accumulator_value" or (key == "lr" and isinstance(optimizer, torch.optim.Rprop)):
+        return True
+    is_set = None not in (before, after)  # not a key of another version, nor one that leaves the choice to PyTorch
+    return is_set and key in optimizer.defaults and key not in _FREE and bool(before) != bool(after)
+
+
+def _check_groups(groups: list[Any], like: Sequence[Mapping[str, Any]], *, has_changed: bool, is_known: bool) -> None:
     where = f"{_OPTIMIZER}.param_groups"
     for number_of, saved in enumerate(groups):
         group = mapping(saved, f"{where}[{number_of}]")
@@ -87,13 +102,11 @@ def _check_groups(groups: list[Any], like: Sequence[Mapping[str, Any]], *, is_sa
         field = f"{where}[{number_of}]"
         if list(group["params"]) != list(own["params"]):
             raise FieldError(f"{field}.params", "the parameters in their order", group["params"])
-        for key, value in own.items():
-            if key in group and not is_known and value is None:
-                continue
-            if key in group:
-                _check_like(group[key], value, f"{field}.{key}")
-            elif is_same_torch:
+        for key, value in own.items() if not has_changed else ():
+            if key not in group:
                 raise MismatchedStateError(f"{field}.{key}: expected a value, got nothing")
+            if is_known or value is not None:
+                _check_like(group[key], value, f"{field}.{key}")
             values = group[key] if isinstance(group.get(key), list | tuple) else [group.get(key)]
             if key in _BELOW_ONE and any(isinstance(one, int | float) and one > 1 for one in values):
                 raise FieldError(f"{field}.{key}", "1 at most", group[key])
@@ -153,11 +166,9 @@ def _check_entry(name: str, value: Any, like: Tensor, field: str, done: int) -> 
     return "a tensor" if is_whole else "a tensor without dimensions"
 
 
-def _check_schedule(saved: Mapping[str, Any], like: Mapping[str, Any], steps: int, *, is_same_torch: bool) -> None:
+def _check_schedule(saved: Mapping[str, Any], like: Mapping[str, Any], steps: int) -> None:
     for key, value in like.items():
         field = f"{_SCHEDULER}.{key}"
-        if key not in saved and not is_same_torch:
-            continue
         if key == "last_epoch":
             integer(item(saved, key), field, steps, steps)
         elif key in _COUNTS:
@@ -208,11 +219,17 @@ def check_trainer(
             _check_random(each, f"random_of_each[{number_of}]")
     if "pipeline_parallel_size" in state:
         integer(state["pipeline_parallel_size"], "pipeline_parallel_size", 1)
-    held = mapping(item(state, "buffers"), "buffers")
-    for name in {**dict.fromkeys(unsaved), **held}:
+    settings = mapping(item(state, "settings"), "settings")
+    integer(item(settings, "seed"), "settings.seed", most=2**63)
+    text(item(settings, "optimizer"), "settings.optimizer")
+    for number_of, group in enumerate(sequence(item(settings, "groups"), "settings.groups")):
+        mapping(group, f"settings.groups[{number_of}]")
+    mapping(item(settings, "schedule"), "settings.schedule")
+    saved_buffers = mapping(item(state, "buffers"), "buffers")
+    for name in {**dict.fromkeys(unsaved), **saved_buffers}:
         if name not in buffers:
             raise FieldError("buffers", "buffers of this model", name)
-        found, like = tensor(item(held, name), f"buffers.{name}"), buffers[name]
+        found, like = tensor(item(saved_buffers, name), f"buffers.{name}"), buffers[name]
         if found.dtype != like.dtype or found.ndim != like.ndim:
             raise FieldError(f"buffers.{name}", f"a tensor of {like.dtype} with {like.ndim} dimensions", found)
     others = mapping(item(state, "extra"), "extra")

@@ -18,7 +18,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from graphckpt.train.data.tokenizer import END_OF_TEXT
-from graphckpt.train.loop import Loop
+from graphckpt.train.loop import Loop, TrainError
 from graphckpt.train.parallel.sharding import on_cpu
 from graphckpt.train.snapshot import folder as snapshot
 from graphckpt.train.snapshot.folder import SnapshotWriteError
@@ -66,15 +66,18 @@ class SnapshotWriter:
 
         Raises:
             SnapshotWriteError: it could not be written.
+            TrainError: a loss or a weight is not finite. Nothing is written or removed then.
         """
         try:
             self.join()
         except SnapshotWriteError as error:  # of the previous one: this one is written all the same
             loop.report.line(f"{error} · the snapshot before this one is missing", "red")
+        hooks = loop.hook_states()  # raises if a loss is not finite
+        self._check_weights(loop.iteration)
         folder = self._saved.folder / name
         shards: dict[str, Tensor] | None = {} if self._state.is_sharded else None
         states = self._state.states(shards)
-        states["trainer"]["hooks"] = loop.hook_states()
+        states["trainer"]["hooks"] = hooks
         needs_whole = shards is None or name in {BEST, FINAL}
         weights = self._state.weights() if needs_whole else None
         write = partial(
@@ -125,6 +128,14 @@ class SnapshotWriter:
         """Ends the thread, if there is one."""
         if self._thread is not None:
             self._thread.shutdown(wait=False)
+
+    def _check_weights(self, iteration: int) -> None:
+        """Raises on all ranks if a weight of one is not finite: of a gradient that was not, although the loss was."""
+        broken = [name for names in self._ranks.all_gather(self._state.not_finite()) for name in names]
+        if broken:
+            what = f"{broken[0]} is not finite after iteration {iteration}, although the loss is"
+            fix = "--resume from the last one, and find the op by torch.autograd.set_detect_anomaly(True)"
+            raise TrainError(f"{what}; no snapshot is written · fix: {fix}, or lower optim.lr")
 
     def _write_sharded(self, folder: Path, tensors: dict[str, Tensor], *, later: bool) -> Future[Any] | None:
         from graphckpt.train.snapshot import dcp  # noqa: PLC0415 - takes a second, for those who need it
