@@ -46,6 +46,10 @@ class CaptureBackend(ABC):
             Exception: Any error of ``step``, or of the device for work that cannot be captured. Nothing is left behind.
         """
 
+    @abstractmethod
+    def pass_on(self, output: Any) -> None:
+        """Prepares the output of a warm-up call for use outside of :meth:`warmup`."""
+
     def pool_bytes(self) -> int | None:
         """Returns the bytes that captures hold on the device, or ``None`` if they have no memory of their own."""
         return None

@@ -15,6 +15,7 @@ from graphckpt.capture.backend import Capture, CaptureBackend
 from graphckpt.capture.host_random import HostRandom
 from graphckpt.errors import GraphError
 from graphckpt.stores.streams import streams_of
+from graphckpt.tree import tensors_in
 
 # Note [A pool lives as long as a graph in it]
 # Graphs share a memory pool by its handle. Once the last of them is gone, the allocator destroys the pool and refuses
@@ -42,7 +43,7 @@ class CudaGraphBackend(CaptureBackend):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream = streams_of(device).capture
+        self._stream, *self._copy_streams, _ = streams_of(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._captures: weakref.WeakSet[_CapturedCudaGraph] = weakref.WeakSet()
 
@@ -56,6 +57,13 @@ class CudaGraphBackend(CaptureBackend):
                 yield
         finally:
             current.wait_stream(self._stream)
+
+    def pass_on(self, output: Any) -> None:
+        """Lets tensors from the stream of the capture be used on the current one: once freed, they wait for that."""
+        current = torch.cuda.current_stream(self.device)
+        for tensor in tensors_in(output):
+            if tensor.is_cuda:
+                tensor.record_stream(current)
 
     def pool_bytes(self) -> int:
         """Returns the bytes of the segments of the captures' pools."""
@@ -73,12 +81,12 @@ class CudaGraphBackend(CaptureBackend):
         host_random = HostRandom()
         gc.collect()  # memory freed during a capture may belong to another one
         was_collecting = gc.isenabled()
-        gc.disable()
-        torch.cuda.synchronize(self.device)
-        clear_cublas_workspaces()  # see Note [Every capture has cuBLAS workspaces of its own]
-        torch.cuda.empty_cache()  # the capture has its own pool; cached memory of earlier steps is released for it
-        torch.clear_autocast_cache()  # weights cast outside of the capture would not be cast in it
         try:
+            gc.disable()
+            torch.cuda.synchronize(self.device)  # raises what an earlier kernel has failed with
+            clear_cublas_workspaces()  # see Note [Every capture has cuBLAS workspaces of its own]
+            torch.cuda.empty_cache()  # the capture has its own pool; cached memory of earlier steps is released for it
+            torch.clear_autocast_cache()  # weights cast outside of the capture would not be cast in it
             output = self._run_capture(graph, step)
             host_random.check()
         except BaseException:
@@ -90,7 +98,7 @@ class CudaGraphBackend(CaptureBackend):
             torch.clear_autocast_cache()
             if was_collecting:
                 gc.enable()
-        capture = _CapturedCudaGraph(graph, self._pool, output)
+        capture = _CapturedCudaGraph(graph, self._pool, output, self._stream)
         self._captures.add(capture)
         return capture
 
@@ -103,6 +111,7 @@ class CudaGraphBackend(CaptureBackend):
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 has_begun = True
                 output = step()
+                self._join_copies()
                 graph.capture_end()
             except BaseException:
                 abandon_capture(graph, self.device, self._pool, has_begun=has_begun)
@@ -111,17 +120,31 @@ class CudaGraphBackend(CaptureBackend):
                 clear_cublas_workspaces()  # see Note [Every capture has cuBLAS workspaces of its own]
         return output
 
+    def _join_copies(self) -> None:
+        """Waits for copies of blocks outside of the loss: no backward does, and a capture must not end without."""
+        for stream in self._copy_streams:
+            with torch.cuda.stream(stream):
+                is_part = torch.cuda.is_current_stream_capturing()
+            if is_part:
+                self._stream.wait_stream(stream)
+
 
 @final
 class _CapturedCudaGraph(Capture):
-    def __init__(self, graph: torch.cuda.CUDAGraph, pool: tuple[int, int], output: Any) -> None:
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, pool: tuple[int, int], output: Any, stream: torch.cuda.Stream
+    ) -> None:
         self.output = output
         self.pool = pool
         self.is_alive = True
         self._graph = graph
+        self._stream = stream
 
     def replay(self) -> None:
         self._graph.replay()
+        # Gradients and optimizer states were allocated in the warm-up, on the stream of the capture. Once they are
+        # freed, that stream reuses their memory at once, and must not overtake a replay on this one.
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
     def release(self) -> None:
         self.output = None

@@ -26,7 +26,7 @@ def input_key(args: Sequence[Any], kwargs: dict[str, Any], device: torch.device 
                 return None, f"input {position} requires a gradient, which a replay would give to a copy of it · {_FIX}"
             if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided:
                 return None, f"input {position} is a {type(leaf).__name__} of layout {leaf.layout} · {_FIX}"
-            if device is not None and leaf.device.type != device.type:  # its value would be baked in
+            if device is not None and not is_on(leaf.device, device):  # its value would be baked in
                 return None, f"input {position} is on {leaf.device} · fix: pass tensors on {device}"
             first = seen.setdefault(id(leaf), position)
             key.append((first, leaf.shape, leaf.stride(), leaf.dtype, leaf.device))
@@ -35,6 +35,11 @@ def input_key(args: Sequence[Any], kwargs: dict[str, Any], device: torch.device 
         else:
             return None, f"input {position} is a {type(leaf).__name__}, whose value may change unnoticed · {_FIX}"
     return tuple(key), None
+
+
+def is_on(place: torch.device, device: torch.device) -> bool:
+    """Whether a tensor on ``place`` is on ``device``, which is any of its type if it has no index."""
+    return place.type == device.type and device.index in (None, place.index)
 
 
 @final

@@ -14,11 +14,22 @@ def is_capturable(optimizer: torch.optim.Optimizer) -> bool:
     return bool(groups) and all(_is_group_capturable(group) for group in groups)
 
 
+def capturable_fix(optimizer: torch.optim.Optimizer) -> str | None:
+    """Returns the setting that lets a capture hold ``optimizer``; ``None`` if it has it, or there is none."""
+    settings = [_capturable_setting(group) for group in optimizer.param_groups if not _is_group_capturable(group)]
+    return next((f"{setting}=True" for setting in settings if setting is not None), None)
+
+
 def _is_group_capturable(group: dict[str, Any]) -> bool:
+    setting = _capturable_setting(group)
+    return setting is not None and bool(group[setting])
+
+
+def _capturable_setting(group: dict[str, Any]) -> str | None:
     on_cuda = any(parameter.is_cuda for parameter in group["params"])
     if on_cuda and "capturable" in group:
-        return bool(group["capturable"])
-    return bool(group.get("fused"))
+        return "capturable"  # of Adam and its like, whose fused step alone still reads the step count on the host
+    return "fused" if "fused" in group else None
 
 
 @final

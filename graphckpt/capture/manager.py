@@ -174,6 +174,7 @@ class CaptureManager:
         if runs_eager:
             with kind.masks.observing(), self.backend.warmup():
                 output = program.run(args, kwargs)
+            self.backend.pass_on(output)
             return output, False
         entry = self._try_capture(args, kwargs, kind, held)
         if entry is None:

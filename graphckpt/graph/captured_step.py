@@ -8,17 +8,20 @@ from weakref import WeakMethod
 
 import torch
 from torch import nn
+from torch.backends import cuda, cudnn
 from torch.nn.parallel import DistributedDataParallel
 
 from graphckpt._compat import silence_capturable
 from graphckpt.capture.choose import backend_for
-from graphckpt.capture.learning_rates import LearningRates, constant_settings, is_capturable
+from graphckpt.capture.learning_rates import LearningRates, capturable_fix, constant_settings, is_capturable
 from graphckpt.capture.manager import CaptureManager, Program
 from graphckpt.graph.config import GraphConfig
 from graphckpt.graph.update import Update, clip, step_scaled, zero
+from graphckpt.state.autocast import take_ambient
 from graphckpt.units import format_bytes
 
 _WARM_UP, _WARM_UP_DDP = 3, 11  # calls before a capture; DDP settles its buckets and communicators in its first ten
+_CUDA = (torch.device("cuda"),)
 
 _Gradients = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -169,9 +172,10 @@ class GraphProgram(Program):
         states = self.update.states()
         modes = (
             tuple(module.training for module in modules),
-            torch.is_autocast_enabled("cuda"),
-            torch.is_autocast_enabled("cpu"),
+            take_ambient(_CUDA),
             torch.are_deterministic_algorithms_enabled(),
+            (cuda.matmul.fp32_precision, cudnn.conv.fp32_precision),  # type: ignore[attr-defined]
+            (cudnn.deterministic, cudnn.benchmark),
         )
         identity = (
             tuple((id(t), t.data_ptr(), t.requires_grad) for t in tensors),
@@ -248,7 +252,8 @@ class CapturedStep:
             text += f", pool of {format_bytes(pool_bytes)}"
         if self._program.update.outside:
             names = ", ".join(type(optimizer).__name__ for optimizer in self._program.update.outside)
-            text += f"; {names} steps after it (fix: capturable=True or fused=True)"
+            fixes = dict.fromkeys(fix for o in self._program.update.outside if (fix := capturable_fix(o)) is not None)
+            text += f"; {names} steps after it" + (f" (fix: {' or '.join(fixes)})" if fixes else "")
         return "; ".join([text, *captures.notes])
 
     def count_steps(self) -> None:

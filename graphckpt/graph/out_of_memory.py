@@ -18,7 +18,11 @@ if TYPE_CHECKING:
     from graphckpt.graph.step import Step
 
 _LINES_OF_TRACEBACK = 10
-_CPU_WORDS = ("can't allocate memory", "not enough memory", "bad_alloc")  # the CPU allocators raise RuntimeErrors
+_WORDS = (
+    *("can't allocate memory", "not enough memory", "bad_alloc"),  # the CPU allocators raise RuntimeErrors
+    # So does CUDA outside of PyTorch's allocator: when it loads a kernel, or a library allocates its workspace.
+    *("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -28,7 +32,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     (True, False)
     """
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and any(words in str(error) for words in _CPU_WORDS)
+        isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
     )
 
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from graphckpt.capture.host_random import HostRandom
 from graphckpt.state.module_tree import ModuleTree
 from graphckpt.state.rng import get_rng_state, rng_devices, set_rng_state
 from graphckpt.state.values import overwrite
@@ -39,8 +38,8 @@ class StepBackup:
         tree = step.module_tree
         self._children = tree.children
         parameters, values = tree.parameters(), tree.attributes()
-        self._random = get_rng_state(() if torch.accelerator.current_accelerator() is None else rng_devices(parameters))
-        self._host_random = HostRandom()
+        devices = () if torch.accelerator.current_accelerator() is None else rng_devices(parameters)
+        self._random = get_rng_state(devices, host=True)
         self._items: list[tuple[Any, Any]] = [(owner, owner.copy()) for owner in (fields, *tree.dictionaries)]
         # by type: an object's own __getattribute__ would answer isinstance, such as that of a Transformers config
         containers = [value for value in (*fields.values(), *values) if issubclass(type(value), CONTAINERS)]
@@ -77,4 +76,3 @@ class StepBackup:
         for tensor, copied in self._copies:
             overwrite(tensor, copied)
         set_rng_state(self._random)
-        self._host_random.restore()

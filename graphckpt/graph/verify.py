@@ -119,9 +119,10 @@ class _State:
     def values(self) -> dict[str, Any]:
         """Returns the copies by name, in the order of the modules."""
         plain = {name: value for name, (_, _, value) in self._attributes.items() if isinstance(value, _ATOMS)}
-        host, devices = self._state.random
-        random = {f"RNG state {number}": t for number, t in enumerate([host, *(t for _, t in devices)])}
-        return {**self._tensors, **plain, **random}
+        cpu, devices, host = self._state.random
+        random = {f"RNG state {number}": t for number, t in enumerate([cpu, *(t for _, t in devices)])}
+        on_host = {f"RNG state of {library}": number for library, number in host.fingerprints().items()} if host else {}
+        return {**self._tensors, **plain, **random, **on_host}
 
     def put_back(self) -> bool:
         """Makes everything what it was. Returns whether optimizers had made states since, which are gone now."""

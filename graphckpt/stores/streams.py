@@ -1,4 +1,4 @@
-"""The CUDA streams of graphckpt: three for each device, shared by all stores.
+"""The CUDA streams of graphckpt: four for each device, shared by all stores.
 
 PyTorch hands out 32 streams in turn. If each store took new ones, those of a later store would be the stream of a
 capture or of another store, and its copies would be serialized with the work that they should overlap with.
@@ -21,6 +21,8 @@ class Streams(NamedTuple):
     """For copies to the host."""
     reload: torch.cuda.Stream
     """For copies to the device."""
+    disk: torch.cuda.Stream
+    """For copies between the device and the memory that files are written from: the thread of a file waits for each."""
 
 
 def streams_of(device: torch.device) -> Streams:
@@ -31,4 +33,4 @@ def streams_of(device: torch.device) -> Streams:
 
 @cache
 def _made(device: torch.device) -> Streams:
-    return Streams(torch.cuda.Stream(device), torch.cuda.Stream(device), torch.cuda.Stream(device))
+    return Streams(*(torch.cuda.Stream(device) for _ in Streams._fields))

@@ -25,6 +25,7 @@ import graphckpt.blocks.select
 from graphckpt import ConfigError, Graph, GraphError
 from graphckpt.capture.diagnose import ModuleAttributes, capture_failure
 from graphckpt.capture.host_random import HostRandom
+from graphckpt.capture.inputs import is_on
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -177,7 +178,7 @@ def test_an_optimizer_that_cannot_be_recorded_steps_after_the_replay() -> None:
 
 def test_explain_says_how_the_step_runs(capsys: pytest.CaptureFixture[str]) -> None:
     _, graph = run(TapeRunner(), make=plain_sgd)
-    text = "tape, 1 capture, 7 replays; SGD steps after it (fix: capturable=True or fused=True)"
+    text = "tape, 1 capture, 7 replays; SGD steps after it (fix: fused=True)"
     assert graph.explain().capture == text
     assert f" capture: {text} " in " ".join(capsys.readouterr().out.split()) + " "
 
@@ -740,3 +741,9 @@ def test_edits_of_what_lies_elsewhere_are_seen_and_undone() -> None:
 )
 def test_what_the_device_says_has_a_fix(said: str, message: str) -> None:
     assert f" · fix: {message}" in capture_failure(RuntimeError(said), [])
+
+
+@pytest.mark.parametrize(("place", "is_there"), [("cuda:0", True), ("cuda:1", False), ("cpu", False)])
+def test_an_input_on_another_device_of_the_type_is_elsewhere(place: str, is_there: bool) -> None:
+    assert is_on(torch.device(place), torch.device("cuda", 0)) is is_there
+    assert is_on(torch.device(place), torch.device("cuda")) is place.startswith("cuda")

@@ -315,8 +315,18 @@ def test_settings_are_checked():
         made(mode="replann")
 
 
-@pytest.mark.parametrize("text", ["DefaultCPUAllocator: can't allocate memory", "not enough memory", "std::bad_alloc"])
-def test_errors_of_cpu_allocators_are_known(text):
+@pytest.mark.parametrize(
+    "text",
+    [
+        "DefaultCPUAllocator: can't allocate memory",
+        "not enough memory",
+        "std::bad_alloc",
+        "CUDA error: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    ],
+)
+def test_errors_of_allocators_are_known(text):
     assert is_out_of_memory(RuntimeError(text))
     assert not is_out_of_memory(ValueError(text))
 

@@ -66,6 +66,9 @@ class TapeRunner(CaptureBackend):
         self.num_warm = 0
         self.released = 0
 
+    def pass_on(self, output: Any) -> None:
+        """There is one stream."""
+
     @contextmanager
     def warmup(self) -> Iterator[None]:
         self.num_warm += 1
@@ -153,8 +156,8 @@ def taped_rng_state(tape: Tape) -> Iterator[None]:
     """Makes taking and setting the RNG state a part of the tape, as they are of a CUDA graph."""
     take, put = graphckpt.state.rng.get_rng_state, graphckpt.state.rng.set_rng_state
 
-    def taped_take(devices: Any) -> Any:
-        state = take(devices)
+    def taped_take(devices: Any, *, host: bool = False) -> Any:
+        state = take(devices, host=host)
         tape.plays.append(lambda: state[0].copy_(take(devices)[0]))
         return state
 

@@ -21,6 +21,8 @@ MAIN: Pool = (0, 0)
 
 
 class FakeStream:
+    device = 0
+
     def wait_stream(self, other: FakeStream) -> None:
         pass
 
@@ -159,5 +161,5 @@ class FakeCuda:
         monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end_allocate, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda index, pool: self.release_pool(pool), raising=False)
         monkeypatch.setattr("graphckpt._compat.torch_version", lambda: version)
-        streams = Streams(shared, FakeStream(), FakeStream())  # type: ignore[arg-type]
+        streams = Streams(shared, FakeStream(), FakeStream(), FakeStream())  # type: ignore[arg-type]
         monkeypatch.setattr("graphckpt.capture.cuda_graph.streams_of", lambda device: streams)

@@ -200,8 +200,8 @@ def test_stores_share_two_streams_that_are_not_the_captures(machine: Machine) ->
     """PyTorch hands out 32 in turn: of a store made later, one would be that of the capture."""
     made = [CudaCopyEngine(CPU, print) for _ in range(40)]
     assert len({id(stream) for copies in made for stream in (copies._offload_stream, copies._reload_stream)}) == 2
-    assert len(machine.streams) == 1 + 3
-    capture, out, back = streams.streams_of(CPU)
+    assert len(machine.streams) == 1 + 4
+    capture, out, back, _ = streams.streams_of(CPU)
     assert {id(out), id(back)} == {id(made[0]._offload_stream), id(made[0]._reload_stream)}
     assert id(capture) not in (id(out), id(back))
 

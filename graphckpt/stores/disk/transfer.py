@@ -21,6 +21,7 @@ import torch
 
 from graphckpt.stores.disk.extents import BLOCK, in_blocks
 from graphckpt.stores.disk.file import UnlinkedFile
+from graphckpt.stores.streams import streams_of
 
 CHUNK = 8 * 2**20  # bytes; a direct write of this size saturates a disk, and a stop waits for one chunk only
 _TRIM_EVERY = (
@@ -129,7 +130,7 @@ class CudaTransfer(Transfer):
     def __init__(self, file: UnlinkedFile, device: torch.device) -> None:
         super().__init__(file)
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = streams_of(device).disk
         self._pinned = torch.frombuffer(self._chunk, dtype=torch.uint8)
         with torch.cuda.device(device):
             code = int(torch.cuda.cudart().cudaHostRegister(self._pinned.data_ptr(), CHUNK, _PORTABLE))

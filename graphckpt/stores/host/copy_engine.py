@@ -76,7 +76,10 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def collect_times(self) -> None:
-        """Adds up the seconds of copies with ``traffic``, and of waits for them; blocks until those copies are done."""
+        """Adds up the seconds of copies with ``traffic``, and of waits for them; blocks until those copies are done.
+
+        Does nothing during a capture.
+        """
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -129,7 +132,8 @@ class CudaCopyEngine(CopyEngine):
     def __init__(self, device: torch.device, note: Callable[[str], None]) -> None:
         self._device = device
         self._note = note
-        _, self._offload_stream, self._reload_stream = streams_of(device)
+        streams = streams_of(device)
+        self._offload_stream, self._reload_stream = streams.offload, streams.reload
         self._fork = torch.cuda.Event()
         self._idle: list[torch.cuda.Event] = []
         self._copying: list[tuple[_StreamTimer, Traffic]] = []
@@ -177,7 +181,9 @@ class CudaCopyEngine(CopyEngine):
         return bool(torch.cuda.is_current_stream_capturing())
 
     def collect_times(self) -> None:
-        """Blocks until the timing events are done."""
+        """Blocks until the timing events are done; in a capture, which forbids that, leaves them to the next call."""
+        if (self._copying or self._waiting) and self.is_capturing():
+            return
         for timer, traffic in self._copying:
             traffic.copy_seconds += timer.seconds()
         for timer, traffic in self._waiting:

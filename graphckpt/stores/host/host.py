@@ -15,6 +15,7 @@ from graphckpt.errors import ConfigError
 from graphckpt.stores.base import TensorGroup
 from graphckpt.stores.byte_store import ByteHandle, ByteStore, Tier
 from graphckpt.stores.host.copy_engine import CopyEngine, CopyEvent, CudaCopyEngine
+from graphckpt.stores.host.pinned import postpone
 from graphckpt.stores.host.pinned_pool import PinnedBlock, PinnedPool
 from graphckpt.stores.offload import Offload
 
@@ -255,6 +256,9 @@ class HostStore(ByteStore):
 
 
 def _shut(engine: CopyEngine, memory: PinnedPool) -> None:
+    if engine.is_capturing():  # see Note [Nothing is unpinned in a capture] in pinned.py
+        postpone(lambda: _shut(engine, memory))
+        return
     try:
         engine.synchronize()
         engine.close()

@@ -8,6 +8,14 @@ from typing import Any
 
 import torch
 
+_postponed: list[Callable[[], None]] = []
+"""What waits until no capture is under way; see Note [Nothing is unpinned in a capture]."""
+
+# Note [Nothing is unpinned in a capture]
+# Memory is unpinned, and a store's copies are waited for, where the last reference goes, by Python's garbage collector
+# too. In a capture CUDA forbids both, and makes the capture invalid: not one of ours, which run without the collector,
+# but one that a user makes by hand.
+
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 
 
@@ -24,6 +32,7 @@ def pin(
         MemoryError: The operating system cannot allocate it.
         RuntimeError: CUDA cannot pin it, in either way.
     """
+    _run_postponed()
     try:
         pages = mmap.mmap(-1, num_bytes)
     except OSError as error:
@@ -37,7 +46,10 @@ def pin(
     if is_pinned:
 
         def unpin(pages: mmap.mmap = pages) -> None:  # holds the pages: they must be freed after it
-            cudart.cudaHostUnregister(address)
+            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+                postpone(lambda: _unregister(cudart, address, pages))
+            else:
+                _unregister(cudart, address, pages)
 
         return flat, unpin
     clear_error()
@@ -47,6 +59,20 @@ def pin(
         "PyTorch's pinned memory is used, which is larger"
     )
     return flat, _no_op
+
+
+def postpone(release: Callable[[], None]) -> None:
+    """Runs ``release`` when memory is pinned next, which no capture allows either."""
+    _postponed.append(release)
+
+
+def _run_postponed() -> None:
+    for _ in range(len(_postponed)):
+        _postponed.pop()()
+
+
+def _unregister(cudart: Any, address: int, pages: mmap.mmap) -> None:
+    cudart.cudaHostUnregister(address)
 
 
 def _no_op() -> None:
