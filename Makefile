@@ -1,7 +1,7 @@
 # Two commands do everything: `make demo` (install, train, show the result), `make test` (install, check, test).
-# Before a release also: `make slow` (the tests that `make test` leaves out; `make test-all` runs both parts in one),
-# `make docs` (the site, into build/site, and every page in Chromium if it is installed), `make wheel` (build it,
-# install it, use it). `.ci/run` runs everything.
+# Before a release also: `make simulated-gpu` (the GPU tests on a simulated device), `make slow` (the tests that
+# `make test` leaves out; `make test-all` runs both parts in one), `make docs` (the site, into build/site, and every page
+# in Chromium if it is installed), `make wheel` (build it, install it, use it). `.ci/run` runs everything.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 SITE := $(VENV)/.installed-site
 LOWEST ?= .venv-lowest
 
-.PHONY: demo test test-all lint format unit slow fresh-context lowest gpu fuzz interrupts docs wheel clean
+.PHONY: demo test test-all lint format unit slow coverage fresh-context lowest gpu simulated-gpu fuzz interrupts matrix docs wheel clean
 
 # PASSIVE: threads that wait do not spin; with another process on the two cores that is several times faster.
 demo: $(INSTALLED)
@@ -32,9 +32,24 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest $(XDIST)
 
 unit: $(INSTALLED)
 	$(PYTEST)
+	$(SIMULATED) $(addprefix tests/simulated_cuda/test_,streams.py capture.py planted.py) tests/gpu/test_gpu_capture_edges.py
+
+# A CUDA device simulated on the CPU, built with g++ at first use: see CONTRIBUTING.md. Without g++ its tests do not run,
+# unless GRAPHCKPT_REQUIRE_SIMULATED_CUDA=1 makes that an error.
+SIMULATED := PYTHONPATH=tests $(PYTEST) -p simulated_cuda.plugin -m "gpu and not slow"
+SCHEDULES ?= lazy eager random:0 random:1
+simulated-gpu: $(INSTALLED)
+	$(SIMULATED) tests/simulated_cuda
+	for schedule in $(SCHEDULES); do $(SIMULATED) --schedule $$schedule tests/gpu || exit 1; done
 
 slow: $(INSTALLED)
 	$(PYTEST) -m slow
+
+# Branch coverage of the tests of `make test`, into benchmarks/results/coverage.md. Without interrupts: one that falls into
+# the tracer of coverage.py leaves its lock taken.
+coverage: $(INSTALLED)
+	$(PYTEST) --cov --cov-report=json:build/coverage.json --cov-report= --ignore tests/interrupts
+	$(BIN)/python benchmarks/coverage.py build/coverage.json
 
 # Every backward in a fresh context, as CUDA's thread for it has one: what a CPU can show of that. Not in other processes.
 fresh-context: $(INSTALLED)
@@ -58,13 +73,16 @@ $(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
 	touch $(LOWEST)/.installed
 
 # On a machine with a CUDA device, where torch, transformers, pytest and matplotlib are installed: see docs/gpu.md.
+# `make gpu GPU='--part 1 --out gpu'` measures every goal; without words it names the commands of all parts.
 GPU ?=
 gpu:
 	$(PYTHON) benchmarks/gpu.py $(GPU)
 
 # Random programmes under random policies, beside the plain model: MINUTES of them, or `make fuzz FUZZ="--seeds 0:300"`.
+# DEVICE=simulated runs them on the simulated CUDA device.
 MINUTES ?= 30
-FUZZ ?= --minutes $(MINUTES) --workers 2
+DEVICE ?= cpu
+FUZZ ?= --minutes $(MINUTES) --workers 2 --device $(DEVICE) $(CAPTURED)
 fuzz: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/run.py $(FUZZ)
 
@@ -72,6 +90,12 @@ fuzz: $(INSTALLED)
 COUNT ?= 5000
 interrupts: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/interrupts/run.py --count $(COUNT)
+
+# What works: models of four libraries under all kinds of policies; timm, torchvision and diffusers if they are installed.
+# An hour on a core; MATRIX="--resume" goes on where it has ended, "--modes eager" runs a part.
+MATRIX ?=
+matrix: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/matrix.py $(MATRIX)
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -296,6 +296,7 @@ def test_a_seed_set_between_replays_is_active() -> None:
 
 
 @pytest.mark.parametrize("policy", ["none", "full", "host and full", "slab"])
+@pytest.mark.serial
 def test_memory_is_constant_over_100_replays(policy: str) -> None:
     graph = Train(model := model_of(), fused(model))
     POLICIES[policy](graph)
@@ -310,6 +311,7 @@ def test_memory_is_constant_over_100_replays(policy: str) -> None:
     assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before
 
 
+@pytest.mark.serial
 def test_a_deleted_graph_gives_its_memory_back() -> None:
     def steps() -> None:
         graph = Train(model := model_of(), fused(model))
@@ -537,6 +539,7 @@ def test_auto_goes_on_without_capture(hazard: str) -> None:
     the_process_works()
 
 
+@pytest.mark.serial
 def test_a_failed_capture_gives_its_memory_back() -> None:
     def steps() -> None:
         graph = Train(model := model_of(Block, Block, Item), fused(model))

@@ -1,0 +1,228 @@
+"""Captured steps at the edges: blocks outside of the loss, settings around a step, errors before it, two streams."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from graphckpt import Graph, GraphError
+from graphckpt.stores import Host
+from graphckpt.stores.streams import streams_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation"),
+    pytest.mark.filterwarnings("ignore:.*non-deterministic algorithm"),
+]
+
+D = 64
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    """Bitwise comparisons need kernels without atomics."""
+    torch.use_deterministic_algorithms(mode=True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(mode=False)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class WithAuxiliaryHead(nn.Module):
+    """Returns a result that the loss leaves out, as a model that returns its hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Layer(), Layer())
+        self.head = Layer()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.layers(x)
+        return x, self.head(x)
+
+
+class Train(Graph):
+    def __init__(self, model: nn.Module, capture: str = "cuda_graph") -> None:
+        super().__init__()
+        self.model = model
+        self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True))
+        self.config.capture = capture
+
+    def build(self, x: Tensor) -> Tensor:
+        out = self.model(x)
+        loss = (out[0] if isinstance(out, tuple) else out).float().square().mean()
+        loss.backward()
+        return loss
+
+
+def model_of(kind: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind().cuda()
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(Layer(), Layer())
+
+
+def batch(seed: int = 1) -> Tensor:
+    return torch.randn(16, D, generator=torch.Generator().manual_seed(seed)).cuda()
+
+
+def captures(graph: Graph) -> Any:
+    return graph._step.captured.captures
+
+
+# --- a block outside of the loss
+
+
+@pytest.mark.parametrize("measures", [True, False])
+@pytest.mark.parametrize("where", ["cpu", "cpu, nothing in flight"])
+def test_an_offloaded_block_outside_of_the_loss(where: str, measures: bool) -> None:
+    """Its copies end in no backward: they must neither be timed in the capture nor left open at its end."""
+
+    def losses(capture: str) -> list[Tensor]:
+        graph = Train(model_of(WithAuxiliaryHead), capture)
+        graph.config.measure = measures
+        graph.model.head.config.offload = Host() if where == "cpu" else Host(in_flight_bytes=0)
+        graph.model.head.config.min_elements = 1
+        results = [graph(batch(seed)) for seed in range(8)]
+        if capture != "eager":
+            assert captures(graph).num_replays == 5
+        return results
+
+    for ours, plain in zip(losses("cuda_graph"), losses("eager"), strict=True):
+        assert torch.equal(ours, plain)
+
+
+# --- settings around a step
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(D, 3 * D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x).reshape(1, 16, 3, 4, D // 4).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+SETTINGS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Callable[[], AbstractContextManager[Any]]]] = {
+    "dtype of autocast": (
+        lambda: torch.autocast("cuda", torch.bfloat16),
+        lambda: torch.autocast("cuda", torch.float16),
+    ),
+    "autocast without its cache": (
+        lambda: torch.autocast("cuda", torch.bfloat16),
+        lambda: torch.autocast("cuda", torch.bfloat16, cache_enabled=False),
+    ),
+    "kernel of attention": (lambda: sdpa_kernel(SDPBackend.MATH), nullcontext),
+    "precision of products": (nullcontext, lambda: precision("high")),
+}
+
+
+class precision:
+    def __init__(self, value: str) -> None:
+        self.value = value
+
+    def __enter__(self) -> None:
+        self.before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(self.value)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_float32_matmul_precision(self.before)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_setting_that_changes_needs_a_capture_of_its_own(setting: str) -> None:
+    """Eager steps obey it, so a replay of ops that were chosen under another one would be silently different."""
+
+    def run(capture: str) -> tuple[list[Tensor], Train]:
+        graph = Train(model_of(Attends), capture)
+        results = []
+        for around in SETTINGS[setting]:
+            for seed in range(5):
+                with around():
+                    results.append(graph(batch(seed)))
+        return results, graph
+
+    ours, graph = run("cuda_graph")
+    plain, _ = run("eager")
+    assert captures(graph).num_captured == 2
+    assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+
+
+# --- errors
+
+
+@pytest.mark.parametrize("name", ["synchronize", "empty_cache"])
+def test_an_error_before_the_capture_leaves_the_garbage_collector_on(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of an earlier kernel comes with the synchronization before the capture."""
+    graph = Train(model_of(layers))
+    for seed in range(3):
+        graph(batch(seed))
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, name, fails)
+    with pytest.raises(GraphError, match="device-side assert"):
+        graph(batch())
+    assert gc.isenabled()
+
+
+def test_explain_names_the_fix_of_a_fused_optimizer() -> None:
+    class Fused(Train):
+        def add_optimizer(self, optimizer: torch.optim.Optimizer, **fields: Any) -> None:
+            super().add_optimizer(torch.optim.AdamW(self.model.parameters(), fused=True))
+
+    graph = Fused(model_of(layers))
+    graph(batch())
+    capture = graph.explain(show=False).capture
+    assert "AdamW steps after it (fix: capturable=True)" in capture
+
+
+# --- several streams
+
+
+def test_states_of_a_deleted_graph_are_not_reused_during_its_last_replay() -> None:
+    """The warm-up has allocated them on the stream of the capture; the replay runs on another."""
+    own = torch.cuda.Stream()
+    x = [batch(seed) for seed in range(5)]
+    model, plain = model_of(layers), model_of(layers)
+    eager = Train(plain, "eager")
+    for each in x:
+        eager(each)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(own):
+        graph = Train(model)
+        for each in x:
+            graph(each)
+        assert captures(graph).num_replays == 2
+        captures(graph).release()
+        del graph
+        for parameter in model.parameters():
+            parameter.grad = None
+        gc.collect()
+    with torch.cuda.stream(streams_of(torch.device("cuda", 0)).capture):
+        junk = [torch.full_like(p, float("nan")) for p in model.parameters() for _ in range(4)]
+        torch.cuda.current_stream().synchronize()
+    with torch.cuda.stream(own):
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    del junk

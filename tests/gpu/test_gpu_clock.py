@@ -1,0 +1,74 @@
+"""A step on CUDA is timed by events: nothing waits for the device before the step has ended."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from graphckpt.planning.api import find_blocks
+from graphckpt.planning.measure.clock import StepClock
+from graphckpt.planning.measure.instrument import Blocks
+from graphckpt.planning.measure.real_step import RealStep
+from graphckpt.planning.model.events import Phase
+
+pytestmark = pytest.mark.gpu
+
+
+class Waits:
+    """Counts what waits for the device."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        for owner, name in (
+            (torch.cuda, "synchronize"),
+            (torch.accelerator, "synchronize"),
+            (torch.cuda.Event, "synchronize"),
+            (torch.cuda.Stream, "synchronize"),
+        ):
+            monkeypatch.setattr(owner, name, self._counting(getattr(owner, name)))
+
+    def _counting(self, function):
+        def call(*args, **kwargs):
+            self.count += 1
+            return function(*args, **kwargs)
+
+        return call
+
+
+@pytest.fixture
+def model():
+    return nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)]).cuda()
+
+
+def test_intervals_are_timed_without_waiting(model, monkeypatch):
+    x = torch.randn(8, 16, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    waits = Waits(monkeypatch)
+    clock = StepClock(x.device)
+    with Blocks(find_blocks(model, "*")).marked(clock):
+        model(x).sum().backward()
+        optimizer.step()
+    assert waits.count == 0
+    clock.stop()
+    assert waits.count > 0
+    phases = {interval.phase for interval in clock.seconds}
+    assert {Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER} <= phases
+    assert min(clock.seconds.values()) >= 0
+    assert sum(clock.seconds.values()) == pytest.approx(clock.total, rel=1e-3, abs=1e-5)
+
+
+def test_ops_are_timed_without_waiting_for_each(model, monkeypatch):
+    x = torch.randn(8, 16, device="cuda")
+    waits = Waits(monkeypatch)
+    counts = []
+
+    def step() -> None:
+        model(x).sum().backward()
+        counts.append(waits.count)
+
+    blocks = Blocks(find_blocks(model, "*"))
+    ops = RealStep(model, step).ops(blocks)
+    assert counts[-1] == 0
+    assert all(len(call.seconds) >= 2 and min(call.seconds) >= 0 for calls in ops for call in calls)
+    assert sum(second > 0 for calls in ops for call in calls for second in call.seconds) > 0

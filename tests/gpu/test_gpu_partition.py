@@ -1,0 +1,141 @@
+"""Saved tensors partitioned over two ranks on one CUDA device: bits of the plain step, slices, in a device's thread."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import graphckpt
+from graphckpt.stores import Host, Partition, Placement, TensorGroup
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.multi_process,
+    pytest.mark.real_gpu("its processes import torch before a simulated device could be loaded"),
+]
+
+DEVICE = torch.device("cuda", 0)
+FULL: dict[str, Any] = {"activation_checkpointing": True, "partition": True}
+POLICIES: dict[str, dict[str, Any]] = {
+    "device": FULL,
+    "slab": FULL | {"contiguous": True},
+    "pinned memory": FULL | {"offload": True},
+    "pinned memory and slab": FULL | {"offload": True, "contiguous": True},
+    "all that is saved": {"partition": True, "offload": True},
+}
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(width, 2 * width), nn.Dropout(0.1), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.drop(torch.tanh(self.up(x))))
+
+
+def chain() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer(33) for _ in range(4))).to(DEVICE)
+
+
+def input_of(length: int) -> Tensor:
+    generator = torch.Generator().manual_seed(length)
+    return torch.randn(length, 33, generator=generator).to(DEVICE)
+
+
+def train(model: nn.Module) -> list[Tensor]:
+    """Returns losses and gradients of three steps; the last shape is a new one."""
+    values = []
+    torch.manual_seed(5)
+    for length in (65, 65, 130):
+        model.zero_grad()
+        loss = model(input_of(length)).square().mean()
+        loss.backward()  # in the device's own thread, which gathers
+        values += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    return values
+
+
+def keeps_bits() -> None:
+    plain = train(chain())
+    for name, policy in POLICIES.items():
+        model = chain()
+        with graphckpt.apply(model, {"[0-3]": policy}) as handle:
+            ours = train(model)
+            stores = [wrapper.placement.store for wrapper in handle._wrappers if wrapper.placement is not None]
+            assert stores, name
+            assert all(store.num_alive == 0 for store in stores), name
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True)), name
+
+
+def keeps_slices() -> None:
+    """A rank holds half of the bytes, in pinned memory none on the device."""
+    torch.manual_seed(1)
+    x = torch.randn(64, 32, device=DEVICE)
+    for offload in (None, Host()):
+        store: Any = Placement(partition=True, offload=offload).store
+        group = store.open_group(TensorGroup("block", lambda: (), [].append))
+        key = store.put(x, group)
+        store.close_group(group)
+        handle = key.piece.handle
+        assert key.piece.store.stored_bytes(x.nbytes) == x.nbytes // 2
+        assert handle.whole is None
+        if offload is None:
+            assert handle.slice.nbytes == x.nbytes // 2
+        else:
+            assert handle.slice is None
+            assert handle.inner.num_bytes == x.nbytes // 2
+            assert handle.inner.block.flat.is_pinned()
+        assert torch.equal(store.get(key), x)
+
+
+def two_ranks(rank: int) -> None:
+    keeps_bits()
+    keeps_slices()
+
+
+def ranks_that_differ(rank: int) -> None:
+    """Equal at first, then other data on each rank: the device's assertion ends its work, and no gradient is used."""
+    model = chain()
+    with graphckpt.apply(model, {"[0-3]": {**FULL, "partition": Partition(timeout_seconds=20)}}):
+        train(model)
+        with pytest.raises(RuntimeError, match="device-side assert"):
+            step_and_wait(model, input_of(65) + rank)
+
+
+def step_and_wait(model: nn.Module, x: Tensor) -> None:
+    model(x).square().mean().backward()
+    torch.cuda.synchronize()
+
+
+def launch(check: Callable[[int], None], folder: Path) -> None:
+    """Runs ``check(rank)`` on two ranks of gloo, which are new processes: CUDA does not survive a fork."""
+    torch.multiprocessing.start_processes(_rank, (check, str(folder)), nprocs=2, start_method="spawn")
+    assert len(list(folder.glob("* is done"))) == 2
+
+
+def _rank(rank: int, check: Callable[[int], None], folder: str) -> None:
+    torch.cuda.set_device(DEVICE)
+    limit = timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2, timeout=limit)
+    check(rank)
+    Path(folder, f"{rank} is done").touch()
+    end = time.monotonic() + 30  # gloo can abort a process whose peer has left
+    while len(list(Path(folder).glob("* is done"))) < 2 and time.monotonic() < end:
+        time.sleep(0.05)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("check", [two_ranks, ranks_that_differ], ids=["equal", "differ"])
+def test_two_ranks_on_one_device(check: Callable[[int], None], tmp_path: Path) -> None:
+    launch(check, tmp_path)

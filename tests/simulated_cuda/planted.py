@@ -1,0 +1,252 @@
+"""Faults that are planted in graphckpt, each in a named place, to see that the simulated device shows them.
+
+A place that is not there any more is an error: the fault must then be planted anew, not left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from graphckpt.capture.cuda_graph import CudaGraphBackend, _CapturedCudaGraph
+from graphckpt.stores import Host, TensorGroup
+from graphckpt.stores.disk.transfer import CudaTransfer
+from graphckpt.stores.host.copy_engine import CudaCopyEngine
+from graphckpt.stores.host.host import HostStore
+from graphckpt.stores.slab.slab_store import SlabStore
+from simulated_cuda.steps import D, Train, bits_of_steps, is_same
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+# --- what shows faults: each returns whether all is right, and raises where the device does
+
+
+def steps_with(store: str, *, is_captured: bool = False) -> Callable[[], bool]:
+    return lambda: is_same(bits_of_steps("keep", store, is_captured=is_captured), plain_bits())
+
+
+@cache
+def plain_bits() -> list[torch.Tensor]:
+    """Of the plain step, where nothing is offloaded and no fault shows."""
+    return bits_of_steps()
+
+
+class WithHead(Train):
+    """Has a block that takes no part in the loss."""
+
+    def build(self, x: torch.Tensor) -> torch.Tensor:
+        out = x
+        for block in self.model[:-1]:
+            out = block(out)
+        self.model[-1](out)
+        loss = out.square().mean()
+        loss.backward()
+        return loss
+
+
+def with_a_head_outside_of_the_loss() -> bool:
+    def losses(store: str, capture: str) -> list[torch.Tensor]:
+        graph = WithHead("keep", "device", capture)
+        if store != "device":
+            graph.model[-1].config.update({"offload": True, "min_elements": 1})
+        generator = torch.Generator().manual_seed(1)
+        torch.manual_seed(5)
+        rows = (8, 8, 8, 8, 8, 4)  # the last step is eager, after replays
+        return [graph(torch.randn(n, D, generator=generator).cuda()).cpu() for n in rows]
+
+    return is_same(losses("offload", "cuda_graph"), losses("device", "eager"))
+
+
+def prefetched_in_vain() -> bool:
+    """Frees what is on its way back; its memory goes to the next tensor."""
+    store = Host(in_flight_bytes=0).byte_store_for(torch.device("cuda", 0), print)
+    assert store is not None
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for seed in range(10):
+        store.begin_step()
+        group = TensorGroup("block", list, print)
+        group.number = 0
+        handle = store.put(torch.full((4096,), seed, dtype=torch.uint8, device="cuda"), group)
+        store.close_group(group)
+        store.prefetch([handle], group)
+        store.free(handle)
+        other = torch.full((4096,), 100, dtype=torch.uint8, device="cuda")
+        torch.cuda.current_stream().synchronize()
+        torch.cuda.synchronize()
+        wrong += (other != 100).sum()
+    store.close()
+    return not wrong.item()
+
+
+# --- faults
+
+
+class NeverRecorded(torch.cuda.Event):
+    """Waits for it are no waits."""
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+
+class RecordedOnce(torch.cuda.Event):
+    """Stays where it was recorded first."""
+
+    is_recorded = False
+
+    def record(self, stream: Any = None) -> None:
+        if not self.is_recorded:
+            self.is_recorded = True
+            super().record(stream)
+
+
+def _with_fork(event: type[torch.cuda.Event]) -> Plant:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        original = CudaCopyEngine._issue
+
+        def issue(self: Any, *arguments: Any) -> Any:
+            assert isinstance(self._fork, torch.cuda.Event)
+            if not isinstance(self._fork, event):
+                self._fork = event()
+            return original(self, *arguments)
+
+        patch.setattr(CudaCopyEngine, "_issue", issue)
+
+    return plant
+
+
+def _left_out(owner: type, name: str) -> Plant:
+    return lambda patch: patch.setattr(owner, name, lambda *arguments, **named: None)
+
+
+def _wait_that_does_not(patch: pytest.MonkeyPatch) -> None:
+    def wait(self: Any, event: Any) -> None:
+        recorded, event.event = event.event, None
+        if recorded is not None:
+            self._idle.append(recorded)
+
+    patch.setattr(CudaCopyEngine, "wait", wait)
+
+
+def _source_released_early(patch: pytest.MonkeyPatch) -> None:
+    original = HostStore._release_source
+
+    def release(self: Any, handle: Any) -> None:
+        event = handle.offload_event
+        handle.data = None
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(type(self._engine), "wait", lambda *arguments: None)
+            original(self, handle)
+        assert event is not None
+
+    patch.setattr(HostStore, "_release_source", release)
+
+
+def _reload_used_early(patch: pytest.MonkeyPatch) -> None:
+    assert callable(HostStore._drop_reload)
+
+    def drop(self: Any, handle: Any) -> None:
+        self._reloading.pop(handle, None)
+        handle.reload_buffer = handle.reload_event = None
+
+    patch.setattr(HostStore, "_drop_reload", drop)
+
+
+def _free_without_a_wait(patch: pytest.MonkeyPatch) -> None:
+    original = HostStore.free
+
+    def free(self: Any, handle: Any) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(type(self._engine), "wait", lambda *arguments: None)
+            original(self, handle)
+
+    patch.setattr(HostStore, "free", free)
+
+
+def _captured_event_in_eager(patch: pytest.MonkeyPatch) -> None:
+    original = CudaCopyEngine.wait
+
+    def wait(self: Any, event: Any) -> None:
+        event.is_captured = self.is_capturing()
+        original(self, event)
+
+    patch.setattr(CudaCopyEngine, "wait", wait)
+
+
+def _no_joins_at_the_end(patch: pytest.MonkeyPatch) -> None:
+    _left_out(HostStore, "_wait_all")(patch)
+    _left_out(CudaGraphBackend, "_join_copies")(patch)
+
+
+def _slab_range_freed_early(patch: pytest.MonkeyPatch) -> None:
+    original = SlabStore.put
+
+    def put(self: Any, data: torch.Tensor, group: Any) -> Any:
+        handle = original(self, data, group)
+        self._plan.free(max(self._watches))  # its range is free for the next tensor
+        return handle
+
+    assert callable(SlabStore._free_dropped)
+    patch.setattr(SlabStore, "put", put)
+    patch.setattr(SlabStore, "_free_dropped", lambda self: self._free.clear())
+
+
+def _disk_without_a_mark(patch: pytest.MonkeyPatch) -> None:
+    assert callable(CudaTransfer.mark)
+    patch.setattr(CudaTransfer, "mark", lambda self: NeverRecorded())
+
+
+def _disk_chunk_used_early(patch: pytest.MonkeyPatch) -> None:
+    def copy(self: Any, target: torch.Tensor, source: torch.Tensor, ready: torch.cuda.Event) -> None:
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(ready)
+            target.copy_(source, non_blocking=True)
+
+    assert callable(CudaTransfer._copy)
+    patch.setattr(CudaTransfer, "_copy", copy)
+
+
+def _replay_without_the_warm_up(patch: pytest.MonkeyPatch) -> None:
+    """Also of the first replay: the warm-up runs on the stream of the capture."""
+    from contextlib import contextmanager  # noqa: PLC0415
+
+    assert callable(CudaGraphBackend.warmup)
+
+    @contextmanager
+    def warmup(self: Any) -> Any:
+        with torch.cuda.stream(self._stream):
+            yield
+
+    patch.setattr(CudaGraphBackend, "warmup", warmup)
+
+
+def _replay_that_is_not_joined(patch: pytest.MonkeyPatch) -> None:
+    assert callable(_CapturedCudaGraph.replay)
+
+    def replay(self: Any) -> None:
+        with torch.cuda.stream(self._stream):
+            self._graph.replay()
+
+    patch.setattr(_CapturedCudaGraph, "replay", replay)
+
+
+FAULTS: dict[str, tuple[Plant, Callable[[], bool]]] = {
+    "a copy does not wait for the step": (_with_fork(NeverRecorded), steps_with("offload")),
+    "a fork event is recorded once": (_with_fork(RecordedOnce), steps_with("offload")),
+    "a wait for a copy is left out": (_wait_that_does_not, steps_with("offload")),
+    "a source is released early": (_source_released_early, steps_with("offload, nothing in flight")),
+    "a reload is used early": (_reload_used_early, steps_with("offload, nothing in flight")),
+    "memory is freed without a wait": (_free_without_a_wait, prefetched_in_vain),
+    "copies are not joined at the end of backward": (_no_joins_at_the_end, with_a_head_outside_of_the_loss),
+    "a captured event is waited for in an eager step": (_captured_event_in_eager, with_a_head_outside_of_the_loss),
+    "a range of the slab is freed early": (_slab_range_freed_early, steps_with("slab")),
+    "a write to disk does not wait for the step": (_disk_without_a_mark, steps_with("disk")),
+    "a chunk is used before the copy": (_disk_chunk_used_early, steps_with("disk")),
+    "a warm-up does not wait": (_replay_without_the_warm_up, steps_with("device", is_captured=True)),
+    "a replay is not joined": (_replay_that_is_not_joined, steps_with("device", is_captured=True)),
+}
+"""How each is planted, and what then goes wrong under some schedule."""

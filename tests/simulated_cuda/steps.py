@@ -1,0 +1,99 @@
+"""Training steps under a policy, and the bits that they leave: for what must hold under every schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphckpt import Graph, Segments, Selective, Tiles
+from graphckpt.stores import Host
+
+D = 32
+NUM_STEPS = 6  # three of warm-up, then replays
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(D), nn.Dropout(0.1)
+        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.drop(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+Rule = Callable[["Train"], None]
+
+
+def on_blocks(**fields: Any) -> Rule:
+    def apply(graph: Train) -> None:
+        for block in graph.model:
+            block.config.update(fields)
+
+    return apply
+
+
+def segments(graph: Train) -> None:
+    graph.model.config.activation_checkpointing = Segments("sqrt")
+
+
+def joined(graph: Train) -> None:
+    on_blocks(activation_checkpointing="joined")(graph)
+    graph.model[0].config.activation_checkpointing = True
+
+
+RULES: dict[str, Rule] = {
+    "keep": lambda graph: None,
+    "full": on_blocks(activation_checkpointing=True),
+    "selective": on_blocks(activation_checkpointing=Selective("matmul")),
+    "joined": joined,
+    "segments": segments,
+    "tiles": on_blocks(activation_checkpointing=Tiles(1)),
+}
+STORES: dict[str, dict[str, Any]] = {
+    "device": {},
+    "offload": {"offload": True},
+    "offload, nothing in flight": {"offload": Host(in_flight_bytes=0)},
+    "slab": {"contiguous": True},
+    "offload and slab": {"offload": True, "contiguous": True},
+    "disk": {"offload": "disk"},
+}
+
+
+class Train(Graph):
+    def __init__(self, rule: str, store: str, capture: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(Block() for _ in range(4))).cuda()
+        RULES[rule](self)
+        if STORES[store]:
+            target = [self.model] if rule == "segments" else list(self.model)
+            for block in target:
+                block.config.update({**STORES[store], "min_elements": 1})
+        self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9, fused=True))
+        self.config.capture = capture
+
+    def build(self, x: Tensor) -> Tensor:
+        loss = self.model(x).square().mean()
+        loss.backward()
+        return loss
+
+
+def bits_of_steps(rule: str = "keep", store: str = "device", *, is_captured: bool = False) -> list[Tensor]:
+    """Returns the losses, then the parameters and the state of the random generator, on the host."""
+    graph = Train(rule, store, "cuda_graph" if is_captured else "eager")
+    generator = torch.Generator().manual_seed(1)
+    torch.manual_seed(5)
+    losses = [graph(torch.randn(8, D, generator=generator).cuda()) for _ in range(NUM_STEPS)]
+    if is_captured:
+        assert graph._step.captured is not None
+        assert graph._step.captured.captures.num_replays == NUM_STEPS - 3
+    return [*(t.detach().cpu() for t in (*losses, *graph.model.parameters())), torch.cuda.get_rng_state()]
+
+
+def is_same(one: list[Tensor], other: list[Tensor]) -> bool:
+    """Whether two runs have left the same bits; NaN is not a number."""
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

@@ -1,0 +1,65 @@
+"""Every policy gives the bits of the plain step, eager and captured, under every schedule."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphckpt import Graph
+from simulated_cuda.library import use_schedule
+from simulated_cuda.steps import RULES, STORES, bits_of_steps, is_same
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:offload to 'disk' saves")]
+
+SCHEDULES = ["lazy", "eager", *(f"random:{seed}" for seed in range(10))]
+
+
+@cache
+def plain_bits() -> list[Tensor]:
+    use_schedule("eager")
+    return bits_of_steps()
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("rule", RULES)
+def test_bits_of_the_plain_step(rule: str, store: str) -> None:
+    expected = plain_bits()
+    for number, schedule in enumerate(SCHEDULES):
+        use_schedule(schedule)
+        assert is_same(bits_of_steps(rule, store), expected), (schedule, "eager")
+        if store != "disk" and number < 5:
+            use_schedule(schedule)
+            assert is_same(bits_of_steps(rule, store, is_captured=True), expected), (schedule, "captured")
+    torch.cuda.synchronize()
+
+
+class Loss(Graph):
+    """One linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = nn.Linear(8, 8).cuda()
+        self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1, fused=True))
+        self.config.capture = "cuda_graph"
+
+    def build(self, x: Tensor) -> Tensor:
+        loss = self.model(x).square().mean()
+        loss.backward()
+        return loss
+
+
+def test_outputs_of_warm_up_calls_may_be_dropped_before_they_are_read() -> None:
+    """They were allocated on the stream of the capture, and are read on another one."""
+
+    def losses(schedule: str) -> list[float]:
+        use_schedule(schedule)
+        step, x = Loss(), torch.ones(4, 8).cuda()
+        copies = [step(x).detach().clone() for _ in range(5)]  # each output is freed before its copy has run
+        return torch.stack(copies).tolist()
+
+    expected = losses("eager")
+    assert [losses(f"random:{seed}") for seed in range(40, 60)] == [expected] * 20
