@@ -6,23 +6,27 @@ import re
 import traceback
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from fuzz.bench import differing, run
-from fuzz.documented import reason_for
+from fuzz.bench import differing, run, run_captured
+from fuzz.documented import family_of
 from fuzz.programme import NAMES, Programme
 from fuzz.shapes import SHAPES
-from graphckpt import GraphckptError
+from graphckpt import GraphckptError, GraphError
 
 FAILURES = ("differs", "refused", "crashed", "died")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a programme ended: ``invalid``, ``same``, ``documented``, or one of ``FAILURES``; and what was seen."""
+    """How a programme ended: ``invalid``, ``same``, ``documented``, or one of ``FAILURES``; and what was seen.
+
+    ``where`` is the family of a documented refusal, or the line that raised an error.
+    """
 
     kind: str
     what: str = ""
@@ -41,11 +45,7 @@ class Outcome:
 def execute(programme: Programme) -> Outcome:
     """Runs a programme both ways."""
     steps = [(SHAPES[step.shape], step.options()) for step in programme.steps]
-
-    def make_model() -> nn.Module:
-        torch.manual_seed(0)
-        model: nn.Module = evaluate(programme.model_expression())
-        return model.train()
+    make_model = partial(_model_of, programme)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -56,9 +56,8 @@ def execute(programme: Programme) -> Outcome:
         try:
             ours = run(make_model, _rules(programme), steps)
         except GraphckptError as error:
-            return Outcome(
-                "documented" if reason_for(str(error), programme) else "refused", _text(error), _place_of(error)
-            )
+            family = family_of(error, programme)
+            return Outcome("refused" if family is None else "documented", _text(error), family or _place_of(error))
         except Exception as error:
             return Outcome("crashed", _text(error), _place_of(error))
         names = differing(ours, plain)
@@ -68,13 +67,43 @@ def execute(programme: Programme) -> Outcome:
             return Outcome("invalid", "the plain steps are not the same twice")
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         values = f" {ours['left behind']}" if names[0] == "left behind" else ""
-        what = f"{names[0]}{values}{more}"
-        return Outcome("documented" if reason_for(what, programme) else "differs", what)
+        return Outcome("differs", f"{names[0]}{values}{more}")
+
+
+def execute_captured(programme: Programme) -> Outcome:
+    """Runs the model of a programme as a captured step, plain and under its policies."""
+    make_model = partial(_model_of, programme)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            plain = run_captured(make_model, None, "cuda_graph")
+        except Exception as error:  # most of what a plain model does with values on the host cannot be captured
+            return Outcome("invalid", _text(error))
+        try:
+            ours = run_captured(make_model, _rules(programme), "cuda_graph")
+        except GraphckptError as error:
+            has_disk = isinstance(error, GraphError) and "isk" in str(programme.rules())
+            kind = "documented" if has_disk else "refused"
+            return Outcome(kind, _text(error), "captures of a store on disk" if has_disk else _place_of(error))
+        except Exception as error:
+            return Outcome("crashed", _text(error), _place_of(error))
+        eager = run_captured(make_model, None, "eager")
+    for name, values in (("captured plain step", plain), ("captured step", ours)):
+        if names := differing(values, eager):
+            return Outcome("differs", f"{name}: {names[0]} and {len(names) - 1} more")
+    return Outcome("same")
 
 
 def evaluate(expression: str) -> Any:
     """Returns the value of an expression of a programme."""
     return eval(expression, NAMES)
+
+
+def _model_of(programme: Programme) -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = evaluate(programme.model_expression())
+    return model.train()
 
 
 def _rules(programme: Programme) -> dict[str, dict[str, Any]]:

@@ -12,12 +12,21 @@ from torch import nn
 
 import graphckpt
 from fuzz import choices, containers, layers
+from fuzz.bench import DEVICE
 from fuzz.shapes import SHAPES
+
+
+def host_on_device(copies: None, **settings: Any) -> graphckpt.Host:
+    """Stands for ``FakeHost`` where there is a device to copy from."""
+    del copies
+    return graphckpt.Host(**settings)
+
 
 NAMES: dict[str, Any] = {
     **vars(layers), **vars(containers), **vars(choices),
-    "Disk": graphckpt.Disk, "FakeHost": FakeHost, "Segments": graphckpt.Segments,
-    "Selective": graphckpt.Selective, "ThreadCopies": ThreadCopies, "Tiles": graphckpt.Tiles,
+    "Disk": graphckpt.Disk, "Segments": graphckpt.Segments, "Selective": graphckpt.Selective,
+    "FakeHost": FakeHost if DEVICE.type == "cpu" else host_on_device,
+    "ThreadCopies": ThreadCopies if DEVICE.type == "cpu" else lambda: None, "Tiles": graphckpt.Tiles,
 }  # fmt: skip
 """What the expressions of a programme may name."""
 
@@ -30,6 +39,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "'ELU', inplace=True", "'LeakyReLU', inplace=True", "'Hardtanh', inplace=True",
     ),
     "Dropout": ("", "inplace=True", "'AlphaDropout'", "'FeatureAlphaDropout'"),
+    "HostNoise": ("'python'", "'numpy'"),
+    "Late": ("'norm'", "'buffer'", "'list'", "'number'"),
     "Recurrent": ("'GRU'", "'LSTM'", "'RNN'", "'GRU', keeps_state=True", "'LSTM', keeps_state=True"),
     "Attention": ("", "weights=True", "same=False"),
     "ScaledDotProduct": ("",),

@@ -3,6 +3,9 @@
 python tests/fuzz/run.py --minutes 30 --workers 2
 python tests/fuzz/run.py --seeds 0:300
 python tests/fuzz/run.py --seed 17
+python tests/fuzz/run.py --minutes 30 --device simulated
+
+On the simulated CUDA device, each seed runs under a schedule of its own: lazy, eager, or random.
 """
 
 from __future__ import annotations
@@ -16,20 +19,30 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+if "simulated" in sys.argv:  # before PyTorch is imported, which looks for CUDA then
+    from simulated_cuda.bindings import install_on_import
+    from simulated_cuda.library import load, use_schedule
+
+    load()
+    install_on_import()
+    os.environ["FUZZ_DEVICE"] = "cuda"
+
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from fuzz.apart import execute_apart
-from fuzz.execute import Outcome, execute
+from fuzz.execute import Outcome, execute, execute_captured
 from fuzz.programme import CONTAINERS, LAYERS, RULES, SHAPES, Programme, generate, nodes
 from fuzz.script import script_of
 from fuzz.shrink import shrink
 
+Run = Callable[[Programme], Outcome]
 _SECONDS = 60  # for one programme, which takes some milliseconds
 
 
@@ -37,14 +50,17 @@ def main() -> int:
     """Returns 1 if a programme has failed."""
     arguments = _arguments()
     torch.set_num_threads(1)
+    if arguments.device == "simulated":
+        arguments.without.append("Recurrent")  # whose fused cells have no kernels on the CPU
     for name in arguments.without:
         for kinds in (LAYERS, CONTAINERS, SHAPES):
             kinds.pop(name, None)  # type: ignore[attr-defined]
         RULES[:] = [rule for rule in RULES if name.lower() not in rule.lower()]
+    run = execute_captured if arguments.captured else execute
     if arguments.worker:
-        return _work(*arguments.worker, minutes=arguments.minutes)
+        return _work(*arguments.worker, minutes=arguments.minutes, run=run)
     if arguments.seed is not None:
-        return _run_one(arguments.seed)
+        return _run_one(arguments.seed, run)
     return _Run(arguments).run()
 
 
@@ -55,6 +71,8 @@ def _arguments() -> argparse.Namespace:
     how.add_argument("--seeds", help="a range, such as 0:300")
     parser.add_argument("--minutes", type=float, default=None, help="how long to go on, from a seed made of the time")
     parser.add_argument("--workers", type=int, default=1, help="processes")
+    parser.add_argument("--device", choices=["cpu", "simulated"], default="cpu", help="where the models are")
+    parser.add_argument("--captured", action="store_true", help="captured steps alone; on the simulated device")
     parser.add_argument("--without", nargs="*", default=[], help="kinds of layers, steps, rules to leave out")
     parser.add_argument("--scripts", type=Path, help="a folder for the scripts, which are printed otherwise")
     parser.add_argument("--worker", nargs=3, type=int, help=argparse.SUPPRESS)
@@ -70,6 +88,7 @@ class _Run:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
         self._counts: collections.Counter[str] = collections.Counter()
+        self._families: collections.Counter[str] = collections.Counter()
         self._seeds_of: dict[str, list[int]] = {}
         self._lock = threading.Lock()
 
@@ -87,6 +106,10 @@ class _Run:
             thread.join()
         counts = ", ".join(f"{count} {kind}" for kind, count in self._counts.most_common())
         print(f"{sum(self._counts.values())} programmes in {time.monotonic() - begin:.0f} s: {counts}")
+        valid = self._counts["same"] + self._counts["documented"]
+        print(f"refused as documented: {self._counts['documented']} of {valid} that are the same or refused")
+        for family, count in self._families.most_common():
+            print(f"  {count} x {family}")
         for key, seeds in self._seeds_of.items():
             print(f"  {len(seeds)} x {key}: seeds {', '.join(map(str, seeds[:8]))}")
         return 1 if self._seeds_of else 0
@@ -96,7 +119,8 @@ class _Run:
         arguments = self._arguments
         until = None if arguments.minutes is None else time.monotonic() + 60 * arguments.minutes
         while seed < end and (until is None or time.monotonic() < until):
-            words = [sys.executable, __file__, "--worker", str(seed), str(end), str(arguments.workers)]
+            words = [sys.executable, __file__, "--device", arguments.device, *["--captured"] * arguments.captured]
+            words += ["--worker", str(seed), str(end), str(arguments.workers)]
             if until is not None:
                 words += ["--minutes", str((until - time.monotonic()) / 60)]
             words += ["--without", *arguments.without]
@@ -113,7 +137,7 @@ class _Run:
             if worker.returncode and not is_running:
                 raise RuntimeError(error)
             if is_running:
-                script = error + _shrunk_apart(seed, arguments.without)
+                script = error + _shrunk_apart(seed, arguments.device, arguments.without)
                 self._note({"seed": seed, "kind": "died", "key": "died", "script": script})
             elif not worker.returncode:
                 return
@@ -122,6 +146,8 @@ class _Run:
     def _note(self, told: dict[str, Any]) -> None:
         with self._lock:
             self._counts[told["kind"]] += 1
+            if told.get("family"):
+                self._families[told["family"]] += 1
             if not told.get("key"):
                 return
             seeds = self._seeds_of.setdefault(told["key"], [])
@@ -137,7 +163,7 @@ class _Run:
                 print(f"seed {told['seed']}: {told['key']}", flush=True)
 
 
-def _work(seed: int, end: int, stride: int, *, minutes: float | None) -> int:
+def _work(seed: int, end: int, stride: int, *, minutes: float | None, run: Run) -> int:
     """Runs seeds, and writes a line before and after each."""
     until = None if minutes is None else time.monotonic() + 60 * minutes
     faulthandler.enable()
@@ -145,11 +171,12 @@ def _work(seed: int, end: int, stride: int, *, minutes: float | None) -> int:
         print(json.dumps({"seed": seed}), flush=True)
         faulthandler.dump_traceback_later(_SECONDS, exit=True)
         programme = generate(seed)
-        outcome = execute(programme)
-        told = {"seed": seed, "kind": outcome.kind}
+        _schedule(seed)
+        outcome = run(programme)
+        told = {"seed": seed, "kind": outcome.kind, "family": outcome.where if outcome.kind == "documented" else ""}
         if outcome.failed:
             faulthandler.dump_traceback_later(20 * _SECONDS, exit=True)
-            small, outcome = _shrunk(programme, outcome)
+            small, outcome = _shrunk(programme, outcome, run)
             told |= {"key": _key(small, outcome), "script": script_of(small, outcome, f"seed {seed}")}
         print(json.dumps(told), flush=True)
         seed += stride
@@ -158,9 +185,15 @@ def _work(seed: int, end: int, stride: int, *, minutes: float | None) -> int:
     os._exit(0)  # threads of stores that a failure has left need not be waited for
 
 
-def _shrunk(programme: Programme, outcome: Outcome) -> tuple[Programme, Outcome]:
-    small = shrink(programme, lambda other: execute(other).is_like(outcome), most=300)
-    return small, execute(small)
+def _schedule(seed: int) -> None:
+    """Chooses the schedule of a seed, if the device is simulated."""
+    if os.environ.get("FUZZ_DEVICE") == "cuda":
+        use_schedule(("lazy", "eager", f"random:{seed}", f"random:{seed + 1}")[seed % 4])
+
+
+def _shrunk(programme: Programme, outcome: Outcome, run: Run) -> tuple[Programme, Outcome]:
+    small = shrink(programme, lambda other: run(other).is_like(outcome), most=300)
+    return small, run(small)
 
 
 def _key(programme: Programme, outcome: Outcome) -> str:
@@ -172,21 +205,23 @@ def _key(programme: Programme, outcome: Outcome) -> str:
     return " ".join([outcome.kind, *kinds, "under", *dict.fromkeys(rules), *shapes])
 
 
-def _run_one(seed: int) -> int:
+def _run_one(seed: int, run: Run) -> int:
     """Runs one seed, each programme in a process of its own."""
     programme = generate(seed)
-    outcome = execute_apart(programme, seconds=_SECONDS)
+    _schedule(seed)
+    outcome = execute_apart(programme, seconds=_SECONDS, execute=run)
     print(f"seed {seed}: {json.dumps(asdict(outcome))}")
     if not outcome.failed:
         return 0
     died = outcome.kind == "died"
-    small = shrink(programme, lambda p: execute_apart(p, seconds=5).is_like(outcome), most=150 if died else 500)
-    print(f"\n{script_of(small, execute_apart(small, seconds=5), f'seed {seed}')}")
+    apart = partial(execute_apart, seconds=5, execute=run)
+    small = shrink(programme, lambda p: apart(p).is_like(outcome), most=150 if died else 500)
+    print(f"\n{script_of(small, apart(small), f'seed {seed}')}")
     return 1
 
 
-def _shrunk_apart(seed: int, without: list[str]) -> str:
-    words = [sys.executable, __file__, "--seed", str(seed), "--without", *without]
+def _shrunk_apart(seed: int, device: str, without: list[str]) -> str:
+    words = [sys.executable, __file__, "--device", device, "--seed", str(seed), "--without", *without]
     return subprocess.run(words, capture_output=True, text=True, check=False).stdout
 
 

@@ -20,12 +20,15 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import random
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -38,6 +41,7 @@ from graphckpt.rules.engine.execution import running
 torch.set_num_threads(1)
 warnings.simplefilter("ignore")
 D = 8
+DEVICE = torch.device(os.environ.get("FUZZ_DEVICE", "cpu"))
 """
 
 _END = """\

@@ -14,11 +14,12 @@ import pytest
 from helpers.thinning import slow_unless
 
 from fuzz.apart import execute_apart
-from fuzz.documented import DOCUMENTED
+from fuzz.documented import DOCUMENTED, family_of
 from fuzz.execute import Outcome, execute
 from fuzz.programme import CONTAINERS, LAYERS, NAMES, SHAPES, Node, Programme, Step, generate, nodes
 from fuzz.script import script_of
 from fuzz.shrink import shrink
+from graphckpt.errors import MutatedError, RecomputeError
 
 FULL = (("", (("activation_checkpointing", "True"),)),)
 OFFLOADED = (("", (("offload", "FakeHost(copies=ThreadCopies())"), ("min_elements", "1"))),)
@@ -101,6 +102,23 @@ def test_workers_share_the_seeds_of_a_run() -> None:
 def test_documented_refusals_stand_in_the_documentation() -> None:
     text = (Path(__file__).parents[2] / "docs" / "limits.md").read_text(encoding="utf-8")
     assert [refusal.words for refusal in DOCUMENTED if refusal.words not in text] == []
+
+
+def test_a_difference_is_never_documented(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Node("Chain", "", (Node("Linear"), Node("EditsItsInputLater")), FULL)
+    programme = Programme(root, (Step("plain"),))
+    assert execute(programme).kind == "same"
+    answers = iter([["step 0: output"], []])  # differs from the plain step, and the plain steps do not differ
+    monkeypatch.setattr("fuzz.execute.differing", lambda *_: next(answers))
+    assert execute(programme) == Outcome("differs", "step 0: output")
+
+
+def test_an_error_of_another_class_is_not_documented() -> None:
+    programme = Programme(Node("EditsItsInputLater", "", (), FULL), (Step("plain"),))
+    text = "0: its argument `x` was modified in place"
+    assert family_of(RecomputeError(text), programme) == "edits an argument from a later call on"
+    assert family_of(MutatedError(text), programme) is None
+    assert family_of(RecomputeError("0: saved tensor 2 differs"), programme) is None
 
 
 def test_expressions_name_what_scripts_import() -> None:
