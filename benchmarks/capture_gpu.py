@@ -1,23 +1,23 @@
-"""Measures what recording the step of GPT-2 124M as one CUDA graph saves, beside the same Graph without it.
+"""Measures what capturing the step of GPT-2 124M as one CUDA graph saves, beside the same Graph without it.
 
 Each pair runs in a process of its own: first the eager steps, then, when their model is gone, the captured ones, so
 that each has the whole memory. A step is forward, backward and AdamW under bfloat16 autocast. What counts is the ratio.
 
-    python benchmarks/capture_gpu.py [--batches 1 8 16] [--tokens 1024] [--steps 20] [--minutes 9] [--out FOLDER]
+    python benchmarks/capture_gpu.py [--batches 8 1] [--policies none full] [--tokens 1024] [--steps 20] [--minutes 9]
+        [--out FOLDER] [--name NAME]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import traceback
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
 from device import Cuda, device_for
-from jobs import Jobs, arguments, cell
+from jobs import ERROR_LINES, Jobs, answer, arguments, cell
 from report import header, spread, table, write
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -36,23 +36,29 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 
 class Step(Graph):
-    """One training step."""
+    """One training step of GPT-2."""
 
-    def __init__(self, model: Any, policy: dict[str, Any], capture: str, kind: str) -> None:
+    def __init__(self, model: Any, policy: dict[str, Any], capture: Any, *, autocast: bool = True) -> None:
         super().__init__()
         self.model = model
         for block in self.model.transformer.h:
             block.config.update(policy)
-        rate = torch.tensor(1e-4, device=kind)
-        self.add_optimizer(torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=kind == "cuda"))
-        self.config.enable_amp(dtype=torch.bfloat16)
+        rate = torch.tensor(1e-4, device=model.device)
+        is_capturable = model.device.type == "cuda"
+        self.add_optimizer(torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=is_capturable))
+        if autocast:
+            self.config.enable_amp(dtype=torch.bfloat16)
         self.config.capture = capture
 
     def build(self, ids_BT: torch.Tensor) -> torch.Tensor:
         """Runs forward and backward."""
         loss: torch.Tensor = self.model(input_ids=ids_BT, labels=ids_BT).loss
+        self.after_forward()
         loss.backward()
         return loss
+
+    def after_forward(self) -> None:
+        """Called between forward and backward."""
 
 
 def model_of(tokens: int, device: Cuda, **sizes: int) -> nn.Module:
@@ -63,54 +69,59 @@ def model_of(tokens: int, device: Cuda, **sizes: int) -> nn.Module:
         return GPT2LMHeadModel(config).train()
 
 
+def captures_of(graph: Graph) -> dict[str, Any]:
+    """Returns how a Graph's step runs, as cells of a row; it need not have run."""
+    captured = graph._step.captured
+    text = {"capture": graph._step.capture_text}
+    if captured is None:
+        return text
+    return {**text, "notes": captured.captures.notes, "pool_bytes": captured.captures.backend.pool_bytes()}
+
+
+def failure(error: Exception) -> dict[str, Any]:
+    """Returns what a row says of an error: its first line, and more lines with where it was raised."""
+    lines = [f"{type(one).__name__}: {one}" for one in (error, error.__cause__) if one is not None]
+    lines += traceback.format_exception(error)
+    split = [line for text in lines for line in text.splitlines()]
+    return {"failed": split[0], "error": split[:ERROR_LINES]}
+
+
 def measure(
     policy: str, batch: int, tokens: int, warm_up: int, steps: int, sizes: dict[str, int], device: Cuda
-) -> dict[str, Any]:
+) -> Iterator[dict[str, Any]]:
     """Runs one pair in this process. Seconds are those of the wall, bytes those of the allocator."""
     ids_BT = torch.randint(sizes.get("vocab_size", 50257), (batch, tokens), device=device.kind)
-    row: dict[str, Any] = {"policy": policy, "batch": batch, "tokens": tokens}
-    for name, capture in {"eager": "eager", "captured": "cuda_graph" if device.kind == "cuda" else "auto"}.items():
-        before = device.allocated()
-        graph = Step(model_of(tokens, device, **sizes), POLICIES[policy], capture, device.kind)
-        for _ in range(warm_up):
-            graph(ids_BT)
-        peak = device.peak_of(partial(graph, ids_BT), before)
-        seconds = []
-        for _ in range(steps):
-            device.synchronize()
-            begin = perf_counter()
-            graph(ids_BT)
-            device.synchronize()
-            seconds.append(perf_counter() - begin)
-        row[f"{name}_seconds"] = spread(seconds)
-        if name == "eager":
-            row["eager_peak_bytes"] = peak
-            now = device.allocated()
-            row["static_bytes"] = now - before if now is not None and before is not None else None
-        else:
-            runner = graph._step.recorded.captures.backend if device.kind == "cuda" else None
-            row["pool_bytes"] = None if runner is None else runner.pool_bytes()
-            row["capture"] = graph.explain(show=False).capture
+    for kind, capture in {"eager": "eager", "captured": device.capture}.items():
+        row = {"policy": policy, "batch": batch, "tokens": tokens, "kind": kind}
+        before = device.bytes_now()
+        graph = Step(model_of(tokens, device, **sizes), POLICIES[policy], capture)
+        try:
+            for _ in range(warm_up):
+                graph(ids_BT)
+            row |= device.peak_of(partial(graph, ids_BT), before)
+            row["seconds"] = spread(device.seconds_of(partial(graph, ids_BT), steps))
+            row["static_bytes"] = device.bytes_now().allocated - before.allocated
+        except Exception as error:  # the other half of the pair still counts
+            row |= failure(error)
+        yield {**row, **captures_of(graph)}
         del graph
         device.release()
-    return {**row, "ratio": row["captured_seconds"]["median"] / row["eager_seconds"]["median"]}
 
 
 def row(result: dict[str, Any]) -> list[str]:
     """Returns the cells of the table."""
-    place = [result["policy"], f"{result['batch']} x {result['tokens']}"]
+    place = [result["policy"], f"{result['batch']} x {result['tokens']}", result.get("kind", "both")]
     if "failed" in result:
-        return [*place, f"failed: {result['failed']}", *["-"] * 5]
-    times = [format_seconds(result[f"{kind}_seconds"]["median"]) for kind in ("eager", "captured")]
-    sizes = [cell(result[key], format_bytes) for key in ("eager_peak_bytes", "static_bytes", "pool_bytes")]
-    return [*place, *times, f"{result['ratio']:.2f}", *sizes]
+        return [*place, f"failed: {result['failed']}", *["-"] * 4]
+    sizes = [cell(result.get(key), format_bytes) for key in ("peak_bytes", "static_bytes", "pool_bytes")]
+    return [*place, format_seconds(result["seconds"]["median"]), *sizes, result["capture"] or "-"]
 
 
 def main() -> None:
     """Runs all, in turn, and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 16])
+    parser.add_argument("--batches", nargs="+", type=int, default=[8, 1, 16])
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--warm-up", type=int, default=6)
     parser.add_argument("--steps", type=int, default=20)
@@ -118,11 +129,11 @@ def main() -> None:
     options = parser.parse_args()
     device = device_for(is_dry=options.dry_run)
     if options.job is not None:
-        print(json.dumps(measure(**options.job, device=device)))
+        answer(measure(**options.job, device=device))
         return
     sizes: dict[str, int] = {}
     if options.dry_run:
-        options.batches, options.tokens, options.warm_up, options.steps = [1], 8, 1, 2
+        options.batches, options.tokens, options.warm_up, options.steps = [1], 8, 4, 2
         sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2}
     head = header(**device.header(), steps=options.steps, warm_up=options.warm_up)
     jobs = Jobs(__file__, options, head)
@@ -130,15 +141,12 @@ def main() -> None:
         for policy in options.policies:
             times = {"warm_up": options.warm_up, "steps": options.steps}
             jobs.run({"policy": policy, "batch": batch, "tokens": options.tokens, **times, "sizes": sizes})
-    columns = ["policy", "batch x tokens", "eager", "captured", "captured / eager", "eager peak", "static", "pool"]
+    columns = ["policy", "batch x tokens", "step", "time", "peak", "static", "pool", "capture"]
     text = (
-        "eager, captured: a step, the median. eager peak: most that was allocated in a step above what was before the "
-        "model. static: what of it stays between steps, weights and optimizer. pool: what the recording holds beside "
-        "that.\n\n"
+        "time: a step, the median. peak: most that was allocated in a step above what was before the model; of "
+        "captured steps, beside the pool. static: what stays between steps. pool: the memory of captures.\n\n"
     )
-    write(
-        Path(__file__).stem, head, jobs.rows, text + table(columns, [row(result) for result in jobs.rows]), options.out
-    )
+    write(jobs.name, head, jobs.rows, text + table(columns, [row(result) for result in jobs.rows]), options.out)
 
 
 if __name__ == "__main__":

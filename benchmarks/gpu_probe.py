@@ -9,13 +9,12 @@ import argparse
 import json
 import mmap
 from collections.abc import Callable
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 from device import device_for
-from jobs import Jobs, arguments
+from jobs import Jobs, answer, arguments
 from report import header, table, write
 from torch import nn
 from torch.nn import functional as F
@@ -135,15 +134,15 @@ def main() -> None:
     options = parser.parse_args()
     device = device_for(is_dry=options.dry_run)
     if options.job is not None:
-        print(json.dumps({**options.job, "answer": PROBES[options.job["probe"]]()}))
+        answer([{**options.job, "answer": PROBES[options.job["probe"]]()}])
         return
     head = header(**device.header())
     jobs = Jobs(__file__, options, head)
     for name in PROBES:
-        if (name == "cpu") == options.dry_run:
+        if (name == "cpu") == (device.kind == "cpu"):
             jobs.run({"probe": name})
     cells = [[row["probe"], row.get("failed", json.dumps(row.get("answer")))] for row in jobs.rows]
-    write(Path(__file__).stem, head, jobs.rows, table(["probe", "answer"], cells), options.out)
+    write(jobs.name, head, jobs.rows, table(["probe", "answer"], cells), options.out)
 
 
 if __name__ == "__main__":

@@ -1,36 +1,37 @@
 """Measures on a CUDA device how well the planner foretells the peak, and what its plans cost beside uniform policies.
 
-First part, a process per model and precision: the plain step and a plan for half of its activations, as foretold from
-the device's profile alone (on fake tensors) and after measuring on the device, against
-``torch.cuda.max_memory_allocated``. A step is forward, backward and fused AdamW. Second part, one process: steps under
-plans with and without offloading and under uniform policies, timed in turn.
+First part, a process per model: steps under plans with and without offloading, for shares of the activations and of
+the plain step's peak, and under other policies, each timed in turn with the plain step. Second part, a process per
+model and precision: the plain step and a plan for half of its activations, as predicted from the device's profile
+alone (on fake tensors) and after measuring on the device, against ``torch.cuda.max_memory_allocated``. A step is
+forward, backward and fused AdamW.
 
     python benchmarks/planner_gpu.py [--models gpt2 gpt2-1.5b bert-large llama-1b] [--profile h200] [--minutes 9]
-        [--pareto gpt2] [--shares 0.5 ...] [--out FOLDER]
+        [--pareto gpt2] [--shares 0.5 ...] [--others] [--out FOLDER] [--name NAME]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
+from capture_gpu import captures_of, failure
 from device import Cuda, device_for
-from jobs import Jobs, arguments, cell
+from jobs import Jobs, answer, arguments, cell
 from planner import OURS, Method, different, draw, every, quartiles, transformers_own
 from report import header, table, write
 from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from graphckpt import Graph, PlanError, plan
+from graphckpt import Graph, plan
 from graphckpt.planning.api import find_blocks
 from graphckpt.planning.candidates import options as rules
 from graphckpt.planning.device.fake_device import FakeDevice
@@ -44,6 +45,10 @@ from graphckpt.units import format_bytes, format_seconds
 # Legend: B batch, T tokens
 
 WITH_OFFLOAD = f"{OURS}, with offload"
+HALF_OF_PEAK = "50% of the plain peak"
+PARETO_SECONDS = 400
+OFF = 0.01
+"""Of the peak: a prediction that is further off has the allocations of its steps recorded."""
 
 
 def gpt2(**sizes: int) -> nn.Module:
@@ -71,6 +76,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int]]] = {
 """How to build, with dropout as the model has it, and batch and tokens. The last one is for dry runs."""
 JOBS = [
     {"model": "tiny", "precision": "autocast", "is_captured": False},
+    {"model": "tiny", "precision": "autocast", "is_captured": True},
     {"model": "gpt2", "precision": "autocast", "is_captured": False},
     {"model": "gpt2", "precision": "bfloat16", "is_captured": False},
     {"model": "gpt2", "precision": "autocast", "is_captured": True},
@@ -112,15 +118,15 @@ class Training:
 
 
 class Captured(Graph):
-    """The same step as one recording."""
+    """The same step as one capture."""
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: Training, capture: Any) -> None:
         super().__init__()
         self.model = training.model
         self.add_optimizer(training.optimizer)
         if training.autocasts:
             self.config.enable_amp(dtype=torch.bfloat16)
-        self.config.capture = "cuda_graph"
+        self.config.capture = capture
 
     def build(self, ids_BT: Tensor) -> Tensor:
         """Runs forward and backward."""
@@ -129,7 +135,7 @@ class Captured(Graph):
         return loss
 
 
-# ---- first part
+# ---- predictions
 
 
 def foretell(model: str, precision: str, profile: str) -> Planner:
@@ -142,107 +148,117 @@ def foretell(model: str, precision: str, profile: str) -> Planner:
     return Planner(measured, device=profile)
 
 
-def predict(model: str, precision: str, profile: str, device: Cuda, *, is_captured: bool) -> dict[str, Any]:
-    """Runs one job of the first part in this process."""
+def predict(
+    model: str, precision: str, profile: str, folder: str, device: Cuda, *, is_captured: bool
+) -> Iterator[dict[str, Any]]:
+    """Runs one job of the predictions in this process."""
     begin = perf_counter()
     planner = foretell(model, precision, profile)
     result: dict[str, Any] = {"model": model, "precision": precision, "is_captured": is_captured}
     result["foretelling_seconds"] = perf_counter() - begin
     limit = planner.bytes_of("50%", available=0)
     alone = planner.plan(limit)
-    before = device.allocated()
+    before = device.bytes_now()
     with torch.device(device.kind):
         training = Training(model, precision, device.kind, is_captured=is_captured)
     result |= {"budget_bytes": limit, "plain_foretold_bytes": planner.plain.peak}
+    calls: dict[str, Callable[[], object]] = {}
     begin = perf_counter()
-    if is_captured:  # the first calls run as they are, a later one is recorded
-        graph = Captured(training)
+    if is_captured:  # the first calls run as they are, a later one is captured
+        graph = Captured(training, device.capture)
         found = graph.plan(training.ids_BT, memory_budget=limit)
         found.apply()
         result["planning_seconds"] = perf_counter() - begin
-        result["peak_bytes"] = device.peak_of(lambda: graph(training.ids_BT), before, times=6)
-        result["capture"] = graph.explain(show=False).capture
+        calls["plan"] = partial(graph, training.ids_BT)
+        result |= device.peak_of(calls["plan"], before, times=6)
+        result |= captures_of(graph)
     else:
         for _ in range(3):
             training.step()
-        result["plain_bytes"] = device.peak_of(training.step, before)
+        result |= device.peak_of(training.step, before, "plain")
         with alone.apply(training.model):
             training.step()
-            result["alone_bytes"] = device.peak_of(training.step, before)
+            result |= device.peak_of(training.step, before, "alone")
             result["alone_foretold_bytes"] = alone.predicted_peak_bytes
         begin = perf_counter()
         found = plan(training.model, training.step, memory_budget=limit)
         result["planning_seconds"] = perf_counter() - begin
         with found.apply():
             training.step()
-            result["peak_bytes"] = device.peak_of(training.step, before)
-    return {**result, "foretold_bytes": found.predicted_peak_bytes, "correction_bytes": found.correction_bytes}
+            result |= device.peak_of(training.step, before)
+        calls["plain"] = training.step
+
+        def planned() -> None:
+            with found.apply():
+                training.step()
+
+        calls["plan"] = planned
+    result |= {"foretold_bytes": found.predicted_peak_bytes, "correction_bytes": found.correction_bytes}
+    yield result
+    if abs(result["foretold_bytes"] / result["peak_bytes"] - 1) > OFF:
+        for name, call in calls.items():
+            kind = "captured" if is_captured else "eager"
+            device.save_snapshot(call, Path(folder, f"snapshot_{model}_{precision}_{kind}_{name}.pickle"))
 
 
-# ---- second part
+# ---- plans beside other policies
 
 
-def pareto(model: str, shares: list[float], turns: int, device: Cuda) -> list[dict[str, Any]]:
-    """Times plans and uniform policies on one model; returns a row per method."""
-    before = device.allocated()
+def pareto(model: str, shares: list[float], turns: int, device: Cuda, *, has_others: bool) -> Iterator[dict[str, Any]]:
+    """Times plans and other policies on one model; yields a row per method as soon as it is known."""
+    before = device.bytes_now()
     with torch.device(device.kind):
         training = Training(model, "autocast", device.kind)
-    blocks = [name for name, _ in find_blocks(training.model, None)]
-    plain = Method("plain", "plain", training.forward_backward)
-    methods = [plain]
-    methods += [
-        Method(f"every {k}", "every k-th layer", plain.call, partial(every, training.model, blocks, k), k)
-        for k in different(len(blocks))
-    ]
-    methods.append(
-        Method("Transformers' own", "Transformers' own", plain.call, partial(transformers_own, training.model))
-    )
     for _ in range(3):
         training.step()
-    failed = []
-    for share in shares:
-        for offload, family in ((False, OURS), (True, WITH_OFFLOAD)):
-            method = Method(
-                f"{share:.0%} {family.removeprefix(OURS)}".replace("%", " %"), family, plain.call, knob=share
-            )
-            try:
-                found = plan(training.model, training.step, memory_budget=share, offload=offload)
-            except PlanError as error:
-                failed.append({"model": model, "method": method.name, "family": family, "failed": str(error)})
-                continue
-            method.on = found.apply
-            method.row = {"budget_bytes": found.budget_bytes, "foretold_bytes": found.predicted_peak_bytes}
-            methods.append(method)
-    for method in methods:
+    plain = Method("plain", "plain", training.forward_backward)
+
+    def row_of(method: Method) -> dict[str, Any]:
         with method.on():
             training.step()
-            method.row["allocator_peak_bytes"] = device.peak_of(training.step, before)
-    seconds: dict[str, list[float]] = defaultdict(list)
-    for _ in range(turns):
-        for method in random.sample(methods, len(methods)):
-            with method.on():
-                training.step()
-                device.synchronize()
-                begin = perf_counter()
-                training.step()
-                device.synchronize()
-                seconds[method.name].append(perf_counter() - begin)
-    rows = []
-    for method in methods:
-        ratios = [a / b for a, b in zip(seconds[method.name], seconds["plain"], strict=True)]
+            method.row |= device.peak_of(training.step, before, "allocator_peak")
+        seconds: dict[str, list[float]] = {method.name: [], plain.name: []}
+        for _ in range(turns):
+            for one in random.sample([method, plain], 2) if method is not plain else [plain]:
+                with one.on():
+                    training.step()
+                    seconds[one.name] += device.seconds_of(training.step, 1)
+        ratios = [a / b for a, b in zip(seconds[method.name], seconds[plain.name], strict=True)]
         row = {"model": model, "method": method.name, "family": method.family, "knob": method.knob, **method.row}
-        rows.append({**row, "seconds": quartiles(seconds[method.name]), "ratio": quartiles(ratios), "ratios": ratios})
-    return rows + failed
+        row["peak_share"] = row["allocator_peak_bytes"] / plain.row["allocator_peak_bytes"]
+        return {**row, "seconds": quartiles(seconds[method.name]), "ratio": quartiles(ratios), "ratios": ratios}
+
+    yield row_of(plain)
+    half = plain.row["allocator_peak_bytes"] // 2
+    targets: list[tuple[str, Any, float]] = [(f"{share:.0%} of activations", f"{share:.0%}", share) for share in shares]
+    for target, budget, share in [*targets, (HALF_OF_PEAK, None, 0.5)]:
+        for offload, family in ((False, OURS), (True, WITH_OFFLOAD)):
+            name = f"{target}{', offload' * offload}"
+            begin = perf_counter()
+            try:
+                found = plan(training.model, training.step, memory_budget=budget or half, offload=offload)
+                half = found.plain_peak_bytes // 2
+                method = Method(name, family, training.forward_backward, found.apply, share)
+                method.row = {"budget_bytes": found.budget_bytes, "foretold_bytes": found.predicted_peak_bytes}
+                method.row |= {"target": target, "planning_seconds": perf_counter() - begin}
+                yield row_of(method)
+            except Exception as error:  # the other plans still count
+                yield {"model": model, "method": name, "family": family, "target": target, **failure(error)}
+    if not has_others:
+        return
+    blocks = [name for name, _ in find_blocks(training.model, None)]
+    own = "Transformers' own"
+    yield row_of(Method(own, own, plain.call, partial(transformers_own, training.model)))
+    for k in different(len(blocks)):
+        yield row_of(Method(f"every {k}", "every k-th layer", plain.call, partial(every, training.model, blocks, k), k))
 
 
 # ---- all
 
 
-def do(job: dict[str, Any], device: Cuda) -> Any:
+def do(job: dict[str, Any], device: Cuda) -> Iterator[dict[str, Any]]:
     """Runs a job in this process."""
-    if "shares" in job:
-        return pareto(**job, device=device)
-    return predict(**job, device=device)
+    return (pareto if "shares" in job else predict)(**job, device=device)
 
 
 def inside(peak: int | None, budget: int | None) -> str:
@@ -272,55 +288,59 @@ def front(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
     """Yields the cells of the second table."""
     for row in rows:
         if "failed" in row:
-            yield [row.get("method", "all"), "-", "-", f"failed: {row['failed']}", "-"]
+            yield [row.get("method", "all"), "-", "-", "-", f"failed: {row['failed']}", "-"]
             continue
         fits = inside(row["allocator_peak_bytes"], row.get("budget_bytes"))
         ratio = "{median:.2f} ({low:.2f} to {high:.2f})".format(**row["ratio"])
         peak, seconds = cell(row["allocator_peak_bytes"], format_bytes), format_seconds(row["seconds"]["median"])
-        yield [row["method"], peak, fits, seconds, ratio]
+        share = f"{row['peak_share']:.0%}".replace("%", " %")
+        yield [row["method"], peak, share, fits, seconds, ratio]
 
 
 def main() -> None:
     """Runs all, in turn, and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=[name for name in MODELS if name != "tiny"])
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=[name for name in MODELS if name != "tiny"])
     parser.add_argument("--profile", choices=profile_names(), default="h200", help="the device's")
     parser.add_argument("--pareto", nargs="*", choices=MODELS, default=["gpt2"], help="models of the second part")
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--shares", nargs="*", type=float, default=[n / 10 for n in range(9, 1, -1)])
+    parser.add_argument("--others", action="store_true", help="time other policies than plans too")
+    parser.add_argument("--precisions", nargs="+", choices=["autocast", "bfloat16"], default=["autocast", "bfloat16"])
     arguments(parser, minutes=9)
     options = parser.parse_args()
     logging.set_verbosity_error()
     device = device_for(is_dry=options.dry_run)
     if options.job is not None:
-        print(json.dumps(do(options.job, device)))
+        answer(do(options.job, device))
         return
     if options.dry_run:
-        options.models, options.pareto, options.shares, options.turns = ["tiny"], ["tiny"], [0.5], 2
+        options.models, options.pareto = ["tiny"] * bool(options.models), ["tiny"] * bool(options.pareto)
+        options.shares, options.turns = [0.5], 2
     head = header(**device.header(), profile=options.profile, turns=options.turns)
     jobs = Jobs(__file__, options, head)
     text = []
     for model in options.pareto:
-        rows = jobs.run({"model": model, "shares": options.shares, "turns": options.turns})
-        columns = ["method", "peak", "inside", "step", "x plain (quartiles)"]
-        text.append(
-            f"## {model}, bfloat16 autocast: plans and uniform policies\n\n{table(columns, list(front(rows)))}\n"
-        )
+        job = {"model": model, "shares": options.shares, "turns": options.turns, "has_others": options.others}
+        rows = jobs.run(job, PARETO_SECONDS)
+        columns = ["method", "peak", "of plain's", "inside", "step", "x plain (quartiles)"]
+        text.append(f"## {model}, bfloat16 autocast: plans and other policies\n\n{table(columns, list(front(rows)))}\n")
         if timed := [row for row in rows if row.get("allocator_peak_bytes") is not None]:
-            draw(f"{model}, {head['device']}", timed, options.out / f"planner_gpu_{model}.svg", clock="time")
-            text.append(f"![time against peak](planner_gpu_{model}.svg)\n")
-    found = [job for job in JOBS if job["model"] in options.models]
-    predicted = [row for job in found for row in jobs.run({**job, "profile": options.profile})]
+            draw(f"{model}, {head['device']}", timed, options.out / f"{jobs.name}_{model}.svg", clock="time")
+            text.append(f"![time against peak]({jobs.name}_{model}.svg)\n")
+    found = [job for job in JOBS if job["model"] in options.models and job["precision"] in options.precisions]
+    more = {"profile": options.profile, "folder": str(options.out.resolve())}
+    predicted = [row for job in found for row in jobs.run({**job, **more})]
     columns = [
-        "model", "precision", "step", "plain", "foretold from the profile", "plan from the profile", "foretold",
-        "plan after measuring", "foretold", "inside",
+        "model", "precision", "step", "plain", "predicted from the profile", "plan from the profile", "predicted",
+        "plan after measuring", "predicted", "inside",
     ]  # fmt: skip
     note = (
         "Peaks are the most that torch.cuda.max_memory_allocated saw in a step above what was there before the model; "
-        "beside each, how far above it the prediction was. Captured: of the calls up to the one that is recorded."
+        "beside each, how far above it the prediction was. Captured: of the calls up to the one that is captured."
     )
-    text.insert(0, f"## Foretold and real peaks\n\n{note}\n\n{table(columns, list(errors(predicted)))}\n")
-    write("planner_gpu", head, jobs.rows, "\n".join(text), options.out)
+    text.insert(0, f"## Predicted and real peaks\n\n{note}\n\n{table(columns, list(errors(predicted)))}\n")
+    write(jobs.name, head, jobs.rows, "\n".join(text), options.out)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,14 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
+
+_POLL_SECONDS = 0.5
+_Started = tuple[int, Callable[[float | None], int | None]]
+"""A process's id, and what waits for its exit status: for some seconds, or to the end."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,14 @@ class Done:
     seconds: float
 
 
-def run(words: list[str], seconds: float, *, is_forked: bool = False, leads: bool = False) -> Done:
+def run(
+    words: list[str],
+    seconds: float,
+    *,
+    is_forked: bool = False,
+    leads: bool = False,
+    on_line: Callable[[str], None] = lambda line: None,
+) -> Done:
     """Runs ``python`` with ``words``: a script, or ``-m`` and a module, and what it is called with.
 
     Args:
@@ -33,39 +45,55 @@ def run(words: list[str], seconds: float, *, is_forked: bool = False, leads: boo
         seconds: what it may take; then it is killed.
         is_forked: forks this process, which spares the imports. For dry runs: CUDA does not survive a fork.
         leads: the process leads a group of its own, which is killed with it.
+        on_line: called with each line of its output, soon after it was written.
     """
     begin = perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
-        code = (_forked if is_forked else _started)(words, seconds, out, err, leads)
+        out.touch()
+        pid, code_within = (_fork if is_forked else _start)(words, out, err, leads)
+        rest = ""
+        with out.open(encoding="utf-8", errors="replace") as lines:
+            code, is_over = None, False
+            while not is_over:
+                left = seconds - (perf_counter() - begin)
+                code = code_within(max(min(left, _POLL_SECONDS), 0))
+                is_over = code is not None or left <= 0
+                if is_over and code is None:
+                    (os.killpg if leads else os.kill)(pid, signal.SIGKILL)
+                    code_within(None)
+                *whole, rest = (rest + lines.read()).split("\n")
+                for line in whole:
+                    on_line(line)
+        if rest:
+            on_line(rest)
         texts = [path.read_text(encoding="utf-8", errors="replace") for path in (out, err)]
     return Done(code, *texts, perf_counter() - begin)
 
 
-def _started(words: list[str], seconds: float, out: Path, err: Path, leads: bool) -> int | None:
+def _start(words: list[str], out: Path, err: Path, leads: bool) -> _Started:
     with out.open("w") as stdout, err.open("w") as stderr:
         process = subprocess.Popen([sys.executable, *words], stdout=stdout, stderr=stderr, start_new_session=leads)
+
+    def code_within(seconds: float | None) -> int | None:
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:
-            _kill(process.pid, leads)
-            process.wait()
             return None
 
+    return process.pid, code_within
 
-def _forked(words: list[str], seconds: float, out: Path, err: Path, leads: bool) -> int | None:
+
+def _fork(words: list[str], out: Path, err: Path, leads: bool) -> _Started:
     process = multiprocessing.get_context("fork").Process(target=_become, args=(words, out, err, leads))
     process.start()
-    process.join(seconds)
-    if process.is_alive() and process.pid is not None:
-        _kill(process.pid, leads)
-        process.join()
-        return None
-    return process.exitcode
+    assert process.pid is not None
 
+    def code_within(seconds: float | None) -> int | None:
+        process.join(seconds)
+        return process.exitcode
 
-def _kill(pid: int, leads: bool) -> None:
-    (os.killpg if leads else os.kill)(pid, signal.SIGKILL)
+    return process.pid, code_within
 
 
 def _become(words: list[str], out: Path, err: Path, leads: bool) -> None:

@@ -8,85 +8,264 @@ import json
 import os
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+NOW = ("allocated_bytes.all.current", "requested_bytes.all.current")
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 @pytest.fixture
-def summary(monkeypatch: pytest.MonkeyPatch) -> Any:
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("gpu_summary")
+    return importlib.import_module
+
+
+@pytest.fixture
+def summary(benchmark: Callable[[str], Any]) -> Any:
+    return benchmark("gpu_summary")
+
+
+def gpu(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(BENCHMARKS / "gpu.py"), *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
 
 
 @pytest.mark.slow
 def test_dry_run_walks_all_parts_and_sums_them_up(tmp_path: Path) -> None:
-    words = [sys.executable, str(BENCHMARKS / "gpu.py"), "--dry-run", "--out", str(tmp_path)]
-    done = subprocess.run(
-        words, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    done = gpu("--dry-run", "--minutes", "27", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
     steps = [
         json.loads(line) for path in sorted(tmp_path.glob("gpu_part_*.jsonl")) for line in path.read_text().splitlines()
     ]
-    ends = {row["step"]: row.get("failed") for row in steps if "step" in row}
-    assert ends == dict.fromkeys(("probe", "tests", "capture", "stores", "planner"))
-    for name in ("gpu_probe", "capture_gpu", "stores_gpu", "planner_gpu"):
-        rows = json.loads((tmp_path / f"{name}.json").read_text())["rows"]
+    ends = [(row["step"], row.get("failed")) for row in steps if "step" in row]
+    goals = ["probe", "capture", "plan", "stores", "ranks", "peaks"]
+    more = ["tests", "serial_tests", "more_capture", "more_stores", "more_peaks", "more_plans", "profile"]
+    assert ends == [(name, None) for name in [*goals, *more]]
+    paths = [path for path in tmp_path.glob("*_*.json") if path.suffix == ".json"]
+    assert len(paths) == 10
+    for path in paths:
+        rows = json.loads(path.read_text())["rows"]
         # Transformers' own offload pins its memory, which no CPU does.
-        failed = [row for row in rows if "failed" in row and row.get("variant") != "Transformers, offload"]
-        assert rows
-        assert not failed
+        assert rows, path
+        assert [row for row in rows if "failed" in row and row.get("variant") != "Transformers, offload"] == [], path
+    captured = json.loads((tmp_path / "capture_gpu_capture.json").read_text())["rows"]
+    assert [(row["policy"], row["kind"]) for row in captured] == [
+        (policy, kind) for policy in ("none", "full") for kind in ("eager", "captured")
+    ]
+    assert all("1 capture, " in row["capture"] for row in captured if row["kind"] == "captured")
     page = (tmp_path / "gpu.md").read_text()
-    assert "a dry run on the CPU" in page
+    assert "none, a dry run" in page
     assert ", 0 failed" in page
+    assert "not measured" not in page.partition("offload / recompute")[0]
     assert " met " not in page  # a CPU says nothing of a GPU
     assert " missed " not in page
     assert (tmp_path / "gpu.png").stat().st_size > 0
+    assert (tmp_path / "device.yaml").stat().st_size > 0
 
 
-def test_a_job_that_fails_or_hangs_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    jobs = importlib.import_module("jobs")
+def test_all_parts_in_one_command_are_refused_and_the_commands_named() -> None:
+    done = gpu("--dry-run")
+    assert done.returncode == 2
+    commands = [line.strip() for line in done.stderr.splitlines() if "make gpu" in line]
+    assert commands == [f"make gpu GPU='--part {part} --out gpu'" for part in (1, 2, 3)]
+
+
+def test_what_is_missing_is_named_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "networkx.py").write_text("raise ImportError('not here')")
+    out = tmp_path / "out"
+    done = gpu("--dry-run", "--part", "1", "--out", str(out), PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("cannot import networkx (ImportError: not here)")
+    assert not out.exists()
+
+
+def test_a_job_that_fails_or_hangs_is_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, benchmark: Callable[[str], Any]
+) -> None:
+    """Rows that it printed count, also those before it fails, whatever else is printed and however it ends."""
+    jobs = benchmark("jobs")
     script = tmp_path / "steps.py"
     script.write_text(
-        "import json, sys, time\n"
+        "import json, os, signal, sys, time\n"
         "job = json.loads(sys.argv[2])\n"
+        "def say(**row): print(json.dumps({**job, **row} if row else {}), flush=True)\n"
         "if job['does'] == 'hang': time.sleep(60)\n"
         "if job['does'] == 'fail': raise ValueError('as it was asked to')\n"
-        "print(json.dumps({**job, 'seconds': 1}))\n"
+        "say(seconds=1)\n"
+        "if job['does'] == 'fail late': raise ValueError('after a row')\n"
+        "if job['does'] == 'hang late': time.sleep(60)\n"
+        "say()\n"
+        "print('USDT: a library says goodbye')\n"
+        "sys.stdout.flush()\n"
+        "if job['does'] == 'die late': os.kill(os.getpid(), signal.SIGSEGV)\n"
     )
-    options = argparse.Namespace(minutes=1, out=tmp_path, dry_run=False)
+    options = argparse.Namespace(minutes=1, out=tmp_path, dry_run=False, name=None)
     ours = jobs.Jobs(str(script), options, {"device": "none"})
     monkeypatch.setattr(jobs, "JOB_SECONDS", 20)
-    ours.run({"does": "fail"})
-    ours.run({"does": "work"})
-    monkeypatch.setattr(jobs, "JOB_SECONDS", 0.5)
-    ours.run({"does": "hang"})
+    for does in ("fail", "work", "fail late", "die late"):
+        ours.run({"does": does})
+    ours.run({"does": "hang"}, 0.5)
+    ours.run({"does": "hang late"}, 2)
     ours.end = 0
     ours.run({"does": "work"})
     header, *rows = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
     assert header == {"header": {"device": "none"}}
-    assert rows == [
-        {"does": "fail", "failed": "ValueError: as it was asked to"},
-        {"does": "work", "seconds": 1},
-        {"does": "hang", "failed": "took longer than its time limit"},
-        {"does": "work", "failed": "no time left"},
+    assert rows == ours.rows
+    ends = [(row["does"], row.get("seconds"), row.get("failed"), row.get("exit_status")) for row in rows]
+    late = "took longer than its time limit"
+    assert ends == [
+        ("fail", None, "ValueError: as it was asked to", 1),
+        ("work", 1, None, None),
+        ("fail late", 1, None, None),
+        ("fail late", None, "ValueError: after a row", 1),
+        ("die late", 1, None, -11),
+        ("hang", None, late, None),
+        ("hang late", 1, None, None),
+        ("hang late", None, late, None),
+        ("work", None, "no time left", None),
     ]
+    assert rows[0]["error"][-1] == "ValueError: as it was asked to"
+
+
+def test_rows_are_written_while_their_job_runs(tmp_path: Path, benchmark: Callable[[str], Any]) -> None:
+    jobs = benchmark("jobs")
+    script = tmp_path / "steps.py"
+    script.write_text(
+        "import json, pathlib, sys, time\n"
+        "print(json.dumps({'row': 1}), flush=True)\n"
+        "lines = pathlib.Path(__file__).with_suffix('.jsonl')\n"
+        "end = time.monotonic() + 20\n"
+        "while len(lines.read_text().splitlines()) < 2 and time.monotonic() < end: time.sleep(0.05)\n"
+        "print(json.dumps({'row': 2, 'lines': len(lines.read_text().splitlines())}), flush=True)\n"
+    )
+    ours = jobs.Jobs(str(script), argparse.Namespace(minutes=1, out=tmp_path, dry_run=False, name=None), {})
+    assert ours.run({}) == [{"row": 1}, {"row": 2, "lines": 2}]
+
+
+def test_a_capture_that_fails_leaves_the_eager_row_and_the_error(
+    benchmark: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, capture_gpu = benchmark("device"), benchmark("capture_gpu")
+
+    def capture(self: Any, step: Callable[[], Any]) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(device.RerunBackend, "capture", capture)
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0}
+    job = {"policy": "full", "batch": 1, "tokens": 8, "warm_up": 4, "steps": 2, "sizes": sizes}
+    with warnings.catch_warnings(action="ignore"):
+        eager, captured = capture_gpu.measure(**job, device=device.Cpu())
+    assert eager["seconds"]["median"] > 0
+    assert "failed" not in eager
+    assert "the step cannot be captured" in captured["failed"]
+    assert "RuntimeError: operation not permitted when stream is capturing" in captured["error"]
+    assert len(captured["error"]) <= 20
+    assert captured["capture"].startswith("rerun, 0 captures")
+    assert captured["notes"] == []
+
+
+def test_bytes_are_given_as_allocated_and_as_requested(benchmark: Callable[[str], Any]) -> None:
+    device = benchmark("device")
+
+    class Counted(device.Cpu):  # type: ignore[name-defined, misc]
+        def stats(self) -> dict[str, int]:
+            peaks = {"allocated_bytes.all.peak": 1024, "requested_bytes.all.peak": 900}
+            return peaks | {"inactive_split_bytes.all.peak": 50, **dict.fromkeys(NOW, 100)}
+
+    calls: list[int] = []
+    peak = Counted().peak_of(lambda: calls.append(1), device.Bytes(100, 90), "plain", times=3)
+    assert peak == {"plain_bytes": 924, "plain_requested_bytes": 810, "plain_inactive_split_bytes": 50}
+    assert len(calls) == 3
+    assert Counted().bytes_now() == device.Bytes(100, 100)
+
+
+def test_a_snapshot_that_fails_is_not_the_end_of_a_row(
+    benchmark: Callable[[str], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def call() -> None:
+        raise RuntimeError("the step failed")
+
+    benchmark("device").Cuda(is_dry=True).save_snapshot(call, tmp_path / "snapshot.pickle")
+    assert "Error: " in capsys.readouterr().err
+
+
+# ---- the tests' rows
+
+
+def run_tests(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, *words: str) -> list[dict[str, Any]]:
+    rows = pytester.path / "rows.jsonl"
+    rows.write_text("")
+    monkeypatch.setenv("GPU_TEST_ROWS", str(rows))
+    monkeypatch.setenv("PYTHONPATH", str(BENCHMARKS), prepend=os.pathsep)
+    pytester.runpytest_subprocess("-p", "pytest_rows", "-p", "no:cacheprovider", "-p", "no:randomly", *words)
+    return [json.loads(line) for line in rows.read_text().splitlines()]
+
+
+def test_an_error_that_stays_with_the_device_ends_a_worker_and_not_the_run(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("xdist")
+    pytester.makepyfile(
+        """
+        import os, pytest
+        @pytest.fixture(scope="session")
+        def device(): return []
+        def test_before(device): print(os.getpid())
+        def test_breaks(device):
+            device.append("broken")
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        @pytest.mark.parametrize("n", range(4))
+        def test_after(device, n): assert device == []
+        """
+    )
+    rows = run_tests(pytester, monkeypatch, "-n", "1", "--max-worker-restart", "20")
+    ends = [(row["test"].partition("::")[2], row["outcome"]) for row in rows]
+    assert sorted(ends) == [
+        *((f"test_after[{n}]", "passed") for n in range(4)), ("test_before", "passed"), ("test_breaks", "failed")
+    ]  # fmt: skip
+    (failed,) = [row["failed"] for row in rows if "failed" in row]
+    assert failed == "RuntimeError: CUDA error: an illegal memory access was encountered"
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "1", "--max-worker-restart", "20")], ids=["alone", "worker"])
+def test_a_test_that_hangs_is_named(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, workers: tuple[str, ...]
+) -> None:
+    if workers:
+        pytest.importorskip("xdist")
+    monkeypatch.setenv("GPU_TEST_SECONDS", "2")
+    pytester.makepyfile("import time\ndef test_hangs(): time.sleep(60)\ndef test_after(): pass")
+    rows = run_tests(pytester, monkeypatch, *workers)
+    ends = [(row["test"].partition("::")[2], row.get("failed")) for row in rows]
+    assert ends[0] == ("test_hangs", "took longer than 2 s")
+    assert ends[1:] == [("test_after", None)] * bool(workers)  # a worker is replaced
+    assert "in test_hangs" in (pytester.path / "rows.stacks").read_text()
+
+
+# ---- the page
 
 
 def test_goals_are_met_missed_or_not_measured(summary: Any) -> None:
-    def row(policy: str, captured: float) -> dict[str, Any]:
-        seconds = {"eager_seconds": {"median": 2.0}, "captured_seconds": {"median": captured}, "ratio": captured / 2}
-        return {"policy": policy, "batch": 8, "tokens": 1024, **seconds}
+    def row(policy: str, kind: str, seconds: float) -> dict[str, Any]:
+        return {"policy": policy, "batch": 8, "tokens": 1024, "kind": kind, "seconds": {"median": seconds}}
 
-    assert summary.captured([row("none", 1.0), row("full", 1.9)]).state == "met"
-    assert summary.captured([row("none", 1.0), row("full", 2.1)]).state == "missed"
-    failed = {"policy": "full", "batch": 8, "tokens": 1024, "failed": "out of memory"}
-    goal = summary.captured([row("none", 1.0), failed])
+    plain = row("none", "eager", 2.0)
+    assert summary.captured([plain, row("full", "captured", 1.9)]).state == "met"
+    assert summary.captured([plain, row("full", "eager", 1.9), row("full", "captured", 2.1)]).state == "missed"
+    failed = {"policy": "full", "batch": 8, "tokens": 1024, "kind": "captured", "failed": "out of memory"}
+    goal = summary.captured([plain, failed])
     assert (goal.state, goal.note) == ("not measured", "out of memory")
 
     peaks = {"model": "gpt2", "precision": "autocast", "is_captured": False, "peak_bytes": 100, "foretold_bytes": 102}
@@ -94,17 +273,53 @@ def test_goals_are_met_missed_or_not_measured(summary: Any) -> None:
     assert (measured.state, alone.state) == ("missed", "not measured")
 
 
+def test_half_is_of_activations_and_of_the_peak(summary: Any) -> None:
+    def row(target: str, ratio: float, peak: int) -> dict[str, Any]:
+        method = f"{target} in {peak}"
+        plan = {"model": "bert-large", "family": "graphckpt plan", "method": method, "target": target}
+        return plan | {"ratio": {"median": ratio}, "allocator_peak_bytes": peak, "budget_bytes": 60, "peak_share": 0.6}
+
+    rows = [
+        row("50% of activations", 1.05, 60),
+        row("50% of activations", 1.2, 50),
+        row("50% of the plain peak", 1, 61),
+    ]
+    activations, peak = summary.half(rows)
+    assert (activations.state, activations.value) == ("met", 1.05)
+    assert "peak 0.60 of plain's" in activations.note
+    assert (peak.state, peak.note) == ("not measured", "no plan's step was within its budget")
+
+
 def test_offload_counts_only_where_its_copies_fit(summary: Any) -> None:
     probe = [{"probe": "copy_rates", "answer": {"out_idle_bytes_per_second": 100.0}}]
 
-    def row(variant: str, seconds: float, pinned: int) -> dict[str, Any]:
-        place = {"model": "gpt2", "tokens": 1024, "variant": variant}
+    def row(variant: str, seconds: float, pinned: int, kind: str = "eager") -> dict[str, Any]:
+        place = {"model": "gpt2", "batch": 8, "tokens": 1024, "variant": variant, "kind": kind}
         return {**place, "step_seconds": {"median": seconds}, "pinned_bytes": pinned}
 
     rows = [row("plain", 3.0, 0), row("full", 4.0, 0), row("full, offload", 4.04, 90), row("offload all", 9.0, 900)]
-    goal = summary.offloaded(rows, probe)
+    goal = summary.offloaded(rows, probe, "eager")
     assert goal.state == "met"
     assert goal.value == pytest.approx(1.01)
+    assert summary.offloaded(rows, probe, "captured").state == "not measured"
+
+
+def test_what_two_ranks_keep_is_against_the_plain_model_on_them(summary: Any) -> None:
+    def row(variant: str, kept: int, **more: Any) -> dict[str, Any]:
+        place = {"model": "gpt2", "batch": 8, "tokens": 1024, "variant": variant}
+        return {**place, "kept_bytes": kept, "layers_kept_bytes": kept // 2, **more}
+
+    rows = [row("plain", 1), row("plain", 100, ranks=2), row("full, cpu+partition+contiguous", 36, ranks=2)]
+    goal = summary.partitioned(rows)
+    assert (goal.state, goal.value) == ("missed", 0.36)
+    assert "0.360 without the loss" in goal.note
+
+
+def test_a_picture_that_fails_leaves_the_page(summary: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    page = summary.summarize(tmp_path)
+    assert "No picture: ModuleNotFoundError" in page
+    assert "## Tests" in page
 
 
 def test_the_page_names_each_failed_test(summary: Any, tmp_path: Path) -> None:
@@ -113,7 +328,8 @@ def test_the_page_names_each_failed_test(summary: Any, tmp_path: Path) -> None:
         {"test": "a::b", "outcome": "passed", "when": "call"},
         {"test": "a::c", "outcome": "failed", "when": "call", "failed": "assert 1 == 2"},
     ]
-    (tmp_path / "tests_gpu.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    cut_off = '{"test": "a::d", "outc'
+    (tmp_path / "tests_gpu.jsonl").write_text("\n".join([*(json.dumps(row) for row in rows), cut_off]))
     page = summary.summarize(tmp_path)
     assert "1 passed, 1 failed, 0 skipped" in page
     assert "- `a::c`: assert 1 == 2" in page
