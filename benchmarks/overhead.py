@@ -66,6 +66,29 @@ class TwoBlocks(nn.Module):
         return x
 
 
+class Residual(nn.Module):
+    """A module of its own class, whose attributes a library may have to look at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(self.norm(x))
+
+
+class BlockOf100(nn.Module):
+    """One block of a hundred modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(*[Residual() for _ in range(33)])])
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks[0](x))
+
+
 def small_gpt2() -> nn.Module:
     """Twelve layers of width 64, without dropout and without a cache."""
     config = GPT2Config(
@@ -94,6 +117,15 @@ SUBJECTS = (
         blocks="blocks.*",
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
         steps=40,
+    ),
+    Subject(
+        name="one block of 100 modules, batch 32 x 64",
+        build=BlockOf100,
+        inputs=lambda: (torch.randn(32, 64), torch.randint(0, 10, (32,))),
+        loss=lambda model, x, y: nn.functional.cross_entropy(model(x), y),
+        blocks="blocks.*",
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
+        steps=10,
     ),
     Subject(
         name="GPT-2, 12 layers of width 64, batch 4 x 64",
@@ -294,9 +326,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.set_verbosity_error()
-    mlp_steps, gpt2_steps = (subject.steps for subject in SUBJECTS)
     head = header(
-        n=f"{options.builds} builds x {options.turns} turns x {mlp_steps} (MLP) or {gpt2_steps} (GPT-2) steps",
+        n=f"{options.builds} builds x {options.turns} turns x {', '.join(str(s.steps) for s in SUBJECTS)} steps",
         time="CPU time of the process, which other processes on the machine lengthen least",
         ratio="of two variants in the same turn; median (min to max) over all turns",
     )
