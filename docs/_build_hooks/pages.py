@@ -28,6 +28,7 @@ GROUPS = {
     "growth": "Growth",
     "commands": "Commands",
     "trainer": "Trainers",
+    "matrix": "What works",
 }
 TESTS = re.compile(r"\]\(\.\./(tests/[\w/]+\.py)\)")
 """A link to a test. The site has its source as text, since it is not known where the repository can be read."""
