@@ -123,7 +123,7 @@ def cpu(device: Cuda) -> dict[str, Any]:
 
 
 PROBES: dict[str, Callable[[Cuda], dict[str, Any]]] = {
-    probe.__name__: probe for probe in (machine, registered_memory, capture_with_dropout, attention, copy_rates, cpu)
+    probe.__name__: probe for probe in (machine, copy_rates, registered_memory, capture_with_dropout, attention, cpu)
 }
 
 
