@@ -239,7 +239,7 @@ def main() -> None:
         return
     sizes: dict[str, int] = {}
     if options.dry_run:
-        options.models, options.tokens, options.batch, options.warm_up, options.steps = ["gpt2"], [8], 1, 4, 2
+        options.models, options.tokens, options.batch, options.warm_up, options.steps = ["gpt2"], [32], 1, 4, 2
         sizes = TINY
     head = header(**device.header(), steps=options.steps, warm_up=options.warm_up)
     jobs = Jobs(__file__, options, head)
