@@ -188,6 +188,7 @@ def measure_rank(
             before = device.bytes_now().allocated
             hidden = network.transformer(input_ids=ids_BT).last_hidden_state
             row["layers_kept_bytes"] = device.bytes_now().allocated - before
+            hidden.square().mean().backward()  # without it a store holds the sources of its last copies
             del hidden
             before = device.bytes_now().allocated
             loss = network(input_ids=ids_BT, labels=ids_BT).loss

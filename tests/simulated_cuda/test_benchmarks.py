@@ -87,6 +87,7 @@ def test_every_row_of_a_run_on_a_gpu_is_measured(tmp_path: Path) -> None:
     losses = [row["loss"] for row in rows["stores_gpu_ranks"]]
     assert len(losses) == 3
     assert losses == losses[:1] * 3
+    assert all(row["kept_bytes"] > row["layers_kept_bytes"] > 0 for row in rows["stores_gpu_ranks"])
     for row in rows["planner_gpu_plan"]:
         assert "budget_bytes" not in row or row["allocator_peak_bytes"] <= row["budget_bytes"]
     page = (out / "gpu.md").read_text()
