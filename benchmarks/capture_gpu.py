@@ -35,6 +35,10 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
+TINY = {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0}
+"""GPT-2 of dry runs; with 32 tokens the input of a layer is large enough to be offloaded."""
+
+
 class Step(Graph):
     """One training step of GPT-2."""
 
@@ -133,8 +137,8 @@ def main() -> None:
         return
     sizes: dict[str, int] = {}
     if options.dry_run:
-        options.batches, options.tokens, options.warm_up, options.steps = [1], 8, 4, 2
-        sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2}
+        options.batches, options.tokens, options.warm_up, options.steps = [1], 32, 4, 2
+        sizes = TINY
     head = header(**device.header(), steps=options.steps, warm_up=options.warm_up)
     jobs = Jobs(__file__, options, head)
     for batch in options.batches:

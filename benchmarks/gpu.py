@@ -4,7 +4,7 @@ Each step runs in a process of its own with a time limit, and what it has measur
 for machines that are lent for ten minutes: 1 measures every goal, 2 runs the tests, 3 takes more rows. Copy the folders
 of several parts into one, and ``--part 0`` writes the page of all.
 
-    python benchmarks/gpu.py --part 1 [--minutes 9] [--out FOLDER] [--dry-run]
+    python benchmarks/gpu.py --part 1 [--minutes 9] [--out FOLDER] [--archive NAME] [--dry-run]
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import json
 import os
+import shutil
 import sys
 import traceback
 from dataclasses import dataclass
@@ -139,10 +140,12 @@ def do(step: Step, options: argparse.Namespace, seconds: float, device: Cuda) ->
     print(f"{step.name}: {row.get('failed', 'done')} after {done.seconds:.0f} s", flush=True)
 
 
-def page(folder: Path) -> None:
-    """Writes the page; rows that it cannot read must not end the run."""
+def page(folder: Path, archive: Path | None) -> None:
+    """Writes the page and the archive; rows that it cannot read must not end the run."""
     try:
         summarize(folder)
+        if archive is not None:
+            shutil.make_archive(str(archive), "gztar", folder.parent, folder.name)
     except Exception:
         traceback.print_exc()
 
@@ -153,6 +156,7 @@ def main() -> None:
     parser.add_argument("--part", type=int, choices=range(PARTS + 1), help="0 runs nothing and writes the page")
     parser.add_argument("--minutes", type=float, help=f"of this run; {PART_MINUTES} for one part")
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu", help="the folder of the results")
+    parser.add_argument("--archive", type=Path, help="pack the folder into ARCHIVE.tar.gz after each step")
     parser.add_argument("--dry-run", action="store_true", help="run everything in tiny sizes, on the CPU without a GPU")
     options = parser.parse_args()
     steps = [step for step in STEPS if options.part in (None, step.part)]
@@ -161,7 +165,7 @@ def main() -> None:
     if minutes > MOST_MINUTES and options.minutes is None:
         commands = "".join(f"\n  make gpu GPU='--part {part} --out gpu'" for part in range(1, PARTS + 1))
         parser.error(f"all parts take {minutes:g} minutes; run one after the other, or set --minutes:{commands}")
-    options.out = options.out.resolve()
+    options.out, options.archive = options.out.resolve(), options.archive and options.archive.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
     end = perf_counter() + 60 * minutes
     if steps:
@@ -178,8 +182,8 @@ def main() -> None:
     for at, step in enumerate(steps):
         weight = step.weight / sum(other.weight for other in steps[at:])
         do(step, options, (end - perf_counter()) * weight, device)
-        page(options.out)  # after each step: the run may be cut off
-    page(options.out)
+        page(options.out, options.archive)  # after each step: the run may be cut off
+    page(options.out, options.archive)
     print((options.out / "gpu.md").read_text() if (options.out / "gpu.md").exists() else "there is no page")
 
 

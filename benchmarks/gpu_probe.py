@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from device import device_for
+from device import Cuda, device_for
 from jobs import Jobs, answer, arguments
 from report import header, table, write
 from torch import nn
@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 MIB = 2**20
 
 
-def machine() -> dict[str, Any]:
+def machine(device: Cuda) -> dict[str, Any]:
     """What the device is."""
     found = torch.cuda.get_device_properties(0)
     return {
@@ -34,7 +34,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def registered_memory() -> dict[str, Any]:
+def registered_memory(device: Cuda) -> dict[str, Any]:
     """Whether pages that CUDA is asked to pin are pinned; a sandbox may refuse, or accept and do nothing."""
     flat = torch.frombuffer(mmap.mmap(-1, 4 * MIB), dtype=torch.uint8)
     torch.cuda.init()
@@ -46,7 +46,7 @@ def registered_memory() -> dict[str, Any]:
     return {"code": code, "is_pinned": is_pinned}
 
 
-def capture_with_dropout() -> dict[str, Any]:
+def capture_with_dropout(device: Cuda) -> dict[str, Any]:
     """Whether replays of a step that recomputes dropout have the bits of the same steps in eager."""
     ends = {}
     for is_captured in (False, True):
@@ -77,7 +77,7 @@ def capture_with_dropout() -> dict[str, Any]:
     return {"same_bits": all(torch.equal(a, b) for a, b in zip(ends[False], ends[True], strict=True))}
 
 
-def attention() -> dict[str, Any]:
+def attention(device: Cuda) -> dict[str, Any]:
     """Which kernel attention takes."""
     kernels = {}
     for dtype in (torch.bfloat16, torch.float32):
@@ -90,12 +90,12 @@ def attention() -> dict[str, Any]:
     return kernels
 
 
-def copy_rates() -> dict[str, Any]:
+def copy_rates(device: Cuda) -> dict[str, Any]:
     """Bytes a second between the device and pinned memory, while the device is idle and while it computes."""
-    num_bytes = 256 * MIB
+    num_bytes, side = (MIB, 64) if device.is_dry else (256 * MIB, 8192)
     far = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     near = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    a = torch.randn(side, side, device="cuda", dtype=torch.bfloat16)
     stream = torch.cuda.Stream()
     rates = {}
     for load in ("idle", "busy"):
@@ -113,17 +113,17 @@ def copy_rates() -> dict[str, Any]:
             torch.cuda.synchronize()
             rates[f"{way}_{load}_bytes_per_second"] = 3 * num_bytes / (start.elapsed_time(end) * 1e-3)
     begin = perf_counter()
-    torch.empty(1024 * MIB, dtype=torch.uint8, pin_memory=True)
-    return {**rates, "pin_1gib_seconds": perf_counter() - begin}
+    torch.empty(4 * num_bytes, dtype=torch.uint8, pin_memory=True)
+    return {**rates, "pinned_bytes": 4 * num_bytes, "pin_seconds": perf_counter() - begin}
 
 
-def cpu() -> dict[str, Any]:
+def cpu(device: Cuda) -> dict[str, Any]:
     """What a dry run asks instead."""
     return {"threads": torch.get_num_threads()}
 
 
-PROBES: dict[str, Callable[[], dict[str, Any]]] = {
-    probe.__name__: probe for probe in (machine, registered_memory, capture_with_dropout, attention, copy_rates, cpu)
+PROBES: dict[str, Callable[[Cuda], dict[str, Any]]] = {
+    probe.__name__: probe for probe in (machine, copy_rates, registered_memory, capture_with_dropout, attention, cpu)
 }
 
 
@@ -134,7 +134,7 @@ def main() -> None:
     options = parser.parse_args()
     device = device_for(is_dry=options.dry_run)
     if options.job is not None:
-        answer([{**options.job, "answer": PROBES[options.job["probe"]]()}])
+        answer([{**options.job, "answer": PROBES[options.job["probe"]](device)}])
         return
     head = header(**device.header())
     jobs = Jobs(__file__, options, head)

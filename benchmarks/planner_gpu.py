@@ -71,7 +71,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int]]] = {
     "gpt2-1.5b": (partial(gpt2, n_embd=1600, n_layer=48, n_head=25), (4, 1024)),
     "bert-large": (bert_large, (16, 512)),
     "llama-1b": (llama_1b, (2, 2048)),
-    "tiny": (partial(gpt2, n_embd=64, n_layer=4, n_head=2, vocab_size=64, n_positions=64), (8, 64)),
+    "tiny": (partial(gpt2, n_embd=64, n_layer=6, n_head=2, vocab_size=64, n_positions=64), (4, 64)),
 }
 """How to build, with dropout as the model has it, and batch and tokens. The last one is for dry runs."""
 JOBS = [
@@ -231,7 +231,7 @@ def pareto(model: str, shares: list[float], turns: int, device: Cuda, *, has_oth
     yield row_of(plain)
     half = plain.row["allocator_peak_bytes"] // 2
     targets: list[tuple[str, Any, float]] = [(f"{share:.0%} of activations", f"{share:.0%}", share) for share in shares]
-    for target, budget, share in [*targets, (HALF_OF_PEAK, None, 0.5)]:
+    for target, budget, share in [(HALF_OF_PEAK, None, 0.5), *targets]:
         for offload, family in ((False, OURS), (True, WITH_OFFLOAD)):
             name = f"{target}{', offload' * offload}"
             begin = perf_counter()

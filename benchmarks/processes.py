@@ -16,6 +16,8 @@ from pathlib import Path
 from time import perf_counter
 
 _POLL_SECONDS = 0.5
+_FORKS = os.environ.get("BENCHMARKS_FORK") == "1"
+"""Fork also where there is a CUDA device: a simulated one survives that."""
 _Started = tuple[int, Callable[[float | None], int | None]]
 """A process's id, and what waits for its exit status: for some seconds, or to the end."""
 
@@ -51,7 +53,7 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
         out.touch()
-        pid, code_within = (_fork if is_forked else _start)(words, out, err, leads)
+        pid, code_within = (_fork if is_forked or _FORKS else _start)(words, out, err, leads)
         rest = ""
         with out.open(encoding="utf-8", errors="replace") as lines:
             code, is_over = None, False

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from capture_gpu import Step, captures_of, failure, model_of
+from capture_gpu import TINY, Step, captures_of, failure, model_of
 from device import Bytes, Cuda, device_for
 from jobs import Jobs, answer, arguments, cell
 from report import header, spread, table, write
@@ -38,12 +38,12 @@ from graphckpt.units import format_bytes, format_seconds
 
 # Legend: B batch, T tokens
 
-SHAPES: dict[str, dict[str, int]] = {
-    "gpt2": {"n_embd": 768, "n_layer": 12, "n_head": 12},  # 124 million parameters
-    "gpt-1.3b": {"n_embd": 2048, "n_layer": 24, "n_head": 16},
-}
 VOCABULARY = 50304
 """GPT-2's 50257, rounded up to a number that ranks can share."""
+SHAPES: dict[str, dict[str, int]] = {
+    "gpt2": {"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": VOCABULARY},  # 124 million parameters
+    "gpt-1.3b": {"n_embd": 2048, "n_layer": 24, "n_head": 16, "vocab_size": VOCABULARY},
+}
 RANK_SECONDS = 60
 
 
@@ -110,8 +110,8 @@ def measure(
             continue
         row: dict[str, Any] = {"model": model, "batch": batch, "tokens": tokens, "variant": variant, "kind": kind}
         pinned_bytes = device.count_pinned()
-        network = model_of(tokens, device, vocab_size=VOCABULARY, **(sizes or SHAPES[model])).to(torch.bfloat16)
-        ids_BT = torch.randint(VOCABULARY, (batch, tokens), device=device.kind)
+        network = model_of(tokens, device, **(sizes or SHAPES[model])).to(torch.bfloat16)
+        ids_BT = torch.randint(network.config.vocab_size, (batch, tokens), device=device.kind)
         around = nullcontext if policy is not None else OTHERS[variant](network)
         graph = Counted(network, policy or {}, capture, device)
 
@@ -179,8 +179,8 @@ def measure_rank(
     mesh = DeviceMesh.from_group(dist.group.WORLD, device.kind, mesh_dim_names=("tp",))
     for variant, fields in RANK_VARIANTS.items():
         row = {"model": model, "batch": batch, "tokens": tokens, "variant": variant, "ranks": num_ranks}
-        network = shard_model(model_of(tokens, device, vocab_size=VOCABULARY, **(sizes or SHAPES[model])), mesh)
-        ids_BT = torch.randint(VOCABULARY, (batch, tokens), device=device.kind)
+        network = shard_model(model_of(tokens, device, **(sizes or SHAPES[model])), mesh)
+        ids_BT = torch.randint(network.config.vocab_size, (batch, tokens), device=device.kind)
         partition = {} if fields is None else {"partition": Partition(mesh, RANK_SECONDS), **fields}
         with graphckpt.apply(network, {"transformer.h.*": partition}) as handle:
             for _ in range(warm_up):
@@ -188,6 +188,7 @@ def measure_rank(
             before = device.bytes_now().allocated
             hidden = network.transformer(input_ids=ids_BT).last_hidden_state
             row["layers_kept_bytes"] = device.bytes_now().allocated - before
+            hidden.square().mean().backward()  # without it a store holds the sources of its last copies
             del hidden
             before = device.bytes_now().allocated
             loss = network(input_ids=ids_BT, labels=ids_BT).loss
@@ -239,8 +240,8 @@ def main() -> None:
         return
     sizes: dict[str, int] = {}
     if options.dry_run:
-        options.models, options.tokens, options.batch, options.warm_up, options.steps = ["gpt2"], [8], 1, 4, 2
-        sizes = {"n_embd": 64, "n_layer": 2, "n_head": 2}
+        options.models, options.tokens, options.batch, options.warm_up, options.steps = ["gpt2"], [32], 1, 4, 2
+        sizes = TINY
     head = header(**device.header(), steps=options.steps, warm_up=options.warm_up)
     jobs = Jobs(__file__, options, head)
     for tokens in options.tokens:

@@ -84,7 +84,8 @@ class AutoPlan:
             step.captured.release()
             torch.cuda.empty_cache()
         with step.without_own_policies():
-            return plan_step(real, model, blocks, memory_budget, options, group, unchanged(step))
+            restoring = real.excluding_copies(unchanged(step))
+            return plan_step(real, model, blocks, memory_budget, options, group, restoring)
 
     def _find_blocks(self, options: PlanOptions) -> tuple[nn.Module, list[tuple[str, nn.Module]], PlanOptions]:
         step, model = self._step, _Roots(self._step.roots)

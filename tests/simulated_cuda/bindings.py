@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import importlib
 import importlib.abc
 import json
 import sys
@@ -202,6 +203,8 @@ def install(torch_c: Any) -> None:
         torch.cuda.default_generators = (torch.Generator("cuda"),)
         torch.cuda._get_device_properties = lambda index: properties
         torch.UntypedStorage.clone = clone_storage
+        collectives = importlib.import_module("simulated_cuda.collectives")  # imports torch, which is there now
+        collectives.install()
 
     def set_stream(stream_id: int, device_index: int, device_type: int) -> None:
         library.set_stream(stream_id)
@@ -254,6 +257,7 @@ def install(torch_c: Any) -> None:
         "_cuda_resetPeakMemoryStats": lambda index: library.memory_reset_peaks(),
         "_cuda_resetAccumulatedMemoryStats": lambda index: None,
         "_cuda_memorySnapshot": memory_snapshot,
+        "_cuda_record_memory_history": lambda *_: None,
         "_cuda_setMemoryFraction": set_fraction,
         "_cuda_hostMemoryStats": lambda: {"allocated_bytes": {"current": library.host_num_pinned_bytes()}},
         "_cuda_resetPeakHostMemoryStats": lambda: None,

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +34,65 @@ def test_captures(policy: str) -> None:
     assert rows["captured"]["capture"].startswith("cuda_graph, 1 capture, ")
 
 
-@pytest.mark.one_schedule("it starts processes, which run lazily")
-def test_rows_of_stores_come_from_processes_with_the_device(tmp_path: Path) -> None:
+def run(script: str, *words: str, **environment: str) -> None:
+    """Runs a benchmark in a process that has the device, in tiny sizes."""
     root = Path(__file__).parents[2]
     paths = [str(Path(__file__).parent / "site"), str(root / "tests"), str(root)]
-    words = [sys.executable, str(root / "benchmarks" / "stores_gpu.py"), "--dry-run", "--out", str(tmp_path)]
-    words += ["--variants", "plain", "full, offload", "offload all"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(root / "benchmarks" / script), "--dry-run", *words],
+        env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
-    results = json.loads((tmp_path / "stores_gpu.json").read_text())
-    rows = results["rows"]
+    assert "Traceback" not in done.stderr
+
+
+def rows_in(path: Path) -> list[dict[str, Any]]:
+    results = json.loads(path.read_text())
+    rows: list[dict[str, Any]] = results["rows"]
     assert "Simulated CUDA device" in results["header"]["device"]
-    assert len(rows) == 6
-    assert [row["failed"] for row in rows if "failed" in row] == []
-    assert max(row["pinned_bytes"] for row in rows) > 0
+    assert rows, path
+    assert [row for row in rows if "failed" in row] == [], path
+    return rows
+
+
+@pytest.mark.one_schedule("it starts processes, which run lazily")
+def test_rows_of_stores_come_from_processes_with_the_device(tmp_path: Path) -> None:
+    run("stores_gpu.py", "--out", str(tmp_path), "--variants", "full, offload")
+    rows = rows_in(tmp_path / "stores_gpu.json")
+    assert [row["kind"] for row in rows] == ["eager", "captured"]
+    assert min(row["pinned_bytes"] for row in rows) > 0
+
+
+@pytest.mark.one_schedule("it starts processes, which run lazily")
+def test_every_row_of_a_run_on_a_gpu_is_measured(tmp_path: Path) -> None:
+    """All steps of all parts, but for most of the tests, which run here by themselves."""
+    few_tests = "-p simulated_cuda.plugin -k test_gpu_clock"
+    words = ["--minutes", "60", "--out", str(tmp_path / "gpu"), "--archive", str(tmp_path / "all")]
+    run("gpu.py", *words, BENCHMARKS_FORK="1", PYTEST_ADDOPTS=few_tests)
+    out = tmp_path / "gpu"
+    steps = [json.loads(line) for path in out.glob("gpu_part_*.jsonl") for line in path.read_text().splitlines()]
+    ends = {row["step"]: row.get("failed") for row in steps if "step" in row}
+    assert len(ends) == 13
+    assert set(ends.values()) == {None}
+    rows = {path.stem: rows_in(path) for path in out.glob("*_gpu_*.json")} | {"": rows_in(out / "gpu_probe_probe.json")}
+    assert len(rows) == 10
+    captured = [
+        row for many in rows.values() for row in many if row.get("kind") == "captured" or row.get("is_captured")
+    ]
+    assert len(captured) > 10
+    assert all(row["capture"].startswith("cuda_graph, 1 capture, ") for row in captured)
+    losses = [row["loss"] for row in rows["stores_gpu_ranks"]]
+    assert len(losses) == 3
+    assert losses == losses[:1] * 3
+    assert all(row["kept_bytes"] > row["layers_kept_bytes"] > 0 for row in rows["stores_gpu_ranks"])
+    for row in rows["planner_gpu_plan"]:
+        assert "budget_bytes" not in row or row["allocator_peak_bytes"] <= row["budget_bytes"]
+    page = (out / "gpu.md").read_text()
+    assert ", 0 failed" in page
+    for line in page.partition("## Goals")[2].partition("## Tests")[0].splitlines():
+        assert "| - |" not in line.replace("  ", ""), line
+    with tarfile.open(tmp_path / "all.tar.gz") as archive:
+        assert "gpu/gpu.md" in archive.getnames()

@@ -19,6 +19,8 @@ from graphckpt.planning.device.op_costs import flops_of
 _MIB = 2**20
 _FEWEST_RUNS = 3
 _KERNELS = ("flash", "cudnn", "efficient")
+_SLOW_PRODUCT_SECONDS = 1e-3  # of 256 x 256 in float16; one of 4096 x 4096 would take 4 s
+_MAX_PRODUCTS = 64
 
 
 class DeviceBenchmark:
@@ -119,7 +121,7 @@ class CudaBenchmark(DeviceBenchmark):
     """The measurements of a CUDA device."""
 
     dtypes = ("float32", "tf32", "float64", "bfloat16", "float16")
-    sizes = (2048, 4096, 8192)
+    sizes: tuple[int, ...] = (2048, 4096, 8192)
     block_bytes = 512 * _MIB
     disk_bytes = 512 * _MIB
     rounding = 512
@@ -130,6 +132,9 @@ class CudaBenchmark(DeviceBenchmark):
         self.name = re.sub(r"[^a-z0-9]+", "-", properties.name.lower()).strip("-")
         self.capability = (properties.major, properties.minor)
         self._total = int(properties.total_memory)
+        small = torch.zeros(256, 256, dtype=torch.float16, device=device)
+        if self.time(lambda: small @ small) > _SLOW_PRODUCT_SECONDS:
+            self.sizes, self.block_bytes, self.disk_bytes = super().sizes, super().block_bytes, super().disk_bytes
 
     @property
     def memory_bytes(self) -> int:
@@ -151,13 +156,15 @@ class CudaBenchmark(DeviceBenchmark):
         here = torch.zeros(self.block_bytes, dtype=torch.uint8, pin_memory=True)
         a = torch.zeros(self.sizes[1], self.sizes[1], dtype=torch.float16, device=self.device)
         copies = torch.cuda.Stream(self.device)
+        copy_seconds = self.time(lambda: here.copy_(there, non_blocking=True))
+        num_products = min(_MAX_PRODUCTS, 1 + int(2 * copy_seconds / self.time(lambda: a @ a)))
         rates = []
         for target, source in ((here, there), (there, here)):
             taken = []
             for _ in range(_FEWEST_RUNS + 1):
                 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 self.wait()
-                for _ in range(64):
+                for _ in range(num_products):
                     a @ a  # keeps the device busy
                 with torch.cuda.stream(copies):
                     begin.record()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import final
 
 import torch
@@ -50,6 +50,7 @@ class RealStep:
         self._optimizers: dict[int, Optimizer] = {}
         self._parts: dict[str, PartitionStore] = {}
         """By option: what the ranks have compared holds for blocks that save equal tensors."""
+        self._copy_bytes = 0
 
     @property
     def device_name(self) -> str:
@@ -116,27 +117,53 @@ class RealStep:
     def peak(self) -> int:
         """Returns the peak of live bytes during a step.
 
-        On CUDA it is the allocator's, with earlier allocations and temporaries of ops; elsewhere it is counted as
-        in the traced runs.
+        On CUDA it is the allocator's, with earlier allocations and temporaries of ops, but without the copies from
+        which the step is restored; elsewhere it is counted as in the traced runs.
         """
         with on_optimizer_step(self._remember):
             self._step_fn()
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
                 self._step_fn()
-                return int(torch.cuda.max_memory_allocated(self.device))
+                return int(torch.cuda.max_memory_allocated(self.device)) - self._copy_bytes
             trace = self._trace()
             with trace:
                 self._step_fn()
         return trace.peak_bytes
 
-    @contextmanager
-    def restoring(self) -> Iterator[None]:
+    def restoring(self) -> AbstractContextManager[None]:
         """Restores parameters, buffers, gradients, optimizers and random state at the end."""
+        return self.excluding_copies(self._restoring())
+
+    @contextmanager
+    def excluding_copies(self, restoring: AbstractContextManager[None]) -> Iterator[None]:
+        """Enters ``restoring``; what that allocates, to restore the step at its end, is not counted in peaks within."""
+        with ExitStack() as stack:
+            with self._copying():
+                stack.enter_context(restoring)
+            yield
+        self._copy_bytes = 0
+
+    @contextmanager
+    def _copying(self) -> Iterator[None]:
+        before = self._allocated_bytes()
+        yield
+        self._copy_bytes += self._allocated_bytes() - before
+
+    def _allocated_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+
+    @contextmanager
+    def _restoring(self) -> Iterator[None]:
         state = TrainingState(self._model_tensors())
         gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in self._model.parameters()]
+
+        def add(optimizer: Optimizer) -> None:
+            with self._copying():
+                state.add(optimizer)
+
         try:
-            with on_optimizer_step(state.add):
+            with on_optimizer_step(add):
                 yield
         finally:
             with torch.no_grad():
