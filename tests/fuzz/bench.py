@@ -78,7 +78,8 @@ class Bench:
         if DEVICE.type == "cuda":
             self.see("RNG state of the device", torch.cuda.get_rng_state())
         self.see("RNG state of Python", str(random.getstate()))
-        self.see("RNG state of NumPy", [str(part) for part in np.random.get_state()[1:]])  # noqa: NPY002
+        _, key, *place = np.random.get_state()  # noqa: NPY002
+        self.see("RNG state of NumPy", [key.tobytes().hex(), *map(str, place)])
 
 
 def frozen(value: Any) -> Any:
