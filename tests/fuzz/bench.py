@@ -78,7 +78,8 @@ class Bench:
         if DEVICE.type == "cuda":
             self.see("RNG state of the device", torch.cuda.get_rng_state())
         self.see("RNG state of Python", str(random.getstate()))
-        self.see("RNG state of NumPy", [str(part) for part in np.random.get_state()[1:]])  # noqa: NPY002
+        _, key, *place = np.random.get_state()  # noqa: NPY002
+        self.see("RNG state of NumPy", [key.tobytes().hex(), *map(str, place)])
 
 
 def frozen(value: Any) -> Any:
@@ -157,6 +158,7 @@ def run(
             if isinstance(value, Tensor) and value.grad_fn is not None:
                 setattr(module, key, value.detach())
     del model, handle, bench, optimizer
+    _end_work()
     return seen | {"left behind": left_behind(stores)}
 
 
@@ -167,7 +169,8 @@ class Captured(graphckpt.Graph):
         super().__init__()
         self.model = model
         parameters = [p for p in model.parameters() if p.requires_grad]
-        self.add_optimizer(torch.optim.SGD(parameters, lr=0.05, momentum=0.5, fused=True))
+        rate = torch.tensor(0.05, device=DEVICE)  # as a capture has it; a float has other bits for float64 parameters
+        self.add_optimizer(torch.optim.SGD(parameters, lr=rate, momentum=0.5, fused=True))
         self.config.capture = capture
 
     def build(self, x: Tensor) -> Tensor:
@@ -187,4 +190,12 @@ def run_captured(make_model: Callable[[], nn.Module], rules: dict[str, Any] | No
     seen["RNG state of the device"] = torch.cuda.get_rng_state()
     if handle is not None:
         handle.remove()
+    del model, handle, graph
+    _end_work()
     return seen
+
+
+def _end_work() -> None:
+    """Raises the errors of work that a device has not done yet."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()

@@ -105,7 +105,7 @@ class Autocasted(nn.Module):
         self.enabled = enabled
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.enabled):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.enabled):
             y = self.inner(x)
         return y.to(x.dtype)
 

@@ -38,7 +38,7 @@ import torch
 
 from fuzz.apart import execute_apart
 from fuzz.execute import Outcome, execute, execute_captured
-from fuzz.programme import CONTAINERS, LAYERS, RULES, SHAPES, Programme, generate, nodes
+from fuzz.programme import CONTAINERS, LAYERS, RULES, SHAPES, Programme, generate, is_left_out, nodes
 from fuzz.script import script_of
 from fuzz.shrink import shrink
 
@@ -56,11 +56,11 @@ def main() -> int:
         for kinds in (LAYERS, CONTAINERS, SHAPES):
             kinds.pop(name, None)  # type: ignore[attr-defined]
         RULES[:] = [rule for rule in RULES if name.lower() not in rule.lower()]
-    run = execute_captured if arguments.captured else execute
+    how = execute_captured if arguments.captured else execute
     if arguments.worker:
-        return _work(*arguments.worker, minutes=arguments.minutes, run=run)
+        return _work(*arguments.worker, minutes=arguments.minutes, execute=how)
     if arguments.seed is not None:
-        return _run_one(arguments.seed, run)
+        return _run_one(arguments.seed, partial(_run_scheduled, arguments.seed, how))
     return _Run(arguments).run()
 
 
@@ -119,11 +119,9 @@ class _Run:
         arguments = self._arguments
         until = None if arguments.minutes is None else time.monotonic() + 60 * arguments.minutes
         while seed < end and (until is None or time.monotonic() < until):
-            words = [sys.executable, __file__, "--device", arguments.device, *["--captured"] * arguments.captured]
-            words += ["--worker", str(seed), str(end), str(arguments.workers)]
+            words = self._command("--worker", str(seed), str(end), str(arguments.workers))
             if until is not None:
                 words += ["--minutes", str((until - time.monotonic()) / 60)]
-            words += ["--without", *arguments.without]
             with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as worker:
                 assert worker.stdout is not None
                 assert worker.stderr is not None
@@ -137,11 +135,19 @@ class _Run:
             if worker.returncode and not is_running:
                 raise RuntimeError(error)
             if is_running:
-                script = error + _shrunk_apart(seed, arguments.device, arguments.without)
+                script = error + self._shrunk_apart(seed)
                 self._note({"seed": seed, "kind": "died", "key": "died", "script": script})
             elif not worker.returncode:
                 return
             seed += arguments.workers
+
+    def _command(self, *words: str) -> list[str]:
+        arguments = self._arguments
+        settings = ["--device", arguments.device, *["--captured"] * arguments.captured, "--without", *arguments.without]
+        return [sys.executable, __file__, *settings, *words]
+
+    def _shrunk_apart(self, seed: int) -> str:
+        return subprocess.run(self._command("--seed", str(seed)), capture_output=True, text=True, check=False).stdout
 
     def _note(self, told: dict[str, Any]) -> None:
         with self._lock:
@@ -163,15 +169,14 @@ class _Run:
                 print(f"seed {told['seed']}: {told['key']}", flush=True)
 
 
-def _work(seed: int, end: int, stride: int, *, minutes: float | None, run: Run) -> int:
+def _work(seed: int, end: int, stride: int, *, minutes: float | None, execute: Run) -> int:
     """Runs seeds, and writes a line before and after each."""
     until = None if minutes is None else time.monotonic() + 60 * minutes
     faulthandler.enable()
     while seed < end and (until is None or time.monotonic() < until):
         print(json.dumps({"seed": seed}), flush=True)
         faulthandler.dump_traceback_later(_SECONDS, exit=True)
-        programme = generate(seed)
-        _schedule(seed)
+        programme, run = generate(seed), partial(_run_scheduled, seed, execute)
         outcome = run(programme)
         told = {"seed": seed, "kind": outcome.kind, "family": outcome.where if outcome.kind == "documented" else ""}
         if outcome.failed:
@@ -185,10 +190,13 @@ def _work(seed: int, end: int, stride: int, *, minutes: float | None, run: Run) 
     os._exit(0)  # threads of stores that a failure has left need not be waited for
 
 
-def _schedule(seed: int) -> None:
-    """Chooses the schedule of a seed, if the device is simulated."""
+def _run_scheduled(seed: int, execute: Run, programme: Programme) -> Outcome:
+    """Runs a programme under the schedule of a seed, from its beginning, if the device is simulated."""
     if os.environ.get("FUZZ_DEVICE") == "cuda":
+        if is_left_out(programme):  # a smaller one of a programme that fails
+            return Outcome("invalid", "left out on CUDA")
         use_schedule(("lazy", "eager", f"random:{seed}", f"random:{seed + 1}")[seed % 4])
+    return execute(programme)
 
 
 def _shrunk(programme: Programme, outcome: Outcome, run: Run) -> tuple[Programme, Outcome]:
@@ -208,7 +216,6 @@ def _key(programme: Programme, outcome: Outcome) -> str:
 def _run_one(seed: int, run: Run) -> int:
     """Runs one seed, each programme in a process of its own."""
     programme = generate(seed)
-    _schedule(seed)
     outcome = execute_apart(programme, seconds=_SECONDS, execute=run)
     print(f"seed {seed}: {json.dumps(asdict(outcome))}")
     if not outcome.failed:
@@ -218,11 +225,6 @@ def _run_one(seed: int, run: Run) -> int:
     small = shrink(programme, lambda p: apart(p).is_like(outcome), most=150 if died else 500)
     print(f"\n{script_of(small, apart(small), f'seed {seed}')}")
     return 1
-
-
-def _shrunk_apart(seed: int, device: str, without: list[str]) -> str:
-    words = [sys.executable, __file__, "--device", device, "--seed", str(seed), "--without", *without]
-    return subprocess.run(words, capture_output=True, text=True, check=False).stdout
 
 
 if __name__ == "__main__":

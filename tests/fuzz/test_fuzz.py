@@ -16,7 +16,7 @@ from helpers.thinning import slow_unless
 from fuzz.apart import execute_apart
 from fuzz.documented import DOCUMENTED, family_of
 from fuzz.execute import Outcome, execute
-from fuzz.programme import CONTAINERS, LAYERS, NAMES, SHAPES, Node, Programme, Step, generate, nodes
+from fuzz.programme import CONTAINERS, LAYERS, NAMES, SHAPES, Node, Programme, Step, generate, is_left_out, nodes
 from fuzz.script import script_of
 from fuzz.shrink import shrink
 from graphckpt.errors import MutatedError, RecomputeError
@@ -97,6 +97,29 @@ def test_workers_share_the_seeds_of_a_run() -> None:
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "\n6 programmes in " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("root", "step", "is_out"),
+    [
+        (Node("GradInside", "", (), FULL), Step("plain", autocast=True), True),
+        (Node("GradInside", "", (), FULL), Step("plain"), False),
+        (Node("GradInside", "", (), (("linear", FULL[0][1]),)), Step("plain", autocast=True), False),
+        (Node("Autocasted", "", (Node("GradOfChildren", "", (Node("Linear"),)),), FULL), Step("plain"), True),
+        (Node("GradOfChildren", "", (Node("Linear", "", (), FULL),)), Step("plain", autocast=True), False),
+        (Node("DropIn", "", (Node("GradInside"),)), Step("plain", autocast=True), True),
+        (Node("Activation", "'RReLU'"), Step("saved_as_copies"), True),
+        (Node("Activation", "'RReLU'"), Step("plain"), False),
+    ],
+)
+def test_what_is_left_out_on_a_device(root: Node, step: Step, is_out: bool) -> None:
+    assert is_left_out(Programme(Node("Chain", "", (root,)), (step,))) is is_out
+
+
+def test_what_is_left_out_stands_in_the_documentation() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "limits.md").read_text(encoding="utf-8")
+    assert "runs a backward in its own forward under CUDA's autocast" in text
+    assert "autograd hands its noise to the store before it is drawn" in text
 
 
 def test_documented_refusals_stand_in_the_documentation() -> None:

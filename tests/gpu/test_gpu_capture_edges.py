@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import graphckpt
 from graphckpt import Graph, GraphError
 from graphckpt.stores import Host
 from graphckpt.stores.streams import streams_of
@@ -226,3 +227,23 @@ def test_states_of_a_deleted_graph_are_not_reused_during_its_last_replay() -> No
     with torch.cuda.stream(own):
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
     del junk
+
+
+def test_host_memory_of_a_deleted_graph_stays_pinned_during_its_last_replay() -> None:
+    """The copies of a replay run on the stream that replays it, and not on those that a store has for copies."""
+    model, plain = model_of(layers), model_of(layers)
+    eager = Train(plain, "eager")
+    handle = graphckpt.apply(model, {"0": {"offload": True}})
+    graph = Train(model)
+    x = [batch(seed) for seed in range(5)]
+    torch.cuda.synchronize()
+    for each in x:
+        graph(each)
+    assert captures(graph).num_replays == 2
+    handle.remove()
+    del graph
+    gc.collect()
+    torch.cuda.synchronize()  # raises if a copy has found no pinned memory
+    for each in x:
+        eager(each)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))

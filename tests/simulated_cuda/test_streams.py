@@ -343,6 +343,21 @@ def test_random_numbers_come_from_seed_and_offset(schedule: str) -> None:
     assert torch.equal(torch.rand(8, device="cuda", generator=own), first)
 
 
+def test_bits_do_not_depend_on_the_threads_of_the_host() -> None:
+    x, weight, grad = (torch.randn(*shape, device="cuda") for shape in ((4, 1, 64), (2, 1, 3), (4, 2, 64)))
+    results = []
+    num_threads = torch.get_num_threads()
+    try:
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            slope = torch.nn.grad.conv1d_weight(x, weight.shape, grad, padding=1)
+            results.append((slope.cpu(), torch.linspace(0, 1, 10**5, device="cuda").sum().cpu()))
+            assert torch.get_num_threads() == number
+    finally:
+        torch.set_num_threads(num_threads)
+    assert all(map(torch.equal, *results))
+
+
 def test_nothing_warns() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -132,8 +132,8 @@ class CudaCopyEngine(CopyEngine):
     def __init__(self, device: torch.device, note: Callable[[str], None]) -> None:
         self._device = device
         self._note = note
-        streams = streams_of(device)
-        self._offload_stream, self._reload_stream = streams.offload, streams.reload
+        self._streams = streams_of(device)
+        self._offload_stream, self._reload_stream = self._streams.offload, self._streams.reload
         self._fork = torch.cuda.Event()
         self._idle: list[torch.cuda.Event] = []
         self._copying: list[tuple[_StreamTimer, Traffic]] = []
@@ -192,9 +192,14 @@ class CudaCopyEngine(CopyEngine):
         self._waiting.clear()
 
     def synchronize(self) -> None:
-        """Synchronizes both streams."""
-        self._offload_stream.synchronize()
-        self._reload_stream.synchronize()
+        """Synchronizes the streams that copy.
+
+        The copies of a captured step are part of its replay, on the stream that replays: the stream of the capture is
+        behind those of graphckpt, and whoever replays a capture made by hand does so on the current stream as a rule.
+        """
+        current = torch.cuda.current_stream(self._device)
+        for stream in (self._offload_stream, self._reload_stream, self._streams.capture, current):
+            stream.synchronize()
 
     def _issue(
         self, stream: torch.cuda.Stream, source: torch.Tensor, target: torch.Tensor, traffic: Traffic | None

@@ -16,6 +16,7 @@
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/op_registration/op_registration.h>
 #include <ATen/native/Resize.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -291,6 +292,18 @@ void run_on_cpu(const c10::OperatorHandle& op, Stack& stack) {
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
 }
 
+// One thread of the CPU computes, whichever thread of the host comes to run a task, and however many threads that is to
+// use: sums of several threads have other bits.
+struct OneThread {
+  int num_before = at::get_num_threads();
+  OneThread() {
+    if (num_before != 1) at::set_num_threads(1);
+  }
+  ~OneThread() {
+    if (num_before != 1) at::set_num_threads(num_before);
+  }
+};
+
 // The arguments of an op as its CPU kernel gets them, and its part of the random numbers.
 struct Call {
   c10::OperatorHandle op;
@@ -300,6 +313,7 @@ struct Call {
 
   Stack run(const Launch& launch) const {
     BelowModes guard;
+    OneThread one_thread;
     at::NoGradGuard no_grad;
     Stack stack = arguments;
     if (!random) {
