@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +25,13 @@ from graphckpt.stores.streams import streams_of
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation"),
-    pytest.mark.filterwarnings("ignore:.*non-deterministic algorithm"),
+    pytest.mark.usefixtures("deterministic"),
     pytest.mark.filterwarnings("ignore:This instance was constructed with capturable=True"),
 ]
 
 D = 64
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 SetUp = Callable[["Train"], None]
-
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    """Bitwise comparisons need kernels without atomics."""
-    torch.use_deterministic_algorithms(mode=True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(mode=False)
 
 
 class Block(nn.Module):

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.hard_modules import ZOO, chain, differing, plain_steps, run_steps
 from torch import nn
 
 import graphckpt
-from graphckpt import Segments, Selective
+from graphckpt import Segments
 from graphckpt.stores import Disk, Host, TensorGroup
 from graphckpt.stores.host.host import HostStore
 from graphckpt.stores.host.pinned import pin
@@ -21,30 +20,12 @@ from graphckpt.stores.streams import streams_of
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation"),
-    pytest.mark.filterwarnings("ignore:.*non-deterministic algorithm"),  # attention's backward says so once a process
+    pytest.mark.usefixtures("deterministic"),
     pytest.mark.filterwarnings("ignore:offload to 'disk' saves"),  # where the temporary folder is in memory
 ]
 
 MIB = 2**20
 COUNTS = "it counts bytes, whatever the order of work"
-
-WHERE: dict[str, dict[str, Any]] = {
-    "cpu": {"offload": True},
-    "cpu, nothing in flight": {"offload": Host(in_flight_bytes=0)},
-    "disk": {"offload": "disk"},
-    "slab": {"contiguous": True},
-    "cpu and slab": {"offload": True, "contiguous": True},
-}
-RULES: dict[str, Any] = {"all that is saved": None, "full": True, "selective": Selective("matmul")}
-
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    """Bitwise comparisons need kernels without atomics."""
-    torch.use_deterministic_algorithms(mode=True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(mode=False)
 
 
 class Pinned:
@@ -213,19 +194,6 @@ def test_another_compute_stream(pinned: Pinned) -> None:
 
 
 # --- as a user sets it
-
-
-@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", [k for k in ZOO if k not in ("rnn", "lstm", "gru")])  # cuDNN's are not deterministic
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation")
-def test_same_bits_as_the_plain_step(where: str, rule: str, kind: str, autocast: bool) -> None:
-    plain = plain_steps(kind, autocast=autocast, device="cuda")
-    model = chain(kind).cuda()
-    fields = {**WHERE[where], "activation_checkpointing": RULES[rule], "min_elements": 1}
-    with graphckpt.apply(model, {"[123]": fields}):
-        assert differing(run_steps(model, autocast=autocast, device="cuda"), plain) == []
 
 
 def wide_chain(length: int = 8) -> nn.Sequential:
