@@ -32,11 +32,13 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest $(XDIST)
 
 unit: $(INSTALLED)
 	$(PYTEST)
-	$(SIMULATED) $(addprefix tests/simulated_cuda/test_,streams.py capture.py planted.py) tests/gpu/test_gpu_capture_edges.py
+	$(SIMULATED) $(FAST_SIMULATED)
 
 # A CUDA device simulated on the CPU, built with g++ at first use: see CONTRIBUTING.md. Without g++ its tests do not run,
 # unless GRAPHCKPT_REQUIRE_SIMULATED_CUDA=1 makes that an error.
 SIMULATED := PYTHONPATH=tests $(PYTEST) -p simulated_cuda.plugin -m "gpu and not slow"
+FAST_SIMULATED := $(addprefix tests/simulated_cuda/test_,streams.py capture.py planted.py) \
+    tests/gpu/test_gpu_capture_edges.py tests/capture tests/stores/test_host.py tests/stores/test_host_blocks.py
 SCHEDULES ?= lazy eager random:0 random:1
 simulated-gpu: $(INSTALLED)
 	$(SIMULATED) tests/simulated_cuda

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -92,36 +91,6 @@ def group(number: int) -> TensorGroup:
 def data(num_bytes: int, seed: int) -> torch.Tensor:
     generator = torch.Generator("cuda").manual_seed(seed)
     return torch.randint(256, (num_bytes,), dtype=torch.uint8, device="cuda", generator=generator)
-
-
-@pytest.mark.parametrize("in_flight_bytes", [None, 0, 3 * MIB])
-def test_no_race_in_200_random_steps(pinned: Pinned, in_flight_bytes: int | None) -> None:
-    """Memory that is let go is overwritten at once by whatever the allocator gives it to next."""
-    dice = random.Random(f"{in_flight_bytes}")
-    place = place_on_cuda(in_flight_bytes)
-    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    for _ in range(200):
-        place.begin_step()
-        kept: list[tuple[Any, TensorGroup, int, int]] = []
-        for number in range(dice.randint(1, 5)):
-            block = group(number)
-            for _ in range(dice.randint(0, 3)):
-                size, seed = dice.choice((1, 4097, MIB, 2 * MIB + 3)), dice.randrange(2**30)
-                kept.append((place.put(data(size, seed), block), block, size, seed))
-                torch.full((size,), 0x5A, dtype=torch.uint8, device="cuda")
-            place.close_group(block)
-            torch.full((2 * MIB + 3,), 0x5A, dtype=torch.uint8, device="cuda")
-        dice.shuffle(kept)
-        while kept:
-            if dice.random() < 0.5:
-                place.prefetch([handle for handle, *_ in kept[-3:]], kept[-1][1])
-            handle, block, size, seed = kept.pop()
-            torch.full((size,), 0x5A, dtype=torch.uint8, device="cuda")
-            if dice.random() < 0.9:
-                wrong += (place.get(handle, block) != data(size, seed)).sum()
-            place.free(handle)
-    assert wrong.item() == 0
-    place.close()
 
 
 def test_memory_is_pinned_and_as_big_as_the_step(pinned: Pinned) -> None:
@@ -253,7 +222,11 @@ def test_nothing_is_pinned_after_the_second_step(pinned: Pinned) -> None:
             model(x).sum().backward()
             if step == 1:
                 calls, alive = pinned.num_calls, dict(pinned.alive)
-        assert (pinned.num_calls, pinned.alive) == (calls, alive)
+        model(x)
+        with torch.no_grad():
+            model(x[:99])
+        model(x[:16]).sum().backward()
+        assert (pinned.num_calls, pinned.alive) == (calls, alive), "a smaller step fits"
 
 
 @pytest.mark.serial
