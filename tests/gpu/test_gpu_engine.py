@@ -29,7 +29,7 @@ def allocated_after_forward(model: nn.Module, x: torch.Tensor) -> tuple[int, int
     return after - before, torch.cuda.max_memory_allocated() - before
 
 
-def wide_chain(width: int = 512) -> nn.Sequential:
+def wide_chain(width: int = 128) -> nn.Sequential:
     torch.manual_seed(0)
     parts = [(nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * width, width)) for _ in range(8)]
     return nn.Sequential(*(nn.Sequential(*layers) for layers in parts)).cuda()
@@ -38,7 +38,7 @@ def wide_chain(width: int = 512) -> nn.Sequential:
 @pytest.mark.one_schedule("it counts bytes, whatever the order of work")
 @pytest.mark.parametrize("rules", [{"[0-7]": True}, {"[0-7]": Selective("matmul")}, {"": Segments("sqrt")}])
 def test_the_allocator_confirms_what_explain_says(rules: dict[str, Any]) -> None:
-    x = torch.randn(256, 512, device="cuda")
+    x = torch.randn(256, 128, device="cuda")
     plain_kept, plain_peak = allocated_after_forward(wide_chain(), x)
     model = wide_chain()
     with graphckpt.apply(model, rules) as handle:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,9 @@ from torch import nn
 
 import graphckpt
 from graphckpt import Segments
-from graphckpt.stores import Disk, Host, TensorGroup
+from graphckpt.errors import StoreError
+from graphckpt.stores import Disk, Host, Placement, TensorGroup
+from graphckpt.stores.disk.transfer import CHUNK
 from graphckpt.stores.host.host import HostStore
 from graphckpt.stores.host.pinned import pin
 from graphckpt.stores.streams import streams_of
@@ -24,6 +28,7 @@ pytestmark = [
 ]
 
 MIB = 2**20
+D = 128  # width
 COUNTS = "it counts bytes, whatever the order of work"
 
 
@@ -162,12 +167,57 @@ def test_another_compute_stream(pinned: Pinned) -> None:
     place.close()
 
 
+# --- the disk by itself
+
+
+def store_on_disk(folder: Path) -> Any:
+    return Placement(offload=Disk(str(folder)), min_elements=0).store
+
+
+def put(store: Any, tensor: torch.Tensor, block: str = "h.0") -> Any:
+    opened = store.open_group(TensorGroup(block, list, print))
+    key = store.put(tensor, opened)
+    store.close_group(opened)
+    return key
+
+
+def test_one_chunk_is_pinned_for_all_that_goes_to_disk(pinned: Pinned, tmp_path: Path) -> None:
+    store = store_on_disk(tmp_path)
+    sizes = (5000, CHUNK + 5000, 10)
+    keys = [put(store, data(size, seed)) for seed, size in enumerate(sizes)]
+    for seed in (2, 1, 0):
+        torch.full((sizes[seed],), 0x5A, dtype=torch.uint8, device="cuda")
+        assert torch.equal(store.get(keys[seed]), data(sizes[seed], seed))
+    assert list(pinned.alive.values()) == [CHUNK]
+    del keys
+    store.close()
+
+
+def test_bytes_from_disk_on_another_stream(tmp_path: Path) -> None:
+    """They come in memory of the stream that they were prefetched on."""
+    store, side = store_on_disk(tmp_path), torch.cuda.Stream()
+    keys = [put(store, data(5000, seed), f"h.{seed}") for seed in range(3)]
+    store.get(keys[2])  # prefetches the one before
+    with torch.cuda.stream(side):
+        for seed in (1, 0):
+            assert torch.equal(store.get(keys[seed]), data(5000, seed))
+    del keys
+    store.close()
+
+
+def test_memory_for_the_disk_that_cannot_be_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
+    with pytest.raises(StoreError, match=r"h.7: offload: .*failed \(CUDA error 2\).*fix: lower Disk"):
+        put(store_on_disk(tmp_path), data(5000, 0), "h.7")
+    assert not list(tmp_path.iterdir())
+
+
 # --- as a user sets it
 
 
 def wide_chain(length: int = 8) -> nn.Sequential:
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(length)]
+    layers = [nn.Sequential(nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D)) for _ in range(length)]
     return nn.Sequential(*layers).cuda()
 
 
@@ -188,7 +238,7 @@ def allocated(model: nn.Module, x: torch.Tensor) -> tuple[int, int]:
 @pytest.mark.parametrize("rule", [None, True, Segments("sqrt")], ids=["all that is saved", "full", "segments"])
 def test_the_allocator_confirms_what_explain_says(pinned: Pinned, rule: Any) -> None:
     """But for the last block, whose copies are under way when forward ends: with nothing in flight, to the byte."""
-    x = torch.randn(1024, 512, device="cuda")
+    x = torch.randn(256, D, device="cuda")
     plain_kept, plain_peak = allocated(wide_chain(), x)
     model = wide_chain()
     fields = {"activation_checkpointing": rule, "offload": Host(in_flight_bytes=0)}
@@ -203,7 +253,7 @@ def test_the_allocator_confirms_what_explain_says(pinned: Pinned, rule: Any) -> 
 
 @pytest.mark.one_schedule(COUNTS)
 def test_in_flight_is_one_block(pinned: Pinned) -> None:
-    x = torch.randn(4096, 512, device="cuda")
+    x = torch.randn(1024, D, device="cuda")
     kept = {}
     for bound in (None, 0):
         model = wide_chain()
@@ -216,7 +266,7 @@ def test_in_flight_is_one_block(pinned: Pinned) -> None:
 @pytest.mark.one_schedule(COUNTS)
 def test_nothing_is_pinned_after_the_second_step(pinned: Pinned) -> None:
     model = wide_chain()
-    x = torch.randn(256, 512, device="cuda")
+    x = torch.randn(128, D, device="cuda")
     with graphckpt.apply(model, {"[0-7]": {"activation_checkpointing": True, "offload": True}}):
         for step in range(20):
             model(x).sum().backward()
@@ -233,7 +283,7 @@ def test_nothing_is_pinned_after_the_second_step(pinned: Pinned) -> None:
 @pytest.mark.one_schedule(COUNTS)
 def test_device_memory_does_not_grow(pinned: Pinned) -> None:
     model = wide_chain()
-    x = torch.randn(256, 512, device="cuda")
+    x = torch.randn(128, D, device="cuda")
     with graphckpt.apply(model, {"[0-7]": {"offload": True}}):
         for step in range(100):
             model(x).sum().backward()
@@ -250,7 +300,7 @@ def test_a_whole_step_in_a_cuda_graph(pinned: Pinned, bound: int | None, rule: A
     """Captured by hand: nothing is pinned in it, it needs less memory than without offload, replays give the bits."""
 
     def captured(model: nn.Module) -> tuple[torch.cuda.CUDAGraph, torch.Tensor, int]:
-        static = torch.randn(1024, 512, device="cuda")
+        static = torch.randn(256, D, device="cuda")
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -277,7 +327,7 @@ def test_a_whole_step_in_a_cuda_graph(pinned: Pinned, bound: int | None, rule: A
         assert our_peak < plain_peak
         for seed in range(5):
             torch.manual_seed(seed)
-            x = torch.randn(1024, 512, device="cuda")
+            x = torch.randn(256, D, device="cuda")
             plain_input.copy_(x)
             our_input.copy_(x)
             plain_graph.replay()
