@@ -32,15 +32,18 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest $(XDIST)
 
 unit: $(INSTALLED)
 	$(PYTEST)
-	$(SIMULATED) $(addprefix tests/simulated_cuda/test_,streams.py capture.py planted.py) tests/gpu/test_gpu_capture_edges.py
+	$(SIMULATED) $(FAST_SIMULATED)
 
 # A CUDA device simulated on the CPU, built with g++ at first use: see CONTRIBUTING.md. Without g++ its tests do not run,
 # unless GRAPHCKPT_REQUIRE_SIMULATED_CUDA=1 makes that an error.
 SIMULATED := PYTHONPATH=tests $(PYTEST) -p simulated_cuda.plugin -m "gpu and not slow"
+FAST_SIMULATED := $(addprefix tests/simulated_cuda/test_,streams.py capture.py planted.py) \
+    tests/gpu/test_gpu_capture_edges.py tests/capture tests/stores/test_host.py tests/stores/test_host_blocks.py \
+    tests/train/test_train_prefetch.py
 SCHEDULES ?= lazy eager random:0 random:1
 simulated-gpu: $(INSTALLED)
 	$(SIMULATED) tests/simulated_cuda
-	for schedule in $(SCHEDULES); do $(SIMULATED) --schedule $$schedule tests/gpu || exit 1; done
+	for schedule in $(SCHEDULES); do $(SIMULATED) --schedule $$schedule --ignore tests/simulated_cuda || exit 1; done
 
 slow: $(INSTALLED)
 	$(PYTEST) -m slow
@@ -63,7 +66,9 @@ LOWEST_TORCH ?= 2.13.0
 LOWEST_WARNINGS := -W 'ignore:`torch.jit.script`:DeprecationWarning'
 lowest: $(LOWEST)/.installed
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/pytest $(XDIST) -m "not slow or multi_process" $(LOWEST_WARNINGS) $(LOWEST_TESTS)
-LOWEST_TESTS ?= tests/capture tests/graph tests/integrations tests/blocks/test_blocks_rival.py \
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(LOWEST)/bin/pytest $(XDIST) -p simulated_cuda.plugin -m "gpu and not slow" \
+	    $(LOWEST_WARNINGS) tests/capture
+LOWEST_TESTS ?= tests/graph tests/integrations tests/blocks/test_blocks_rival.py \
     tests/rules/test_rule_backward.py tests/rules/test_rule_architectures.py
 
 $(LOWEST)/.installed: pyproject.toml constraints-lowest.txt

@@ -111,12 +111,9 @@ def words_of(step: Step, options: argparse.Namespace, seconds: float, device: Cu
 
 def pytest_words(step: Step, options: argparse.Namespace, device: Cuda) -> list[str]:
     """Returns what pytest is called with: tests that time, or count reserved memory, run with nothing beside them."""
-    # Without a device no test of it is collected; a dry run takes those that import them.
-    tests = "tests/gpu" if device.kind == "cuda" else "tests/test_gpu_files.py"
-    words = [str(ROOT / tests), "-q", "-W", "default", "-p", "pytest_rows", "-p", "no:cacheprovider"]
+    words = [str(ROOT / "tests"), "-q", "-W", "default", "-p", "pytest_rows", "-p", "no:cacheprovider"]
     words += ["--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
-    words += ["-m", f"not slow and {'not ' * (step.name == 'tests')}serial"]
-    words += ["-k", "imported"] * (device.kind == "cpu")
+    words += ["-m", f"gpu and not slow and {'not ' * (step.name == 'tests')}serial"]
     if importlib.util.find_spec("xdist") is not None:  # a worker ends with an error that its device does not get over
         num_workers = 1 if options.dry_run or step.name == "serial_tests" else os.cpu_count() or 1
         words += ["-n", str(num_workers), "--max-worker-restart", "20"]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 import torch
 from helpers.architectures import ARCHITECTURES, Architecture
-from helpers.fake_capture import TapeCopies, TapeRunner
-from helpers.thread_copies import FakeHost
+from helpers.captured_steps import adamw, same
 from torch import Tensor, nn
 from transformers import masking_utils
 
 from graphckpt import Graph
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
 MODELS = [a for a in ARCHITECTURES if a.name in ("gpt2", "llama", "bert", "t5")]
 
@@ -22,7 +24,7 @@ class Train(Graph):
         super().__init__()
         self.model = model
         self.loss = architecture.loss
-        self.add_optimizer(torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01), fused=True))
+        self.add_optimizer(adamw(model))
         self.config.capture = capture
 
     def build(self, inputs: dict[str, Any]) -> Tensor:
@@ -46,17 +48,25 @@ def masks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def inputs_of(architecture: Architecture, more: Any) -> dict[str, Any]:
-    inputs = architecture.inputs()
-    if more is None:
-        return inputs
-    return {"input_ids": inputs["input_ids"], "labels": inputs["labels"], **more}
+    inputs: dict[str, Any] = architecture.inputs()
+    if more is not None:
+        inputs = {"input_ids": inputs["input_ids"], "labels": inputs["labels"], **more}
+    return {name: value.cuda() if isinstance(value, Tensor) else value for name, value in inputs.items()}
 
 
 def run(
-    architecture: Architecture, capture: Any, *, rule: Any, more: Any = None, offload: Any = None
+    architecture: Architecture,
+    capture: Any,
+    *,
+    rule: Any,
+    more: Any = None,
+    offload: bool = False,
+    autocast: bool = False,
 ) -> tuple[list[Tensor], Train]:
-    model = architecture.build()
+    model = architecture.build().cuda()
     graph = Train(model, architecture, capture)
+    if autocast:
+        graph.config.enable_amp(dtype=torch.bfloat16)
     for path, layer in architecture.layer_modules(model).items():
         config = graph._tree.config(layer, f"model.{path}")
         config.update({"activation_checkpointing": rule, "offload": offload, "min_elements": 1})
@@ -65,20 +75,16 @@ def run(
     return [*losses, *(p.detach().clone() for p in model.parameters())], graph
 
 
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 @pytest.mark.parametrize("architecture", MODELS, ids=lambda a: a.name)
-@pytest.mark.parametrize("rule", [None, True, "selective"])
-def test_captured_is_eager(architecture: Architecture, rule: Any, masks: list[bool]) -> None:
-    plain, _ = run(architecture, "eager", rule=rule)
+@pytest.mark.parametrize(("rule", "autocast"), [(None, False), (True, False), ("selective", False), (True, True)])
+def test_captured_is_eager(architecture: Architecture, rule: Any, autocast: bool, masks: list[bool]) -> None:
+    plain, _ = run(architecture, "eager", rule=rule, autocast=autocast)
     of_a_step = masks[: len(masks) // 6]
     masks.clear()
-    ours, graph = run(architecture, TapeRunner(), rule=rule)
+    ours, graph = run(architecture, "cuda_graph", rule=rule, autocast=autocast)
     assert same(ours, plain)
     assert masks == 4 * of_a_step, "three steps and the recording"
-    assert graph.explain(show=False).capture == "tape, 1 capture, 3 replays"
+    assert graph.explain(show=False).capture.startswith("cuda_graph, 1 capture, 3 replays, ")
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -86,7 +92,7 @@ def test_no_mask_without_a_cache(name: str, masks: list[bool]) -> None:
     """Without a cache, the plain step looks whether a row holds several sequences."""
     architecture = next(a for a in MODELS if a.name == name)
     plain, _ = run(architecture, "eager", rule=True, more={"use_cache": False})
-    ours, _ = run(architecture, TapeRunner(), rule=True, more={"use_cache": False})
+    ours, _ = run(architecture, "cuda_graph", rule=True, more={"use_cache": False})
     assert same(ours, plain)
     assert masks
     assert not any(masks)
@@ -108,7 +114,7 @@ def test_no_mask_where_transformers_takes_a_missing_one_for_traced(
     plain, _ = run(architecture, "eager", rule=True)
     of_a_step = masks[: len(masks) // 6]
     masks.clear()
-    ours, _ = run(architecture, TapeRunner(), rule=True)
+    ours, _ = run(architecture, "cuda_graph", rule=True)
     assert same(ours, plain)
     assert masks == 4 * of_a_step
 
@@ -118,7 +124,7 @@ def test_rows_of_several_sequences_keep_their_mask(masks: list[bool]) -> None:
     position_ids = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5]] * 2)
     more = {"use_cache": False, "position_ids": position_ids}
     plain, _ = run(llama, "eager", rule=None, more=more)
-    ours, _ = run(llama, TapeRunner(), rule=None, more=more)
+    ours, _ = run(llama, "cuda_graph", rule=None, more=more)
     assert same(ours, plain)
     assert all(masks)
 
@@ -130,24 +136,25 @@ def test_a_mask_that_only_the_recording_has_is_not_offloaded(name: str, masks: l
     more = {"attention_mask": torch.ones_like(architecture.inputs()["input_ids"])}
     plain, _ = run(architecture, "eager", rule=True, more=more)
     assert not any(masks)
-    ours, graph = run(architecture, TapeRunner(), rule=True, more=more, offload=FakeHost(copies=TapeCopies()))
+    ours, graph = run(architecture, "cuda_graph", rule=True, more=more, offload=True)
     assert any(masks)
     assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(ours, plain, strict=True))
     assert graph._step.captured.captures.num_replays == 3
     assert any("stay on the device" in row.note for row in graph.explain(show=False).rows)
 
 
+@pytest.mark.skipif("simulated_cuda.plugin" not in sys.modules, reason="a GPU does not work on after the error")
 def test_several_sequences_in_a_row_after_the_recording_are_seen() -> None:
     llama = next(a for a in MODELS if a.name == "llama")
     one = torch.arange(12).expand(2, 12).contiguous()
     more = {"use_cache": False, "position_ids": one}
-    _, graph = run(llama, TapeRunner(), rule=None, more=more)
+    _, graph = run(llama, "cuda_graph", rule=None, more=more)
     packed = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5]] * 2)
     with pytest.raises(RuntimeError, match="position_ids contain packed sequences"):
-        graph(inputs_of(llama, {**more, "position_ids": packed}))
+        graph(inputs_of(llama, {**more, "position_ids": packed})).item()
 
 
 def test_explain_says_where_a_mask_is_made() -> None:
     bert = next(a for a in MODELS if a.name == "bert")
-    _, graph = run(bert, TapeRunner(), rule=None, more={"attention_mask": torch.ones(2, 12, dtype=torch.long)})
+    _, graph = run(bert, "cuda_graph", rule=None, more={"attention_mask": torch.ones(2, 12, dtype=torch.long)})
     assert "makes the attention mask in every captured step" in graph.explain(show=False).capture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 import graphckpt
 from graphckpt.rules.engine.execution import running
 
-DEVICE = torch.device(os.environ.get("FUZZ_DEVICE", "cpu"))
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class Bench:

@@ -7,7 +7,6 @@ import random
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from helpers.thread_copies import FakeHost, ThreadCopies
 from torch import nn
 
 import graphckpt
@@ -15,18 +14,10 @@ from fuzz import choices, containers, layers
 from fuzz.bench import DEVICE
 from fuzz.shapes import SHAPES
 
-
-def host_on_device(copies: None, **settings: Any) -> graphckpt.Host:
-    """Stands for ``FakeHost`` where there is a device to copy from."""
-    del copies
-    return graphckpt.Host(**settings)
-
-
 NAMES: dict[str, Any] = {
     **vars(layers), **vars(containers), **vars(choices),
-    "Disk": graphckpt.Disk, "Segments": graphckpt.Segments, "Selective": graphckpt.Selective,
-    "FakeHost": FakeHost if DEVICE.type == "cpu" else host_on_device,
-    "ThreadCopies": ThreadCopies if DEVICE.type == "cpu" else lambda: None, "Tiles": graphckpt.Tiles,
+    "Disk": graphckpt.Disk, "Host": graphckpt.Host, "Segments": graphckpt.Segments, "Selective": graphckpt.Selective,
+    "Tiles": graphckpt.Tiles,
 }  # fmt: skip
 """What the expressions of a programme may name."""
 
@@ -74,6 +65,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "ChangesType": ("",),
 }  # fmt: skip
 """The arguments that each kind of layer is made with."""
+if DEVICE.type == "cuda":
+    del LAYERS["Recurrent"]  # whose fused cells have no kernels on the simulated device
 
 CONTAINERS: dict[str, tuple[str, ...]] = {
     "Chain": ("", "", ""),
@@ -104,7 +97,7 @@ SEGMENTS = ("Segments('sqrt')", "Segments('log')", "Segments(1)")
 
 STORES = (
     {"contiguous": "True"}, {"offload": "'disk'"}, {"offload": "Disk(in_flight_bytes=500)", "contiguous": "True"},
-    {"offload": "FakeHost(copies=ThreadCopies())"}, {"offload": "FakeHost(copies=ThreadCopies(), in_flight_bytes=300)"},
+    {"offload": "Host()"}, {"offload": "Host(in_flight_bytes=300)"},
     {"offload": "False", "contiguous": "False"},
 )  # fmt: skip
 

@@ -32,7 +32,6 @@ if "simulated" in sys.argv:  # before PyTorch is imported, which looks for CUDA 
 
     load()
     install_on_import()
-    os.environ["FUZZ_DEVICE"] = "cuda"
 
 import torch
 
@@ -50,8 +49,6 @@ def main() -> int:
     """Returns 1 if a programme has failed."""
     arguments = _arguments()
     torch.set_num_threads(1)
-    if arguments.device == "simulated":
-        arguments.without.append("Recurrent")  # whose fused cells have no kernels on the CPU
     for name in arguments.without:
         for kinds in (LAYERS, CONTAINERS, SHAPES):
             kinds.pop(name, None)  # type: ignore[attr-defined]
@@ -190,11 +187,17 @@ def _work(seed: int, end: int, stride: int, *, minutes: float | None, execute: R
     os._exit(0)  # threads of stores that a failure has left need not be waited for
 
 
+<<<<<<< HEAD
 def _run_scheduled(seed: int, execute: Run, programme: Programme) -> Outcome:
     """Runs a programme under the schedule of a seed, from its beginning, if the device is simulated."""
     if os.environ.get("FUZZ_DEVICE") == "cuda":
         if is_left_out(programme):  # a smaller one of a programme that fails
             return Outcome("invalid", "left out on CUDA")
+=======
+def _schedule(seed: int) -> None:
+    """Chooses the schedule of a seed, if the device is simulated."""
+    if "simulated" in sys.argv:
+>>>>>>> part-device
         use_schedule(("lazy", "eager", f"random:{seed}", f"random:{seed + 1}")[seed % 4])
     return execute(programme)
 

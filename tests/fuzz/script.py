@@ -7,8 +7,6 @@ import inspect
 import re
 from typing import TYPE_CHECKING
 
-from helpers import thread_copies
-
 from fuzz import bench, choices, containers, layers, shapes
 
 if TYPE_CHECKING:
@@ -20,7 +18,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import random
 import warnings
 from collections.abc import Callable
@@ -35,13 +32,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 import graphckpt
-from graphckpt import Disk, Segments, Selective, Tiles
+from graphckpt import Disk, Host, Segments, Selective, Tiles
 from graphckpt.rules.engine.execution import running
 
 torch.set_num_threads(1)
 warnings.simplefilter("ignore")
 D = 8
-DEVICE = torch.device(os.environ.get("FUZZ_DEVICE", "cpu"))
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """
 
 _END = """\
@@ -72,8 +69,6 @@ RULES = {{
 STEPS = [{steps}]
 """
     sources = _sources_for(f"{model}\n{_END}")
-    if "FakeHost" in model:
-        sources.insert(0, inspect.getsource(thread_copies).replace("from __future__ import annotations\n", ""))
     comment = "".join(f"# {line}\n" for line in (title, f"{outcome.kind}: {outcome.what}", outcome.where) if line)
     return "\n\n".join([f"{comment}{_IMPORTS}", *sources, model, _END])
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.thinning import slow_unless
 
 from fuzz.apart import execute_apart
@@ -22,14 +23,15 @@ from fuzz.shrink import shrink
 from graphckpt.errors import MutatedError, RecomputeError
 
 FULL = (("", (("activation_checkpointing", "True"),)),)
-OFFLOADED = (("", (("offload", "FakeHost(copies=ThreadCopies())"), ("min_elements", "1"))),)
+OFFLOADED = (("", (("offload", "Host()"), ("min_elements", "1"))),)
 CHUNK = 25
+NUM_FAST = 50 if torch.cuda.is_available() else 200
 
 
 @pytest.mark.parametrize(
-    "first", [pytest.param(first, marks=slow_unless(first < 200)) for first in range(0, 400, CHUNK)]
+    "first", [pytest.param(first, marks=slow_unless(first < NUM_FAST)) for first in range(0, 400, CHUNK)]
 )
-def test_fixed_seeds(first: int) -> None:
+def test_fixed_seeds(first: int, device: str) -> None:
     outcomes = {seed: execute(generate(seed)) for seed in range(first, first + CHUNK)}
     assert {seed: outcome for seed, outcome in outcomes.items() if outcome.failed} == {}
     assert sum(outcome.kind == "same" for outcome in outcomes.values()) > CHUNK // 3

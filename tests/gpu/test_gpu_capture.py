@@ -1,186 +1,60 @@
-"""Steps recorded as CUDA graphs: the bits of plain steps, constant memory, and errors that leave the process at work.
-
-References run with the optimizer's own kernels for captured steps, and with learning rates in tensors: other kernels
-round otherwise.
-"""
+"""Steps captured as CUDA graphs: stores, constant memory, and errors that leave the process at work."""
 
 from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.architectures import ARCHITECTURES, Architecture
+from helpers.captured_steps import (
+    MakeOptimizer,
+    Train,
+    adamw,
+    adamw_of_ops,
+    batches,
+    both,
+    captured,
+    model_of,
+    run,
+    same,
+)
+from helpers.hard_modules import D, Mlp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from graphckpt import Graph, GraphError, Segments, Selective
+from graphckpt import Graph, GraphError, Selective
 from graphckpt.stores import Host
 from graphckpt.stores.streams import streams_of
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation"),
-    pytest.mark.filterwarnings("ignore:.*non-deterministic algorithm"),
+    pytest.mark.usefixtures("deterministic"),
     pytest.mark.filterwarnings("ignore:This instance was constructed with capturable=True"),
 ]
 
-D = 64
-Make = Callable[[nn.Module], torch.optim.Optimizer]
 SetUp = Callable[["Train"], None]
-
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    """Bitwise comparisons need kernels without atomics."""
-    torch.use_deterministic_algorithms(mode=True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(mode=False)
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.act, self.drop, self.down = (
-            nn.Linear(D, 4 * D),
-            nn.GELU(),
-            nn.Dropout(0.1),
-            nn.Linear(4 * D, D),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.drop(self.act(self.up(x))))
-
-
-def model_of(*blocks: type[nn.Module]) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(block() for block in blocks or (Block,) * 4)).cuda()
-
-
-def rate() -> Tensor:
-    return torch.tensor(0.01, device="cuda")
-
-
-def fused(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=rate(), fused=True, capturable=True)
-
-
-def capturable(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=rate(), capturable=True)
-
-
-def fused_sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=rate(), momentum=0.9, fused=True)
-
-
-def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-
-
-class Train(Graph):
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = None, *, capture: str = "cuda_graph"
-    ) -> None:
-        super().__init__()
-        self.model = model
-        self.add_optimizer(optimizer, lr_sch=scheduler)
-        self.config.capture = capture
-
-    def build(self, x: Tensor) -> Tensor:
-        loss = self.model(x).float().square().mean()
-        loss.backward()
-        return loss
-
-
-def captures(graph: Graph) -> Any:
-    return graph._step.captured.captures
-
-
-def batches(count: int, rows: int = 32) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(rows, D, generator=generator).cuda() for _ in range(count)]
-
-
-def run(
-    capture: str,
-    *,
-    make: Make = fused,
-    set_up: SetUp = lambda graph: None,
-    inputs: list[Tensor] | None = None,
-    blocks: tuple[type[nn.Module], ...] = (),
-) -> tuple[list[Any], Train]:
-    """Runs 20 steps, and returns all that they left: losses, rates, parameters, RNG state."""
-    model = model_of(*blocks)
-    optimizer = make(model)
-    graph = Train(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5), capture=capture)
-    set_up(graph)
-    torch.manual_seed(5)
-    seen: list[Any] = []
-    for x in inputs or batches(20):
-        seen += [graph(x), float(optimizer.param_groups[0]["lr"])]
-    seen += [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
-    return [*seen, torch.get_rng_state(), torch.cuda.get_rng_state()], graph
-
-
-def same(one: list[Any], other: list[Any]) -> bool:
-    assert len(one) == len(other)
-    return all(equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def equal(a: Any, b: Any) -> bool:
-    if not isinstance(a, Tensor):
-        return bool(a == b)
-    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
-
-
-def both(num_replays: int = 17, **settings: Any) -> Train:
-    plain, _ = run("eager", **settings)
-    ours, graph = run("cuda_graph", **settings)
-    assert same(ours, plain)
-    assert captures(graph).num_replays == num_replays
-    return graph
 
 
 def on_blocks(**fields: Any) -> SetUp:
     def set_up(graph: Train) -> None:
-        for block in graph.model:
-            block.config.update(fields)
+        for number in (1, 2, 3):
+            graph.model[number].config.update(fields)
 
     return set_up
-
-
-def segments(graph: Train) -> None:
-    graph.model.config.activation_checkpointing = Segments("sqrt")
-
-
-def holes(graph: Train) -> None:
-    graph.model.config.activation_checkpointing = True
-    graph.model[2].config.activation_checkpointing = False
-
-
-def joined(graph: Train) -> None:
-    first, *others = graph.model
-    first.config.activation_checkpointing = True
-    for block in others:
-        block.config.activation_checkpointing = "joined"
 
 
 POLICIES: dict[str, SetUp] = {
     "none": lambda graph: None,
     "full": on_blocks(activation_checkpointing=True),
-    "selective": on_blocks(activation_checkpointing=Selective("matmul")),
     "random ops kept": on_blocks(activation_checkpointing=Selective(["aten.native_dropout.default"])),
     "results by number": on_blocks(
         activation_checkpointing=Selective(["aten.addmm.default[0]", "aten.tanh.default[0]", "aten.mul.Tensor[1]"])
     ),
-    "segments": segments,
-    "joined": joined,
-    "holes": holes,
     "host": on_blocks(offload=Host(), min_elements=1),
     "host, nothing in flight": on_blocks(offload=Host(in_flight_bytes=0), min_elements=1),
     "host and full": on_blocks(activation_checkpointing=True, offload=Host(), min_elements=1),
@@ -193,47 +67,26 @@ POLICIES: dict[str, SetUp] = {
 # --- bits
 
 
-@pytest.mark.parametrize("make", [fused, capturable])
+@pytest.mark.parametrize("make", [adamw, adamw_of_ops])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_captured_is_eager(policy: str, make: Make) -> None:
+def test_captured_is_eager(policy: str, make: MakeOptimizer) -> None:
     graph = both(make=make, set_up=POLICIES[policy])
-    assert captures(graph).num_captured == 1
-
-
-@pytest.mark.parametrize("make", [fused_sgd, plain_sgd])
-def test_other_optimizers(make: Make) -> None:
-    """The one without a kernel for captured steps runs after the replay."""
-    graph = both(make=make)
-    assert ("steps after it" in graph.explain(show=False).capture) is (make is plain_sgd)
+    assert captured(graph).num_captured == 1
 
 
 @pytest.mark.parametrize("policy", ["none", "full", "host and full"])
 def test_bfloat16_accumulation_and_clipping(policy: str) -> None:
     def make(model: nn.Module) -> torch.optim.Optimizer:
-        optimizer = fused(model)
+        optimizer = adamw(model)
         optimizer.param_groups[0]["clip_grad_max_norm"] = 0.01
         return optimizer
 
     def set_up(graph: Train) -> None:
         POLICIES[policy](graph)
         graph.config.enable_amp(dtype=torch.bfloat16)
-        graph.config.set_gradient_accumulation_steps(4)
+        graph.config.set_gradient_accumulation_steps(3)
 
     both(make=make, set_up=set_up)
-
-
-@pytest.mark.parametrize("make", [fused, capturable])
-@pytest.mark.parametrize("policy", ["none", "full"])
-def test_a_scaler_skips_a_step_that_overflows(policy: str, make: Make) -> None:
-    def set_up(graph: Train) -> None:
-        POLICIES[policy](graph)
-        graph.config.enable_amp(dtype=torch.float16)
-        graph.set_grad_scaler(torch.amp.GradScaler("cuda", init_scale=16.0, growth_interval=3))
-
-    inputs = batches(20)
-    inputs[9] = torch.full_like(inputs[9], float("inf"))
-    graph = both(make=make, set_up=set_up, inputs=inputs)
-    assert graph._update.num_steps == 19
 
 
 @pytest.mark.parametrize("policy", ["none", "full", "host and selective"])
@@ -275,7 +128,7 @@ def test_masks_differ_between_replays_and_agree_within_one() -> None:
         forward, again = graph(torch.ones(4096, device="cuda"))
         assert torch.equal(forward, again)
         seen.append(forward)
-    assert captures(graph).num_replays == 7
+    assert captured(graph).num_replays == 7
     assert all(not torch.equal(a, b) for n, a in enumerate(seen) for b in seen[:n])
     assert all(0.4 < mask.float().mean() < 0.6 for mask in seen)
 
@@ -298,7 +151,7 @@ def test_a_seed_set_between_replays_is_active() -> None:
 @pytest.mark.parametrize("policy", ["none", "full", "host and full", "slab"])
 @pytest.mark.serial
 def test_memory_is_constant_over_100_replays(policy: str) -> None:
-    graph = Train(model := model_of(), fused(model))
+    graph = Train(model := model_of(), adamw(model))
     POLICIES[policy](graph)
     x = batches(1)[0]
     for number in range(110):
@@ -307,17 +160,17 @@ def test_memory_is_constant_over_100_replays(policy: str) -> None:
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     torch.cuda.synchronize()
-    assert captures(graph).num_replays == 107
+    assert captured(graph).num_replays == 107
     assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before
 
 
 @pytest.mark.serial
 def test_a_deleted_graph_gives_its_memory_back() -> None:
     def steps() -> None:
-        graph = Train(model := model_of(), fused(model))
+        graph = Train(model := model_of(), adamw(model))
         for x in batches(6, rows=4096):
             graph(x)
-        assert captures(graph).backend.pool_bytes() > 0
+        assert captured(graph).backend.pool_bytes() > 0
 
     def held() -> tuple[int, int]:
         gc.collect()
@@ -333,18 +186,18 @@ def test_a_deleted_graph_gives_its_memory_back() -> None:
 
 def test_a_released_graph_records_again() -> None:
     """The pool of recordings that are all gone is no longer there to record into."""
-    graph = Train(model := model_of(), fused(model))
-    inputs = batches(20)
+    graph = Train(model := model_of(), adamw(model))
+    inputs = batches(10)
     for x in inputs[:6]:
         graph(x)
-    captures(graph).release()
+    captured(graph).release()
     for x in inputs[6:]:
         graph(x)
-    assert captures(graph).num_captured == 2
+    assert captured(graph).num_captured == 2
 
 
 def test_a_slab_that_is_recorded_outlives_a_bigger_one() -> None:
-    small, big = batches(20), batches(8, rows=256)
+    small, big = batches(10), batches(8, rows=48)
     inputs = [*small[:5], *big, *small[5:]]
     plain, _ = run("eager", set_up=POLICIES["slab"], inputs=inputs)
     junk: list[Tensor] = []
@@ -356,14 +209,14 @@ def test_a_slab_that_is_recorded_outlives_a_bigger_one() -> None:
             return out
 
     model = model_of()
-    optimizer = fused(model)
-    graph = Between(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5))
+    optimizer = adamw(model)
+    graph = Between(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
     POLICIES["slab"](graph)
     torch.manual_seed(5)
     ours: list[Any] = []
     for x in inputs:
         ours += [graph(x), float(optimizer.param_groups[0]["lr"])]
-    assert captures(graph).num_captured == 2
+    assert captured(graph).num_captured == 2
     assert same(ours, plain[: len(ours)])
     assert all(bool(t.isnan().all()) for t in junk), "a replay has written to memory that is not its own"
 
@@ -382,14 +235,14 @@ def test_graphs_side_by_side() -> None:
             return self.model(x)
 
     def results(capture: str) -> list[Tensor]:
-        one, other = model_of(), model_of(Block, Block)
-        graphs = [Train(one, fused(one), capture=capture), Train(other, capturable(other), capture=capture)]
+        one, other = model_of(), model_of()
+        graphs = [Train(one, adamw(one), capture=capture), Train(other, adamw_of_ops(other), capture=capture)]
         graphs.append(Evaluate(one, capture))  # type: ignore[arg-type]
         on_blocks(activation_checkpointing=True)(graphs[0])
         torch.manual_seed(7)
-        seen = [graph(x) for number, x in enumerate(batches(20)) for graph in (graphs if number % 3 else graphs[::-1])]
+        seen = [graph(x) for number, x in enumerate(batches(10)) for graph in (graphs if number % 3 else graphs[::-1])]
         if capture != "eager":
-            assert all(captures(graph).num_replays == 17 for graph in graphs)
+            assert all(captured(graph).num_replays == 7 for graph in graphs)
         return seen
 
     assert same(results("cuda_graph"), results("eager"))
@@ -398,76 +251,77 @@ def test_graphs_side_by_side() -> None:
 def test_releasing_one_graph_leaves_the_others_alone() -> None:
     """They share a stream, and would share cuBLAS's workspace: its address is in every graph."""
     plain, _ = run("eager")
-    going = Train(model := model_of(Block, Block), fused(model))
+    going = Train(model := model_of(), adamw(model))
     junk: list[Tensor] = []
 
     class Beside(Train):
         def __call__(self, x: Tensor) -> Tensor:
             out: Tensor = super().__call__(x)
-            if captures(self).num_replays == 3:
-                captures(going).release()
+            if captured(self).num_replays == 3:
+                captured(going).release()
                 torch.cuda.empty_cache()
-            if captures(self).num_replays >= 3:
+            if captured(self).num_replays >= 3:
                 junk.append(torch.full((2**20,), float("nan"), device="cuda"))  # takes memory that was let go
             return out
 
     for x in batches(6):
         going(x)
     model = model_of()
-    optimizer = fused(model)
-    graph = Beside(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5))
+    optimizer = adamw(model)
+    graph = Beside(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
     torch.manual_seed(5)
     ours: list[Any] = []
-    for x in batches(20):
+    for x in batches(10):
         ours += [graph(x), float(optimizer.param_groups[0]["lr"])]
     assert same(ours, plain[: len(ours)])
-    assert captures(graph).num_captured == 1
+    assert captured(graph).num_captured == 1
     assert junk
     assert all(bool(t.isnan().all()) for t in junk), "a replay has written to memory that is not its own"
-
-
-def test_shapes_change() -> None:
-    inputs = [x for rows in (32, 32, 32, 32, 16, 32, 16, 16, 16, 32, 16) for x in batches(1, rows)]
-    graph = both(5, inputs=inputs)
-    assert captures(graph).num_captured == 2
 
 
 # --- what cannot be captured
 
 
-class Item(Block):
+class Item(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * (2.0 if x.sum().item() > 1e30 else 1.0)
 
 
-class Shape(Block):
+class Shape(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + float(x[x > 1e30].shape[0])
 
 
-class FromHost(Block):
+class FromHost(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + torch.ones(D).to(x.device)
 
 
-class Waits(Block):
+class Waits(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         torch.cuda.synchronize()
         return super().forward(x)
 
 
-class DrawsOnHost(Block):
+class DrawsOnHost(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if torch.rand(()) > -1 else x
 
 
-class Pins(Block):
+class Pins(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         torch.empty(D, pin_memory=True).copy_(x[0], non_blocking=True)
         return super().forward(x)
 
 
-AT = r"model\.1.* · test_gpu_capture\.py:\d+ in forward: .* · fix: "
+def hazardous(kind: type[nn.Module]) -> nn.Module:
+    model = model_of()
+    torch.manual_seed(0)
+    model[2] = kind().cuda()
+    return model
+
+
+AT = r"model\.2.* · test_gpu_capture\.py:\d+ in forward: .* · fix: "
 HAZARDS: dict[str, tuple[type[nn.Module], SetUp, str]] = {
     "item": (Item, POLICIES["none"], AT),
     "item in a block that runs again": (Item, POLICIES["full"], AT),
@@ -476,7 +330,7 @@ HAZARDS: dict[str, tuple[type[nn.Module], SetUp, str]] = {
     "synchronize": (Waits, POLICIES["none"], AT),
     "draws on the host": (DrawsOnHost, POLICIES["none"], r"draws random numbers with torch on the CPU.* · fix: "),
     "disk": (
-        Block,
+        Mlp,
         on_blocks(offload="disk", min_elements=1),
         r"cannot be offloaded to disk in a CUDA graph.* · fix: ",
     ),
@@ -499,50 +353,43 @@ def the_process_works() -> None:
 @pytest.mark.filterwarnings("ignore:offload to 'disk' saves")
 def test_what_cannot_be_captured_says_where(hazard: str) -> None:
     kind, set_up, message = HAZARDS[hazard]
-    other = Train(model := model_of(), fused(model))  # recorded before, replayed after
-    reference = Train(model := model_of(), fused(model), capture="eager")
+    other = Train(model := model_of(), adamw(model))  # recorded before, replayed after
+    reference = Train(model := model_of(), adamw(model), capture="eager")
     inputs = batches(12)
     for graph in (other, reference):
         torch.cuda.manual_seed(2)
         for x in inputs[:6]:
             graph(x)
     with pytest.raises(GraphError, match=message):
-        run("cuda_graph", blocks=(Block, kind, Block), set_up=set_up)
+        run("cuda_graph", build_model=lambda: hazardous(kind), set_up=set_up)
     the_process_works()
     losses = []
     for graph in (other, reference):
         torch.cuda.manual_seed(2)
         losses.append([graph(x) for x in inputs[6:]])
     assert same(*losses)
-    assert captures(other).num_captured == 1
-
-
-def test_inputs_of_the_host() -> None:
-    """A number in them would be read once, when the step is recorded."""
-    graph = Train(model := model_of(), fused(model))
-    with pytest.raises(GraphError, match="input 0 is on cpu · fix: pass tensors on cuda:0"):
-        graph(batches(1)[0].cpu())
+    assert captured(other).num_captured == 1
 
 
 @pytest.mark.parametrize("hazard", HAZARDS)
 @pytest.mark.filterwarnings("ignore:offload to 'disk' saves")
 def test_auto_goes_on_without_capture(hazard: str) -> None:
     kind, set_up, _ = HAZARDS[hazard]
-    settings: dict[str, Any] = {"blocks": (Block, kind, Block), "set_up": set_up}
+    settings: dict[str, Any] = {"build_model": lambda: hazardous(kind), "set_up": set_up}
     plain, _ = run("eager", **settings)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ours, graph = run("auto", **settings)
     assert same(ours, plain)
     assert sum("cannot be captured" in str(w.message) for w in caught) == 1
-    assert captures(graph).reason is not None
+    assert captured(graph).reason is not None
     the_process_works()
 
 
 @pytest.mark.serial
 def test_a_failed_capture_gives_its_memory_back() -> None:
     def steps() -> None:
-        graph = Train(model := model_of(Block, Block, Item), fused(model))
+        graph = Train(model := hazardous(Item), adamw(model))
         *inputs, last = batches(4, rows=4096)
         for x in inputs:
             graph(x)
@@ -564,73 +411,15 @@ def test_a_failed_capture_gives_its_memory_back() -> None:
 
 def test_pinned_memory_made_in_a_step() -> None:
     """PyTorch allows it in a capture, in memory of the graph's own, or says that it does not."""
-    plain, _ = run("eager", blocks=(Block, Pins, Block))
+    plain, _ = run("eager", build_model=lambda: hazardous(Pins))
     try:
-        ours, _ = run("cuda_graph", blocks=(Block, Pins, Block))
+        ours, _ = run("cuda_graph", build_model=lambda: hazardous(Pins))
     except GraphError as error:
-        assert "model.1" in str(error)  # noqa: PT017 - either is right
+        assert "model.2" in str(error)  # noqa: PT017 - either is right
         assert "fix:" in str(error)  # noqa: PT017
     else:
         assert same(ours, plain)
     the_process_works()
-
-
-# --- Transformers
-
-
-class TrainTransformer(Graph):
-    def __init__(self, architecture: Architecture, model: nn.Module, capture: str, rule: Any) -> None:
-        super().__init__()
-        self.model = model
-        self.loss = architecture.loss
-        for path, layer in architecture.layer_modules(model).items():
-            self._tree.config(layer, f"model.{path}").activation_checkpointing = rule
-        self.add_optimizer(fused(model))
-        self.config.capture = capture
-
-    def build(self, inputs: dict[str, Any]) -> Tensor:
-        loss = self.loss(self.model(**inputs))
-        loss.backward()
-        return loss
-
-
-@pytest.mark.parametrize("rule", [None, True, "selective"])
-@pytest.mark.parametrize("use_cache", [True, False])
-@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "architecture", [a for a in ARCHITECTURES if a.name in ("gpt2", "llama")], ids=lambda a: a.name
-)
-def test_transformers(
-    architecture: Architecture, autocast: bool, use_cache: bool, rule: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    branches: list[tuple[bool, Any]] = []
-    attend = nn.functional.scaled_dot_product_attention
-
-    def see(*args: Any, attn_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
-        branches.append((attn_mask is not None, kwargs.get("is_causal")))
-        return attend(*args, attn_mask=attn_mask, **kwargs)
-
-    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", see)
-    inputs = {k: v.cuda() for k, v in architecture.inputs().items() if k in ("input_ids", "labels")}
-
-    def steps(capture: str) -> list[Tensor]:
-        branches.clear()
-        model = architecture.build().cuda()
-        graph = TrainTransformer(architecture, model, capture, rule)
-        if autocast:
-            graph.config.enable_amp(dtype=torch.bfloat16)
-        torch.manual_seed(3)
-        losses = [graph({**inputs, "use_cache": use_cache}) for _ in range(8)]
-        if capture != "eager":
-            assert captures(graph).num_replays == 5
-        return [*losses, *(p.detach().clone() for p in model.parameters())]
-
-    plain = steps("eager")
-    of_a_step = branches[: len(branches) // 8]
-    ours = steps("cuda_graph")
-    assert branches == 4 * of_a_step, "three steps and the recording"
-    assert not any(has_mask for has_mask, _ in branches)
-    assert same(ours, plain)
 
 
 # --- data parallel
@@ -662,15 +451,15 @@ def test_data_parallel(where: str, policy: str, tmp_path: Path) -> None:
             with torch.cuda.stream(stream):
                 model = DistributedDataParallel(inner, device_ids=[0])
             torch.cuda.current_stream().wait_stream(stream)
-            graph = Train(model, fused(inner), capture=capture)
+            graph = Train(model, adamw(inner), capture=capture)
             if policy == "full":
                 for block in graph.model.module:
                     block.config.activation_checkpointing = True
             torch.manual_seed(5)
             losses = [graph(x) for x in batches(16)]
             if capture != "eager":
-                assert captures(graph).num_captured == 1
-                assert captures(graph).num_replays == 5
+                assert captured(graph).num_captured == 1
+                assert captured(graph).num_replays == 5
             return [*losses, *(p.detach().clone() for p in inner.parameters())]
 
         plain = steps("eager")

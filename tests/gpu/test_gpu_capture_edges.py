@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,19 +19,10 @@ from graphckpt.stores.streams import streams_of
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation"),
-    pytest.mark.filterwarnings("ignore:.*non-deterministic algorithm"),
+    pytest.mark.usefixtures("deterministic"),
 ]
 
 D = 64
-
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    """Bitwise comparisons need kernels without atomics."""
-    torch.use_deterministic_algorithms(mode=True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(mode=False)
 
 
 class Layer(nn.Module):

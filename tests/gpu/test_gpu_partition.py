@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,22 +17,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import graphckpt
+from graphckpt import Selective
 from graphckpt.stores import Host, Partition, Placement, TensorGroup
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.multi_process,
-    pytest.mark.real_gpu("its processes import torch before a simulated device could be loaded"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.multi_process]
 
 DEVICE = torch.device("cuda", 0)
 FULL: dict[str, Any] = {"activation_checkpointing": True, "partition": True}
-POLICIES: dict[str, dict[str, Any]] = {
-    "device": FULL,
-    "slab": FULL | {"contiguous": True},
-    "pinned memory": FULL | {"offload": True},
-    "pinned memory and slab": FULL | {"offload": True, "contiguous": True},
-    "all that is saved": {"partition": True, "offload": True},
+RULES: dict[str, Any] = {"keep": None, "full": True, "selective": Selective("matmul")}
+STORES: dict[str, dict[str, Any]] = {
+    "device": {},
+    "slab": {"contiguous": True},
+    "pinned memory": {"offload": True},
+    "pinned memory, nothing in flight": {"offload": Host(in_flight_bytes=0)},
+    "pinned memory and slab": {"offload": True, "contiguous": True},
 }
 
 
@@ -67,13 +67,15 @@ def train(model: nn.Module) -> list[Tensor]:
 
 def keeps_bits() -> None:
     plain = train(chain())
-    for name, policy in POLICIES.items():
+    for name in itertools.product(RULES, STORES):
         model = chain()
+        policy = {"activation_checkpointing": RULES[name[0]], "partition": True, "min_elements": 1, **STORES[name[1]]}
         with graphckpt.apply(model, {"[0-3]": policy}) as handle:
             ours = train(model)
             stores = [wrapper.placement.store for wrapper in handle._wrappers if wrapper.placement is not None]
             assert stores, name
             assert all(store.num_alive == 0 for store in stores), name
+            assert handle.explain(show=False).bytes_saved > 0, name
         torch.cuda.synchronize()
         assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True)), name
 
@@ -118,16 +120,23 @@ def step_and_wait(model: nn.Module, x: Tensor) -> None:
     torch.cuda.synchronize()
 
 
-def launch(check: Callable[[int], None], folder: Path) -> None:
-    """Runs ``check(rank)`` on two ranks of gloo, which are new processes: CUDA does not survive a fork."""
-    torch.multiprocessing.start_processes(_rank, (check, str(folder)), nprocs=2, start_method="spawn")
+def launch(check: Callable[[int], None], folder: Path, schedule: str | None) -> None:
+    """Runs ``check(rank)`` on two ranks, which are new processes: CUDA does not survive a fork."""
+    torch.multiprocessing.start_processes(_rank, (check, str(folder), schedule), nprocs=2, start_method="spawn")
     assert len(list(folder.glob("* is done"))) == 2
 
 
-def _rank(rank: int, check: Callable[[int], None], folder: str) -> None:
+def _rank(rank: int, check: Callable[[int], None], folder: str, schedule: str | None) -> None:
     torch.cuda.set_device(DEVICE)
+    backend = "gloo"
+    if schedule is not None:
+        from simulated_cuda import library, process_group  # noqa: PLC0415 - only there
+
+        library.use_schedule(schedule)
+        process_group.register()
+        backend = process_group.NAME
     limit = timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2, timeout=limit)
+    dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2, timeout=limit)
     check(rank)
     Path(folder, f"{rank} is done").touch()
     end = time.monotonic() + 30  # gloo can abort a process whose peer has left
@@ -137,5 +146,11 @@ def _rank(rank: int, check: Callable[[int], None], folder: str) -> None:
 
 
 @pytest.mark.parametrize("check", [two_ranks, ranks_that_differ], ids=["equal", "differ"])
-def test_two_ranks_on_one_device(check: Callable[[int], None], tmp_path: Path) -> None:
-    launch(check, tmp_path)
+def test_two_ranks_on_one_device(
+    check: Callable[[int], None], tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tests = Path(__file__).parents[1]
+    paths = [tests / "simulated_cuda" / "site", tests, tests.parent]  # new processes load the simulated device, too
+    if "simulated_cuda.plugin" in sys.modules:
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
+    launch(check, tmp_path, request.config.getoption("--schedule", None))

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from fuzz.bench import frozen, same
-from helpers.hard_modules import B, BatchNorm, Counts, D, EditsItsInput, Mlp, Noise
-from helpers.thread_copies import FakeHost, ThreadCopies
+from fuzz.bench import DEVICE, frozen, same
+from helpers.hard_modules import B, BatchNorm, Counts, D, EditsItsInput, Mlp, Noise, rng_state
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -47,7 +46,7 @@ POLICIES: dict[str, Callable[[], dict[str, Any]]] = {
         _BLOCKS: {"activation_checkpointing": "selective", "offload": "disk", "contiguous": True, **_SMALL}
     },
     "host": lambda: {
-        _BLOCKS: {"activation_checkpointing": True, "offload": FakeHost(copies=ThreadCopies()), **_SMALL},
+        _BLOCKS: {"activation_checkpointing": True, "offload": True, **_SMALL},
         "[1-5].drop": False,
     },
     "slab alone": lambda: {"": {"contiguous": True, **_SMALL}},
@@ -79,7 +78,7 @@ def make_model(policy: str) -> nn.Module:
         blocks: list[nn.Module] = [Mlp(), BatchNorm(), Counts(), Noise(), EditsItsInput()]
         if policy == RIVAL:
             blocks = [TorchCheckpointed(block) for block in blocks[:-1]]  # it refuses arguments that are edited
-        return nn.Sequential(nn.Linear(D, D), *blocks, nn.Linear(D, 4)).train()
+        return nn.Sequential(nn.Linear(D, D), *blocks, nn.Linear(D, 4)).train().to(DEVICE)
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
@@ -112,7 +111,7 @@ def left_active() -> list[str]:
         found.append("a function mode")
     if torch.utils._python_dispatch._len_torch_dispatch_stack():
         found.append("a dispatch mode")
-    if torch.is_autocast_enabled("cpu"):
+    if torch.is_autocast_enabled(DEVICE.type):
         found.append("autocast")
     if running.get() is not None:
         found.append("a run")
@@ -139,7 +138,7 @@ def clear_what_is_left() -> None:
         torch.overrides._pop_mode()
     while torch.utils._python_dispatch._len_torch_dispatch_stack():
         torch.utils._python_dispatch._pop_mode()
-    torch.set_autocast_enabled("cpu", False)
+    torch.set_autocast_enabled(DEVICE.type, False)
     for _ in range(torch.autocast_increment_nesting()):
         torch.autocast_decrement_nesting()
     torch.clear_autocast_cache()
@@ -203,11 +202,11 @@ class Trial:
 
     def _step(self) -> None:
         self._after_forward = None
-        x = torch.linspace(-1, 1, B * D).view(B, D).requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16) if self._autocast else nullcontext():
+        x = torch.linspace(-1, 1, B * D, device=DEVICE).view(B, D).requires_grad_()
+        with torch.autocast(DEVICE.type, torch.bfloat16) if self._autocast else nullcontext():
             y = self._model(x)
         self._loss = y.float().pow(2).mean()
-        self._after_forward = state_of(self._model) | {"RNG state": torch.get_rng_state()}
+        self._after_forward = state_of(self._model) | {"RNG state": rng_state(DEVICE.type)}
         self._loss.backward()
 
     def num_events(self, *, is_fresh: bool) -> int:
@@ -292,7 +291,7 @@ class Trial:
         found = [f"left: {name}" for name in left_active() if not (name == "saved-tensor hooks" and _are_of_explain())]
         if not moment.is_in_engine:
             clear_what_is_left()
-        ours = state_of(self._model) | {"RNG state": torch.get_rng_state()}
+        ours = state_of(self._model) | {"RNG state": rng_state(DEVICE.type)}
         after = self._after_forward
         if after is not None and self.policy != RIVAL:
             found += [f"not put back: {name}" for name in after if not same(ours[name], after[name])]
@@ -316,8 +315,8 @@ class Trial:
 
     def _next_step(self, model: nn.Module) -> dict[str, Any]:
         try:
-            x = torch.linspace(-1, 1, B * D).view(B, D).requires_grad_()
-            with torch.autocast("cpu", torch.bfloat16) if self._autocast else nullcontext():
+            x = torch.linspace(-1, 1, B * D, device=DEVICE).view(B, D).requires_grad_()
+            with torch.autocast(DEVICE.type, torch.bfloat16) if self._autocast else nullcontext():
                 y = model(x)
             loss = y.float().pow(2).mean()
             loss.backward()
@@ -327,7 +326,7 @@ class Trial:
             return {f"{type(error).__name__}: {str(error).splitlines()[0][:120]}": None}
         found = {"loss": frozen(loss), "gradient of the input": frozen(x.grad)}
         found |= {f"gradient of {name}": frozen(p.grad) for name, p in model.named_parameters()}
-        return found | state_of(model) | {"RNG state": torch.get_rng_state()}
+        return found | state_of(model) | {"RNG state": rng_state(DEVICE.type)}
 
     def _alive(self) -> list[str]:
         stores = {wrapper.context.store for wrapper in self._handle._wrappers} if self._handle is not None else set()

@@ -11,7 +11,7 @@ COUNT = 12
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_step_after_an_interrupt_is_right(policy: str) -> None:
+def test_the_step_after_an_interrupt_is_right(policy: str, device: str) -> None:
     trial = Trial(policy, seed=1, autocast="selective" in policy)
     faults = [trial.interrupt() for _ in range(COUNT)]
     trial.close()

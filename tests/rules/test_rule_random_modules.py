@@ -7,13 +7,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from helpers.hard_modules import differing, run_steps
-from helpers.thread_copies import FakeHost, ThreadCopies
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import graphckpt
-from graphckpt import Disk, Segments, Selective, Tiles
+from graphckpt import Disk, Host, Segments, Selective, Tiles
 from graphckpt.stores.tensor_store import TensorStore
 
 D = 16
@@ -112,37 +111,30 @@ def test_random_modules_under_random_policies(tree: Any, data: st.DataObject) ->
 placements = st.fixed_dictionaries(
     {},
     optional={
-        "offload": st.sampled_from([False, "disk", "host", "host, little in flight"]),
+        "offload": st.sampled_from([False, Disk(in_flight_bytes=700), Host(), Host(in_flight_bytes=400)]),
         "contiguous": st.booleans(),
         "min_elements": st.sampled_from([1, 60]),
     },
 )
 
 
-def with_places(fields: dict[str, Any]) -> dict[str, Any]:
-    """Makes the places that words stand for: they have threads, and are made anew for each example."""
-    kinds = {
-        "disk": lambda: Disk(in_flight_bytes=700),
-        "host": lambda: FakeHost(copies=ThreadCopies()),
-        "host, little in flight": lambda: FakeHost(copies=ThreadCopies(), in_flight_bytes=400),
-    }
-    offload = fields.get("offload")
-    return fields | {"offload": kinds[offload]()} if offload in kinds else fields
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=40 if torch.cuda.is_available() else 150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 @given(tree=trees, data=st.data())
-def test_random_modules_under_random_policies_in_random_places(tree: Any, data: st.DataObject) -> None:
-    model = model_of(tree)
+def test_random_modules_under_random_policies_in_random_places(device: str, tree: Any, data: st.DataObject) -> None:
+    model = model_of(tree).to(device)
     names = [name for name, _ in model.named_modules()]
     chosen = data.draw(st.lists(st.sampled_from(names), unique=True, max_size=6), label="blocks")
     rules: dict[Any, Any] = {}
     for name in chosen:
         chain = type(model.get_submodule(name)) is nn.Sequential
         rule = data.draw(st.none() | (values | segments if chain else values), label=name)
-        rules[name] = {"activation_checkpointing": rule, **with_places(data.draw(placements, label=f"{name} in"))}
-    plain = run_steps(model_of(tree), steps=3)
+        rules[name] = {"activation_checkpointing": rule, **data.draw(placements, label=f"{name} in")}
+    plain = run_steps(model_of(tree).to(device), steps=3, device=device)
     with graphckpt.apply(model, rules) as handle:
-        assert differing(run_steps(model, steps=3), plain) == []
+        assert differing(run_steps(model, steps=3, device=device), plain) == []
         stores = [w.context.store for w in handle._wrappers if isinstance(w.context.store, TensorStore)]
         assert [store.num_alive for store in stores] == [0] * len(stores)

@@ -31,6 +31,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "graph_replay": [_POINTER],
     "graph_reset": [_POINTER],
     "graph_pool": [_POINTER, ctypes.POINTER(_UINT)],
+    "pool_begin_allocate": [_UINT, _UINT],
     "pool_end_allocate": [_UINT, _UINT],
     "pool_release": [_UINT, _UINT],
     "memory_set_total": [_UINT],

@@ -83,6 +83,24 @@ def prefetched_in_vain() -> bool:
     return not wrong.item()
 
 
+def one_of_two_graphs_is_released() -> bool:
+    """What it leaves behind goes to the next tensors, to which a replay of the other must not write."""
+    backend = CudaGraphBackend(torch.device("cuda", 0))
+
+    def product() -> torch.Tensor:
+        x = torch.ones(8, 8, device="cuda")
+        return x @ x
+
+    with backend.warmup():
+        product()
+    first, second = backend.capture(product), backend.capture(product)
+    first.release()
+    with backend.warmup():  # on the stream of the captures
+        others = [torch.zeros(128, device="cuda") for _ in range(8)]
+    second.replay()
+    return not any(bool(other.any()) for other in others)
+
+
 # --- faults
 
 
@@ -234,6 +252,10 @@ def _replay_that_is_not_joined(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_CapturedCudaGraph, "replay", replay)
 
 
+def _workspaces_not_cleared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("graphckpt.capture.cuda_graph.clear_cublas_workspaces", lambda: None)
+
+
 FAULTS: dict[str, tuple[Plant, Callable[[], bool]]] = {
     "a copy does not wait for the step": (_with_fork(NeverRecorded), steps_with("offload")),
     "a fork event is recorded once": (_with_fork(RecordedOnce), steps_with("offload")),
@@ -247,6 +269,7 @@ FAULTS: dict[str, tuple[Plant, Callable[[], bool]]] = {
     "a write to disk does not wait for the step": (_disk_without_a_mark, steps_with("disk")),
     "a chunk is used before the copy": (_disk_chunk_used_early, steps_with("disk")),
     "a warm-up does not wait": (_replay_without_the_warm_up, steps_with("device", is_captured=True)),
+    "captures share cuBLAS's workspace": (_workspaces_not_cleared, one_of_two_graphs_is_released),
     "a replay is not joined": (_replay_that_is_not_joined, steps_with("device", is_captured=True)),
 }
 """How each is planted, and what then goes wrong under some schedule."""

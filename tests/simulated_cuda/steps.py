@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from graphckpt import Graph, Segments, Selective, Tiles
 from graphckpt.stores import Host
+from simulated_cuda.library import use_schedule
 
 D = 32
 NUM_STEPS = 6  # three of warm-up, then replays
@@ -82,15 +83,27 @@ class Train(Graph):
         return loss
 
 
-def bits_of_steps(rule: str = "keep", store: str = "device", *, is_captured: bool = False) -> list[Tensor]:
-    """Returns the losses, then the parameters and the state of the random generator, on the host."""
+def bits_of_steps(
+    rule: str = "keep", store: str = "device", *, is_captured: bool = False, then: Sequence[str] = ()
+) -> list[Tensor]:
+    """Returns the losses, then the parameters and the state of the random generator, on the host.
+
+    Each schedule of ``then`` has two more steps.
+    """
     graph = Train(rule, store, "cuda_graph" if is_captured else "eager")
     generator = torch.Generator().manual_seed(1)
     torch.manual_seed(5)
-    losses = [graph(torch.randn(8, D, generator=generator).cuda()) for _ in range(NUM_STEPS)]
+
+    def steps(count: int) -> list[Tensor]:
+        return [graph(torch.randn(8, D, generator=generator).cuda()) for _ in range(count)]
+
+    losses = steps(NUM_STEPS)
+    for schedule in then:
+        use_schedule(schedule)
+        losses += steps(2)
     if is_captured:
         assert graph._step.captured is not None
-        assert graph._step.captured.captures.num_replays == NUM_STEPS - 3
+        assert graph._step.captured.captures.num_replays == NUM_STEPS - 3 + 2 * len(then)
     return [*(t.detach().cpu() for t in (*losses, *graph.model.parameters())), torch.cuda.get_rng_state()]
 
 

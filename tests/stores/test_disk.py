@@ -12,7 +12,6 @@ import threading
 import time
 import warnings
 import weakref
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -960,113 +959,6 @@ def test_ranges_never_overlap_and_the_same_step_takes_the_same_ranges(calls, ran
         return given_out
 
     assert step() == step()
-
-
-# ---- CUDA, as far as a CPU can show it
-
-
-class FakeCuda:
-    """Notes what is asked of streams and events, in order. Says nothing of what a device would do."""
-
-    def __init__(self):
-        self.said: list[tuple] = []
-        self.registered: dict[int, int] = {}
-        self.code = 0
-        fake = self
-
-        class Stream:
-            def __init__(self, device=None):
-                pass
-
-            def wait_event(self, event):
-                fake.said.append(("wait", event))
-
-            def synchronize(self):
-                fake.said.append(("synchronize",))
-
-        class Event:
-            def __init__(self, *, blocking=False):
-                pass
-
-            def record(self, stream):
-                self.stream = stream
-                fake.said.append(("record", self))
-
-            def synchronize(self):
-                fake.said.append(("arrived", self))
-
-        self.Stream, self.Event = Stream, Event
-        self.current = Stream()
-
-    def current_stream(self, _device=None):
-        return self.current
-
-    def stream(self, _stream):
-        return contextlib.nullcontext()
-
-    device = stream
-
-    def cudart(self):
-        return self
-
-    def cudaHostRegister(self, address, size, _flags):
-        if not self.code:
-            self.registered[address] = size
-        return self.code
-
-    def cudaHostUnregister(self, address):
-        del self.registered[address]
-
-
-@pytest.fixture
-def cuda(monkeypatch):
-    fake = FakeCuda()
-    for name in ("Stream", "Event", "current_stream", "stream", "device", "cudart"):
-        monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
-    monkeypatch.setattr(
-        "graphckpt.stores.disk.disk.transfer_for", lambda device, file: transfer.CudaTransfer(file, device)
-    )
-    return fake
-
-
-def test_the_way_of_cuda_tensors_on_fake_streams(tmp_path, cuda):
-    store = opened(tmp_path)
-    tensors = [torch.randn(size) for size in (5000, transfer.CHUNK // 4 + 5000, 10)]
-    keys = [put_one(store, tensor, f"h.{at}") for at, tensor in enumerate(tensors)]
-    until_written(store)
-    assert list(cuda.registered.values()) == [transfer.CHUNK]
-    for key, tensor in zip(reversed(keys), reversed(tensors), strict=True):
-        assert torch.equal(store.get(key), tensor)
-    waits = [event for what, *event in cuda.said if what == "wait"]
-    copies = [event for what, *event in cuda.said if what == "arrived"]
-    assert len(waits) == len(copies) == 2 * (1 + 2 + 1)  # each chunk out and back waits for the step, and is waited for
-    marks = defaultdict(int)
-    for (event,) in waits:
-        assert event.stream is cuda.current
-        marks[event] += 1
-    assert sorted(marks.values()) == [1, 1, 1, 1, 2, 2]
-    del keys, key
-    store.close()
-    assert not cuda.registered
-
-
-def test_on_another_stream_the_bytes_are_copied(tmp_path, cuda):
-    store = opened(tmp_path)
-    mine = store.open_group(group())
-    key = store.put(torch.arange(5000.0), mine)
-    until_written(store)
-    place_of(store).prefetch([key.piece.handle], mine)
-    cuda.current = cuda.Stream()
-    assert ("synchronize",) not in cuda.said
-    assert torch.equal(store.get(key), torch.arange(5000.0))
-    assert cuda.said[-1] == ("synchronize",)
-
-
-def test_memory_that_cannot_be_pinned(tmp_path, cuda):
-    cuda.code = 2
-    with pytest.raises(StoreError, match=r"h.7: offload: .*failed \(CUDA error 2\).*fix: lower Disk"):
-        put_one(opened(tmp_path), torch.randn(5000), "h.7")
-    assert_gone(tmp_path)
 
 
 def test_a_file_is_not_direct_by_wish_alone(tmp_path):

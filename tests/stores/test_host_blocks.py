@@ -1,76 +1,52 @@
-"""Offload to host memory as a user sets it, with threads in the place of a device's copy engines."""
+"""Offload to host memory as a user sets it."""
 
 from __future__ import annotations
 
 import copy
 import gc
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from helpers.architectures import ARCHITECTURES, Architecture
-from helpers.hard_modules import ZOO, B, D, chain, differing, plain_steps, run_steps
-from helpers.thread_copies import FakeHost, ThreadCopies
+from helpers.hard_modules import B, D, chain
+from helpers.watched_copies import WatchedCopies
 from torch import nn
 
 import graphckpt
-from graphckpt import Graph, Segments, Selective, Tiles
+from graphckpt import Graph
 from graphckpt.errors import StoreError
-from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.stores import Host
 
-
-def offload(host: Host, rule: Any = None) -> dict[str, Any]:
-    return {"activation_checkpointing": rule, "offload": host, "min_elements": 1}
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
 
-POLICIES: dict[str, Callable[[Host], dict[str, Any]]] = {
-    "all that is saved": lambda host: {"[123]": offload(host)},
-    "the whole model": lambda host: {"": offload(host)},
-    "full": lambda host: {"[123]": offload(host, True)},
-    "selective": lambda host: {"[123]": offload(host, Selective("matmul"))},
-    "segments": lambda host: {"": offload(host, Segments("sqrt"))},
-    "tiles": lambda host: {"[123]": offload(host, Tiles(1))},
-    "one block kept": lambda host: {"": offload(host, True), "2": False},
-    "one block of three": lambda host: {"[123]": True, "2": offload(host, True)},
-}
+def offload(rule: Any = None) -> dict[str, Any]:
+    return {"activation_checkpointing": rule, "offload": True, "min_elements": 1}
 
 
 DECODERS = [a for a in ARCHITECTURES if a.name in ("gpt2", "t5", "qwen2_moe")]
 
 
 @pytest.fixture
-def copies() -> Iterator[ThreadCopies]:
-    made = ThreadCopies(is_held=True)
-    yield made
-    if made.live_bytes:
+def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[WatchedCopies]:
+    engine = WatchedCopies()
+    monkeypatch.setattr("graphckpt.stores.host.host.CudaCopyEngine", lambda device, note: engine)
+    yield engine
+    if engine.live_bytes:
         gc.collect()
-    assert made.faults == []
-    assert made.live_bytes == 0, "host memory is left behind"
-    made.close()
-
-
-@pytest.mark.parametrize("in_flight_bytes", [None, 0])
-@pytest.mark.parametrize(
-    "kind", [k for k in ZOO if k in ("mlp", "attention", "batch_norm", "containers", "edits_its_input")]
-)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_same_bits_as_the_plain_step(copies: ThreadCopies, policy: str, kind: str, in_flight_bytes: int | None) -> None:
-    model = chain(kind)
-    with graphckpt.apply(model, POLICIES[policy](FakeHost(in_flight_bytes, copies))):
-        ours = run_steps(model)
-    assert differing(ours, plain_steps(kind)) == []
-    assert len(copies.history) > 0
+    assert engine.live_bytes == 0, "host memory is left behind"
 
 
 @pytest.mark.parametrize("rule", [None, True])
 @pytest.mark.parametrize("architecture", DECODERS, ids=lambda a: a.name)
-def test_transformers_keep_their_bits(copies: ThreadCopies, architecture: Architecture, rule: Any) -> None:
+def test_transformers_keep_their_bits(copies: WatchedCopies, architecture: Architecture, rule: Any) -> None:
     results = []
-    for rules in (None, offload(FakeHost(copies=copies), rule)):
-        model, inputs = architecture.build(), architecture.inputs()
+    for rules in (None, offload(rule)):
+        model = architecture.build().cuda()
+        inputs = {name: value.cuda() for name, value in architecture.inputs().items()}
         torch.manual_seed(3)
         with graphckpt.apply(model, dict.fromkeys(architecture.layer_modules(model), rules) if rules else {}):
             loss = architecture.loss(model(**inputs))
@@ -82,46 +58,21 @@ def test_transformers_keep_their_bits(copies: ThreadCopies, architecture: Archit
 
 def wide(length: int = 6) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(length)))
+    layers = (nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(length))
+    return nn.Sequential(*layers).cuda()
 
 
-@pytest.mark.parametrize("in_flight_bytes", [None, 0])
-@pytest.mark.parametrize("rule", [None, True, Segments("sqrt")], ids=["all that is saved", "full", "segments"])
-def test_bytes_alive_after_forward_fall_by_what_explain_says(
-    copies: ThreadCopies, rule: Any, in_flight_bytes: int | None
-) -> None:
-    """But for the last block, whose copies are still under way when forward ends."""
-
-    def kept_by(model: nn.Sequential) -> int:
-        model(torch.ones(64, 32)).sum().backward()
-        x = torch.ones(64, 32)
-        with LiveBytes(record_timeline=False) as live:
-            live.track([x, *model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)])
-            before = live.live_bytes
-            loss = model(x).sum()
-            kept = live.live_bytes - before
-        loss.backward()
-        return kept
-
-    plain = kept_by(wide())
-    model = wide()
-    which = "" if isinstance(rule, Segments) else "[0-5]"
-    with graphckpt.apply(model, {which: offload(FakeHost(in_flight_bytes, copies), rule)}) as handle:
-        kept = kept_by(model)
-        explanation = handle.explain(show=False)
-    by_the_last = explanation.rows[-1].bytes_host if in_flight_bytes is None else 0
-    assert plain - kept == explanation.bytes_saved - by_the_last
-    assert explanation.bytes_host > 0
+def ones(*shape: int) -> torch.Tensor:
+    return torch.ones(shape, device="cuda")
 
 
-def test_the_next_block_comes_back_while_this_one_runs_again() -> None:
+def test_the_next_block_comes_back_while_this_one_runs_again(copies: WatchedCopies) -> None:
     """Its copy is issued before the block's own second run, and is joined only after it."""
-    copies = ThreadCopies()
     model = wide()
-    with graphckpt.apply(model, {"*": offload(FakeHost(copies=copies), True), "re:[0-9]\\.[0-9]": None}):
-        model(torch.ones(64, 32)).sum().backward()
+    with graphckpt.apply(model, {"*": offload(True), "re:[0-9]\\.[0-9]": None}):
+        model(ones(64, 32)).sum().backward()
         copies.history.clear()
-        model(torch.ones(64, 32)).sum().backward()
+        model(ones(64, 32)).sum().backward()
         back = [done for done in copies.history if done.what == "back"]
         out = [done for done in copies.history if done.what == "out"]
         assert len(out) == len(model)
@@ -130,44 +81,29 @@ def test_the_next_block_comes_back_while_this_one_runs_again() -> None:
             assert ahead.issued_at < this.joined_at < ahead.joined_at
 
 
-def test_nothing_is_allocated_on_the_host_after_the_second_step(copies: ThreadCopies) -> None:
-    model = wide()
-    with graphckpt.apply(model, {"[0-5]": offload(FakeHost(copies=copies))}):
-        for step in range(30):
-            model(torch.ones(64, 32)).sum().backward()
-            if step == 1:
-                made = copies.num_buffers
-        assert copies.num_buffers == made
-        model(torch.ones(64, 32))
-        with torch.no_grad():
-            model(torch.ones(99, 32))
-        model(torch.ones(16, 32)).sum().backward()
-        assert copies.num_buffers == made, "a smaller step fits"
-
-
-def test_a_model_may_be_copied_while_blocks_offload(copies: ThreadCopies) -> None:
+def test_a_model_may_be_copied_while_blocks_offload() -> None:
     model = wide(2)
-    with graphckpt.apply(model, {"[01]": offload(FakeHost(copies=copies))}):
-        model(torch.ones(4, 32)).sum().backward()
+    with graphckpt.apply(model, {"[01]": offload()}):
+        model(ones(4, 32)).sum().backward()
         twin = copy.deepcopy(model)
         twin.zero_grad()
-        twin(torch.ones(4, 32)).sum().backward()
+        twin(ones(4, 32)).sum().backward()
         assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
 def test_no_host_memory_fails_in_forward_and_the_next_step_is_whole(
-    copies: ThreadCopies, monkeypatch: pytest.MonkeyPatch
+    copies: WatchedCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, plain = wide(), wide()
-    with graphckpt.apply(model, {"[0-5]": offload(FakeHost(copies=copies), True)}):
+    with graphckpt.apply(model, {"[0-5]": offload(True)}):
         with monkeypatch.context() as patch:
             buffer = copies.buffer
             patch.setattr(copies, "buffer", lambda n: buffer(n) if copies.num_buffers < 3 else refuse())
             with pytest.raises(StoreError, match=r"^3: offload: expected 8.00 KiB of host memory"):
-                model(torch.ones(64, 32))
+                model(ones(64, 32))
         for _ in range(3):
-            model(torch.ones(64, 32)).sum().backward()
-            plain(torch.ones(64, 32)).sum().backward()
+            model(ones(64, 32)).sum().backward()
+            plain(ones(64, 32)).sum().backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
@@ -175,10 +111,10 @@ def refuse() -> Any:
     raise MemoryError("Cannot allocate memory")
 
 
-def test_in_a_graph_with_accumulation_and_evaluation(copies: ThreadCopies) -> None:
+def test_in_a_graph_with_accumulation_and_evaluation(copies: WatchedCopies) -> None:
     def losses(host: Host | None) -> list[float]:
         torch.manual_seed(0)
-        model = chain("mlp")
+        model = chain("mlp").cuda()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
         class Step(Graph):
@@ -198,12 +134,12 @@ def test_in_a_graph_with_accumulation_and_evaluation(copies: ThreadCopies) -> No
 
         step, seen = Step(), []
         for number in range(4):
-            seen.append(float(step(torch.full((B, D), number / 4))))
+            seen.append(float(step(torch.full((B, D), number / 4, device="cuda"))))
             model.eval()
             with torch.no_grad():
-                seen.append(float(model(torch.ones(B, D)).sum()))
+                seen.append(float(model(ones(B, D)).sum()))
             model.train()
         return seen
 
-    assert losses(FakeHost(copies=copies)) == losses(None)
+    assert losses(Host()) == losses(None)
     assert copies.history

@@ -85,6 +85,7 @@ int graph_pool(void* graph, uint64_t* pool) {
   });
 }
 uint64_t pool_new() { return new_pool().second; }
+int pool_begin_allocate(uint64_t first, uint64_t second) { return guarded([&] { begin_allocate_to_pool({first, second}); }); }
 int pool_end_allocate(uint64_t first, uint64_t second) { return guarded([&] { end_allocate_to_pool({first, second}); }); }
 int pool_release(uint64_t first, uint64_t second) { return guarded([&] { release_pool({first, second}); }); }
 int captures_abort() {
@@ -93,6 +94,7 @@ int captures_abort() {
   return had_any;
 }
 
+int workspaces_clear() { return guarded([] { clear_workspaces(); }); }
 int cache_empty() { return guarded([] { empty_cache(); }); }
 int host_cache_empty() { return guarded([] { empty_host_cache(); }); }
 const char* memory_report_json() {

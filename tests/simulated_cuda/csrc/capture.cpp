@@ -221,6 +221,7 @@ void Graph::replay() {
 
 void Graph::reset() {
   Lock lock(state_mutex());
+  clear_workspaces();  // as PyTorch from 2.12 on (pytorch#193402)
   if (!nodes_) return;  // PyTorch does not give back the pool of a capture that failed either
   nodes_.reset();
   release_pool(pool_);

@@ -205,6 +205,7 @@ PoolId new_pool() {
 }
 
 void begin_allocate_to_pool(const PoolId& pool) {
+  Lock lock(state_mutex());
   Memory& own = memory();
   TORCH_CHECK(!own.recording.count(pool), "beginAllocateToPool: already recording to mempool_id");
   auto entry = own.pool_uses.find(pool);
@@ -227,7 +228,7 @@ void release_pool(const PoolId& pool) {
 
 void empty_cache() {
   Lock lock(state_mutex());
-  TORCH_CHECK(!is_any_capture_active(), "captures_underway.empty() INTERNAL ASSERT FAILED");
+  TORCH_CHECK(memory().recording.empty(), "captures_underway.empty() INTERNAL ASSERT FAILED");
   return_cached_blocks();
 }
 

@@ -28,6 +28,7 @@ void begin_allocate_to_pool(const PoolId& pool);
 void end_allocate_to_pool(const PoolId& pool);
 void release_pool(const PoolId& pool);
 
+void clear_workspaces();  // of cuBLAS, for all threads and streams
 void empty_cache();
 void set_total_bytes(size_t num_bytes);
 std::pair<size_t, size_t> free_and_total_bytes();

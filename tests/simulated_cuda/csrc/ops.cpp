@@ -5,11 +5,14 @@
 // (`item`, `nonzero`) synchronizes its stream, as on CUDA.
 
 #include <algorithm>
+#include <limits>
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <unordered_map>
 #include <vector>
 
@@ -206,6 +209,24 @@ void record_stream(Tensor& self, c10::Stream stream) {
 }
 
 // --- everything else
+
+// cuBLAS has a workspace for each thread and stream. The first product of matrices allocates it, and each writes to it.
+std::map<std::pair<std::thread::id, int>, Tensor>& workspaces() {
+  static auto* workspaces = new std::map<std::pair<std::thread::id, int>, Tensor>;
+  return *workspaces;
+}
+
+bool is_product(const c10::OperatorHandle& op) {
+  static const std::set<std::string> names{"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"};
+  return names.count(op.operator_name().name) > 0;
+}
+
+Tensor workspace_of(int stream) {
+  Lock lock(state_mutex());
+  Tensor& workspace = workspaces()[{std::this_thread::get_id(), stream}];
+  if (!workspace.defined()) workspace = empty_on_device({128}, {1}, at::kFloat);
+  return workspace;
+}
 
 struct OpInfo {
   bool is_view = false;
@@ -566,6 +587,12 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   }
 
   Memory memory;
+  Tensor workspace;
+  if (is_product(op)) {
+    Tensor tensor = workspace_of(stream);
+    memory.add(tensor);
+    workspace = alias_of(tensor);
+  }
   auto cpu_argument = [&](const Tensor& tensor) {
     memory.add(tensor);
     return for_cpu(tensor);
@@ -595,11 +622,12 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
     }));
   }
   std::string name = c10::toString(op.operator_name());
-  issue(stream, Task{name, [call = std::move(call), targets = std::move(targets), memory = std::move(memory), &info](const Launch& launch) {
+  issue(stream, Task{name, [call = std::move(call), targets = std::move(targets), memory = std::move(memory), workspace, &info](const Launch& launch) {
     memory.check();
     Stack values = call.run(launch);
     BelowModes guard;
     at::NoGradGuard no_grad;
+    if (workspace.defined()) workspace.fill_(std::numeric_limits<float>::quiet_NaN());
     for (size_t index = 0; index < values.size(); ++index) {
       if (info.written[index] < 0) store(values[index], targets[index]);
     }
@@ -611,6 +639,11 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
 }
 
 }  // namespace
+
+void clear_workspaces() {
+  Lock lock(state_mutex());
+  workspaces().clear();
+}
 
 TORCH_LIBRARY_IMPL(_, CUDA, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());

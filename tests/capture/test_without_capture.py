@@ -1,0 +1,130 @@
+"""What of capture runs without one: settings, messages, random numbers of the host, `verify` of eager steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.captured_steps import Train, batches, plain_sgd, run, same
+from helpers.hard_modules import chain
+from torch import Tensor, nn
+
+from graphckpt import ConfigError, GraphError
+from graphckpt.capture.diagnose import ModuleAttributes, capture_failure
+from graphckpt.capture.host_random import HostRandom
+from graphckpt.capture.inputs import is_on
+
+
+def test_verify_before_the_first_call_changes_nothing_of_what_follows(device: str) -> None:
+    ours, _ = run("eager", set_up=lambda graph: graph.verify(batches(1)[0]))
+    assert same(ours, run("eager")[0])
+
+
+class Flips(nn.Module):
+    """Another result in its first run, unseen by all but a comparison."""
+
+    runs = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        Flips.runs += 1
+        return self.linear(x) * (1 + 1e-3 * (Flips.runs == 1))
+
+
+def test_verify_names_what_differs(device: str) -> None:
+    def set_up(graph: Train) -> None:
+        graph._roots["model"].insert(1, Flips().to(device))
+
+    with pytest.raises(GraphError, match=r"verify: step 1: `output 0` differs .* in 1 of 1 elements, by up to"):
+        run("eager", set_up=lambda graph: (set_up(graph), graph.verify(batches(1)[0])))
+
+
+class Varies(nn.Module):
+    """Another result in every run, as a kernel with atomics."""
+
+    runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Varies.runs += 1
+        return x * (1 + 1e-3 * Varies.runs)
+
+
+def test_verify_says_where_two_plain_steps_differ_already(device: str) -> None:
+    def set_up(graph: Train) -> None:
+        graph._roots["model"].insert(1, Varies().to(device))
+        graph.verify(batches(1)[0])
+
+    message = r"verify: step 1: two plain steps differ already: `output 0` differs .* fix: torch.use_deterministic"
+    with pytest.raises(GraphError, match=message):
+        run("eager", set_up=set_up)
+
+
+def test_capture_takes_known_words_only() -> None:
+    graph = Train(chain("mlp"), plain_sgd(chain("mlp")))
+    with pytest.raises(ConfigError, match=r"capture: there is no 'cudagraph' · did you mean 'cuda_graph'"):
+        graph.config.capture = "cudagraph"
+    with pytest.raises(ConfigError, match=r"max_captures: expected a positive int, got 0"):
+        graph.config.max_captures = 0
+    graph.config.capture = "cuda_graph"
+    with pytest.raises(ConfigError, match=r"'cuda_graph' expected modules on one CUDA device, got cpu"):
+        graph(batches(1)[0])
+
+
+@pytest.mark.parametrize(
+    ("draw", "what"),
+    [
+        (lambda: torch.rand(()), "torch on the CPU"),
+        (random.random, "Python's random"),
+        (np.random.rand, "NumPy"),
+    ],
+)
+def test_draws_of_the_host_are_seen(draw: Callable[[], Any], what: str) -> None:
+    def twice() -> list[Any]:
+        return [draw(), draw()]
+
+    state = HostRandom()
+    state.check()
+    first = twice()
+    with pytest.raises(GraphError, match=f"draws random numbers with {what}, which every replay would repeat"):
+        state.check()
+    state.restore()
+    assert twice() == first
+
+
+def test_edits_of_what_lies_elsewhere_are_seen_and_undone() -> None:
+    model = nn.BatchNorm1d(4)
+    model.count = torch.zeros(())
+    held = ModuleAttributes([("model", model)], torch.device("cuda"))
+    assert held.changed() is None
+    model.count += 1
+    model.num_batches_tracked.add_(1)
+    assert held.changed() == "model.count"
+    held.restore()
+    assert float(model.count) == float(model.num_batches_tracked) == 0
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("CUDA error: operation not permitted when stream is capturing\nSearch for `cudaError", "avoid .item()"),
+        ("aten._local_scalar_dense: operation not permitted when stream is capturing", "keep it on the device"),
+        ("CUDA error: operation would make the legacy stream depend on a capturing", "drop losses"),
+        ("CUDA error: dependency created on uncaptured work in another stream\ncudaErrorStreamCapture", "drop losses"),
+        ("Cannot copy between CPU and CUDA tensors during CUDA graph capture", "pass tensors on the device"),
+    ],
+)
+def test_what_the_device_says_has_a_fix(said: str, message: str) -> None:
+    assert f" · fix: {message}" in capture_failure(RuntimeError(said), [])
+
+
+@pytest.mark.parametrize(("place", "is_there"), [("cuda:0", True), ("cuda:1", False), ("cpu", False)])
+def test_an_input_on_another_device_of_the_type_is_elsewhere(place: str, is_there: bool) -> None:
+    assert is_on(torch.device(place), torch.device("cuda", 0)) is is_there
+    assert is_on(torch.device(place), torch.device("cuda")) is place.startswith("cuda")

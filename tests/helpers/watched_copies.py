@@ -1,0 +1,71 @@
+"""The copies of a CUDA device to host memory and back, with a record of them."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphckpt.stores.host.copy_engine import CopyEngine, CopyEvent, CudaCopyEngine, HostBuffer
+
+_TICKS = itertools.count(1)
+
+
+@dataclass(eq=False)
+class Copy(CopyEvent):
+    """One copy, ``"out"`` or ``"back"``, and the ticks of its issue and of the first wait for it (0: none yet)."""
+
+    what: str
+    event: CopyEvent
+    issued_at: int
+    joined_at: int = 0
+
+
+class WatchedCopies(CopyEngine):
+    """Passes everything on to the device's own engine. ``live_bytes`` counts what is not released yet."""
+
+    def __init__(self) -> None:
+        self._engine = CudaCopyEngine(torch.device("cuda", 0), print)
+        self.history: list[Copy] = []
+        self.num_buffers = self.live_bytes = 0
+
+    def buffer(self, num_bytes: int) -> HostBuffer:
+        buffer = self._engine.buffer(num_bytes)
+        self.num_buffers += 1
+        self.live_bytes += num_bytes
+
+        def release() -> None:
+            buffer.release()
+            self.live_bytes -= num_bytes
+
+        return HostBuffer(buffer.flat, release)
+
+    def offload(self, device_flat: torch.Tensor, host_flat: torch.Tensor, traffic: Any = None) -> CopyEvent:
+        return self._note("out", self._engine.offload(device_flat, host_flat, traffic))
+
+    def reload(self, host_flat: torch.Tensor, device_flat: torch.Tensor, traffic: Any = None) -> CopyEvent:
+        return self._note("back", self._engine.reload(host_flat, device_flat, traffic))
+
+    def _note(self, what: str, event: CopyEvent) -> CopyEvent:
+        self.history.append(Copy(what, event, next(_TICKS)))
+        return self.history[-1]
+
+    def wait(self, event: CopyEvent) -> None:
+        assert isinstance(event, Copy)
+        self._engine.wait(event.event)
+        event.joined_at = event.joined_at or next(_TICKS)
+
+    def is_on_current_stream(self, event: CopyEvent) -> bool:
+        assert isinstance(event, Copy)
+        return self._engine.is_on_current_stream(event.event)
+
+    def is_capturing(self) -> bool:
+        return self._engine.is_capturing()
+
+    def collect_times(self) -> None:
+        self._engine.collect_times()
+
+    def synchronize(self) -> None:
+        self._engine.synchronize()
