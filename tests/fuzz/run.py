@@ -187,17 +187,11 @@ def _work(seed: int, end: int, stride: int, *, minutes: float | None, execute: R
     os._exit(0)  # threads of stores that a failure has left need not be waited for
 
 
-<<<<<<< HEAD
 def _run_scheduled(seed: int, execute: Run, programme: Programme) -> Outcome:
     """Runs a programme under the schedule of a seed, from its beginning, if the device is simulated."""
-    if os.environ.get("FUZZ_DEVICE") == "cuda":
+    if "simulated" in sys.argv:
         if is_left_out(programme):  # a smaller one of a programme that fails
             return Outcome("invalid", "left out on CUDA")
-=======
-def _schedule(seed: int) -> None:
-    """Chooses the schedule of a seed, if the device is simulated."""
-    if "simulated" in sys.argv:
->>>>>>> part-device
         use_schedule(("lazy", "eager", f"random:{seed}", f"random:{seed + 1}")[seed % 4])
     return execute(programme)
 
