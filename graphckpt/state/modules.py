@@ -28,7 +28,6 @@ from graphckpt.state.values import (
     Snapshot,
     is_sharding,
     may_reach,
-    renormalizes,
     same_bits,
     sets_up,
 )
@@ -66,7 +65,6 @@ class ModuleState:
         "_num_parameters",
         "_owners",
         "_policy_changes",
-        "_renormalized",
         "_slots",
         "_unchanged_buffers",
         "_users",
@@ -84,7 +82,6 @@ class ModuleState:
         self._slots: list[tuple[dict[str, Any], str]] = [(m._parameters, key) for m in found for key in m._parameters]
         self._num_parameters = len(self._slots)
         self._norms = [weakref.ref(m) for m in found if isinstance(m, _NORMS)]
-        self._renormalized = [(m._parameters, "weight") for m in found if renormalizes(m)]
         self._slots += [(m._buffers, key) for m in found for key in m._buffers]
         self._changed_values: dict[tuple[bool, ...], tuple[ChangedValue, ...]] = {}
         self._unchanged_buffers: dict[tuple[bool, ...], list[int]] = {}  # the buffers that are not known to move
@@ -194,20 +191,6 @@ class ModuleState:
             for key in [key for key, value in owner.items() if (id(owner), key) not in known and _is_plain(value)]:
                 replace_item(owner, key, ABSENT, undo)
 
-    def protect(self, undo: Undo) -> None:
-        """Has everything put back that a forward may change, where it is not known yet what that is.
-
-        Call it after :meth:`rewind`: what an original forward has not reached yet must not move before it does.
-        """
-        _protect_attributes(self._modules, undo)
-        for fields in map(_fields, self._modules):
-            for key, value in fields.items():
-                if key not in _OWN and _is_plain(value) and value.is_leaf:
-                    fields[key] = value.detach().clone().requires_grad_(value.requires_grad)
-        for owner, key in self._slots[self._num_parameters :]:
-            if _is_plain(owner.get(key)):
-                replace_item(owner, key, owner[key].detach().clone(), undo)
-
     def _rewind_policies(self, snapshot: Snapshot, undo: Undo) -> None:
         forwards = dict(snapshot.forwards)
         for ref in self._modules:
@@ -229,8 +212,7 @@ class ModuleState:
         attributes = [ref().__dict__ for ref in self._modules]
         places: list[tuple[dict[str, Any], str]] = [*self._slots]
         places += [(d, key) for d in attributes for key in d if key not in _OWN]
-        copied = [(d, key) for d, key in places if _is_plain(d[key])] + self._renormalized
-        tensors = [(d, key, d[key], d[key].detach().clone()) for d, key in copied]
+        tensors = [(d, key, d[key], d[key].detach().clone()) for d, key in places if _is_plain(d[key])]
         own = [(d, key) for d in map(_fields, self._users) for key in d if key not in _OWN and may_reach(d[key])]
         return Watch(tensors, [(d, _shallow(d)) for d in attributes], [(d, key, Reached.of(d[key])) for d, key in own])
 
@@ -238,9 +220,7 @@ class ModuleState:
         """Returns ``snapshot`` with the values of all places that moved since ``watch``, and the places."""
         moved: list[tuple[ChangedValue, Any]] = []
         for owner, key, tensor, before in watch.tensors:
-            is_mutated = any(owner is own for own, _ in self._renormalized) or (
-                watch.was_written(tensor) if is_fake(tensor) else not same_bits(tensor, before)
-            )
+            is_mutated = watch.was_written(tensor) if is_fake(tensor) else not same_bits(tensor, before)
             if owner.get(key) is not tensor:
                 value = before if is_mutated else tensor.detach()
                 moved.append((ChangedValue(owner, key, in_place=False), value.requires_grad_(tensor.requires_grad)))
@@ -332,12 +312,12 @@ class ModuleState:
         slots = enumerate(self._slots[self._num_parameters :], self._num_parameters)
         return [index for index, (owner, key) in slots if (id(owner), key) not in known]
 
-    def mutates_unknown(self, snapshot: Snapshot) -> str | None:
+    def mutates_unknown(self, snapshot: Snapshot, unread: Collection[int]) -> str | None:
         """Returns the name of a parameter or buffer that forward has modified in place, and of which there is no copy.
 
         A buffer is then taken for one that may move, from the next call on.
         """
-        found = self.mutated(snapshot)
+        found = self.mutated(snapshot, unread)
         if found is not None:
             self._changed_values.pop(snapshot.modes, None)
         return found

@@ -141,8 +141,6 @@ class ChangedValue:
         if not isinstance(value, torch.Tensor):
             return copy.copy(value) if isinstance(value, CONTAINERS) else value
         present = self.owner.get(self.key)
-        if isinstance(present, nn.Parameter):
-            return nn.Parameter(value.clone(), requires_grad=present.requires_grad)
         if not self.in_place:
             return value
         fresh = value.clone()

@@ -47,19 +47,13 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "Bilinear": ("",),
     "Parametrized": ("'spectral'", "'spectral, by hook'", "'weight'", "'orthogonal'"),
     "Convolution": ("",),
-    "Lookup": ("", "max_norm=0.5"),
+    "Lookup": ("",),
     "EditsItsInput": ("'mul'", "'add'", "'relu'", "'rows'", "'view'", "'detached'", "'noise'"),
     "EditsItsInputLater": ("",),
     "EditsChildsOutput": ("'add'", "'relu'", "'twice'", "'part'", "'after'"),
-    "SharesMemory": tuple(
-        f"{how!r}, {edits!r}"
-        for how in ("positional", "list", "keyword", "nested", "detached")
-        for edits in ("rows", "flat", "part", "")
-    ),
+    "SharesMemory": ("'positional'", "'list'", "'keyword'", "'nested'", "'detached'"),
     "EditsBuffer": ("",),
     "UsesContainers": ("",),
-    "TensorAttributes": ("'attribute'", "'view'", "'history'", "'leaf'"),
-    "GradInside": ("", "create_graph=False", "of='input'", "of='input', create_graph=False", "of='copy'"),
     "Counts": ("",),
     "Codebook": ("", "later=True"),
     "MovesLater": ("",),
@@ -81,7 +75,6 @@ CONTAINERS: dict[str, tuple[str, ...]] = {
     "Listed": ("",),
     "Twice": ("",),
     "Gate": ("",),
-    "GradOfChildren": ("", "create_graph=False"),
     "WithoutGradients": ("",),
     "Autocasted": ("", "enabled=False"),
     "Catches": ("",),

@@ -82,7 +82,7 @@ def test_a_process_that_ends_or_hangs_is_an_outcome() -> None:
     "policies", [pytest.param(FULL, id="full"), pytest.param(OFFLOADED, marks=pytest.mark.slow, id="offloaded")]
 )
 def test_a_script_runs_by_itself(tmp_path: Path, policies: Any) -> None:
-    children = (Node("Linear"), Node("Dropout"), Node("SharesMemory", "'list', ''"))
+    children = (Node("Linear"), Node("Dropout"), Node("SharesMemory", "'list'"))
     programme = Programme(Node("Chain", "", children, policies), (Step("penalty"), Step("two_losses", autocast=True)))
     script = tmp_path / "script.py"
     script.write_text(script_of(programme, execute(programme), "seed 1"))

@@ -1,7 +1,7 @@
 """The arguments of one call of a recomputed block: what is kept of them, and what the recomputation is called with.
 
 An argument that forward modifies in place is kept as a copy. The first call of a block, for which every tensor is
-copied, shows which ones these are. Arguments that share memory with one that is modified are modified with it.
+copied, shows which ones these are.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from typing import Any, NamedTuple, final
 import torch
 
 from graphckpt.errors import RecomputeError
-from graphckpt.rules.engine.aliases import AliasedArguments, alias_groups, has_storage
-from graphckpt.rules.engine.argument import Argument, TensorProperties, as_mutated
+from graphckpt.rules.engine.argument import Argument
 from graphckpt.rules.engine.execution import RecomputableCall
 from graphckpt.rules.engine.joined_input import BlockOutput, JoinedInput
-from graphckpt.rules.engine.mismatch import iterator_argument, modified_in_place, mutates_argument, shares_with_buffer
-from graphckpt.rules.engine.saved import SameArgument
-from graphckpt.state.values import ChangedValue, Snapshot, copy_objects, drop_unchanged, rewind_objects
+from graphckpt.rules.engine.mismatch import iterator_argument, modified_in_place, mutates_argument, shares_memory
+from graphckpt.rules.engine.saved import SameArgument, has_storage
+from graphckpt.state.values import Snapshot, copy_objects, drop_unchanged, rewind_objects
 from graphckpt.tree import ATOMS, flatten_call
 from graphckpt.undo import Undo
 
@@ -34,13 +33,6 @@ class _OriginalArgument(NamedTuple):
     def is_mutated(self) -> bool:
         return self.version is not None and self.tensor._version != self.version
 
-    def as_mutated(self) -> torch.Tensor:
-        """Returns the tensor as it was, which forward may modify in place."""
-        assert self.copied is not None
-        properties = TensorProperties(self.tensor)
-        properties.requires_grad = self.copied.requires_grad  # a modification may change that of the tensor
-        return as_mutated(self.copied, properties)
-
 
 @final
 class Arguments:
@@ -52,10 +44,8 @@ class Arguments:
     """
 
     __slots__ = (
-        "_aliases",
         "_error",
         "_leaves",
-        "_module_tensors",
         "_objects",
         "_originals",
         "_shape",
@@ -67,8 +57,6 @@ class Arguments:
         self._leaves, self._shape = flatten_call(args, kwargs)
         self._originals: Sequence[_OriginalArgument] = ()
         self._objects: Any = ()
-        self._module_tensors: dict[int, ChangedValue] = {}
-        self._aliases: Sequence[AliasedArguments] = ()
         self._error: str | None = None
         self.before: RecomputableCall | None = None
         """The call of the recomputed block right before, if the two are recomputed as one."""
@@ -84,9 +72,7 @@ class Arguments:
         """Names the argument that leaf number ``position`` belongs to."""
         return self._shape.name(position, function)
 
-    def keep(
-        self, frame: RecomputableCall, snapshot: Snapshot, returned: BlockOutput | None, *, learning: bool
-    ) -> None:
+    def keep(self, frame: RecomputableCall, returned: BlockOutput | None, *, learning: bool) -> None:
         """Keeps what the recomputation needs, before the original forward."""
         leaves = self._leaves
         tensors: list[tuple[int, torch.Tensor]] = []
@@ -102,11 +88,7 @@ class Arguments:
                 if hasattr(leaf, "__next__"):
                     raise RecomputeError(iterator_argument(frame.block.title, frame.name_of(position)))
                 self._objects = self._objects or copy_objects(leaves)
-        self._find_module_tensors(frame, snapshot, tensors)
         self.mutated = frame.block.mutated
-        if self.mutated and not learning:
-            groups = alias_groups(tensors)
-            self.mutated |= {p for group in groups if not self.mutated.isdisjoint(group) for p in group}
         originals: list[_OriginalArgument] = []
         self._originals = originals
         for position, tensor in tensors:
@@ -124,26 +106,24 @@ class Arguments:
         """Drops what the recomputation does not need, after the original forward.
 
         Raises:
-            RecomputeError: Forward modified an argument in place that earlier calls left alone, or one that cannot be
-                copied.
+            RecomputeError: Forward modified an argument in place that earlier calls left alone, or that shares memory
+                with another argument or a buffer.
         """
         originals, self._originals = self._originals, ()
         if self._objects:
             self._objects = drop_unchanged(self._objects)
-        if not learning and not self.mutated and not any(each.is_mutated() for each in originals):
-            return
-        tensors = [(each.position, each.tensor) for each in originals]
-        if learning:
-            self._find_module_tensors(frame, snapshot, tensors)
-        moved = frozenset(each.position for each in originals if each.is_mutated()) - self._module_tensors.keys()
+        moved = frozenset([each.position for each in originals if each.is_mutated()])
         if learning:
             self.mutated = moved | frame.block.mutated
             frame.block.mutated = self.mutated
-        elif not moved <= self.mutated:
+        message = None
+        if moved or (learning and snapshot.changed):
+            message = self._shared_memory(frame, snapshot, originals)
+        if message is None and not moved <= self.mutated:
             message = mutates_argument(frame.block.title, frame.name_of(min(moved - self.mutated)))
+        if message is not None:
             self.drop(message)
             raise RecomputeError(message)
-        self._find_aliases(frame, tensors)
         if learning:
             for each in originals:
                 is_mutated = each.position in self.mutated
@@ -159,10 +139,10 @@ class Arguments:
         Args:
             error: The message of the error that :meth:`take` raises from now on.
         """
-        self._leaves, self._originals, self._aliases = [], (), ()
+        self._leaves, self._originals = [], ()
         self._error = error
 
-    def take(self, frame: RecomputableCall, undo: Undo) -> list[Any]:
+    def take(self, frame: RecomputableCall) -> list[Any]:
         """Returns the leaves for the recomputation; :meth:`assemble` makes arguments of them.
 
         Raises:
@@ -171,16 +151,8 @@ class Arguments:
         if self._error is not None:
             raise RecomputeError(self._error)
         taken: list[Any] = []
-        if self._originals:  # a backward within the original forward, which may modify others yet
-            copied = [each for each in self._originals if each.copied is not None]
-            self.mutated |= {each.position for each in copied if each.is_mutated()} - self._module_tensors.keys()
-            self._find_aliases(frame, [(each.position, each.tensor) for each in self._originals])
         for position, leaf in enumerate(self._leaves):
-            taken.append(
-                taken[leaf.position] if isinstance(leaf, SameArgument) else self._take(frame, position, leaf, undo)
-            )
-        for aliases in self._aliases:
-            aliases.rebuild(taken)
+            taken.append(taken[leaf.position] if isinstance(leaf, SameArgument) else self._take(frame, position, leaf))
         return taken
 
     def versions(self, leaves: list[Any]) -> list[tuple[int, torch.Tensor, int]]:
@@ -193,26 +165,16 @@ class Arguments:
 
     def assemble(self, leaves: list[Any], undo: Undo) -> tuple[Sequence[Any], dict[str, Any]]:
         """Returns ``(args, kwargs)``, once the modules are in the state of the original forward."""
-        for position, place in self._module_tensors.items():
-            leaves[position] = place.owner[place.key]
-        for position, leaf in enumerate(self._leaves):
-            if isinstance(leaf, SameArgument):
-                leaves[position] = leaves[leaf.position]
         if self._objects:
             rewind_objects(self._objects, undo)
         return self._shape.assemble(leaves)
 
-    def _take(self, frame: RecomputableCall, position: int, leaf: Any, undo: Undo) -> Any:
-        if position in self._module_tensors:
-            return None  # filled in by `assemble`
+    def _take(self, frame: RecomputableCall, position: int, leaf: Any) -> Any:
         if isinstance(leaf, JoinedInput):
             return leaf.of(self.before)  # type: ignore[arg-type]
-        for each in self._originals:
-            if each.position == position and each.copied is not None:
-                return each.as_mutated() if position in self.mutated else each.tensor
         if not isinstance(leaf, Argument):
             return leaf
-        tensor = leaf.take(undo, is_mutated=position in self.mutated)
+        tensor = leaf.take(is_mutated=position in self.mutated)
         if tensor is None:
             raise RecomputeError(modified_in_place(frame.block.title, f"its argument `{frame.name_of(position)}`"))
         return tensor
@@ -227,35 +189,24 @@ class Arguments:
         self.before = returned.frame()
         return JoinedInput(number, tensor)
 
-    def _find_aliases(self, frame: RecomputableCall, tensors: list[tuple[int, torch.Tensor]]) -> None:
-        """Finds the arguments that share memory with one that forward modifies, and so are modified with it."""
-        if self.mutated:
-            groups = [group for group in alias_groups(tensors) if not self.mutated.isdisjoint(group)]
-            self.mutated |= {position for group in groups for position in group}
-            self._aliases = [
-                AliasedArguments(frame, [each for each in tensors if each[0] in group]) for group in groups
-            ]
-
-    def _find_module_tensors(
-        self, frame: RecomputableCall, snapshot: Snapshot, tensors: list[tuple[int, torch.Tensor]]
-    ) -> None:
-        """Finds the arguments that are tensors of the block's own modules which its forward modifies in place."""
-        places = [place for place, _ in snapshot.changed if place.in_place]
-        if not places:
-            return
-        for position, tensor in tensors:
-            if tensor.requires_grad or not has_storage(tensor):
-                continue
-            for place in places:
-                own = place.owner.get(place.key)
-                if own is tensor:
-                    self._module_tensors[position] = place
-                elif _share_storage(own, tensor):
-                    raise RecomputeError(shares_with_buffer(frame.block.title, frame.name_of(position), place.key))
-
-
-def _share_storage(own: Any, tensor: torch.Tensor) -> bool:
-    return isinstance(own, torch.Tensor) and has_storage(own) and own.untyped_storage() is tensor.untyped_storage()
+    def _shared_memory(
+        self, frame: RecomputableCall, snapshot: Snapshot, originals: Sequence[_OriginalArgument]
+    ) -> str | None:
+        """Returns the error if arguments that share memory with others, or with buffers, were modified in place."""
+        owners: dict[int, list[str]] = {}
+        for each in originals:
+            if has_storage(each.tensor):
+                owners.setdefault(id(each.tensor.untyped_storage()), []).append(frame.name_of(each.position))
+        moved = [each.tensor for each in originals if each.position in self.mutated]
+        for storage in (id(tensor.untyped_storage()) for tensor in moved if has_storage(tensor)):
+            if len(names := owners[storage]) > 1:
+                return shares_memory(frame.block.title, names)
+        for place, _ in snapshot.changed:
+            own = place.owner.get(place.key)
+            if place.in_place and isinstance(own, torch.Tensor) and has_storage(own):
+                for name in owners.get(id(own.untyped_storage()), ()):
+                    return shares_memory(frame.block.title, [name, f"{place.key} of its modules"])
+        return None
 
 
 def _copy_of(tensor: torch.Tensor) -> torch.Tensor:

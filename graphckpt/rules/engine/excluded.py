@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from graphckpt._compat import WithoutValues
-from graphckpt.errors import MutatedError
-from graphckpt.rules.engine.argument import TensorProperties, own_attributes
+from graphckpt.errors import MutatedError, RecomputeError
+from graphckpt.rules.engine.argument import TensorKind, has_attributes
 from graphckpt.rules.engine.context import BlockContext
 from graphckpt.rules.engine.execution import (
     CallMismatch,
@@ -23,7 +23,7 @@ from graphckpt.rules.engine.execution import (
     running,
 )
 from graphckpt.rules.engine.guard import Guard
-from graphckpt.rules.engine.mismatch import excluded_differ
+from graphckpt.rules.engine.mismatch import excluded_differ, runs_backward
 from graphckpt.rules.engine.saved import SavedTensor, are_mutated, versions_of
 from graphckpt.rules.engine.saved_hooks import KEEP_ON_DEVICE, StoredCall, hooks_around
 from graphckpt.state.rng import set_rng_state
@@ -95,7 +95,7 @@ class ExcludedCall:
 
     def answer(self) -> tuple[bool, Any]:
         """Returns ``(True, output)``, or ``(False, None)`` if the child has to be recomputed after all."""
-        if self.is_repeated or are_mutated(self._versions):
+        if self.is_repeated:
             return False, None
         leaves = []
         for leaf in self._leaves:
@@ -114,16 +114,16 @@ class ExcludedCall:
 class _Output:
     """A tensor that an excluded child has returned."""
 
-    __slots__ = ("_kept", "_properties")
+    __slots__ = ("_kept", "_kind")
 
     def __init__(self, tensor: torch.Tensor, frame: RecomputableCall) -> None:
         self._kept = SavedTensor(tensor, frame, frame.outer_hooks)
-        self._properties = TensorProperties(tensor)
+        self._kind = TensorKind.of(tensor)
 
     def take(self) -> torch.Tensor | None:
         """Returns the tensor, with a history if it had one; ``None`` if it was modified in place since."""
         tensor = self._kept.take()
-        return None if tensor is None else self._properties.apply_to(tensor.detach())
+        return None if tensor is None else self._kind.apply_to(tensor.detach())
 
 
 @final
@@ -186,7 +186,7 @@ class _Inputs:
 
 def _is_special(leaf: Any) -> bool:
     """Whether code may depend on which object a tensor is: the recomputation gets another one."""
-    return isinstance(leaf, torch.Tensor) and (isinstance(leaf, nn.Parameter) or bool(own_attributes(leaf)))
+    return isinstance(leaf, torch.Tensor) and (isinstance(leaf, nn.Parameter) or has_attributes(leaf))
 
 
 def _has_history(leaf: Any) -> bool:
@@ -194,13 +194,13 @@ def _has_history(leaf: Any) -> bool:
 
 
 def _watch_node(tensor: torch.Tensor, frame: RecomputableCall) -> Any:
-    """Calls ``frame.keep_rest()`` when a backward within its forward reaches the ``grad_fn`` of ``tensor``."""
+    """Refuses a backward within the forward of ``frame`` that reaches the ``grad_fn`` of ``tensor``."""
     found = weakref.ref(frame)
 
     def note(_: Any) -> None:
         frame = found()
         if frame is not None:
-            frame.keep_rest()
+            raise RecomputeError(runs_backward(frame.block.title))
 
     return tensor.grad_fn.register_prehook(note)  # type: ignore[union-attr]
 
@@ -237,7 +237,7 @@ def run_excluded(block: BlockContext, function: Callable[..., Any], args: Sequen
         if stored is not None:
             stored.seal()
         is_repeated = _drop_mutated(originals, inputs)
-        for frame in (run.frame for run in originals if not run.frame.keeps_rest):
+        for frame in (run.frame for run in originals):
             frame.excluded.append(ExcludedCall(block, output, frame, is_repeated=is_repeated))
     return output
 
@@ -264,7 +264,7 @@ def run_excluded_without_gradients(
         for run in around:
             if isinstance(run, Recomputation):
                 run.excluded_cursor += 1
-            elif not run.frame.keeps_rest:
+            else:
                 run.frame.excluded.append(ExcludedCall(block, None, run.frame, is_repeated=True))
     return function(*args, **kwargs)
 
@@ -329,15 +329,10 @@ def _run_kept(
 ) -> Any:
     recorder = block.recorder
     pack = keep[0] if recorder is None else recorder.stored_forward_began(block.name, keep[0], is_stored=is_stored)
-    guard = Guard()
     try:
-        guard.enter(None, pack, keep[1])  # what runs in here belongs to no recomputed block
-        with modes_paused(around[0] if around else None):
+        # what runs in here belongs to no recomputed block
+        with Guard(None, pack, keep[1]), modes_paused(around[0] if around else None):
             return function(*args, **kwargs)
     finally:
-        try:
-            guard.leave()
-        finally:
-            guard.leave()  # see Note [An interrupt at any moment]
-            if recorder is not None:
-                recorder.stored_forward_ended(block.name)
+        if recorder is not None:
+            recorder.stored_forward_ended(block.name)

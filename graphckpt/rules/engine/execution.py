@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 
 from graphckpt._compat import WithoutValues, autograd_sequence_number, current_backward
 from graphckpt._compat_compiler import never_compiled
-from graphckpt.rules.engine.mismatch import Fault
+from graphckpt.errors import RecomputeError
+from graphckpt.rules.engine.mismatch import Fault, runs_backward
 from graphckpt.rules.engine.saved import may_be_filled_later
 
 if TYPE_CHECKING:
@@ -105,13 +106,6 @@ class RecomputableCall(Protocol):
     def recompute_output(self) -> None:
         """Recomputes the block for the joined block right behind it, up to its ``outputs``."""
 
-    @property
-    def keeps_rest(self) -> bool:
-        """Whether what it saves is kept by now; see :meth:`keep_rest`."""
-
-    def keep_rest(self) -> None:
-        """Keeps what it saves from now on."""
-
     def name_of(self, position: int) -> str:
         """Names the argument that leaf ``position`` belongs to."""
 
@@ -143,35 +137,25 @@ class Execution:
 running: ContextVar[Execution | None] = ContextVar("running", default=None)
 
 
-def innermost(frame: RecomputableCall) -> Execution | None:
-    """Returns the innermost execution that is going on around a backward that wants tensors of ``frame``.
+def refuse_backward_inside(frame: RecomputableCall) -> None:
+    """Raises an error if a backward that needs tensors of ``frame`` is running inside of a forward of a block.
 
-    Where a forward calls backward, autograd may do its work in a thread of its own, whose context variables know
-    nothing of the caller. Then it is the innermost of those executions around the frame that have not ended.
+    A recomputation would repeat it. Autograd may do its work in a thread of its own, whose context variables know
+    nothing of the caller: then it shows if the tensors are those of the block itself.
     """
-    run = running.get() or frame.original
-    while run is not None and not run.is_active:
-        run = run.outer
-    return run
-
-
-def keep_rest_around(frame: RecomputableCall) -> None:
-    """Keeps the rest of the original forwards within which a backward is running that needs tensors of ``frame``."""
     # both: in an excluded child, the former knows nothing of the block around the child
-    for innermost_run in (running.get(), frame.original):
-        run = innermost_run
+    for innermost in (running.get(), frame.original):
+        run = innermost
         while run is not None:
             if run.is_active and run.backward != current_backward():  # else the engine asks, within a recomputation
-                run.frame.keep_rest()
+                raise RecomputeError(runs_backward(run.frame.block.title))
             run = run.outer
 
 
 def modes_paused(run: Execution | None) -> AbstractContextManager[None]:
     """Returns a context in which the dispatch modes of ``run`` and of the executions around it ignore ops.
 
-    It is for ops that do not belong to those blocks: the engine's own, such as copies of arguments, and those of a
-
-    recomputation that was started by a backward within forward.
+    It is for ops that do not belong to those blocks: the engine's own, such as copies of arguments.
     """
     contexts = []
     while run is not None:
@@ -233,7 +217,7 @@ class Recomputation(Execution):
         early_stop: bool,
         returns_output: bool = False,
     ) -> None:
-        super().__init__(frame, innermost(frame), is_recomputation=True)
+        super().__init__(frame, running.get(), is_recomputation=True)
         self.returns_output = returns_output
         self.cursor = 0
         self.excluded_cursor = 0
@@ -281,8 +265,8 @@ class Recomputation(Execution):
 
     @never_compiled
     def unpack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Serves a backward inside of the block's own forward."""
-        return tensor
+        """Is called by a backward inside of the block's own forward, which the original forward did not run."""
+        raise RecomputeError(runs_backward(self.frame.block.title))
 
     def fault(self) -> Fault | None:
         """Returns how this recomputation differed from the original forward, if it did."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from types import GeneratorType
 from typing import Any, final
 
@@ -18,7 +18,6 @@ import torch
 from graphckpt._compat import autograd_sequence_number, early_stop_active
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.errors import MutatedError, RecomputeError
-from graphckpt.rules.engine.aliases import has_storage
 from graphckpt.rules.engine.arguments import Arguments
 from graphckpt.rules.engine.context import BlockContext
 from graphckpt.rules.engine.excluded import UnreadParameter, decide, unread_parameters
@@ -31,22 +30,25 @@ from graphckpt.rules.engine.execution import (
     Recomputation,
     ScheduleMismatch,
     StopRecomputation,
-    keep_rest_around,
     modes_paused,
+    refuse_backward_inside,
     running,
 )
 from graphckpt.rules.engine.guard import Guard
 from graphckpt.rules.engine.joined_input import BlockOutput, last_output
 from graphckpt.rules.engine.mismatch import differs, modified_in_place, mutates_argument, mutates_module
-from graphckpt.rules.engine.saved import Holder
-from graphckpt.rules.engine.saved_hooks import StoredCall, hooks_around
-from graphckpt.state.autocast import autocast_depth, enter_ambient, take_ambient
+from graphckpt.rules.engine.saved import Holder, has_storage
+from graphckpt.rules.engine.saved_hooks import hooks_around
+from graphckpt.state.autocast import autocast_depth, enter_ambient, restore_ambient, take_ambient
 from graphckpt.state.modules import Watch
 from graphckpt.state.rng import RNGState, get_rng_state, set_rng_state
 from graphckpt.state.values import Snapshot
 from graphckpt.stores.base import TensorGroup
 from graphckpt.stores.device import DeviceStore
 from graphckpt.tree import tensors_in
+from graphckpt.undo import Undo, put_back
+
+_NOTHING = nullcontext()
 
 
 @final
@@ -63,8 +65,8 @@ class Frame:
     """
 
     __slots__ = (
-        "__weakref__", "_ambient", "_arguments", "_early_stop", "_failure", "_function", "_holders", "_is_complete",
-        "_is_joined", "_last_saved", "_random", "_rest", "_snapshot", "_state", "_strict", "_watch", "block",
+        "__weakref__", "_ambient", "_arguments", "_early_stop", "_failure", "_function", "_holders", "_is_joined",
+        "_last_saved", "_random", "_snapshot", "_state", "_strict", "_watch", "block",
         "contexts", "devices", "excluded", "group", "original", "outer_hooks", "outputs",
     )  # fmt: skip
 
@@ -89,9 +91,7 @@ class Frame:
         self.original: Execution | None = None
         """The original forward while it runs; after that, the execution around it."""
         self._function = function
-        self._is_complete = False
         self._failure: type[Exception] | None = None  # what the original forward has raised
-        self._rest: StoredCall | None = None
         self._watch: Watch | None = None
         self._holders: list[weakref.ref[Holder]] = []
         self._last_saved: tuple[int, Any] = -1, None  # in a first call: sequence number, weak reference to the storage
@@ -117,7 +117,7 @@ class Frame:
             watch = self._watch = state.watch() if learning else None
             function = self._function if watch is None else watch.around(self._function)
             returned = last_output.get() if self._is_joined and self.outer_hooks is None else None
-            arguments.keep(self, self._snapshot, returned, learning=learning)
+            arguments.keep(self, returned, learning=learning)
 
         try:
             output = self._original_forward(function, args, kwargs)
@@ -133,7 +133,7 @@ class Frame:
         if watch is not None:
             block.ends_with_saved = self._ends_with_saved(output)
         self._end(returned)
-        last_output.set(BlockOutput(self, output) if self._rest is None else None)
+        last_output.set(BlockOutput(self, output))
         return output
 
     def _ends_with_saved(self, output: Any) -> bool:
@@ -153,7 +153,7 @@ class Frame:
                 self._learn_host_rng()
             else:
                 self._snapshot = state.with_late_changes(self._snapshot)
-            mutated = state.mutates_unknown(self._snapshot)
+            mutated = state.mutates_unknown(self._snapshot, unread_parameters(self.excluded))
             if mutated is not None:
                 message = mutates_module(self.block.title, mutated)
                 self._arguments.drop(message)
@@ -176,29 +176,9 @@ class Frame:
         """Returns the present state of the generators that the call may draw from."""
         return get_rng_state(self.devices, host=self._random[2] is not None)
 
-    @property
-    def keeps_rest(self) -> bool:
-        """Whether what the block saves is kept by now; see :meth:`keep_rest`."""
-        return self._rest is not None
-
-    def keep_rest(self) -> None:
-        """Keeps what the block saves from now on, as a backward is running inside of its original forward.
-
-        The recomputation stops before that backward and does not repeat it: autograd orders nodes by their sequence
-        numbers, so a repeated backward might visit them in another order.
-        """
-        if self._rest is None and not self._is_complete:
-            self._rest = StoredCall(self.block, self.group, self.outer_hooks)
-            self.block.note(
-                "its forward runs a backward: what the block saves from there on is kept, and only what it saves "
-                "before is recomputed"
-            )
-
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> object:
         """Hook for a tensor that autograd saves."""
-        if self._rest is not None:
-            return self._rest.pack(tensor)
         holder = Holder(tensor)
         self._holders.append(weakref.ref(holder))
         if self._watch is not None and has_storage(tensor):
@@ -208,13 +188,10 @@ class Frame:
         return holder
 
     @never_compiled
-    def unpack(self, holder: Any) -> torch.Tensor:
+    def unpack(self, holder: Holder) -> torch.Tensor:
         """Hook for a saved tensor that autograd needs; recomputes the block if necessary."""
         if self.original is not None or running.get() is not None:
-            keep_rest_around(self)
-        if not isinstance(holder, Holder):
-            assert self._rest is not None
-            return self._rest.unpack(holder)
+            refuse_backward_inside(self)
         if holder.value is None:
             self._recompute()
         value, holder.value = holder.value, None
@@ -228,27 +205,17 @@ class Frame:
         recorder = block.recorder
         pack: Any = self.pack if recorder is None else recorder.original_forward_began(block.name, self.pack)
         run = self.original = Execution(self, running.get(), is_recomputation=False)
-        depth = autocast_depth()
-        guard = Guard()
         try:
-            guard.enter(run, pack, self.unpack)
-            if self.contexts is None:
-                return function(*args, **kwargs)
-            with self.contexts.original_forward(self):
+            with Guard(run, pack, self.unpack), self.contexts.original_forward(self) if self.contexts else _NOTHING:
                 return function(*args, **kwargs)
         except BaseException as error:
-            guard.restore_ambient(self._ambient, depth)
             if not isinstance(error, Exception):
                 self._arguments.drop(f"{block.title}: its forward was interrupted, and cannot be recomputed")
             raise
         finally:
-            try:
-                guard.leave()
-            finally:
-                guard.leave()  # see Note [An interrupt at any moment]
-                self.original = run.outer
-                if recorder is not None:
-                    recorder.original_forward_ended(block.name)
+            self.original = run.outer
+            if recorder is not None:
+                recorder.original_forward_ended(block.name)
 
     def name_of(self, position: int) -> str:
         """Names the argument that leaf ``position`` belongs to."""
@@ -263,9 +230,6 @@ class Frame:
         decide(self.excluded, self._snapshot)
         for call in self.excluded:
             call.after_forward()
-        self._is_complete = True
-        if self._rest is not None:
-            self._rest.keep_pending()
         if self.contexts is not None:
             self.contexts.after_forward(self, has_failed=self._failure is not None)
         if self.group is not None:
@@ -294,7 +258,7 @@ class Frame:
         recorder = self.block.recorder
         if recorder is not None:
             recorder.recomputation_began(self.block.name)
-        early_stop = not returns_output and (self._early_stop or self._rest is not None)
+        early_stop = not returns_output and self._early_stop
         try:
             try:
                 run = self._recompute_once(early_stop=early_stop, returns_output=returns_output)
@@ -335,57 +299,39 @@ class Frame:
 
     def _repeat(self, run: Recomputation) -> None:
         state, snapshot = self._state, self._snapshot
-        if not self._is_complete:  # a backward within the original forward
-            late = state.with_late_changes(snapshot)
-            snapshot = late if self._watch is None else state.learn(self._watch, snapshot)[0]
-            decide(self.excluded, snapshot)
         unread = self._modified_and_unread(snapshot)
         random_now = self.rng_state()
         ambient_now = take_ambient(self.devices)
-        depth = autocast_depth()
-        guard = Guard()
+        depth, grad_enabled = autocast_depth(), torch.is_grad_enabled()
+        arguments = self._arguments
+        leaves = arguments.take(self)
+        run.given = arguments.versions(leaves)
+        if self.before is not None:
+            self.before.outputs = None
+        undo: Undo = []
         try:
-            args, kwargs = self._enter_again(run, guard, snapshot, random_now)
-            if unread:
-                state.hide(snapshot, unread, self._stand_in, guard.undo)
-            if self.contexts is None and ambient_now == self._ambient:
+            with Guard(run, run.pack, run.unpack), ExitStack() as stack:
+                state.rewind(snapshot, undo)
+                if unread:
+                    state.hide(snapshot, unread, self._stand_in, undo)
+                args, kwargs = arguments.assemble(leaves, undo)
+                set_rng_state(self._random)
+                if ambient_now != self._ambient:
+                    enter_ambient(stack, self._ambient, ambient_now)
+                if self.contexts is not None:
+                    stack.enter_context(self.contexts.recomputation(self))
+                torch.set_grad_enabled(True)
                 self._call(run, args, kwargs)
-            else:
-                with ExitStack() as stack:
-                    if ambient_now != self._ambient:
-                        enter_ambient(stack, self._ambient, ambient_now)
-                    if self.contexts is not None:
-                        stack.enter_context(self.contexts.recomputation(self))
-                    self._call(run, args, kwargs)
         except StopRecomputation as stop:
             if stop.run is not run:
                 raise
         except BaseException:
-            guard.restore_ambient(ambient_now, depth)
+            restore_ambient(ambient_now, depth)
             raise
         finally:
-            try:
-                guard.leave()
-            finally:
-                guard.leave()  # see Note [An interrupt at any moment]
-
-    def _enter_again(
-        self, run: Recomputation, guard: Guard, snapshot: Snapshot, random_now: RNGState
-    ) -> tuple[Sequence[Any], dict[str, Any]]:
-        """Puts everything back to what it was before the original forward, and returns the arguments."""
-        arguments = self._arguments
-        leaves = arguments.take(self, guard.undo)
-        run.given = arguments.versions(leaves)
-        if self.before is not None:
-            self.before.outputs = None
-        guard.enter(run, run.pack, run.unpack)
-        guard.restore_rng_state(random_now)
-        self._state.rewind(snapshot, guard.undo)
-        if not self._is_complete:
-            self._state.protect(guard.undo)
-        args, kwargs = arguments.assemble(leaves, guard.undo)
-        set_rng_state(self._random)
-        return args, kwargs
+            put_back(undo)
+            set_rng_state(random_now)
+            torch.set_grad_enabled(grad_enabled)
 
     def _modified_and_unread(self, snapshot: Snapshot) -> frozenset[int]:
         """Returns the ids of parameters that were modified since, but that the recomputation does not read.
@@ -405,7 +351,6 @@ class Frame:
         return UnreadParameter.of(parameter, message)
 
     def _call(self, run: Recomputation, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        torch.set_grad_enabled(True)  # until the guard leaves
         try:
             output = self._function(*args, **kwargs)
         except Exception as error:

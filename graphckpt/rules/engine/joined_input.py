@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 
 from graphckpt.errors import RecomputeError
-from graphckpt.rules.engine.argument import TensorProperties
+from graphckpt.rules.engine.argument import TensorKind
 from graphckpt.rules.engine.execution import RecomputableCall
 from graphckpt.rules.engine.mismatch import returns_differ
 from graphckpt.tree import tensors_in
@@ -42,12 +42,12 @@ last_output: ContextVar[BlockOutput | None] = ContextVar("last_output", default=
 class JoinedInput:
     """An argument that is not kept: the recomputation of the block before returns it."""
 
-    __slots__ = ("_dtype_and_shape", "_number", "_properties")
+    __slots__ = ("_dtype_and_shape", "_kind", "_number")
 
     def __init__(self, number: int, tensor: torch.Tensor) -> None:
         self._dtype_and_shape = tensor.dtype, tensor.shape
         self._number = number
-        self._properties = TensorProperties(tensor)
+        self._kind = TensorKind.of(tensor)
 
     def of(self, before: RecomputableCall) -> torch.Tensor:
         """Returns the argument, one of the tensors that the recomputation of the block before has returned.
@@ -58,4 +58,4 @@ class JoinedInput:
         found = [(tensor.dtype, tensor.shape) for tensor in before.outputs or ()]
         if found[self._number : self._number + 1] != [self._dtype_and_shape]:
             raise RecomputeError(returns_differ(before.block.title, self._number, self._dtype_and_shape, found))
-        return self._properties.apply_to(before.outputs[self._number])  # type: ignore[index]
+        return self._kind.apply_to(before.outputs[self._number])  # type: ignore[index]

@@ -150,6 +150,11 @@ def are_mutated(versions: Iterable[tuple[torch.Tensor, int]]) -> bool:
     return any(tensor._version != version for tensor, version in versions)
 
 
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has one storage of its own: wrappers, sparse and nested tensors have none."""
+    return tensor.layout is torch.strided and not tensor.is_nested and not hasattr(tensor, "__tensor_flatten__")
+
+
 def may_be_filled_later(tensor: torch.Tensor) -> bool:
     """Whether the op that saves ``tensor`` may write its values only after that, as ``rrelu`` does with its noise."""
     return (

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, final
 
-from graphckpt._compat import active_saved_tensor_hooks, autograd_sequence_number
+import torch
+
+from graphckpt._compat import active_saved_tensor_hooks
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.errors import MutatedError
 from graphckpt.rules.engine.mismatch import modified_in_place
 from graphckpt.rules.engine.saved import SavedTensor, may_be_filled_later
 
 if TYPE_CHECKING:
-    import torch
-
     from graphckpt.rules.engine.context import BlockContext
     from graphckpt.stores.base import TensorGroup
 
@@ -27,35 +27,29 @@ class StoredCall:
         outer_hooks: Hooks around the block that its tensors pass through, in place of its store.
     """
 
-    __slots__ = ("_outer_hooks", "_pending", "_pending_op", "block", "group")
+    __slots__ = ("_outer_hooks", "block", "group")
 
     def __init__(self, block: BlockContext, group: TensorGroup | None, outer_hooks: Any = None) -> None:
         self.block = block
         self.group = group
         self._outer_hooks = outer_hooks
-        self._pending: list[_PendingTensor] = []
-        self._pending_op = -1
 
     @never_compiled
-    def pack(self, tensor: torch.Tensor) -> SavedTensor | _PendingTensor:
+    def pack(self, tensor: torch.Tensor) -> SavedTensor | torch.Tensor:
         """Hook for a tensor that autograd saves."""
-        if self._pending and self._pending_op != autograd_sequence_number():
-            self.keep_pending()
         if self.block.has_rrelu and may_be_filled_later(tensor):
-            self._pending_op = autograd_sequence_number()
-            self._pending.append(_PendingTensor(tensor))
-            return self._pending[-1]
+            return tensor
         return SavedTensor(tensor, self, self._outer_hooks)
 
     @never_compiled
-    def unpack(self, kept: SavedTensor | _PendingTensor) -> torch.Tensor:
+    def unpack(self, kept: SavedTensor | torch.Tensor) -> torch.Tensor:
         """Hook for a saved tensor that autograd needs.
 
         Raises:
             RecomputeError: The tensor was modified in place since.
         """
-        if isinstance(kept, _PendingTensor):
-            kept = kept.keep(self)
+        if isinstance(kept, torch.Tensor):
+            return kept
         tensor = kept.take()
         if tensor is None:
             raise MutatedError(modified_in_place(self.block.title, "a tensor that one of its ops saves"))
@@ -63,31 +57,7 @@ class StoredCall:
 
     def seal(self) -> None:
         """Is called at the end of the call."""
-        self.keep_pending()
         self.block.store.close_group(self.group)
-
-    def keep_pending(self) -> None:
-        """Keeps the tensors that their ops have filled by now."""
-        while self._pending:
-            self._pending.pop(0).keep(self)
-
-
-@final
-class _PendingTensor:
-    """A tensor that goes to the store once the op that saved it has run."""
-
-    __slots__ = ("__weakref__", "_kept", "_tensor")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor: torch.Tensor | None = tensor
-        self._kept: SavedTensor | None = None
-
-    def keep(self, call: StoredCall) -> SavedTensor:
-        """Returns the tensor's entry in the store."""
-        if self._kept is None:
-            assert self._tensor is not None
-            self._kept, self._tensor = SavedTensor(self._tensor, call, call._outer_hooks), None
-        return self._kept
 
 
 @never_compiled
