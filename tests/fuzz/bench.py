@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import graphckpt
-from graphckpt.rules.engine.execution import running
+from graphckpt.engine.frame import running
 
 DEVICE = torch.device(os.environ.get("FUZZ_DEVICE", "cpu"))
 

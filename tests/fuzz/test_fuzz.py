@@ -53,7 +53,7 @@ def test_a_broken_engine_is_found_and_the_programme_shrunk(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     right = [programme for programme in map(generate, range(40)) if execute(programme).kind == "same"]
-    monkeypatch.setattr("graphckpt.rules.engine.frame.set_rng_state", lambda state: None)
+    monkeypatch.setattr("graphckpt.engine.frame.set_rng_state", lambda state: None)
     found = ((programme, execute(programme)) for programme in right)
     programme, outcome = next((p, o) for p, o in found if o.kind == "differs")
     small = shrink(programme, lambda other: execute(other).is_like(outcome))

@@ -16,7 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-import graphckpt.state.rng
+import graphckpt.engine.thread_state
 from graphckpt.capture import Capture, CaptureBackend
 from graphckpt.stores.host.copy_engine import CopyEngine, CopyEvent, HostBuffer
 
@@ -154,7 +154,7 @@ def seen_by_transformers() -> Iterator[None]:
 @contextmanager
 def taped_rng_state(tape: Tape) -> Iterator[None]:
     """Makes taking and setting the RNG state a part of the tape, as they are of a CUDA graph."""
-    take, put = graphckpt.state.rng.get_rng_state, graphckpt.state.rng.set_rng_state
+    take, put = graphckpt.engine.thread_state.get_rng_state, graphckpt.engine.thread_state.set_rng_state
 
     def taped_take(devices: Any, *, host: bool = False) -> Any:
         state = take(devices, host=host)

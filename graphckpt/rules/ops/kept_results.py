@@ -10,13 +10,12 @@ import torch
 
 from graphckpt._compat import pytree, storage_of, version_sharing_detach
 from graphckpt._compat_autocast import call_with_autocast
+from graphckpt.engine.objects import mutated_by
+from graphckpt.engine.saved import Call, SavedResult, SavedTensor
+from graphckpt.engine.thread_state import get_rng_state, set_rng_state
 from graphckpt.errors import RecomputeError
-from graphckpt.rules.engine.execution import RecomputableCall
-from graphckpt.rules.engine.saved import SavedResult, SavedTensor
 from graphckpt.rules.ops.op_graph import CAST, Op, OpGraph
 from graphckpt.rules.ops.schedule import Key, Policy
-from graphckpt.state.rng import get_rng_state, set_rng_state
-from graphckpt.writes import mutated_by
 
 
 @final
@@ -60,12 +59,12 @@ class KeptResults:
                 self.graph.is_complete = False
             raise
 
-    def keep(self, key: Key, output: Any, frame: RecomputableCall) -> None:
+    def keep(self, key: Key, output: Any, frame: Call) -> None:
         """Keeps the result of an op."""
         leaves, spec = ([output], None) if isinstance(output, torch.Tensor) else pytree.tree_flatten(output)
         aliases = [version_sharing_detach(x) if isinstance(x, torch.Tensor) else x for x in leaves]
         versions = [(x, x._version) for x in aliases if isinstance(x, torch.Tensor)]
-        kept = [SavedTensor(x, frame, frame.outer_hooks) if isinstance(x, torch.Tensor) else x for x in aliases]
+        kept = [SavedTensor(x, frame) if isinstance(x, torch.Tensor) else x for x in aliases]
         random = get_rng_state(frame.devices) if torch.Tag.nondeterministic_seeded in key[0].tags else None
         for tensor, _ in versions:
             self._storages.setdefault(id(storage_of(tensor)), []).append(key)
@@ -85,7 +84,7 @@ class KeptResults:
                 if leaves is not None:
                     self._fetched[key] = leaves
 
-    def take(self, key: Key, frame: RecomputableCall) -> Any:
+    def take(self, key: Key, frame: Call) -> Any:
         """Returns the result of an op, or ``None`` if it is not kept."""
         result = self.results.get(key)
         if result is None:
@@ -111,7 +110,7 @@ class KeptResults:
             for key in self._storages.pop(id(storage_of(tensor)), ()):
                 self.results.pop(key, None)
 
-    def after_forward(self, frame: RecomputableCall) -> None:
+    def after_forward(self, frame: Call) -> None:
         """Drops the results that the block has modified in place since, and those that no recomputation reads."""
         self._storages.clear()
         for key in self._keys[0 if self.has_failed_op else self._num_used :]:
@@ -122,7 +121,7 @@ class KeptResults:
             elif frame.outer_hooks is not None or frame.group is not None:
                 result.versions.clear()  # the block around, or the store, checks versions itself
 
-    def release(self, key: Key, frame: RecomputableCall) -> None:
+    def release(self, key: Key, frame: Call) -> None:
         """Drops one result."""
         result = self.results.pop(key, None)
         if result is not None:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Self, TypeAlias, final
 import torch
 
 from graphckpt._compat import is_fake, pytree
-from graphckpt.rules.engine.saved import may_be_filled_later
-from graphckpt.writes import mutated_by
+from graphckpt.engine.objects import mutated_by
+from graphckpt.engine.saved import may_be_filled_later
 
 Op: TypeAlias = Any
 """A ``torch._ops.OpOverload`` such as ``torch.ops.aten.mm.default``."""
