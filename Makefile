@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 SITE := $(VENV)/.installed-site
 LOWEST ?= .venv-lowest
 
-.PHONY: demo test test-all lint format unit slow coverage fresh-context lowest gpu simulated-gpu fuzz interrupts matrix docs wheel clean
+.PHONY: demo test test-all lint format unit slow coverage fresh-context lowest gpu simulated-gpu fuzz matrix docs wheel clean
 
 # PASSIVE: threads that wait do not spin; with another process on the two cores that is several times faster.
 demo: $(INSTALLED)
@@ -48,10 +48,9 @@ simulated-gpu: $(INSTALLED)
 slow: $(INSTALLED)
 	$(PYTEST) -m slow
 
-# Branch coverage of the tests of `make test`, into benchmarks/results/coverage.md. Without interrupts: one that falls into
-# the tracer of coverage.py leaves its lock taken.
+# Branch coverage of the tests of `make test`, into benchmarks/results/coverage.md.
 coverage: $(INSTALLED)
-	$(PYTEST) --cov --cov-report=json:build/coverage.json --cov-report= --ignore tests/interrupts
+	$(PYTEST) --cov --cov-report=json:build/coverage.json --cov-report=
 	$(BIN)/python benchmarks/coverage.py build/coverage.json
 
 # Every backward in a fresh context, as CUDA's thread for it has one: what a CPU can show of that. Not in other processes.
@@ -90,11 +89,6 @@ DEVICE ?= cpu
 FUZZ ?= --minutes $(MINUTES) --workers 2 --device $(DEVICE) $(CAPTURED)
 fuzz: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/run.py $(FUZZ)
-
-# KeyboardInterrupt at COUNT random moments of a step, and the step after each of them.
-COUNT ?= 5000
-interrupts: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/interrupts/run.py --count $(COUNT)
 
 # What works: models of four libraries under all kinds of policies; timm, torchvision and diffusers if they are installed.
 # An hour on a core; MATRIX="--resume" goes on where it has ended, "--modes eager" runs a part.

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, final
 import torch
 from torch.optim import Optimizer
 
-from graphckpt.state.rng import get_rng_state, rng_devices, set_rng_state
-from graphckpt.state.values import overwrite
+from graphckpt.engine.objects import overwrite
+from graphckpt.engine.thread_state import get_rng_state, rng_devices, set_rng_state
 
 
 class _Tensor(NamedTuple):

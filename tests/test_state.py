@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from graphckpt._compat import FakeTensorMode
-from graphckpt.state.modules import ModuleState
-from graphckpt.state.values import copy_objects, drop_unchanged, rewind_objects
-from graphckpt.undo import Undo, put_back
+from graphckpt.engine.call_state import ModuleState
+from graphckpt.engine.objects import Undo, copy_objects, drop_unchanged, put_back, rewind_objects
 
 
 class Holder(nn.Module):

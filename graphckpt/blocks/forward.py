@@ -17,12 +17,12 @@ from graphckpt._compat import is_transformed
 from graphckpt._compat_compiler import constant_in_graphs, never_compiled
 from graphckpt.blocks.compiled import SHARE, CompiledForward
 from graphckpt.blocks.native_checkpointing import NativeCheckpointing
+from graphckpt.engine.block import BlockContext
+from graphckpt.engine.call_state import policy_changes
+from graphckpt.engine.frame import running
 from graphckpt.errors import ConfigError
 from graphckpt.rules.base import Rule
-from graphckpt.rules.engine.context import BlockContext
-from graphckpt.rules.engine.execution import running
 from graphckpt.rules.keep import Keep
-from graphckpt.state.modules import policy_changes
 from graphckpt.stores.placement import Placement
 
 NOT_SCRIPTABLE = "torch.jit.script cannot compile a model with policies · fix: remove() the handle first"

@@ -17,10 +17,9 @@ from torch.utils.checkpoint import noop_context_fn
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.blocks.forward import BlockForward, checkpointing_is_off
 from graphckpt.blocks.proxy import unwrap
+from graphckpt.engine.block import BlockContext
+from graphckpt.engine.frame import Frame, running
 from graphckpt.errors import ConfigError
-from graphckpt.rules.engine.context import BlockContext
-from graphckpt.rules.engine.execution import RecomputableCall, running
-from graphckpt.rules.engine.frame import Frame
 from graphckpt.rules.full import Full
 from graphckpt.rules.in_graph import checkpoint_in_graph
 from graphckpt.rules.segments import run_segments, run_segments_in_graph
@@ -171,11 +170,11 @@ class _GivenContexts:
     def __init__(self, first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> None:
         self._first, self._second = first, second
 
-    def original_forward(self, frame: RecomputableCall) -> AbstractContextManager[Any]:
+    def original_forward(self, frame: Frame) -> AbstractContextManager[Any]:
         del frame
         return self._first
 
-    def recomputation(self, frame: RecomputableCall) -> AbstractContextManager[Any]:
+    def recomputation(self, frame: Frame) -> AbstractContextManager[Any]:
         del frame
         return self._second
 
@@ -185,10 +184,10 @@ class _GivenContexts:
     def drop_mutated_outside(self, tensors: Iterable[torch.Tensor]) -> None:
         """PyTorch's contexts check versions."""
 
-    def after_forward(self, frame: RecomputableCall, *, has_failed: bool) -> None:
+    def after_forward(self, frame: Frame, *, has_failed: bool) -> None:
         """PyTorch's contexts look after themselves."""
 
-    def run_all(self, frame: RecomputableCall) -> bool:
+    def run_all(self, frame: Frame) -> bool:
         del frame
         return False
 

@@ -8,8 +8,8 @@ from typing import Any, final
 
 from torch import nn
 
-from graphckpt.rules.engine.context import BlockContext
-from graphckpt.undo import Undo, put_back, replace_item
+from graphckpt.engine.block import BlockContext
+from graphckpt.engine.objects import Undo, put_back, replace_item
 
 _FLAG = "gradient_checkpointing"
 

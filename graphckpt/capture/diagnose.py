@@ -12,8 +12,8 @@ from typing import final
 import torch
 from torch import nn
 
+from graphckpt.engine.objects import ABSENT, CONTAINERS, differs, fill
 from graphckpt.errors import GraphckptError
-from graphckpt.undo import ABSENT, CONTAINERS, differs, fill
 
 # Words in the device's messages, and what they mean for the step. The first match counts.
 _FIXES = (

@@ -6,8 +6,8 @@ from typing import final
 
 import torch
 
+from graphckpt.engine.thread_state import get_rng_state, set_rng_state
 from graphckpt.errors import GraphError
-from graphckpt.state.rng import get_rng_state, set_rng_state
 
 
 @final

@@ -15,9 +15,9 @@ from graphckpt._compat import silence_capturable
 from graphckpt.capture.choose import backend_for
 from graphckpt.capture.learning_rates import LearningRates, capturable_fix, constant_settings, is_capturable
 from graphckpt.capture.manager import CaptureManager, Program
+from graphckpt.engine.thread_state import take_ambient
 from graphckpt.graph.config import GraphConfig
 from graphckpt.graph.update import Update, clip, step_scaled, zero
-from graphckpt.state.autocast import take_ambient
 from graphckpt.units import format_bytes
 
 _WARM_UP, _WARM_UP_DDP = 3, 11  # calls before a capture; DDP settles its buckets and communicators in its first ten

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from graphckpt.state.module_tree import ModuleTree
-from graphckpt.state.rng import get_rng_state, rng_devices, set_rng_state
-from graphckpt.state.values import overwrite
+from graphckpt.engine.objects import CONTAINERS, fill, overwrite
+from graphckpt.engine.thread_state import get_rng_state, rng_devices, set_rng_state
+from graphckpt.graph.module_tree import ModuleTree
 from graphckpt.tree import tensors_in
-from graphckpt.undo import CONTAINERS, fill
 
 if TYPE_CHECKING:
     from graphckpt.graph.step import Step

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from graphckpt.capture.diagnose import modules_of
+from graphckpt.engine.objects import CONTAINERS
 from graphckpt.errors import GraphError
 from graphckpt.training_state import TrainingState
 from graphckpt.tree import flatten_value
-from graphckpt.undo import CONTAINERS
 
 if TYPE_CHECKING:
     from graphckpt.graph.step import Step

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
+from graphckpt.engine.objects import Undo, put_back, replace_item
 from graphckpt.errors import ConfigError
 from graphckpt.extras import MissingPackageError
 from graphckpt.integrations.policy_callback import PolicyCallback, saved_metrics
-from graphckpt.undo import Undo, put_back, replace_item
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer

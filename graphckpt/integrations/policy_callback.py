@@ -14,6 +14,8 @@ from graphckpt.blocks.apply import Handle, apply
 from graphckpt.blocks.config import FIELDS, OTHER_NAMES, BlockConfig, fields_of
 from graphckpt.blocks.find_layers import layers
 from graphckpt.blocks.select import Selector
+from graphckpt.engine.objects import Undo, put_back, replace_item
+from graphckpt.engine.thread_state import HostRNGState
 from graphckpt.errors import ConfigError, GraphError, did_you_mean, shown
 from graphckpt.ledger.explanation import Explanation
 from graphckpt.ledger.plot_style import file_of
@@ -23,8 +25,6 @@ from graphckpt.planning.plan import Plan
 from graphckpt.planning.show.table import summary_lines
 from graphckpt.rules.base import Rule
 from graphckpt.rules.keep import Keep
-from graphckpt.state.rng import HostRNGState
-from graphckpt.undo import Undo, put_back, replace_item
 from graphckpt.units import format_bytes
 
 Value = Mapping[str, Any] | Rule | bool | str | None

@@ -78,7 +78,7 @@ class Recorder:
         stored = self.traffic[block].bytes_at["device"] if block in self.traffic else 0
         return self._kept.of_block(block) + stored
 
-    def beneath(self, hooks: Any) -> Any:
+    def hooks_below(self, hooks: Any) -> Any:
         """Returns the hooks that would be active without this recorder."""
         return self._outer if hooks is not None and hooks[0] == self._save_plainly else hooks
 
@@ -165,7 +165,7 @@ class Recorder:
         """Ends a block that keeps its saved tensors."""
         self.original_forward_ended(block)
 
-    def kept(self, block: str, tensor: torch.Tensor, owner: object) -> None:
+    def tensor_saved(self, block: str, tensor: torch.Tensor, owner: object) -> None:
         """Counts ``tensor``, which the rule of ``block`` saves for the recomputation while ``owner`` is alive."""
         if not self._again:
             self._kept.add(block, tensor, owner)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, final
 
+from graphckpt.engine.block import BlockContext
 from graphckpt.rules.base import Rule
-from graphckpt.rules.engine.context import BlockContext
 from graphckpt.rules.joined import Joined
 from graphckpt.rules.keep import Keep
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from graphckpt.engine.block import BlockContext
+from graphckpt.engine.frame import Contexts, Frame, running
 from graphckpt.rules.base import Rule
-from graphckpt.rules.engine.context import BlockContext
-from graphckpt.rules.engine.execution import Contexts, running
-from graphckpt.rules.engine.frame import Frame
 from graphckpt.rules.full import Full
 from graphckpt.rules.joined import Joined
 from graphckpt.rules.keep import Keep

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from graphckpt.rules.engine.context import BlockContext
+    from graphckpt.engine.block import BlockContext
 
 ENTRY_POINTS = "graphckpt.rules"
 """The entry-point group that installed packages use to name their rules."""

@@ -9,10 +9,9 @@ from typing import Any, ClassVar, final
 
 from torch import nn
 
+from graphckpt.engine.block import BlockContext
+from graphckpt.engine.frame import Frame, running
 from graphckpt.rules.base import Rule
-from graphckpt.rules.engine.context import BlockContext
-from graphckpt.rules.engine.execution import running
-from graphckpt.rules.engine.frame import Frame
 
 
 @final

@@ -17,10 +17,10 @@ from typing import Any, ClassVar, TypeAlias, final
 
 from torch import nn
 
+from graphckpt.engine.block import BlockContext
+from graphckpt.engine.frame import Frame
 from graphckpt.errors import ConfigError
 from graphckpt.rules.base import Rule
-from graphckpt.rules.engine.context import BlockContext
-from graphckpt.rules.engine.frame import Frame
 from graphckpt.rules.in_graph import checkpoint_in_graph
 
 Wrap: TypeAlias = "Callable[[Callable[..., Any]], Callable[..., Any]]"

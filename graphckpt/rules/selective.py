@@ -18,14 +18,13 @@ from torch.utils.checkpoint import (
 )
 
 from graphckpt._compat import op_names
+from graphckpt.engine.block import BlockContext
+from graphckpt.engine.frame import Frame
 from graphckpt.errors import ConfigError, did_you_mean
 from graphckpt.rules.base import Rule
-from graphckpt.rules.engine.context import BlockContext
-from graphckpt.rules.engine.frame import Frame
 from graphckpt.rules.in_graph import checkpoint_in_graph
 from graphckpt.rules.ops.contexts import SelectiveContexts
-from graphckpt.rules.ops.op_graph import Op
-from graphckpt.rules.ops.schedule import NamedOps, Policy
+from graphckpt.rules.ops.schedule import NamedOps, Op, Policy
 from graphckpt.tree import flatten_call
 
 

@@ -11,13 +11,12 @@ from typing import Any, ClassVar, final
 
 import torch
 
+from graphckpt.engine.block import BlockContext
+from graphckpt.engine.frame import Frame
+from graphckpt.engine.objects import copy_objects, differs
 from graphckpt.errors import ConfigError
 from graphckpt.rules.base import Rule
-from graphckpt.rules.engine.context import BlockContext
-from graphckpt.rules.engine.frame import Frame
-from graphckpt.state.values import copy_objects
 from graphckpt.tree import build_value, flatten_call, flatten_value
-from graphckpt.undo import differs
 
 
 @final

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import graphckpt
-from graphckpt.rules.engine.execution import running
+from graphckpt.engine.frame import running
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

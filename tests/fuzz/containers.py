@@ -69,22 +69,6 @@ class Gate(nn.Module):
         return self.inner(x) * gate
 
 
-class GradOfChildren(nn.Module):
-    """Differentiates its children inside of forward."""
-
-    def __init__(self, *children: nn.Module, create_graph: bool = True) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(*children)
-        self.create_graph = create_graph
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            at = x if x.requires_grad else x.detach().requires_grad_()
-            energy = self.inner(at)
-            (force,) = torch.autograd.grad(energy.pow(2).sum(), at, create_graph=self.create_graph, retain_graph=True)
-        return energy + force.tanh()
-
-
 class WithoutGradients(nn.Module):
     """Calls its children once without gradients, and once with."""
 

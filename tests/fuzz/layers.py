@@ -197,11 +197,11 @@ class Convolution(nn.Module):
 
 
 class Lookup(nn.Module):
-    """Embeddings of indices that are computed from ``x``; ``max_norm`` has the weight edited in forward."""
+    """Embeddings of indices that are computed from ``x``."""
 
-    def __init__(self, *, max_norm: float | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Embedding(5, D, max_norm=max_norm)
+        self.table = nn.Embedding(5, D)
 
     def forward(self, x: Tensor) -> Tensor:
         index = (x.detach().float().sum(-1).abs() * 10).long() % 5
@@ -270,21 +270,11 @@ class EditsChildsOutput(nn.Module):
 
 
 class TakesViews(nn.Module):
-    """Edits one of its arguments, which share memory."""
-
-    def __init__(self, edits: str = "rows") -> None:
-        super().__init__()
-        self.edits = edits
+    """Reads arguments that share memory."""
 
     def forward(self, flat: Tensor, rows: Any, *, part: Any = None) -> Tensor:
         row = rows[0] if isinstance(rows, list) else rows
         first = part["part"] if isinstance(part, dict) else part
-        if self.edits == "rows":
-            row.mul_(2)
-        elif self.edits == "flat":
-            flat.mul_(2)
-        elif self.edits == "part" and first is not None:
-            first.mul_(2)
         y = flat.view(-1, D).sin() + row.view(-1, D).cos()
         return y if first is None else y * first.sum()
 
@@ -292,9 +282,9 @@ class TakesViews(nn.Module):
 class SharesMemory(nn.Module):
     """Calls a child with views of one tensor: positional, in a list, by keyword."""
 
-    def __init__(self, how: str = "positional", edits: str = "rows") -> None:
+    def __init__(self, how: str = "positional") -> None:
         super().__init__()
-        self.linear, self.inner = nn.Linear(D, D), TakesViews(edits)
+        self.linear, self.inner = nn.Linear(D, D), TakesViews()
         self.how = how
 
     def forward(self, x: Tensor) -> Tensor:
@@ -349,51 +339,6 @@ class UsesContainers(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out = self.inner({"h": x, "x": x}, (x * 2, None), (x.sin(), {"b": x.detach()}), scale=1.5, bias=self.bias)
         return out["h"] + out["pair"][0] * out["n"]
-
-
-class LooksAtArgument(nn.Module):
-    """Depends on what its tensor arguments are, not only on their values."""
-
-    def forward(self, x: Tensor, mask: Tensor, weight: Tensor, own: Tensor) -> Tensor:
-        y = x * mask * getattr(mask, "factor", 1.0)
-        y = y * 2 if isinstance(weight, nn.Parameter) else y + 1
-        y = y.sin() if weight is own else y.cos()
-        y = y * 1.5 if x.is_leaf else y
-        y = y * 0.5 if mask._is_view() else y
-        return y * weight.sum() if weight.grad_fn is None and x.requires_grad else y.tanh() * weight.sum()
-
-
-class TensorAttributes(nn.Module):
-    def __init__(self, how: str = "attribute") -> None:
-        super().__init__()
-        self.inner, self.weight = LooksAtArgument(), nn.Parameter(torch.full((D,), 0.3))
-        self.register_buffer("mask", torch.linspace(0.5, 1.5, D))
-        self.how = how
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = self.mask.view(1, D) if self.how == "view" else self.mask * 1
-        if self.how == "attribute":
-            mask.factor = 0.4
-        weight = self.weight * 1 if self.how == "history" else self.weight
-        return self.inner(x.detach() if self.how == "leaf" else x, mask, weight, self.weight)
-
-
-class GradInside(nn.Module):
-    """Takes a gradient inside of forward, as force fields do."""
-
-    def __init__(self, *, create_graph: bool = True, of: str = "weight") -> None:
-        super().__init__()
-        self.linear = nn.Linear(D, D)
-        self.create_graph = create_graph
-        self.of = of
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            at = x.detach().requires_grad_() if self.of == "copy" else x
-            energy = torch.tanh(self.linear(at)).pow(2).sum()
-            wanted = self.linear.weight if self.of == "weight" else at
-            (force,) = torch.autograd.grad(energy, wanted, create_graph=self.create_graph)
-        return x + force.mean() * self.linear(x)
 
 
 class Counts(nn.Module):

@@ -38,19 +38,13 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "Bilinear": ("",),
     "Parametrized": ("'spectral'", "'spectral, by hook'", "'weight'", "'orthogonal'"),
     "Convolution": ("",),
-    "Lookup": ("", "max_norm=0.5"),
+    "Lookup": ("",),
     "EditsItsInput": ("'mul'", "'add'", "'relu'", "'rows'", "'view'", "'detached'", "'noise'"),
     "EditsItsInputLater": ("",),
     "EditsChildsOutput": ("'add'", "'relu'", "'twice'", "'part'", "'after'"),
-    "SharesMemory": tuple(
-        f"{how!r}, {edits!r}"
-        for how in ("positional", "list", "keyword", "nested", "detached")
-        for edits in ("rows", "flat", "part", "")
-    ),
+    "SharesMemory": ("'positional'", "'list'", "'keyword'", "'nested'", "'detached'"),
     "EditsBuffer": ("",),
     "UsesContainers": ("",),
-    "TensorAttributes": ("'attribute'", "'view'", "'history'", "'leaf'"),
-    "GradInside": ("", "create_graph=False", "of='input'", "of='input', create_graph=False", "of='copy'"),
     "Counts": ("",),
     "Codebook": ("", "later=True"),
     "MovesLater": ("",),
@@ -74,7 +68,6 @@ CONTAINERS: dict[str, tuple[str, ...]] = {
     "Listed": ("",),
     "Twice": ("",),
     "Gate": ("",),
-    "GradOfChildren": ("", "create_graph=False"),
     "WithoutGradients": ("",),
     "Autocasted": ("", "enabled=False"),
     "Catches": ("",),
@@ -185,23 +178,11 @@ def generate(seed: int) -> Programme:
 
 
 def is_left_out(programme: Programme) -> bool:
-    """Whether nothing can be said about a programme on CUDA: its two steps may differ, and docs/limits.md says so."""
-    kinds = {node.kind for node in nodes(programme.root)}
-    has_autocast = "Autocasted" in kinds or any(step.autocast for step in programme.steps)
-    has_rrelu = "RReLU" in programme.model_expression()
-    # hooks that copy get the noise of `rrelu` before it is drawn: on a device, it is NaN, the plain step's too
-    has_lost_noise = has_rrelu and any(step.shape == "saved_as_copies" for step in programme.steps)
-    return has_lost_noise or (has_autocast and _differentiates_in_block(programme.root))
+    """Whether nothing can be said about a programme on CUDA, as the plain step is not determined.
 
-
-def _differentiates_in_block(node: Node, *, is_recomputed: bool = False) -> bool:
-    """Whether a module that is recomputed runs backward in its forward: on CUDA, in another thread than forward."""
-    rules = {name: dict(fields).get("activation_checkpointing", "False") for name, fields in node.policies}
-    is_recomputed |= node.kind == "DropIn" or rules.get("", "False") != "False"
-    if node.kind in ("GradInside", "GradOfChildren") and is_recomputed:
-        return True
-    is_recomputed |= rules.get("inner", "False") != "False"
-    return any(_differentiates_in_block(child, is_recomputed=is_recomputed) for child in node.children)
+    Hooks that copy get the noise of `rrelu` before it is drawn.
+    """
+    return "RReLU" in programme.model_expression() and any(step.shape == "saved_as_copies" for step in programme.steps)
 
 
 class _Generator:

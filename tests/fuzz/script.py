@@ -33,7 +33,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import graphckpt
 from graphckpt import Disk, Host, Segments, Selective, Tiles
-from graphckpt.rules.engine.execution import running
+from graphckpt.engine.frame import running
 
 torch.set_num_threads(1)
 warnings.simplefilter("ignore")

@@ -192,19 +192,6 @@ class Noise(nn.Module):
         return F.dropout(h * torch.rand_like(h), 0.3) + torch.bernoulli(torch.full_like(x, 0.5)) * h
 
 
-class GradInForward(nn.Module):
-    """A gradient inside of forward, as force fields take it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        energy = torch.tanh(self.linear(x)).pow(2).sum()
-        (force,) = torch.autograd.grad(energy, self.linear.weight, create_graph=True)
-        return x + force.mean() * self.linear(x)
-
-
 ZOO: dict[str, Callable[[], nn.Module]] = {
     "mlp": Mlp,
     "batch_norm": BatchNorm,
@@ -221,7 +208,6 @@ ZOO: dict[str, Callable[[], nn.Module]] = {
     "containers": UsesContainers,
     "tied": Tied,
     "noise": Noise,
-    "grad_in_forward": GradInForward,
 }
 if torch.cuda.is_available():  # cuDNN's are not deterministic, and fused cells have no kernels on the simulated device
     ZOO = {kind: build for kind, build in ZOO.items() if kind not in ("rnn", "lstm", "gru")}

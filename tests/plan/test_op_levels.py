@@ -20,7 +20,7 @@ from graphckpt.planning.model.op_times import OpTimes
 from graphckpt.planning.solve import op_levels
 from graphckpt.planning.solve.op_levels import selective_levels
 from graphckpt.rules import Selective
-from graphckpt.rules.ops.op_graph import OpCall, OpGraph
+from graphckpt.rules.ops.schedule import OpCall, OpGraph
 
 
 def drawn(seed):

@@ -69,20 +69,6 @@ class ReadsAttribute(nn.Module):
         return self.child(x).exp() * self.child.loss.exp()
 
 
-class TakesGradient(nn.Module):
-    """The parent takes a gradient through the child, beside a path around it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.child = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.linear(x)
-        y = (self.child(h).sin() + h.square()).sum()
-        (slope,) = torch.autograd.grad(y, h, create_graph=True)
-        return slope.sin() * h
-
-
 class CatchesError(nn.Module):
     """The child raises, and the parent goes on without it."""
 
@@ -138,9 +124,7 @@ def grads(model: nn.Module, rules: dict[str, Any]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("around", [{"0": True}, {"": True, "0": "selective"}], ids=["full", "selective in full"])
-@pytest.mark.parametrize(
-    "kind", [EditsItsArgument, FillsCache, ReadsAttribute, TakesGradient, CatchesError, MovesBuffer]
-)
+@pytest.mark.parametrize("kind", [EditsItsArgument, FillsCache, ReadsAttribute, CatchesError, MovesBuffer])
 def test_an_excluded_child_that_does_more_than_return(kind: type[nn.Module], around: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = kind()

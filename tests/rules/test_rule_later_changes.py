@@ -160,30 +160,3 @@ def test_a_flag_that_the_first_call_clears_is_set_in_its_recomputation():
         assert model[0].is_first is False
         gradients.append(model[0].linear.weight.grad)
     assert torch.equal(*gradients)
-
-
-class Force(nn.Module):
-    """Returns the gradient of its child, which a backward inside of the forward computes."""
-
-    def __init__(self, child):
-        super().__init__()
-        self.child = child
-
-    def forward(self, x):
-        energy = torch.tanh(self.child(x)).sum()
-        return x + torch.autograd.grad(energy, x, create_graph=True)[0]
-
-
-@pytest.mark.parametrize("place", ["list", "number", "buffer through data"])
-def test_a_backward_inside_of_the_forward_sees_what_has_changed_since(place):
-    steps = []
-    for policies in ({}, {"0": FULL}):
-        torch.manual_seed(0)
-        model = nn.Sequential(Force(Branch(Count(place))), nn.Linear(8, 2))
-        with graphckpt.apply(model, policies):
-            for number in range(3):
-                model[0].child.is_on = number > 0
-                model.zero_grad()
-                model(X).square().sum().backward()
-                steps.append([parameter.grad.clone() for parameter in model.parameters()])
-    assert all(torch.equal(a, b) for plain, seen in zip(steps[:3], steps[3:], strict=True) for a, b in zip(plain, seen))

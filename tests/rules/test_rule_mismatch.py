@@ -315,12 +315,12 @@ def test_a_parameter_that_forward_edits_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_an_embedding_that_renormalizes_its_weight(kind: type[nn.Module]) -> None:
+def test_an_embedding_that_renormalizes_its_weight_is_refused_but_where_it_is_excluded(kind: type[nn.Module]) -> None:
     grads = []
-    for rule in (False, True):
+    for rules in ({}, {"": True, "0": False}):
         torch.manual_seed(0)
         model = nn.Sequential(kind(5, 3, max_norm=0.5), nn.Linear(3, 3), nn.Tanh())
-        with graphckpt.apply(model, {"": rule}):
+        with graphckpt.apply(model, rules):
             for _ in range(3):
                 model(torch.tensor([[0, 1], [3, 1]])).square().sum().backward()
                 with torch.no_grad():
@@ -328,6 +328,8 @@ def test_an_embedding_that_renormalizes_its_weight(kind: type[nn.Module]) -> Non
                         parameter.sub_(3 * parameter.grad)
         grads.append([tensor.clone() for p in model.parameters() for tensor in (p, p.grad)])
     assert all(map(torch.equal, *grads))
+    with graphckpt.apply(model, {"": True}), pytest.raises(RecomputeError, match="modified `weight` of its Embedding"):
+        model(torch.tensor([[0, 1], [3, 1]]))
 
 
 def test_an_attribute_that_a_hook_sets_before_each_call_is_that_of_its_call() -> None:

@@ -94,44 +94,6 @@ def test_kernels_that_call_ops_compute_the_same_under_autocast(name: str, save: 
         assert all(map(torch.equal, steps(model, x), expected))
 
 
-class GradientWithinAutocast(nn.Module):
-    """Differentiates its child within a region of autocast that begins in it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(8, 8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            energy = self.inner(x)
-            (force,) = torch.autograd.grad(energy.pow(2).sum(), x, retain_graph=True)
-        return (energy + force.tanh()).float()
-
-
-class Product(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.product = nn.Bilinear(8, 8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.product(x, x.tanh())
-
-
-def test_a_recomputation_around_a_block_within_autocast_computes_without() -> None:
-    """The block inside asks for what the block around keeps, which is recomputed, and has ops that kernels call."""
-    torch.manual_seed(0)
-    model = nn.Sequential(Product(), GradientWithinAutocast())
-    x = torch.randn(4, 8)
-
-    def step() -> list[torch.Tensor]:
-        y = model(x)
-        return [y, *torch.autograd.grad(y.square().sum(), list(model.parameters()))]
-
-    expected = step()
-    with graphckpt.apply(model, {"": True, "1": {"activation_checkpointing": Selective(everything)}}):
-        assert all(map(torch.equal, step(), expected))
-
-
 @pytest.mark.parametrize("name", MODULES)
 def test_counting_bytes_does_not_change_a_step_under_autocast(name: str) -> None:
     model, x = made(MODULES[name])
@@ -168,7 +130,7 @@ def test_all_ops_of_pytorch_compute_the_same() -> None:
     }
 
 
-KINDS = ["mlp", "batch_norm", "gru", "spectral_norm", "attention", "edits_its_input", "containers", "grad_in_forward"]
+KINDS = ["mlp", "batch_norm", "gru", "spectral_norm", "attention", "edits_its_input", "containers"]
 SAVES: dict[str, Any] = {"clones": ["aten.clone.default"], "everything": everything}
 INNER: dict[str, dict[str, Any]] = {
     "nothing": {},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import final
 
-from graphckpt.rules.ops.op_graph import OpGraph
+from graphckpt.rules.ops.schedule import OpGraph
 
 
 @final

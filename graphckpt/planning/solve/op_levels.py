@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from graphckpt.planning.model.op_times import OpTimes
 from graphckpt.planning.option import MOST
-from graphckpt.rules.ops.op_graph import OpGraph
+from graphckpt.rules.ops.schedule import OpGraph
 from graphckpt.rules.selective import PRESETS
 
 _MOST_CUTS = 16

@@ -2,16 +2,200 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, TypeAlias, final
+from itertools import chain
+from typing import Any, NamedTuple, Self, TypeAlias, final
 
 import torch
 
-from graphckpt._compat import WithoutValues, pytree
+from graphckpt._compat import WithoutValues, is_fake, pytree
 from graphckpt._compat_autocast import computes_alike
-from graphckpt.rules.ops.op_graph import CAST, METADATA_ONLY_OPS, Op, OpCall, OpGraph, TensorMeta
+from graphckpt.engine.objects import mutated_by
+from graphckpt.engine.saved import may_be_filled_later
+
+Op: TypeAlias = Any
+"""A ``torch._ops.OpOverload`` such as ``torch.ops.aten.mm.default``."""
+
+
+class TensorMeta(NamedTuple):
+    """The metadata of a tensor."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Self:
+        """Returns the metadata of ``tensor``."""
+        return cls(tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
+
+
+METADATA_ONLY_OPS = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
+        "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full",
+    )
+)  # fmt: skip
+"""Factory ops that read the metadata of a tensor but not its values, as for a dropout mask."""
+
+CAST = torch.ops.aten._to_copy.default
+
+_COLLECTIVE_NAMESPACES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "symm_mem"})
+
+
+@final
+@dataclass(slots=True)
+class OpCall:
+    """One op of the original forward. ``number`` counts the earlier calls of the same op."""
+
+    func: Op
+    number: int
+    inputs: frozenset[int]
+    """The earlier calls of the block whose results it reads; none if it reads only a size."""
+    outputs: tuple[Any, ...]
+    """The :class:`TensorMeta` of each tensor that it returns, and what else it returns."""
+    spec: Any
+    """Of the value that holds the outputs; ``None`` if it is one tensor."""
+    mutates: bool = False
+    """Whether it is an in-place op: it writes to its first argument alone and returns it."""
+    is_view: bool = False
+    must_run: bool = False
+    """Whether it has side effects: writes to a tensor from outside the block, is a collective, returns no tensor."""
+    is_random: bool = False
+    is_mutated: bool = False
+    """Whether a later op writes to a result of it."""
+    is_read: bool = False
+    """Whether another op reads a result of it."""
+    num_bytes: int = 0
+    """Bytes of its results, if they are new tensors."""
+
+    @property
+    def can_be_kept(self) -> bool:
+        """Whether its results are new tensors, which stay as they are."""
+        return not (self.is_view or self.mutates or self.must_run or self.is_mutated)
+
+
+@final
+@dataclass(slots=True)
+class OpGraph:
+    """The ops of one forward, in order."""
+
+    calls: list[OpCall] = field(default_factory=list)
+    saved: set[int] = field(default_factory=set)
+    """The calls whose results autograd saves."""
+    saved_bytes: int = 0
+    """Bytes of these results."""
+    num_saving: int = 0
+    """The number of calls before the last tensor that autograd saves, where a recomputation ends."""
+    is_complete: bool = True
+    """Whether all ops of the block are in the graph. ``False`` with tensor subclasses such as DTensor, sparse tensors,
+    higher-order ops or a recomputed block inside of it."""
+    _saved_storages: set[int] = field(default_factory=set)
+    _producer: dict[int, int] = field(default_factory=dict)  # by id of a storage: the call that has written it last
+
+    def add(self, func: Op, number: int, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Adds an op that has run."""
+        schema = getattr(func, "_schema", None)
+        given = list(_tensors(chain(args, kwargs.values())))
+        leaves, spec = ([output], None) if isinstance(output, torch.Tensor) else pytree.tree_flatten(output)
+        results = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if schema is None or not all(map(_is_plain, chain(given, results))):
+            self.is_complete = False
+            return
+        producers = frozenset(m for t in given if (m := self._producer.get(id(t.untyped_storage()))) is not None)
+        call = OpCall(func, number, producers, tuple(map(_meta, leaves)), spec)
+        own = len(self.calls)
+        if schema.is_mutable:
+            written = list(mutated_by(func, args, kwargs))
+            call.mutates = len(written) == 1 and written[0] is output and args[0] is output
+            call.must_run = not call.mutates or id(output.untyped_storage()) not in self._producer
+            for tensor in written:
+                producer = self._producer.get(id(tensor.untyped_storage()))
+                if producer is not None:
+                    self.calls[producer].is_mutated = True
+                self._producer[id(tensor.untyped_storage())] = own
+        else:
+            mine = {id(tensor.untyped_storage()) for tensor in given}
+            call.is_view = any(id(result.untyped_storage()) in mine for result in results)
+        call.must_run |= not results or func.namespace in _COLLECTIVE_NAMESPACES
+        call.is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if call.can_be_kept:
+            storages = {id(s := result.untyped_storage()): s for result in results}
+            call.num_bytes = sum(storage.nbytes() for storage in storages.values())
+            self._producer.update(dict.fromkeys(storages, own))
+        if not call.is_view:
+            for producer in producers:
+                self.calls[producer].is_read = True
+        if func in METADATA_ONLY_OPS:
+            call.inputs = frozenset()
+        self.calls.append(call)
+
+    def saves(self, tensor: torch.Tensor) -> None:
+        """Is called when autograd saves a tensor."""
+        # what an op fills after autograd has saved it is complete once the op has run
+        self.num_saving = max(self.num_saving, len(self.calls) + may_be_filled_later(tensor))
+        if not _is_plain(tensor):
+            self.is_complete = False
+            return
+        storage = tensor.untyped_storage()
+        producer = self._producer.get(id(storage))
+        if producer is not None:
+            self.saved_bytes += 0 if id(storage) in self._saved_storages else storage.nbytes()
+            self._saved_storages.add(id(storage))
+            self.saved.add(producer)
+
+    def close(self) -> None:
+        """Is called after the forward, when storages can no longer be identified by their ids."""
+        self._producer.clear()
+        self._saved_storages.clear()
+
+    def roots(self) -> set[int]:
+        """Returns the calls that a recomputation needs whatever is kept.
+
+        Those are calls whose results autograd saves, calls with other effects, random ops, which advance the generator
+        for later ones, and calls whose results no op reads: a custom kernel that is not dispatched may read them.
+        """
+        roots = {
+            number
+            for number, call in enumerate(self.calls[: self.num_saving])
+            if call.must_run or call.is_random or not (call.is_read or call.is_view)
+        }
+        return roots | self.saved
+
+    def needed(self, is_kept: Callable[[OpCall], bool]) -> set[int]:
+        """Returns the calls whose results a recomputation needs."""
+        needed: set[int] = set()
+        todo = list(self.roots())
+        while todo:
+            number = todo.pop()
+            if number not in needed:
+                needed.add(number)
+                if not is_kept(self.calls[number]):
+                    todo.extend(self.calls[number].inputs)
+        return needed
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    kinds: Collection[type] = (torch.Tensor, torch.nn.Parameter)
+    return (type(tensor) in kinds or is_fake(tensor)) and tensor.layout is torch.strided
+
+
+def _meta(leaf: Any) -> Any:
+    return TensorMeta.of(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
 
 Key: TypeAlias = "tuple[Op, int]"
 """An op, and how often it has been called before in the block."""
@@ -111,11 +295,11 @@ def make_schedule(graph: OpGraph, kept: set[Key], num_saved: int) -> OpSchedule:
             schedule.skipped[position] = call
         else:
             schedule.actions.append(Action.RUN)
-        schedule.plain.append(call.func if schedule.actions[position] is Action.RUN and _is_plain(call.func) else None)
+        schedule.plain.append(call.func if schedule.actions[position] is Action.RUN and _computes_alike(call.func) else None)
     return schedule
 
 
-def _is_plain(func: Op) -> bool:
+def _computes_alike(func: Op) -> bool:
     schema = getattr(func, "_schema", None)
     if schema is None or schema.is_mutable or func is CAST or func in METADATA_ONLY_OPS:
         return False

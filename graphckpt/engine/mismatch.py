@@ -108,6 +108,14 @@ def modified_in_place(block: str, what: str) -> str:
     )
 
 
+def runs_backward(block: str) -> str:
+    """The message for a backward inside of a block's own forward."""
+    return (
+        f"{block}: its forward runs a backward, which the recomputation would repeat · fix: set the policy on the "
+        "layers inside of it, and activation_checkpointing = False on this block"
+    )
+
+
 def mutates_argument(block: str, name: str) -> str:
     """The message for a forward that modifies an argument of which no copy was made."""
     return (
@@ -116,19 +124,11 @@ def mutates_argument(block: str, name: str) -> str:
     )
 
 
-def shares_with_buffer(block: str, name: str, buffer: str) -> str:
-    """The message for an argument that is a view of what forward modifies in its own modules."""
+def shares_memory(block: str, names: Sequence[str]) -> str:
+    """The message for tensors that share memory, of which forward modifies one in place."""
     return (
-        f"{block}: argument `{name}` shares memory with `{buffer}` of the block, which forward modifies in place; the "
+        f"{block}: forward modified {' or '.join(f'`{name}`' for name in names)} in place, which share memory; the "
         "recomputation cannot restore both · fix: pass a clone"
-    )
-
-
-def unknown_alias(block: str, names: Sequence[str]) -> str:
-    """The message for arguments that share memory in a way that copies of them cannot."""
-    return (
-        f"{block}: forward modifies one of its arguments {', '.join(f'`{name}`' for name in names)} in place, which "
-        "share memory: expected views of one tensor with one dtype, got other aliases · fix: pass a clone"
     )
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
+from graphckpt.engine.call_state import ModuleState
+from graphckpt.engine.thread_state import rng_devices
 from graphckpt.errors import warn_once
-from graphckpt.state.modules import ModuleState
-from graphckpt.state.rng import rng_devices
 from graphckpt.stores.base import TensorGroup
 from graphckpt.stores.device import DeviceStore
 
@@ -101,8 +101,8 @@ class BlockContext:
         return self.store.open_group(TensorGroup(self.title, self.tensors, self.note, traffic))
 
     def _modules(self) -> Iterable[nn.Module]:
-        found = (module for ref in self._roots if (root := ref()) is not None for module in root.modules())
-        return dict.fromkeys(found)
+        modules = (module for ref in self._roots if (root := ref()) is not None for module in root.modules())
+        return dict.fromkeys(modules)
 
     def note(self, text: str) -> None:
         """Adds a line about the block to ``explain()``; that a field has no effect is logged once as well."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
-from graphckpt.state.values import renormalizes
+from graphckpt.engine.objects import renormalizes
 from graphckpt.tree import ATOMS
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What a forward changes beside its outputs: buffers, attributes, objects among its arguments.
+"""What a forward changes beside its outputs: buffers, attributes, objects that attributes reach.
 
 The original forward of a block changes them for good. Before the recomputation they are put back to what the original
 forward saw, and after it to what they were. Which of them change is learnt on the first call. A later call may change
@@ -22,18 +22,21 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from graphckpt._compat import is_fake
-from graphckpt.state.values import (
+from graphckpt.engine.objects import (
+    ABSENT,
+    CONTAINERS,
     ChangedValue,
     Reached,
     Snapshot,
+    Undo,
+    Writes,
+    differs,
     is_sharding,
     may_reach,
-    renormalizes,
+    replace_item,
     same_bits,
     sets_up,
 )
-from graphckpt.undo import ABSENT, CONTAINERS, Undo, differs, replace_item
-from graphckpt.writes import Writes
 
 _OWN = frozenset(nn.Module().__dict__) | {"forward"}  # what torch itself keeps on every module
 _NORMS = nn.modules.batchnorm._NormBase
@@ -66,7 +69,6 @@ class ModuleState:
         "_num_parameters",
         "_owners",
         "_policy_changes",
-        "_renormalized",
         "_slots",
         "_unchanged_buffers",
         "_users",
@@ -74,18 +76,19 @@ class ModuleState:
     )  # fmt: skip
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        found = list(modules)
+        members = list(modules)
         # Weak, for a module holds its wrapped forward, which holds this: a deleted model must be freed at once.
-        self._modules = [weakref.ref(m) for m in found]
-        self._users = [weakref.ref(m) for m in found if not type(m).__module__.startswith("torch.")]
-        self._children = [(weakref.ref(m), _children_of(m)) for m in found if m._modules]
-        owners = [d for m in found for d in (m._parameters, m._buffers)] + [m._modules for m in found if not m._modules]
+        self._modules = [weakref.ref(m) for m in members]
+        self._users = [weakref.ref(m) for m in members if not type(m).__module__.startswith("torch.")]
+        self._children = [(weakref.ref(m), _children_of(m)) for m in members if m._modules]
+        owners = [d for m in members for d in (m._parameters, m._buffers)] + [
+            m._modules for m in members if not m._modules
+        ]
         self._owners = owners, list(map(list, owners))
-        self._slots: list[tuple[dict[str, Any], str]] = [(m._parameters, key) for m in found for key in m._parameters]
+        self._slots: list[tuple[dict[str, Any], str]] = [(m._parameters, key) for m in members for key in m._parameters]
         self._num_parameters = len(self._slots)
-        self._norms = [weakref.ref(m) for m in found if isinstance(m, _NORMS)]
-        self._renormalized = [(m._parameters, "weight") for m in found if renormalizes(m)]
-        self._slots += [(m._buffers, key) for m in found for key in m._buffers]
+        self._norms = [weakref.ref(m) for m in members if isinstance(m, _NORMS)]
+        self._slots += [(m._buffers, key) for m in members for key in m._buffers]
         self._changed_values: dict[tuple[bool, ...], tuple[ChangedValue, ...]] = {}
         self._unchanged_buffers: dict[tuple[bool, ...], list[int]] = {}  # the buffers that are not known to move
         self._attributes: dict[tuple[bool, ...], list[tuple[weakref.ref[nn.Module], str]]] = {}
@@ -189,24 +192,10 @@ class ModuleState:
 
     def _remove_new_buffers(self, undo: Undo) -> None:
         """Removes the buffers that the original forward, or what followed, has registered."""
-        known = {(id(owner), key) for owner, key in self._slots}
+        place_keys = {(id(owner), key) for owner, key in self._slots}
         for owner in self._owners[0]:
-            for key in [key for key, value in owner.items() if (id(owner), key) not in known and _is_plain(value)]:
+            for key in [key for key, value in owner.items() if (id(owner), key) not in place_keys and _is_plain(value)]:
                 replace_item(owner, key, ABSENT, undo)
-
-    def protect(self, undo: Undo) -> None:
-        """Has everything put back that a forward may change, where it is not known yet what that is.
-
-        Call it after :meth:`rewind`: what an original forward has not reached yet must not move before it does.
-        """
-        _protect_attributes(self._modules, undo)
-        for fields in map(_fields, self._modules):
-            for key, value in fields.items():
-                if key not in _OWN and _is_plain(value) and value.is_leaf:
-                    fields[key] = value.detach().clone().requires_grad_(value.requires_grad)
-        for owner, key in self._slots[self._num_parameters :]:
-            if _is_plain(owner.get(key)):
-                replace_item(owner, key, owner[key].detach().clone(), undo)
 
     def _rewind_policies(self, snapshot: Snapshot, undo: Undo) -> None:
         forwards = dict(snapshot.forwards)
@@ -229,8 +218,7 @@ class ModuleState:
         attributes = [ref().__dict__ for ref in self._modules]
         places: list[tuple[dict[str, Any], str]] = [*self._slots]
         places += [(d, key) for d in attributes for key in d if key not in _OWN]
-        copied = [(d, key) for d, key in places if _is_plain(d[key])] + self._renormalized
-        tensors = [(d, key, d[key], d[key].detach().clone()) for d, key in copied]
+        tensors = [(d, key, d[key], d[key].detach().clone()) for d, key in places if _is_plain(d[key])]
         own = [(d, key) for d in map(_fields, self._users) for key in d if key not in _OWN and may_reach(d[key])]
         return Watch(tensors, [(d, _shallow(d)) for d in attributes], [(d, key, Reached.of(d[key])) for d, key in own])
 
@@ -238,9 +226,7 @@ class ModuleState:
         """Returns ``snapshot`` with the values of all places that moved since ``watch``, and the places."""
         moved: list[tuple[ChangedValue, Any]] = []
         for owner, key, tensor, before in watch.tensors:
-            is_mutated = any(owner is own for own, _ in self._renormalized) or (
-                watch.was_written(tensor) if is_fake(tensor) else not same_bits(tensor, before)
-            )
+            is_mutated = watch.was_written(tensor) if is_fake(tensor) else not same_bits(tensor, before)
             if owner.get(key) is not tensor:
                 value = before if is_mutated else tensor.detach()
                 moved.append((ChangedValue(owner, key, in_place=False), value.requires_grad_(tensor.requires_grad)))
@@ -250,9 +236,9 @@ class ModuleState:
         for owner, key, reached in watch.reached:
             if owner.get(key) is reached.value and reached.changed():
                 moved.append((ChangedValue(owner, key, in_place=False, reaches=True), reached))
-        known = {(id(place.owner), place.key) for place, _ in moved}
+        place_keys = {(id(place.owner), place.key) for place, _ in moved}
         for owner, attributes in watch.attributes:
-            changes = [(key, old) for key, old in _changed(owner, attributes) if (id(owner), key) not in known]
+            changes = [(key, old) for key, old in _changed(owner, attributes) if (id(owner), key) not in place_keys]
             moved.extend((ChangedValue(owner, key, in_place=False), old) for key, old in changes)
         lasting = tuple((place, value) for place, value in moved if not sets_up(value, place.owner.get(place.key)))
         places = tuple(place for place, _ in moved)
@@ -261,8 +247,8 @@ class ModuleState:
         copies = {
             i: before_of[id(self._slots[i][0]), self._slots[i][1]] for i in unchanged if _is_small(snapshot.tensors[i])
         }
-        held = _read_attributes(self._attributes_not_among(places))
-        return snapshot._replace(changed=lasting, copies=copies, attributes=held), places
+        tensors = _read_attributes(self._attributes_not_among(places))
+        return snapshot._replace(changed=lasting, copies=copies, attributes=tensors), places
 
     def _norm_statistics(self, watch: Watch, moved: list[ChangedValue]) -> list[tuple[ChangedValue, Any]]:
         """Returns the statistics of norms in training mode that this call has not changed: a later call may.
@@ -270,11 +256,11 @@ class ModuleState:
         The first call may not reach the norm, or find a mean that is zero already.
         """
         owners = {id(m._buffers) for ref in self._norms if (m := ref()) is not None and m.training}
-        known = {(id(place.owner), place.key) for place in moved}
+        place_keys = {(id(place.owner), place.key) for place in moved}
         return [
             (ChangedValue(owner, key, in_place=True), before)
             for owner, key, _, before in watch.tensors
-            if id(owner) in owners and (id(owner), key) not in known
+            if id(owner) in owners and (id(owner), key) not in place_keys
         ]
 
     def with_late_changes(self, snapshot: Snapshot) -> Snapshot:
@@ -317,30 +303,30 @@ class ModuleState:
 
     def _attributes_not_among(self, places: tuple[ChangedValue, ...]) -> list[tuple[weakref.ref[nn.Module], str]]:
         """Returns the tensor attributes that are none of ``places``."""
-        known = {(id(place.owner), place.key) for place in places}
+        place_keys = {(id(place.owner), place.key) for place in places}
         return [
             (ref, key)
             for ref in self._modules
             for owner in (_fields(ref),)
             for key, value in owner.items()
-            if key not in _OWN and _is_plain(value) and (id(owner), key) not in known
+            if key not in _OWN and _is_plain(value) and (id(owner), key) not in place_keys
         ]
 
     def _not_among(self, places: tuple[ChangedValue, ...]) -> list[int]:
         """Returns the indices of the buffers that are none of ``places``."""
-        known = {(id(place.owner), place.key) for place in places}
+        place_keys = {(id(place.owner), place.key) for place in places}
         slots = enumerate(self._slots[self._num_parameters :], self._num_parameters)
-        return [index for index, (owner, key) in slots if (id(owner), key) not in known]
+        return [index for index, (owner, key) in slots if (id(owner), key) not in place_keys]
 
-    def mutates_unknown(self, snapshot: Snapshot) -> str | None:
-        """Returns the name of a parameter or buffer that forward has modified in place, and of which there is no copy.
+    def mutates_unknown(self, snapshot: Snapshot, unread: Collection[int]) -> str | None:
+        """Returns the name of a parameter or buffer that forward has modified in place, and without a copy.
 
         A buffer is then taken for one that may move, from the next call on.
         """
-        found = self.mutated(snapshot)
-        if found is not None:
+        name = self.mutated(snapshot, unread)
+        if name is not None:
             self._changed_values.pop(snapshot.modes, None)
-        return found
+        return name
 
     def mutated(self, snapshot: Snapshot, unread: Collection[int] = ()) -> str | None:
         """Returns the name of a parameter or buffer that was modified after the original forward, or ``None``.
@@ -351,7 +337,7 @@ class ModuleState:
         """
         if not snapshot.attributes and _versions(snapshot.tensors) == snapshot.versions:
             return None
-        known = {(id(place.owner), place.key) for place, _ in snapshot.changed}
+        place_keys = {(id(place.owner), place.key) for place, _ in snapshot.changed}
         for index, (tensor, version) in enumerate(zip(snapshot.tensors, snapshot.versions, strict=True)):
             if (
                 tensor is not None
@@ -359,7 +345,7 @@ class ModuleState:
                 and not (index in snapshot.copies or id(tensor) in unread)
             ):
                 owner, key = self._slots[index]
-                if (id(owner), key) not in known:
+                if (id(owner), key) not in place_keys:
                     return self._name(owner, key)
         for ref, key, tensor, version in snapshot.attributes:
             if tensor._version != version and _fields(ref).get(key) is tensor:
@@ -384,16 +370,16 @@ class Watch:
     reached: list[tuple[dict[str, Any], str, Reached]]
     writes: Writes = field(default_factory=Writes)
 
-    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns what to call for ``function``, so that modifications of tensors without values are seen too."""
         if not any(is_fake(tensor) for _, _, tensor, _ in self.tensors):
             return function
 
-        def seen(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             with self.writes:
                 return function(*args, **kwargs)
 
-        return seen
+        return run
 
     def was_written(self, tensor: torch.Tensor) -> bool:
         """Whether an op has written to the memory of ``tensor``."""

@@ -1,23 +1,91 @@
-"""Values of modules and mutable objects that a forward changes, as they were when it began.
-
-Such objects are containers, objects with attributes, such as key-value caches, and generators of random numbers: those
-among the arguments of a call, and those that an attribute of a module reaches.
-"""
+"""Replaces what dictionaries, containers and objects hold, and puts it back; finds what ops write to."""
 
 from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, final
+from itertools import chain
+from operator import is_
+from typing import Any, Final, NamedTuple, TypeAlias, final
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphckpt._compat import pytree
+from graphckpt._compat_compiler import never_compiled
 from graphckpt.tree import ATOMS
-from graphckpt.undo import ABSENT, CONTAINERS, Undo, contents, differs, fill, replace_item
+
+ABSENT: Final = object()
+"""Stands for a key that did not exist."""
+
+CONTAINERS: Final = (list, dict, set, deque)
+"""What can be emptied and filled again."""
+
+Undo: TypeAlias = list[tuple[Any, Any, Any]]
+"""``(owner, key, value)`` in the order in which they were replaced; ``key`` is ``None`` for a whole owner."""
+
+
+def replace_item(owner: dict[str, Any], key: str, value: Any, undo: Undo) -> None:
+    """Sets ``owner[key]``, or removes it if ``value`` is ``ABSENT``, and notes in ``undo`` what was there."""
+    undo.append((owner, key, owner.get(key, ABSENT)))
+    if value is ABSENT:
+        owner.pop(key, None)
+    else:
+        owner[key] = value
+
+
+def put_back(undo: Undo) -> None:
+    """Undoes every replacement, the last one first, and empties ``undo``. May be called again after an interrupt."""
+    while undo:
+        owner, key, value = undo[-1]
+        if key is None:
+            if differs(owner, value):
+                fill(owner, value)
+        elif value is ABSENT:
+            owner.pop(key, None)
+        else:
+            owner[key] = value
+        undo.pop()
+
+
+def contents(owner: Any) -> Any:
+    """Returns a copy of a container, or the state of a generator."""
+    return owner.get_state() if isinstance(owner, torch.Generator) else copy.copy(owner)
+
+
+def fill(owner: Any, value: Any) -> None:
+    """Gives a container or a generator the :func:`contents` ``value``."""
+    if isinstance(owner, torch.Generator):
+        owner.set_state(value)
+        return
+    owner.clear()
+    if isinstance(owner, (dict, set)):
+        owner.update(value)
+    else:
+        owner.extend(value)
+
+
+def differs(now: Any, then: Any) -> bool:
+    """Whether two containers hold other objects, compared by identity (the items of sets by equality).
+
+    ``then`` is the state of ``now`` if that is a generator.
+    """
+    if isinstance(now, torch.Generator):
+        return not torch.equal(now.get_state(), then)
+    if len(now) != len(then):
+        return True
+    if isinstance(now, set):
+        return bool(now != then)
+    if not isinstance(now, dict):
+        return any(a is not b for a, b in zip(now, then, strict=True))
+    if all(map(is_, now, then)) and all(map(is_, now.values(), then.values())):
+        return False
+    return any(key not in now or now[key] is not value for key, value in then.items())
+
 
 _OWNERS = (*CONTAINERS, torch.Generator)
 _MOST_OBJECTS = 4096  # an object that reaches more than this is a whole program, not an argument
@@ -32,21 +100,21 @@ def copy_objects(leaves: Sequence[Any]) -> Objects:
 
     This is how a key-value cache that is passed by reference can be seen as it was.
     """
-    seen: set[int] = set()
-    found: Objects = []
+    ids: set[int] = set()
+    objects: Objects = []
     todo = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor) and type(leaf) not in ATOMS]
-    while todo and len(found) < _MOST_OBJECTS:
+    while todo and len(objects) < _MOST_OBJECTS:
         value = todo.pop()
         owner = value if isinstance(value, _OWNERS) else getattr(value, "__dict__", None)
-        if owner is None or id(owner) in seen or isinstance(value, (nn.Module, type)) or callable(value):
+        if owner is None or id(owner) in ids or isinstance(value, (nn.Module, type)) or callable(value):
             continue
-        seen.add(id(owner))
+        ids.add(id(owner))
         if isinstance(owner, _OWNERS):
-            found.append((owner, contents(owner)))
+            objects.append((owner, contents(owner)))
         if isinstance(owner, CONTAINERS):
             inner = owner.values() if isinstance(owner, dict) else owner
             todo.extend(v for v in inner if not isinstance(v, torch.Tensor) and type(v) not in ATOMS)
-    return found
+    return objects
 
 
 def drop_unchanged(before: Objects) -> Objects:
@@ -141,8 +209,6 @@ class ChangedValue:
         if not isinstance(value, torch.Tensor):
             return copy.copy(value) if isinstance(value, CONTAINERS) else value
         present = self.owner.get(self.key)
-        if isinstance(present, nn.Parameter):
-            return nn.Parameter(value.clone(), requires_grad=present.requires_grad)
         if not self.in_place:
             return value
         fresh = value.clone()
@@ -233,3 +299,44 @@ def _holds_tensors(value: Any) -> bool:
     leaves = pytree.tree_leaves(value)
     leaves += [inner for leaf in leaves for inner in pytree.tree_leaves(list(getattr(leaf, "__dict__", {}).values()))]
     return any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+
+
+@final
+class Writes(TorchDispatchMode):
+    """Notes which storages ops write to: a fake tensor has no bits to compare."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, torch.UntypedStorage] = {}  # held, so that no id is reused
+
+    @never_compiled
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in chain(mutated_by(func, args, kwargs), _running_statistics(func, args, kwargs)):
+            storage = tensor.untyped_storage()
+            self.storages[id(storage)] = storage
+        return func(*args, **kwargs)
+
+
+def mutated_by(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """Yields the arguments that an op says it modifies in place."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(tensor, torch.Tensor):
+                yield tensor
+
+
+def _running_statistics(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """Yields what the kernels of BatchNorm modify without saying so, unless they are told not to train."""
+    schema = getattr(func, "_schema", None)
+    values = {} if schema is None else {**dict(zip([a.name for a in schema.arguments], args, strict=False)), **kwargs}
+    if values.get("training", values.get("train", True)):
+        for name in ("running_mean", "running_var"):
+            if isinstance(values.get(name), torch.Tensor):
+                yield values[name]

@@ -1,1 +1,0 @@
-"""The engine: original forwards, recomputations, and what is saved between the two."""

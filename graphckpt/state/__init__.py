@@ -1,1 +1,0 @@
-"""What a recomputation restores: values of modules and arguments, RNG state, autocast."""

@@ -1,1 +1,0 @@
-"""KeyboardInterrupt at every moment of a step, and what the next step finds."""
