@@ -47,7 +47,7 @@ _SECONDS = 60  # for one programme, which takes some milliseconds
 
 def main() -> int:
     """Returns 1 if a programme has failed."""
-    arguments = _arguments()
+    arguments = parse_arguments()
     torch.set_num_threads(1)
     for name in arguments.without:
         for kinds in (LAYERS, CONTAINERS, SHAPES):
@@ -61,7 +61,7 @@ def main() -> int:
     return _Run(arguments).run()
 
 
-def _arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--seed", type=int, help="one seed: its outcome, and the smallest programme that fails so")
@@ -74,7 +74,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--scripts", type=Path, help="a folder for the scripts, which are printed otherwise")
     parser.add_argument("--worker", nargs=3, type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.seed is None and arguments.seeds is None and arguments.minutes is None:
+    if all(end is None for end in (arguments.seed, arguments.seeds, arguments.minutes, arguments.worker)):
         arguments.minutes = 30.0
     return arguments
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers.thinning import slow_unless
 
+from fuzz import run
 from fuzz.apart import execute_apart
 from fuzz.documented import DOCUMENTED, family_of
 from fuzz.execute import Outcome, execute
@@ -91,6 +92,14 @@ def test_a_script_runs_by_itself(tmp_path: Path, policies: Any) -> None:
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "what differs: nothing\n", "")
     assert "fuzz" not in script.read_text()
+
+
+@pytest.mark.parametrize(("words", "minutes"), [([], 30.0), (["--seeds", "0:9"], None), (["--worker", *"091"], None)])
+def test_a_range_of_seeds_runs_to_its_end(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], minutes: float | None
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["run.py", *words])
+    assert run.parse_arguments().minutes == minutes
 
 
 @pytest.mark.slow
