@@ -198,9 +198,11 @@ def test_bytes_from_disk_on_another_stream(tmp_path: Path) -> None:
     store, side = store_on_disk(tmp_path), torch.cuda.Stream()
     keys = [put(store, data(5000, seed), f"h.{seed}") for seed in range(3)]
     store.get(keys[2])  # prefetches the one before
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for seed in (1, 0):
             assert torch.equal(store.get(keys[seed]), data(5000, seed))
+    torch.cuda.current_stream().wait_stream(side)
     del keys
     store.close()
 
