@@ -231,7 +231,7 @@ def pareto(model: str, shares: list[float], turns: int, device: Cuda, *, has_oth
     yield row_of(plain)
     half = plain.row["allocator_peak_bytes"] // 2
     targets: list[tuple[str, Any, float]] = [(f"{share:.0%} of activations", f"{share:.0%}", share) for share in shares]
-    for target, budget, share in [(HALF_OF_PEAK, None, 0.5), *targets]:
+    for target, budget, share in [*targets, (HALF_OF_PEAK, None, 0.5)]:
         for offload, family in ((False, OURS), (True, WITH_OFFLOAD)):
             name = f"{target}{', offload' * offload}"
             begin = perf_counter()
