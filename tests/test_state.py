@@ -199,7 +199,7 @@ class TestFakeTensors:
     def _changed_keys(module: nn.Module, call: Callable[[], object]) -> list[str]:
         state = ModuleState(module.modules())
         snapshot, watch = state.take(), state.watch()
-        watch.around(call)()
+        watch.wrap(call)()
         return [place.key for place, _ in state.learn(watch, snapshot)[0].changed]
 
     def test_the_running_statistics_of_batch_norm_move_in_training_alone(self) -> None:

@@ -295,7 +295,8 @@ def make_schedule(graph: OpGraph, kept: set[Key], num_saved: int) -> OpSchedule:
             schedule.skipped[position] = call
         else:
             schedule.actions.append(Action.RUN)
-        schedule.plain.append(call.func if schedule.actions[position] is Action.RUN and _computes_alike(call.func) else None)
+        runs = schedule.actions[position] is Action.RUN
+        schedule.plain.append(call.func if runs and _computes_alike(call.func) else None)
     return schedule
 
 
