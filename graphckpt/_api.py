@@ -1,6 +1,6 @@
 """The names of the top level, which :mod:`graphckpt` imports on first use."""
 
-from graphckpt.blocks import BlockConfig, GraphModule, Handle, apply
+from graphckpt.blocks import BlockConfig, GraphModule, Handle, apply, remove
 from graphckpt.blocks.functional import checkpoint, checkpoint_sequential, checkpoint_wrapper
 from graphckpt.errors import ConfigError, GraphckptError, GraphError, RecomputeError, StoreError
 from graphckpt.graph import Graph
@@ -38,4 +38,5 @@ __all__ = [
     "checkpoint_wrapper",
     "fit",
     "plan",
+    "remove",
 ]

@@ -106,7 +106,7 @@ class Handle:
         self.remove()
 
 
-def apply(model: nn.Module, policies: Policies) -> Handle:
+def apply(model: nn.Module, policies: Policies, *, replace: bool = False) -> Handle:
     """Sets policies on blocks of ``model``.
 
     Args:
@@ -117,6 +117,7 @@ def apply(model: nn.Module, policies: Policies) -> Handle:
             ``True``, is set on the model's layers, which ``repr()`` of the handle lists. A list of selectors, a class
             or a module is ``True`` for each of them. A path that ends in ``.yaml``, ``.yml`` or ``.json`` names a
             file that contains a mapping, or a plan that :meth:`Plan.save` has written.
+        replace: Whether the policies that the model has are taken off first, as by :func:`remove`.
 
     Raises:
         ConfigError: A selector matches nothing, a field or value is wrong, a block has a policy already, or no layers
@@ -148,12 +149,43 @@ def apply(model: nn.Module, policies: Policies) -> Handle:
         except ConfigError as error:
             faults.append(str(error))
     for name, module in model.named_modules():
-        if module in configs and isinstance(module.forward, BlockForward):
-            faults.append(f"{name or type(model).__name__}: it has a policy already · fix: remove() the handle first")
+        if not replace and module in configs and isinstance(module.forward, BlockForward):
+            fix = "remove() the handle, call graphckpt.remove(model), or apply(..., replace=True)"
+            faults.append(f"{name or type(model).__name__}: it has a policy already · fix: {fix}")
     if faults or plan is None:
         lines = without_repeats(faults)
         raise ConfigError("\n".join(f"- {line}" for line in lines) if len(lines) > 1 else lines[0])
+    if replace:
+        remove(model)
     return Handle(model, plan)
+
+
+def remove(model: nn.Module) -> None:
+    """Takes all policies off ``model`` and the modules below, whatever has set them.
+
+    :meth:`Handle.remove` does this where there is a handle. A copy of a model (``copy.deepcopy``, as of an average of
+    weights) and an unpickled one keep the policies, and have none; nor have modules under
+    :func:`~graphckpt.checkpoint_wrapper`. Without policies it does nothing.
+
+    Raises:
+        ConfigError: ``model`` is not a module.
+
+    >>> import copy
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    >>> handle = apply(model, {"*": True})
+    >>> twin = copy.deepcopy(model)
+    >>> remove(twin)
+    >>> apply(twin, {"0": "selective"})
+    Handle(Sequential; selective(matmul+attention): 0)
+    """
+    model = unwrap(model)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"remove: expected an nn.Module, got {shown(model)} · fix: remove(model)")
+    for module in model.modules():
+        while isinstance(wrapper := module.__dict__.get("forward"), BlockForward):
+            wrapper.uninstall()
+            if wrapper.placement is not None:
+                wrapper.placement.store.close()
 
 
 def policies_of(model: nn.Module, policies: Policies) -> Mapping[Selector, Any]:

@@ -394,7 +394,10 @@ def test_two_handles_on_one_block_are_an_error_and_on_two_blocks_are_not() -> No
     with graphckpt.apply(model, {"encoder.0": True}):
         with pytest.raises(ConfigError) as error:
             graphckpt.apply(model, {"encoder.[01]": True, "decoder.0": True})
-        assert str(error.value) == "encoder.0: it has a policy already · fix: remove() the handle first"
+        assert str(error.value) == (
+            "encoder.0: it has a policy already · fix: remove() the handle, call graphckpt.remove(model), or "
+            "apply(..., replace=True)"
+        )
         assert recomputed(model) == ["encoder.0"]
         with graphckpt.apply(model, {"decoder.0": True}):
             assert recomputed(model) == ["encoder.0", "decoder.0"]
@@ -509,6 +512,48 @@ def test_copies_of_a_model_keep_its_policies() -> None:
             run(twin)
             assert twin.encoder[0].up.weight.grad is not None
             assert model.encoder[0].up.weight.grad is None, "the copy's forward must not be the model's"
+
+
+def test_the_policies_of_a_copy_can_be_removed() -> None:
+    model = build()
+    with graphckpt.apply(model, {"": {"offload": "disk"}, "encoder.[01]": True}):
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            run(twin)
+            graphckpt.remove(twin)
+            assert recomputed(twin) == []
+            assert not any("forward" in vars(module) for module in twin.modules())
+            graphckpt.remove(twin)
+            with graphckpt.apply(twin, {"encoder.2": True}):
+                assert recomputed(twin) == ["encoder.2"]
+        assert recomputed(model) == ["encoder.0", "encoder.1"], "the model keeps its own"
+
+
+def test_policies_can_be_replaced() -> None:
+    model = build()
+    first = graphckpt.apply(model, {"encoder.[01]": True})
+    with pytest.raises(ConfigError, match=r"graphckpt\.remove\(model\), or apply\(\.\.\., replace=True\)"):
+        graphckpt.apply(model, {"encoder.1": True})
+    with pytest.raises(ConfigError, match="matches no"):
+        graphckpt.apply(model, {"nothing": True}, replace=True)
+    assert recomputed(model) == ["encoder.0", "encoder.1"], "a fault sets and removes nothing"
+    second = graphckpt.apply(model, {"encoder.[12]": True}, replace=True)
+    assert recomputed(model) == ["encoder.1", "encoder.2"]
+    first.remove()
+    assert recomputed(model) == ["encoder.1", "encoder.2"]
+    second.remove()
+    assert recomputed(model) == []
+
+
+def test_modules_of_checkpoint_wrapper_can_be_cleared() -> None:
+    model = build()
+    graphckpt.checkpoint_wrapper(model.encoder[0])
+    graphckpt.remove(model)
+    assert recomputed(model) == []
+
+
+def test_only_a_model_can_be_cleared() -> None:
+    with pytest.raises(ConfigError, match=r"remove: expected an nn\.Module, got"):
+        graphckpt.remove([build()])  # type: ignore[arg-type]
 
 
 def test_a_copy_keeps_the_wrapper_beneath() -> None:
