@@ -46,6 +46,7 @@ from graphckpt.engine.thread_state import (
     autocast_depth,
     enter_ambient,
     get_rng_state,
+    is_autocast,
     restore_ambient,
     set_rng_state,
     take_ambient,
@@ -351,7 +352,7 @@ class Frame(Call):
                     state.hide(snapshot, unread, self._stand_in, undo)
                 args, kwargs = arguments.assemble(leaves, undo)
                 set_rng_state(self._random)
-                if ambient_now != self._ambient:
+                if ambient_now != self._ambient or is_autocast(ambient_now):
                     enter_ambient(stack, self._ambient, ambient_now)
                 if self.contexts is not None:
                     stack.enter_context(self.contexts.recomputation(self))
