@@ -21,7 +21,7 @@ from graphckpt.stores.placement import placement_of
 D = 32
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta"),
+    pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC|BSR) tensor support is in beta"),  # said once a process, of one
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype"),
     pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
