@@ -35,9 +35,21 @@ def enter_ambient(stack: ExitStack, wanted: Ambient, now: Ambient) -> None:
         stack.enter_context(device)  # type: ignore[arg-type]  # a torch.device is a context manager
     if kernels != now[1]:
         stack.enter_context(sdpa_kernel([k for k, on in zip(_KERNELS, kernels, strict=True) if on]))  # type: ignore[call-overload]
+    if is_autocast(now):
+        # `backward()` was called in a region of autocast, maybe by another thread. The cache is the process's, and has
+        # the casts of the forward of that region, which clears it; no region that ends in this thread may do so before.
+        torch.autocast_increment_nesting()
+        stack.callback(torch.autocast_decrement_nesting)
+    if tuple(autocasts) == now[2:]:
+        return
     for autocast in autocasts:
         kind, enabled, *how = autocast  # type: ignore[misc]
         stack.enter_context(torch.autocast(kind, enabled=enabled, **dict(zip(_HOW, how, strict=False))))  # type: ignore[has-type]
+
+
+def is_autocast(ambient: Ambient) -> bool:
+    """Whether autocast is enabled for a type of device."""
+    return any(autocast[1] for autocast in ambient[2:])  # type: ignore[index]
 
 
 def autocast_depth() -> int:

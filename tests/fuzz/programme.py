@@ -193,22 +193,13 @@ def generate(seed: int) -> Programme:
 
 def is_left_out(programme: Programme) -> bool:
     """Whether nothing can be said about a programme on CUDA: its two steps may differ, and docs/limits.md says so."""
-    kinds = {node.kind for node in nodes(programme.root)}
-    has_autocast = "Autocasted" in kinds or any(step.autocast for step in programme.steps)
-    has_rrelu = "RReLU" in programme.model_expression()
+    model, rules = programme.model_expression(), str(programme.rules())
     # hooks that copy get the noise of `rrelu` before it is drawn: on a device, it is NaN, the plain step's too
-    has_lost_noise = has_rrelu and any(step.shape == "saved_as_copies" for step in programme.steps)
-    return has_lost_noise or (has_autocast and _differentiates_in_block(programme.root))
-
-
-def _differentiates_in_block(node: Node, *, is_recomputed: bool = False) -> bool:
-    """Whether a module that is recomputed runs backward in its forward: on CUDA, in another thread than forward."""
-    rules = {name: dict(fields).get("activation_checkpointing", "False") for name, fields in node.policies}
-    is_recomputed |= node.kind == "DropIn" or rules.get("", "False") != "False"
-    if node.kind in ("GradInside", "GradOfChildren") and is_recomputed:
-        return True
-    is_recomputed |= rules.get("inner", "False") != "False"
-    return any(_differentiates_in_block(child, is_recomputed=is_recomputed) for child in node.children)
+    has_lost_noise = "RReLU" in model and any(step.shape == "saved_as_copies" for step in programme.steps)
+    has_autocast = "Autocasted" in model or any(step.autocast for step in programme.steps)
+    runs_backward = "GradInside" in model or "GradOfChildren" in model  # in a forward
+    is_rounded = "enabled=False" in model or ("Bilinear" in model and "elective" in rules)
+    return has_lost_noise or (has_autocast and runs_backward and is_rounded)
 
 
 class _Generator:

@@ -108,15 +108,17 @@ def test_workers_share_the_seeds_of_a_run() -> None:
     assert "\n6 programmes in " in done.stdout
 
 
+SELECTIVE = (("", (("activation_checkpointing", "'selective'"),)),)
+IN_DISABLED = Node("Autocasted", "enabled=False", (Node("GradOfChildren", "", (Node("Linear"),)),), FULL)
+
+
 @pytest.mark.parametrize(
     ("root", "step", "is_out"),
     [
-        (Node("GradInside", "", (), FULL), Step("plain", autocast=True), True),
-        (Node("GradInside", "", (), FULL), Step("plain"), False),
-        (Node("GradInside", "", (), (("linear", FULL[0][1]),)), Step("plain", autocast=True), False),
-        (Node("Autocasted", "", (Node("GradOfChildren", "", (Node("Linear"),)),), FULL), Step("plain"), True),
-        (Node("GradOfChildren", "", (Node("Linear", "", (), FULL),)), Step("plain", autocast=True), False),
-        (Node("DropIn", "", (Node("GradInside"),)), Step("plain", autocast=True), True),
+        (Node("GradOfChildren", "", (Node("Bilinear"),), SELECTIVE), Step("plain", autocast=True), True),
+        (Node("GradOfChildren", "", (Node("Bilinear"),), SELECTIVE), Step("plain"), False),
+        (Node("GradOfChildren", "", (Node("Bilinear"),), FULL), Step("plain", autocast=True), False),
+        (IN_DISABLED, Step("plain", autocast=True), True),
         (Node("Activation", "'RReLU'"), Step("saved_as_copies"), True),
         (Node("Activation", "'RReLU'"), Step("plain"), False),
     ],
@@ -127,7 +129,7 @@ def test_what_is_left_out_on_a_device(root: Node, step: Step, is_out: bool) -> N
 
 def test_what_is_left_out_stands_in_the_documentation() -> None:
     text = (Path(__file__).parents[2] / "docs" / "limits.md").read_text(encoding="utf-8")
-    assert "runs a backward in its own forward under CUDA's autocast" in text
+    assert "Under CUDA's autocast, a backward within a forward" in text
     assert "autograd hands its noise to the store before it is drawn" in text
 
 

@@ -188,3 +188,44 @@ def test_recompute_with_dropout_inside_one_cuda_graph() -> None:
     eager_loss.backward()
     assert torch.equal(captured[0], eager_loss.detach())
     assert torch.equal(captured[1], eager_x.grad)
+
+
+class Region(nn.Sequential):
+    """Its layers under autocast."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return super().forward(x).float()
+
+
+class Slope(nn.Module):
+    """Runs backward in its forward, through the layers before it too, and uses its weight before and after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        energy = self.linear(x).tanh().pow(2).sum()
+        (slope,) = torch.autograd.grad(energy, self.linear.weight, create_graph=True)
+        return x + slope.mean() * self.linear(x)
+
+
+@pytest.mark.parametrize(
+    ("make_model", "block"),
+    [
+        pytest.param(lambda: Region(Region(nn.Linear(8, 8)), Slope()), "", id="the block runs backward"),
+        pytest.param(lambda: nn.Sequential(Region(Slope()), nn.Linear(8, 8)), "1", id="a block before it"),
+    ],
+)
+def test_a_backward_within_a_forward_leaves_its_casts_in_the_cache(make_model: Any, block: str) -> None:
+    """The cache is the process's; backward recomputes in a thread of the device, which is in no region of its own."""
+    grads = []
+    for policy in (False, True):
+        torch.manual_seed(0)
+        model = make_model().cuda()
+        graphckpt.apply(model, {block: {"activation_checkpointing": policy}})
+        x = torch.randn(4, 8).cuda().requires_grad_()
+        model(model(x).sin()).sum().backward()
+        grads.append([x.grad, *(parameter.grad for parameter in model.parameters())])
+    assert all(map(torch.equal, *grads))

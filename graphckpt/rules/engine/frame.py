@@ -40,7 +40,7 @@ from graphckpt.rules.engine.joined_input import BlockOutput, last_output
 from graphckpt.rules.engine.mismatch import differs, modified_in_place, mutates_argument, mutates_module
 from graphckpt.rules.engine.saved import Holder
 from graphckpt.rules.engine.saved_hooks import StoredCall, hooks_around
-from graphckpt.state.autocast import autocast_depth, enter_ambient, take_ambient
+from graphckpt.state.autocast import autocast_depth, enter_ambient, is_autocast, take_ambient
 from graphckpt.state.modules import Watch
 from graphckpt.state.rng import RNGState, get_rng_state, set_rng_state
 from graphckpt.state.values import Snapshot
@@ -348,12 +348,11 @@ class Frame:
             args, kwargs = self._enter_again(run, guard, snapshot, random_now)
             if unread:
                 state.hide(snapshot, unread, self._stand_in, guard.undo)
-            if self.contexts is None and ambient_now == self._ambient:
+            if self.contexts is None and ambient_now == self._ambient and not is_autocast(ambient_now):
                 self._call(run, args, kwargs)
             else:
                 with ExitStack() as stack:
-                    if ambient_now != self._ambient:
-                        enter_ambient(stack, self._ambient, ambient_now)
+                    enter_ambient(stack, self._ambient, ambient_now)
                     if self.contexts is not None:
                         stack.enter_context(self.contexts.recomputation(self))
                     self._call(run, args, kwargs)
