@@ -21,7 +21,8 @@ class HostBuffer:
 
     Args:
         flat: The bytes, as ``uint8``.
-        release: Releases them. Runs once: in ``release``, when the buffer is garbage-collected, or at exit.
+        release: Releases them. Runs once: in ``release``, or when the buffer is garbage-collected. At exit, where
+            finalizers run in reverse order, it is left to the store, which waits for the copies first.
     """
 
     __slots__ = ("__weakref__", "flat", "is_captured", "release")
@@ -29,6 +30,7 @@ class HostBuffer:
     def __init__(self, flat: torch.Tensor, release: Callable[[], None]) -> None:
         self.flat = flat
         self.release = weakref.finalize(self, release)
+        self.release.atexit = False
         self.is_captured = False
         """A captured graph has its address; see Note [Captured buffers are not released]."""
 
