@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 
 import pytest
@@ -380,3 +381,26 @@ def test_record_stream_waits_for_what_the_stream_has_by_the_time_of_the_free(see
         torch.zeros(1, device="cuda")
     torch.cuda.synchronize()
     assert all(torch.equal(copied.cpu(), torch.ones(N)) for copied in copies)
+
+
+def test_dropout_that_another_thread_waits_for_leaves_the_draws_on_the_cpu_alone() -> None:
+    x, is_over, has_begun = torch.ones(1 << 16, device="cuda"), threading.Event(), threading.Event()
+
+    def draws() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        return [torch.randn(1 << 16) for _ in range(60)]
+
+    def drop() -> None:
+        while not is_over.is_set():
+            torch.nn.functional.dropout(x)
+            torch.cuda.synchronize()
+            has_begun.set()
+
+    expected, thread = draws(), threading.Thread(target=drop)
+    thread.start()
+    has_begun.wait()
+    try:
+        assert all(map(torch.equal, draws(), expected))
+    finally:
+        is_over.set()
+        thread.join()

@@ -325,6 +325,18 @@ struct OneThread {
   }
 };
 
+// The kernel of dropout takes no generator, and to exchange the state of the default one would disturb what another
+// thread draws on the CPU meanwhile.
+Stack dropout(const Stack& arguments, const at::Generator& generator) {
+  const Tensor& input = arguments[0].toTensor();
+  double keep = 1 - arguments[1].toDouble();
+  bool is_training = arguments[2].isNone() || arguments[2].toBool();
+  Tensor mask = at::ones_like(input, input.options().dtype(at::kBool));
+  if (!is_training) return {input.clone(), mask};
+  mask.bernoulli_(keep, generator);
+  return {input.mul(mask).mul_(keep == 0 ? 0 : 1 / keep), mask};
+}
+
 // The arguments of an op as its CPU kernel gets them, and its part of the random numbers.
 struct Call {
   c10::OperatorHandle op;
@@ -347,6 +359,7 @@ struct Call {
       run_on_cpu(op, stack);
       return stack;
     }
+    if (op.operator_name().name == "aten::native_dropout") return dropout(stack, at::detail::createCPUGenerator(seed));
     // The kernel draws from the CPU's default generator, which it must not change.
     auto cpu = at::detail::getDefaultCPUGenerator();
     auto* impl = at::check_generator<at::CPUGeneratorImpl>(cpu);
