@@ -66,7 +66,7 @@ def test_dry_run_walks_all_parts_and_sums_them_up(tmp_path: Path) -> None:
     assert all("1 capture, " in row["capture"] for row in captured if row["kind"] == "captured")
     page = (tmp_path / "gpu.md").read_text()
     assert "none, a dry run" in page
-    assert ", 0 failed" in page
+    assert "No test ended." in page  # there is no CUDA device, not even a simulated one
     assert "not measured" not in page.partition("offload / recompute")[0]
     assert " met " not in page  # a CPU says nothing of a GPU
     assert " missed " not in page

@@ -24,7 +24,7 @@ from fuzz.shrink import shrink
 from graphckpt.errors import MutatedError, RecomputeError
 
 FULL = (("", (("activation_checkpointing", "True"),)),)
-OFFLOADED = (("", (("offload", "Host()"), ("min_elements", "1"))),)
+OFFLOADED = (("", (("offload", "'disk'"), ("min_elements", "1"))),)
 CHUNK = 25
 NUM_FAST = 50 if torch.cuda.is_available() else 200
 
