@@ -21,9 +21,14 @@ NAME = "_engine_run_backward"
 
 
 def in_fresh_context(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function whose every call has a context of its own, without any variable set."""
+    """Returns a function whose every call has a context of its own, without any variable set.
+
+    A backward within a backward keeps the context: the device's thread runs it itself.
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if torch._C._current_graph_task_id() != -1:
+            return function(*args, **kwargs)
         return contextvars.Context().run(function, *args, **kwargs)
 
     return call
