@@ -4,4 +4,15 @@ from __future__ import annotations
 
 import sys
 
+import pytest
+
+from simulated_cuda.library import use_schedule
+
 collect_ignore_glob = [] if "simulated_cuda.plugin" in sys.modules else ["*.py"]
+
+
+@pytest.fixture(params=["lazy", "eager", *(f"random:{seed}" for seed in range(6))])
+def schedule(request: pytest.FixtureRequest) -> str:
+    """The schedule of the device, which runs a test under each."""
+    use_schedule(request.param)
+    return str(request.param)

@@ -15,13 +15,6 @@ from simulated_cuda.library import use_schedule
 pytestmark = pytest.mark.gpu
 
 N = 64
-SCHEDULES = ["lazy", "eager", *(f"random:{seed}" for seed in range(6))]
-
-
-@pytest.fixture(params=SCHEDULES)
-def schedule(request: pytest.FixtureRequest) -> str:
-    use_schedule(request.param)
-    return str(request.param)
 
 
 @pytest.fixture

@@ -13,19 +13,12 @@ from simulated_cuda.library import use_schedule
 pytestmark = pytest.mark.gpu
 
 N = 64
-SCHEDULES = ["lazy", "eager", *(f"random:{seed}" for seed in range(6))]
 LATE = "lazy"  # the schedule under which what is not waited for has not run
 
 
 @pytest.fixture(autouse=True)
 def late() -> None:
     use_schedule(LATE)
-
-
-@pytest.fixture(params=SCHEDULES)
-def schedule(request: pytest.FixtureRequest) -> str:
-    use_schedule(request.param)
-    return str(request.param)
 
 
 @pytest.fixture
