@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, final
 import torch
 from torch.optim import Optimizer
 
-from graphckpt.engine.objects import overwrite
 from graphckpt.engine.thread_state import get_rng_state, rng_devices, set_rng_state
 
 
@@ -78,3 +77,19 @@ def _restored(values: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, _Tensor):
             value.original.detach().copy_(value.copied)
     return {key: value.original if isinstance(value, _Tensor) else value for key, value in values.items()}
+
+
+def overwrite(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Writes the elements of ``value`` into ``tensor``, those that an expanded tensor repeats once.
+
+    >>> tensor = torch.zeros(1).expand(3)
+    >>> overwrite(tensor, torch.ones(3))
+    >>> tensor
+    tensor([1., 1., 1.])
+    """
+    target, source = tensor.detach(), value
+    if target.layout is torch.strided and 0 in target.stride():
+        once = tuple(slice(1) if step == 0 else slice(None) for step in target.stride())
+        target, source = target[once], source[once]
+    with torch.no_grad():
+        target.copy_(source)

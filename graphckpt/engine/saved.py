@@ -16,7 +16,6 @@ from torch import nn
 from graphckpt._compat import WithoutValues, active_saved_tensor_hooks
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.engine.mismatch import modified_in_place, runs_backward
-from graphckpt.engine.objects import Snapshot
 from graphckpt.engine.thread_state import RNGState, set_rng_state
 from graphckpt.errors import MutatedError, RecomputeError
 from graphckpt.tree import build_value, flatten_call, flatten_value
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from graphckpt.engine.block import BlockContext
+    from graphckpt.engine.call_state import CallState
     from graphckpt.engine.thread_state import RNGState
     from graphckpt.stores.base import Store, TensorGroup
 
@@ -324,14 +324,14 @@ class ExcludedCall:
         """The ids of the child's parameters."""
         return {id(tensor) for tensor in self._block.tensors() if isinstance(tensor, nn.Parameter)}
 
-    def decide(self, snapshot: Snapshot) -> None:
+    def decide(self, call_state: CallState) -> None:
         """Decides whether the recomputation can take the outputs from here.
 
         It cannot where the parent has modified one in place, and where the child sets attributes of its modules, which
         the parent may read.
         """
-        attributes = {id(place.owner) for place, _ in snapshot.changed if not place.in_place}
-        if are_mutated(self._versions) or (attributes and not attributes.isdisjoint(self._block.state.attribute_ids())):
+        changed = call_state.changed
+        if are_mutated(self._versions) or (changed and not changed.isdisjoint(self._block.state.attribute_ids())):
             self.repeat()
 
     def repeat(self) -> None:
@@ -404,14 +404,14 @@ def unread_parameters(calls: Sequence[ExcludedCall]) -> frozenset[int]:
     return frozenset().union(*(call.parameter_ids for call in calls if not call.is_repeated))
 
 
-def decide(calls: Sequence[ExcludedCall], snapshot: Snapshot) -> None:
+def decide(calls: Sequence[ExcludedCall], call_state: CallState) -> None:
     """Decides which calls of excluded children a recomputation repeats.
 
     If it repeats one whose child has buffers, it repeats all of those: each must find the buffers as the ones before it
     have left them.
     """
     for call in calls:
-        call.decide(snapshot)
+        call.decide(call_state)
     if any(call.is_repeated and call.buffer_ids for call in calls):
         for call in calls:
             if call.buffer_ids:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
-from graphckpt.engine.objects import renormalizes
 from graphckpt.tree import ATOMS
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ class ModuleTree:
         """The dictionary of the children of each module, and a copy of it."""
         self.dictionaries = [own for m in self.modules for own in (m.__dict__, m._parameters, m._buffers)]
         self._own_keys = [_own_keys(m.__dict__) for m in self.modules]
-        self.renormalized: list[Any] = [m for m in self.modules if renormalizes(m)]
+        self.renormalized: list[Any] = [m for m in self.modules if _renormalizes(m)]
 
     def is_of(self, roots: Iterable[nn.Module]) -> bool:
         """Whether these are the roots, and no module below was added, removed or replaced since."""
@@ -63,3 +62,8 @@ class ModuleTree:
 
 def _own_keys(fields: dict[str, Any]) -> tuple[int, list[str]]:
     return len(fields), [key for key in fields if key not in _OF_TORCH]
+
+
+def _renormalizes(module: nn.Module) -> bool:
+    """Whether a forward modifies the weight of ``module`` in place, as embeddings with ``max_norm`` do."""
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
