@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import starmap
 from operator import is_
 from types import MethodType
@@ -82,7 +82,7 @@ class CallState(NamedTuple):
     """The ids of the dictionaries whose attributes the call has replaced, or changed within."""
 
 
-class _Known(NamedTuple):
+class _Scope(NamedTuple):
     """What a call may change, as far as earlier calls with the modules in the same modes have shown."""
 
     modules: list[_Module]
@@ -100,11 +100,19 @@ class _Known(NamedTuple):
 
 @final
 class ModuleState:
-    """The state of a set of modules, and what their calls are known to change."""
+    """The state of a set of modules, and what their calls may change."""
 
     __slots__ = (
-        "_children", "_forwards", "_known", "_modules", "_num_parameters", "_owners", "_policy_changes", "_slots",
-        "_users", "host_rng_modes",
+        "_children",
+        "_forwards",
+        "_modules",
+        "_num_parameters",
+        "_owners",
+        "_policy_changes",
+        "_scopes",
+        "_slots",
+        "_users",
+        "host_rng_modes",
     )  # fmt: skip
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -120,7 +128,7 @@ class ModuleState:
         self._slots: list[tuple[dict[str, Any], str]] = [(m._parameters, key) for m in members for key in m._parameters]
         self._num_parameters = len(self._slots)
         self._slots += [(m._buffers, key) for m in members for key in m._buffers]
-        self._known: dict[Modes, _Known] = {}
+        self._scopes: dict[Modes, _Scope] = {}
         self._forwards: list[tuple[_Module, weakref.ref[Any]]] = []
         self._policy_changes = -1
         self.host_rng_modes: set[Modes] = set()
@@ -144,7 +152,7 @@ class ModuleState:
 
     def has_learnt(self, modes: Modes) -> bool:
         """Whether a call with the modules in these modes has shown what it changes."""
-        return modes in self._known
+        return modes in self._scopes
 
     def attribute_ids(self) -> set[int]:
         """Returns the ids of the modules' dictionaries of attributes."""
@@ -167,23 +175,26 @@ class ModuleState:
             is_nested: Whether this is part of the recomputation of a block around, for which the policies of its
                 original forward are in place.
         """
-        known = self._expect(self._modules) if learning else self._known.get(modes) or self._expect(self._users)
-        attributes = {ref: _fields(ref).copy() for ref in known.modules}
-        held = [_without_history(attributes[ref].get(key)) for ref, key in known.names]
-        tensors: tuple[Any, ...] = (*starmap(dict.get, self._slots), *held)
+        scope = self._expect(self._modules) if learning else self._scopes.get(modes) or self._expect(self._users)
+        attributes = {ref: _fields(ref).copy() for ref in scope.modules}
+        values = [_without_history(attributes[ref].get(key)) for ref, key in scope.names]
+        tensors: tuple[Any, ...] = (*starmap(dict.get, self._slots), *values)
         objects = [
             (ref, value, copy.copy(value))
-            for ref, key in known.containers
+            for ref, key in scope.containers
             if isinstance(value := attributes[ref].get(key), CONTAINERS)
         ]
-        for ref, key in known.objects:
+        for ref, key in scope.objects:
             objects += [(ref, *entry) for entry in copy_objects([attributes[ref].get(key)])]
+        copied = scope.copied
+        if learning:
+            copied = [i for i in range(self._num_parameters, len(tensors)) if not is_lazy(tensors[i])]
         return CallState(
             modes,
             tensors,
             _versions(tensors),
-            _copies(tensors, range(self._num_parameters, len(tensors)) if learning else known.copied),
-            known.names,
+            _copies(tensors, copied),
+            scope.names,
             attributes,
             objects,
             self._present_forwards(is_nested=is_nested),
@@ -200,11 +211,11 @@ class ModuleState:
             self._policy_changes = -1 if is_nested else policy_changes.number
         return {ref: forward() for ref, forward in self._forwards}
 
-    def _expect(self, modules: list[_Module]) -> _Known:
+    def _expect(self, modules: list[_Module]) -> _Scope:
         """Returns what a call may change before any call has shown it, with the attributes of ``modules``."""
         norms = {id(m._buffers) for ref in self._modules if isinstance(m := ref(), _NORMS) and m.training}
         attributes = [(ref, key, value) for ref in modules for key, value in _fields(ref).items() if key not in _OWN]
-        return _Known(
+        return _Scope(
             modules,
             names=[(ref, key) for ref, key, value in attributes if _is_plain(value)],
             # The kernel of a norm writes its statistics without a version bump, so that they always count as changed.
@@ -230,7 +241,7 @@ class ModuleState:
             if key not in _OWN and may_reach(value)
         ]
 
-    def learn(self, state: CallState, reached: list[Reached]) -> tuple[CallState, _Known]:
+    def learn(self, state: CallState, reached: list[Reached]) -> tuple[CallState, _Scope]:
         """Compares the present state with ``state``, of which all was copied.
 
         Returns:
@@ -254,25 +265,25 @@ class ModuleState:
         first = len(self._slots)
         mutated = [state.names[index - first] for index in copied if index >= first]
         state = state._replace(copies={i: before for i, before in state.copies.items() if i in copied}, objects=objects)
-        kept = [index for index in copied if index < first] + [
+        cloned = [index for index in copied if index < first] + [
             index for index, name in enumerate(later.names, first) if name in mutated
         ]
-        return state, later._replace(copied=kept, objects=names)
+        return state, later._replace(copied=cloned, objects=names)
 
-    def remember(self, modes: Modes, known: _Known) -> None:
-        """Has later calls in these modes copy what ``known`` says."""
-        self._known[modes] = known
+    def remember(self, modes: Modes, scope: _Scope) -> None:
+        """Has later calls in these modes copy what ``scope`` says."""
+        self._scopes[modes] = scope
 
     def finish(self, state: CallState) -> CallState:
         """Returns ``state`` after the call, without what the recomputation does not need.
 
         What the call has only set up stays set.
         """
-        known = self._known.get(state.modes) or self._expect(list(state.attributes))
+        scope = self._scopes.get(state.modes) or self._expect(list(state.attributes))
         attributes, changed = {}, set()
         for ref, then in state.attributes.items():
             now = _fields(ref)
-            before = {key: then[key] for key in known.plain.get(ref, ()) if key in then}
+            before = {key: then[key] for key in scope.plain.get(ref, ()) if key in then}
             if len(now) != len(then) or not all(map(is_, now.values(), then.values())):
                 for key, old, new in _changes(now, then):
                     if sets_up(old, new):
@@ -318,12 +329,9 @@ class ModuleState:
                 present = owner.get(key)
                 if present is not tensor and not _is_sharding(present, tensor):
                     edit(owner)[key] = tensor  # functional_call had replaced it for the original forward
-        clones: dict[int, torch.Tensor] = {}  # by what they are copies of: modules may share a buffer
-        for index, copied in state.copies.items():
-            if id(copied) not in clones:
-                clones[id(copied)] = _clone(copied)
+        for index, clone in _copies(state.copies, state.copies).items():
             owner, key = slots[index]
-            edit(owner)[key] = clones[id(copied)]
+            edit(owner)[key] = clone
         if self._has_other_slots():  # buffers that the call, or what followed, has registered
             keys = {(id(owner), key) for owner, key in self._slots}
             for owner in self._owners[0]:
@@ -346,7 +354,7 @@ class ModuleState:
         """
         name = self.mutated(state, unread)
         if name is not None:
-            self._known.pop(state.modes, None)
+            self._scopes.pop(state.modes, None)
         return name
 
     def mutated(self, state: CallState, unread: Collection[int] = ()) -> str | None:
@@ -395,19 +403,21 @@ def _only_sets_up(now: dict[Any, Any], then: dict[Any, Any]) -> bool:
     return all(sets_up(old, new) for _, old, new in changed_keys(now, then))
 
 
-def _copies(tensors: tuple[Any, ...], indices: Iterable[int]) -> dict[int, torch.Tensor]:
-    copies, by_id = {}, {}
+def _copies(tensors: Mapping[int, Any] | Sequence[Any], indices: Iterable[int]) -> dict[int, torch.Tensor]:
+    clones: dict[int, torch.Tensor] = {}  # by what they are copies of: modules may share a buffer
+    copies = {}
     for index in indices:
-        tensor = tensors[index]
-        if tensor is not None and not is_lazy(tensor):
-            if id(tensor) not in by_id:
-                by_id[id(tensor)] = _clone(tensor)
-            copies[index] = by_id[id(tensor)]
+        if (tensor := tensors[index]) is not None:
+            clone = clones.get(id(tensor))
+            if clone is None:
+                clone = clones[id(tensor)] = _clone(tensor)
+            copies[index] = clone
     return copies
 
 
 def _clone(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    clone = tensor.detach().clone()
+    return clone.requires_grad_() if tensor.requires_grad else clone
 
 
 def _without_history(value: Any) -> Any:

@@ -196,9 +196,9 @@ class Frame(Call):
         """Learns from the original forward, and drops what the recomputation does not need."""
         state, reached = self._state, self._reached
         with modes_paused(running.get()):
-            known = self._reached = None
+            scope = self._reached = None
             if reached is not None:
-                self._call_state, known = state.learn(self._call_state, reached)
+                self._call_state, scope = state.learn(self._call_state, reached)
                 self._learn_host_rng()
             self._call_state = state.finish(self._call_state)
             mutated = state.mutates_unknown(self._call_state, unread_parameters(self.excluded))
@@ -206,9 +206,9 @@ class Frame(Call):
                 message = mutates_module(self.block.title, mutated)
                 self._arguments.drop(message)
                 raise RecomputeError(message)
-            self._finish_forward(returned, learning=known is not None)
-            if known is not None and self._failure is None:
-                state.remember(self._call_state.modes, known)
+            self._finish_forward(returned, learning=scope is not None)
+            if scope is not None and self._failure is None:
+                state.remember(self._call_state.modes, scope)
 
     def _learn_host_rng(self) -> None:
         """Keeps the state of Python's and NumPy's generators if the first call has drawn from one."""
