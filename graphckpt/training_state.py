@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch.optim import Optimizer
 
-from graphckpt.engine.thread_state import get_rng_state, rng_devices, set_rng_state
+from graphckpt.engine.call_state import get_rng_state, rng_devices, set_rng_state
 
 
 class _Tensor(NamedTuple):

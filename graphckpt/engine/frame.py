@@ -18,6 +18,7 @@ import torch
 
 from graphckpt._compat import (
     WithoutValues,
+    active_saved_tensor_hooks,
     autograd_sequence_number,
     current_backward,
     early_stop_active,
@@ -27,29 +28,27 @@ from graphckpt._compat import (
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.engine.arguments import Arguments, BlockOutput, last_output
 from graphckpt.engine.block import BlockContext
-from graphckpt.engine.call_state import CallState, Reached
+from graphckpt.engine.call_state import (
+    CallState,
+    Reached,
+    RNGState,
+    enter_ambient,
+    get_rng_state,
+    is_autocast,
+    set_rng_state,
+    take_ambient,
+)
 from graphckpt.engine.mismatch import Fault, differs, modified_in_place, mutates_argument, mutates_module, runs_backward
 from graphckpt.engine.objects import Objects, put_back
 from graphckpt.engine.saved import (
     Call,
     ExcludedCall,
-    Holder,
     UnreadParameter,
     decide,
     has_storage,
     hooks_around,
     may_be_filled_later,
     unread_parameters,
-)
-from graphckpt.engine.thread_state import (
-    RNGState,
-    autocast_depth,
-    enter_ambient,
-    get_rng_state,
-    is_autocast,
-    restore_ambient,
-    set_rng_state,
-    take_ambient,
 )
 from graphckpt.errors import MutatedError, RecomputeError
 from graphckpt.stores.device import DeviceStore
@@ -85,6 +84,19 @@ class Contexts(Protocol):
 
     def paused(self) -> AbstractContextManager[None]:
         """Returns a context in which the active one does nothing."""
+
+
+@final
+class Holder:
+    """Placeholder in the autograd graph for a tensor that the recomputation will fill in."""
+
+    __slots__ = ("__weakref__", "dtype", "shape", "value", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self.value: torch.Tensor | None = None
+        self.version = 0
 
 
 @final
@@ -130,7 +142,8 @@ class Frame(Call):
         strict: bool = True,
         joins: bool = False,
     ) -> None:
-        super().__init__(block)
+        self.block = block
+        self.group = None
         self.contexts = contexts
         self._early_stop = early_stop_active(early_stop)
         self._strict = strict
@@ -149,12 +162,13 @@ class Frame(Call):
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs the original forward, which keeps nothing but what the recomputation needs."""
         block = self.block
-        state = self._state = block.present_state()
-        self.outer_hooks = hooks_around(block)
+        state = self._state = block.renew_state() if block.state.is_stale() else block.state
+        hooks = active_saved_tensor_hooks()
+        self.outer_hooks = None if hooks is None else hooks_around(block, hooks)
         if self.outer_hooks is None and not isinstance(block.store, DeviceStore):
             self.group = block.open_group()
         arguments = self._arguments = Arguments(args, kwargs, self._function)
-        self.devices = block.rng_devices(arguments.leaves)
+        self.devices = state.devices(arguments.leaves)
         with modes_paused(running.get()):
             run = running.get()
             modes = state.modes()
@@ -201,7 +215,8 @@ class Frame(Call):
                 self._call_state, scope = state.learn(self._call_state, reached)
                 self._learn_host_rng()
             self._call_state = state.finish(self._call_state)
-            mutated = state.mutates_unknown(self._call_state, unread_parameters(self.excluded))
+            unread = unread_parameters(self.excluded) if self.excluded else ()
+            mutated = state.mutates_unknown(self._call_state, unread)
             if mutated is not None:
                 message = mutates_module(self.block.title, mutated)
                 self._arguments.drop(message)
@@ -275,9 +290,10 @@ class Frame(Call):
         self._arguments.after_forward(self, self._state, self._call_state, returned, learning=learning)
         if self._is_joined and self.before is None:
             block.note("joined: no argument is the output of a recomputed block right before it; all are kept")
-        decide(self.excluded, self._call_state)
-        for call in self.excluded:
-            call.after_forward()
+        if self.excluded:
+            decide(self.excluded, self._call_state)
+            for call in self.excluded:
+                call.after_forward()
         if self.contexts is not None:
             self.contexts.after_forward(self, has_failed=self._failure is not None)
         if self.group is not None:
@@ -351,7 +367,7 @@ class Frame(Call):
         unread = self._modified_and_unread(call_state)
         random_now = self.rng_state()
         ambient_now = take_ambient(self.devices)
-        depth, grad_enabled = autocast_depth(), torch.is_grad_enabled()
+        grad_enabled = torch.is_grad_enabled()
         arguments = self._arguments
         before = self.before
         leaves = arguments.take(self, () if before is None else before.outputs or ())
@@ -375,9 +391,6 @@ class Frame(Call):
         except StopRecomputation as stop:
             if stop.run is not run:
                 raise
-        except BaseException:
-            restore_ambient(ambient_now, depth)
-            raise
         finally:
             put_back(undo)
             set_rng_state(random_now)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
+from graphckpt.engine.call_state import get_rng_state, rng_devices, set_rng_state
 from graphckpt.engine.objects import CONTAINERS, fill
-from graphckpt.engine.thread_state import get_rng_state, rng_devices, set_rng_state
 from graphckpt.graph.module_tree import ModuleTree
 from graphckpt.training_state import overwrite
 from graphckpt.tree import tensors_in

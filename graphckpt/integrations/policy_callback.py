@@ -14,8 +14,8 @@ from graphckpt.blocks.apply import Handle, apply
 from graphckpt.blocks.config import FIELDS, OTHER_NAMES, BlockConfig, fields_of
 from graphckpt.blocks.find_layers import layers
 from graphckpt.blocks.select import Selector
+from graphckpt.engine.call_state import HostRNGState
 from graphckpt.engine.objects import replaced
-from graphckpt.engine.thread_state import HostRNGState
 from graphckpt.errors import ConfigError, GraphError, did_you_mean, shown
 from graphckpt.ledger.explanation import Explanation
 from graphckpt.ledger.plot_style import file_of
