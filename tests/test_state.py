@@ -122,6 +122,20 @@ def test_an_attribute_that_is_changed_after_the_forward_is_what_it_was() -> None
         assert module.count == count + 1
 
 
+def test_an_attribute_may_be_an_inference_tensor() -> None:
+    module = Holder()
+    state = ModuleState([module])
+    for _ in range(3):
+        with torch.inference_mode():
+            module.tensor = module.tensor + 1
+        count = module.tensor.sum().item()
+        call_state = call(state, lambda: setattr(module, "tensor", module.tensor.clone()))
+        undo: Objects = []
+        state.put_in_place(call_state, undo)
+        assert module.tensor.sum().item() == count
+        put_back(undo)
+
+
 def test_modes_are_those_of_the_first_run() -> None:
     model = nn.Sequential(nn.Dropout(), nn.Linear(1, 1))
     state = ModuleState(model.modules())

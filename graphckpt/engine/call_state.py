@@ -377,11 +377,11 @@ class ModuleState:
             state: The state before the call.
             unread: The ids of parameters that the recomputation does not read.
         """
-        if _versions(state.tensors) == state.versions:
+        versions = _versions(state.tensors)
+        if versions == state.versions:
             return None
-        for index, (tensor, version) in enumerate(zip(state.tensors, state.versions, strict=True)):
-            is_constant = tensor is not None and index not in state.copies and id(tensor) not in unread
-            if is_constant and tensor._version != version:
+        for index, (tensor, now, then) in enumerate(zip(state.tensors, versions, state.versions, strict=True)):
+            if now != then and index not in state.copies and id(tensor) not in unread:
                 return self._name(index, state)
         return None
 
@@ -440,7 +440,7 @@ def _without_history(value: Any) -> Any:
 
 def _has_changed(state: CallState, index: int) -> bool:
     tensor = state.tensors[index]
-    return bool(tensor._version != state.versions[index] or not _same_bits(tensor, state.copies[index]))
+    return _versions([tensor]) != (state.versions[index],) or not _same_bits(tensor, state.copies[index])
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -451,7 +451,10 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _versions(tensors: Iterable[Any]) -> tuple[int, ...]:
-    return tuple([0 if tensor is None else tensor._version for tensor in tensors])
+    try:
+        return tuple([0 if tensor is None else tensor._version for tensor in tensors])
+    except RuntimeError:  # a call in inference mode has set an attribute: inference tensors have no version
+        return tuple([0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors])
 
 
 def _is_small(tensor: torch.Tensor | None) -> bool:
