@@ -15,7 +15,6 @@ from torch import nn
 
 from graphckpt._compat import WithoutValues
 from graphckpt._compat_compiler import never_compiled
-from graphckpt.engine.call_state import RNGState, set_rng_state
 from graphckpt.engine.mismatch import modified_in_place, runs_backward
 from graphckpt.errors import MutatedError, RecomputeError
 from graphckpt.tree import build_value, flatten_call, flatten_value
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from graphckpt.engine.block import BlockContext
-    from graphckpt.engine.call_state import CallState
+    from graphckpt.engine.call_state import CallState, RNGState
     from graphckpt.stores.base import Store, TensorGroup
 
 
@@ -339,7 +338,6 @@ class ExcludedCall:
                 leaves.append(tensor)
             else:
                 leaves.append(leaf)
-        set_rng_state(self.random)
         return True, build_value(self._spec, leaves)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from graphckpt._compat import active_saved_tensor_hooks
 from graphckpt.engine.block import BlockContext
+from graphckpt.engine.call_state import set_rng_state
 from graphckpt.engine.frame import (
     CallMismatch,
     Execution,
@@ -135,8 +136,8 @@ def _run_alone(block: BlockContext, function: Callable[..., Any], args: Sequence
     """Runs a block that is in no recomputed block: what it saves goes to its store."""
     if not block.is_placed and block.recorder is None:
         return function(*args, **kwargs)
-    around = active_saved_tensor_hooks()
-    if around is not None and hooks_around(block, around) is not None:
+    hooks: Any = active_saved_tensor_hooks()
+    if hooks is not None and hooks_around(block, hooks) is not None:
         if block.is_placed:
             block.note("saved_tensors_hooks are active around it: its saved tensors go to them, not to its store")
         return function(*args, **kwargs)
@@ -170,7 +171,9 @@ def _ask(run: Recomputation, block: BlockContext) -> tuple[bool, Any]:
     if call is None or call.name != block.name:
         raise excluded_differ(frame.block.title, call.name if call else None, block.name)
     answered, output = call.answer()
-    if not answered:
+    if answered:
+        set_rng_state(call.random)
+    else:
         before = [each for each in frame.excluded[:position] if each.buffer_ids and not each.is_repeated]
         if before and call.buffer_ids:  # which it must find as they have left them
             for each in frame.excluded:
