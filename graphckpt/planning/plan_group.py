@@ -7,25 +7,29 @@ that is slowest within the blocks, since the others wait for that one.
 
 from __future__ import annotations
 
-import json
+import io
+import pickle
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
-from typing import Any, Self, final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Self, final
 
 import torch.distributed as dist
-from torch import nn
 
 from graphckpt.errors import ConfigError, GraphckptError
 from graphckpt.planning.errors import GroupError, PlanError
-from graphckpt.planning.model.measured_step import MeasuredStep
-from graphckpt.planning.plan import Plan
-from graphckpt.planning.rows import PlanRow, Stage
 from graphckpt.stores.partition.rendezvous import RendezvousTimeout, exchange
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from graphckpt.planning.model.memory_model import MeasuredStep
+    from graphckpt.planning.plan import Plan
 
 _TOPIC = "graphckpt plan"
 _SECONDS_TO_REPORT = 10.0  # that a failed process waits for the others to read its error
+_PLAIN = (bool, int, float, str)
 _SECONDS_TO_READ = 0.1  # for the others, before this process ends, which may host the store
 
 # Note [One plan for all processes]
@@ -112,11 +116,16 @@ class PlanGroup:
             raise PlanError(answer["fault"])
         return answer["value"]
 
-    def plan(self, action: Callable[[], Plan], known: Sequence[Mapping[str, Any]], model: nn.Module | None) -> Plan:
-        """Returns the plan that ``action`` makes on the leader; ``known`` are fields that all processes have."""
+    def plan(
+        self, action: Callable[[], Plan], policy_fields: Sequence[Mapping[str, Any]], model: nn.Module | None
+    ) -> Plan:
+        """Returns the plan that ``action`` makes on the leader; all processes have the same ``policy_fields``."""
         if self.size == 1:
             return action()
-        return _unpacked(self.from_leader(lambda: _packed(action(), known)), known, model)
+        objects = [value for fields in policy_fields for value in fields.values()]
+        text = self.from_leader(lambda: _pickled(replace(action(), model=None), objects))
+        plan: Plan = _unpickled(text, objects)
+        return replace(plan, model=model)
 
     def broadcast(self, value: Any) -> Any:
         """Returns the value that the leader passes."""
@@ -173,8 +182,8 @@ class PlanGroup:
         return limit
 
     def _exchange(self, answer: Mapping[str, Any], seconds: float) -> list[Any]:
-        text = json.dumps(answer).encode()
-        return [json.loads(each) for each in exchange(self._group, self._members, text, topic=_TOPIC, seconds=seconds)]
+        texts = exchange(self._group, self._members, _pickled(answer), topic=_TOPIC, seconds=seconds)
+        return [_unpickled(text) for text in texts]
 
 
 def planning_group(group: Any = None) -> PlanGroup:
@@ -202,52 +211,34 @@ def planning_group(group: Any = None) -> PlanGroup:
     return PlanGroup(group)
 
 
-_PLAIN = [
-    field.name
-    for field in fields(Plan)
-    if field.name not in ("rows", "stages", "model", "notes", "apply_to_graph", "front")
-]
+class _PlanPickler(pickle.Pickler):
+    """Writes objects that all processes have, such as process groups, as their numbers."""
+
+    def __init__(self, file: io.BytesIO, objects: Iterable[Any]) -> None:
+        super().__init__(file)
+        self._numbers = {id(value): number for number, value in enumerate(objects)}
+
+    def persistent_id(self, value: Any) -> int | None:
+        return None if isinstance(value, _PLAIN) else self._numbers.get(id(value))
 
 
-def _packed(plan: Plan, known: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns a plan as JSON values; values that all processes have are sent as their numbers."""
-    numbers = {id(value): number for number, value in enumerate(_values(known))}
-    rows = [
-        [
-            row.block,
-            row.option,
-            {n: _said(v, numbers) for n, v in row.fields.items()},
-            row.extra_seconds,
-            row.moved_bytes,
-        ]
-        for row in plan.rows
-    ]
-    stages = [[stage.name, stage.start_bytes, stage.peak_bytes] for stage in plan.stages]
-    return {**{name: getattr(plan, name) for name in _PLAIN}, "notes": plan.notes, "rows": rows, "stages": stages}
+class _PlanUnpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, objects: Iterable[Any]) -> None:
+        super().__init__(file)
+        self._objects = list(objects)
+
+    def persistent_load(self, number: int) -> Any:
+        return self._objects[number]
 
 
-def _unpacked(words: Mapping[str, Any], known: Sequence[Mapping[str, Any]], model: nn.Module | None) -> Plan:
-    values = _values(known)
-
-    def row(block: str, option: str, said: Mapping[str, Any], seconds: float, num_bytes: int) -> PlanRow:
-        fields = {name: values[value] if kind == "known" else value for name, (kind, value) in said.items()}
-        return PlanRow(block=block, option=option, fields=fields, extra_seconds=seconds, moved_bytes=num_bytes)
-
-    return Plan(
-        **{name: words[name] for name in _PLAIN},
-        rows=tuple(row(*each) for each in words["rows"]),
-        stages=tuple(Stage(name=name, start_bytes=s, peak_bytes=p) for name, s, p in words["stages"]),
-        notes=tuple(words["notes"]),
-        model=model,
-    )
+def _pickled(value: Any, objects: Iterable[Any] = ()) -> bytes:
+    file = io.BytesIO()
+    _PlanPickler(file, objects).dump(value)
+    return file.getvalue()
 
 
-def _values(known: Sequence[Mapping[str, Any]]) -> list[Any]:
-    return [value for fields in known for value in fields.values()]
-
-
-def _said(value: Any, numbers: Mapping[int, int]) -> tuple[str, Any]:
-    return ("known", numbers[id(value)]) if id(value) in numbers else ("plain", value)
+def _unpickled(text: bytes, objects: Iterable[Any] = ()) -> Any:
+    return _PlanUnpickler(io.BytesIO(text), objects).load()
 
 
 def _short(value: Any) -> str:

@@ -8,12 +8,12 @@ from helpers.cpu_burn import be_busy
 from torch import nn
 
 from graphckpt.planning.api import find_blocks
+from graphckpt.planning.candidates import Option
 from graphckpt.planning.measure import traced_store
 from graphckpt.planning.measure.clock import StepClock
 from graphckpt.planning.measure.instrument import Blocks
 from graphckpt.planning.measure.real_step import RealStep
 from graphckpt.planning.model.events import Interval, Phase
-from graphckpt.planning.option import Option
 from graphckpt.rules import Keep
 
 BUSY = 0.05  # seconds

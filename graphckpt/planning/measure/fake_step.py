@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from graphckpt.planning.candidates import OpTimes
 from graphckpt.planning.measure.op_trace import record_ops
 from graphckpt.planning.measure.trace import Trace
 from graphckpt.planning.measure.traced_store import TracedStore, traced
-from graphckpt.planning.model.measured_step import StepSample
-from graphckpt.planning.model.op_times import OpTimes
+from graphckpt.planning.model.memory_model import StepSample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
+    from graphckpt.planning.candidates import Option
     from graphckpt.planning.device.fake_device import FakeDevice
     from graphckpt.planning.measure.instrument import Blocks
-    from graphckpt.planning.option import Option
     from graphckpt.stores.offload import Offload
 
 
@@ -76,6 +77,15 @@ class FakeStep:
             with traced(stores.values(), trace), blocks.marked(trace), trace:
                 self._step_fn()
         return StepSample(trace, dict(stores[True].far_bytes), trace.seconds, sum(trace.seconds.values()))
+
+    def available_bytes(self, static: int) -> int:
+        """Returns the memory of the device."""
+        del static
+        return self._device.machine.memory_bytes
+
+    def restoring(self) -> AbstractContextManager[None]:
+        """Does nothing: a fake step has no values."""
+        return nullcontext()
 
     def run(self) -> tuple[int, float]:
         """Runs the step with the policies that its model has; returns the peak in bytes and the seconds."""

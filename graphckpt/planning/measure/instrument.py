@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphckpt._compat import current_backward
 from graphckpt.blocks.forward import BlockForward
-from graphckpt.planning.option import Option
+from graphckpt.planning.candidates import Option
 from graphckpt.stores.base import Store
 from graphckpt.tree import tensors_in
 

@@ -15,11 +15,10 @@ from graphckpt._compat_autocast import call_with_autocast
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.engine.block import BlockContext
 from graphckpt.engine.saved import KEEP_ON_DEVICE
+from graphckpt.planning.candidates import OpTimes, Option
 from graphckpt.planning.measure.clock import TimeMark, seconds_between, time_mark
 from graphckpt.planning.measure.instrument import Blocks
 from graphckpt.planning.model.events import OpSeconds
-from graphckpt.planning.model.op_times import OpTimes
-from graphckpt.planning.option import Option
 from graphckpt.rules.base import Rule
 from graphckpt.rules.ops.contexts import is_counted
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from math import fsum
 from typing import TypeAlias, final
 
+from graphckpt.planning.candidates import KEEP
 from graphckpt.planning.model.events import EventKind, Interval, Phase
-from graphckpt.planning.model.measured_step import MeasuredStep
+from graphckpt.planning.model.memory_model import MeasuredStep
 from graphckpt.planning.model.program import PrivateRun
 from graphckpt.planning.model.simulate import Change, EventSeq
-from graphckpt.planning.option import KEEP
 from graphckpt.rules.full import Full
 
 Runs: TypeAlias = "tuple[tuple[int, int], ...]"
