@@ -137,7 +137,6 @@ class SelectiveLevel(Rule, is_registered=False):
     number: int = 0
 
     def describe(self) -> str:
-        """Returns the name, counted from 1."""
         return f"selective(level {self.number + 1})"
 
     def run(self, context: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -409,7 +408,6 @@ def _compiled(options: dict[str, Any]) -> Option:
 
 
 def can_join(blocks: Iterable[nn.Module], only: Iterable[Any] | None = None) -> bool:
-    """Returns whether blocks may be joined: ``only`` allows it, and the blocks do."""
     is_asked = only is None or any(isinstance(_rule(value), Joined) for value in only)
     return is_asked and all(Joined().check(block) is None for block in blocks)
 

@@ -177,7 +177,6 @@ class PlanGroup:
 
     @property
     def _seconds(self) -> float:
-        """The timeout of the group's store."""
         limit: float = self._group.get_group_store().timeout.total_seconds()
         return limit
 

@@ -181,11 +181,9 @@ class Planner:
 
     @cached_property
     def floor(self) -> PolicyChoice:
-        """The choice with the lowest peak."""
         return self.search.floor()
 
     def least(self) -> int:
-        """Returns the lowest peak of any plan."""
         return self.floor.peak
 
     def bytes_of(self, budget: int | str, available: int) -> int:
@@ -224,7 +222,6 @@ class Planner:
         return [(self.measured.options[o].name, p.predicted_peak_bytes, p.predicted_step_seconds) for o, p in found]
 
     def to_plan(self, choice: PolicyChoice, budget: int, correction: int = 0) -> Plan:
-        """Returns a choice as a plan."""
         known, names = self.measured, self.measured.names
         joined = {block for first, end in choice.runs for block in range(first + 1, end)}
         extra = self.search.extra_seconds(choice)
@@ -322,7 +319,6 @@ class Planners:
 
     @property
     def plain(self) -> Planner:
-        """The planner of the step as it is."""
         return self._planners[0]
 
     def bytes_of(self, budget: int | str, available: int) -> int:

@@ -315,8 +315,6 @@ class CudaKernels:
 
 @final
 class _AttentionCall:
-    """One call of attention."""
-
     def __init__(
         self,
         query: torch.Tensor,
@@ -345,7 +343,6 @@ class _AttentionCall:
 
     @property
     def needs_grad(self) -> bool:
-        """Whether the call takes part in backward."""
         tensors = (self.query, self.key, self.value, self.mask)
         return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 

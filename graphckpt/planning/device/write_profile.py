@@ -45,7 +45,6 @@ class DeviceBenchmark:
 
     @property
     def memory_bytes(self) -> int:
-        """The memory of the device."""
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def matmul(self, dtype: str) -> float:
@@ -143,11 +142,9 @@ class CudaBenchmark(DeviceBenchmark):
 
     @property
     def memory_bytes(self) -> int:
-        """The memory of the device."""
         return self._total
 
     def wait(self) -> None:
-        """Waits for the device."""
         torch.cuda.synchronize(self.device)
 
     def matmul(self, dtype: str) -> float:

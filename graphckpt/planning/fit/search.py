@@ -93,7 +93,6 @@ class UserSteps:
         self.is_real = machine is None
 
     def step(self, size: int, accumulation: int = 1) -> SizedStep:
-        """Returns the step of a batch size."""
         assert accumulation == 1
         step: RealStep | FakeStep
         if self._fake is None:
@@ -223,12 +222,10 @@ class _SizedRows:
 
     @property
     def sizes(self) -> list[int]:
-        """The sizes that have a row, in ascending order."""
         return sorted(self._rows)
 
     @property
     def limit(self) -> int:
-        """The budget in bytes."""
         assert self._limit is not None
         return self._limit
 

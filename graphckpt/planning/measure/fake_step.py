@@ -10,9 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from graphckpt.planning.candidates import OpTimes
-from graphckpt.planning.measure.op_trace import record_ops
-from graphckpt.planning.measure.trace import Trace
-from graphckpt.planning.measure.traced_store import TracedStore, traced
+from graphckpt.planning.measure.clock import record_ops
+from graphckpt.planning.measure.trace import Trace, TracedStore, traced
 from graphckpt.planning.model.memory_model import StepSample
 
 if TYPE_CHECKING:
@@ -53,7 +52,6 @@ class FakeStep:
 
     @property
     def device_name(self) -> str:
-        """The name of the device profile."""
         return self._device.machine.name
 
     @property
@@ -62,7 +60,6 @@ class FakeStep:
         return f"offload: {self.device_name} has no rates of copies in its profile"
 
     def copy_rates(self, target: Offload) -> tuple[float, float] | None:
-        """Returns the rates of the device profile; ``None`` if it has none."""
         rates = target.rates(self._device.machine)
         return rates if min(rates) > 0 else None
 
@@ -79,7 +76,6 @@ class FakeStep:
         return StepSample(trace, dict(stores[True].far_bytes), trace.seconds, sum(trace.seconds.values()))
 
     def available_bytes(self, static: int) -> int:
-        """Returns the memory of the device."""
         del static
         return self._device.machine.memory_bytes
 

@@ -15,11 +15,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from graphckpt.planning.budget import available_bytes
 from graphckpt.planning.candidates import OpTimes, Option
 from graphckpt.planning.device.write_profile import copy_rates
-from graphckpt.planning.measure.clock import StepClock, fastest, now
+from graphckpt.planning.measure.clock import StepClock, fastest, now, record_ops
 from graphckpt.planning.measure.instrument import Blocks
-from graphckpt.planning.measure.op_trace import record_ops
-from graphckpt.planning.measure.trace import Trace
-from graphckpt.planning.measure.traced_store import TracedStore, traced
+from graphckpt.planning.measure.trace import Trace, TracedStore, traced
 from graphckpt.planning.model.memory_model import StepSample
 from graphckpt.stores.base import Store, TensorGroup
 from graphckpt.stores.offload import Offload
@@ -58,7 +56,6 @@ class RealStep:
 
     @property
     def device_name(self) -> str:
-        """The device of the model."""
         return str(self.device)
 
     def copy_rates(self, target: Offload) -> tuple[float, float] | None:
@@ -97,7 +94,6 @@ class RealStep:
         return StepSample(trace, far_bytes, fastest(clocks), total, fastest(plain), ahead_bytes)
 
     def _parts_of(self, options: Sequence[Option]) -> dict[str, PartitionStore]:
-        """Returns the stores of partitioned tensors, by option."""
         names = dict.fromkeys(option.name for option in options if option.is_part)
         for option in options:
             if option.is_part and option.name not in self._parts:
@@ -269,19 +265,16 @@ class PartitionStore(Store):
         return found
 
     def open_group(self, group: TensorGroup) -> TensorGroup | None:
-        """Opens the group of one call."""
         if group.block not in self._stores:
             self._stores[group.block] = Placement(None, self._partition, min_elements=self._min_elements).store
         return self._stores[group.block].open_group(group)
 
     def put(self, tensor: torch.Tensor, group: TensorGroup | None) -> object:
-        """Stores ``tensor`` and returns its key."""
         assert group is not None
         store = self._stores[group.block]
         return _PartitionKey(store, store.put(tensor, group), self._trace)
 
     def get(self, key: object) -> torch.Tensor | None:
-        """Returns the stored tensor."""
         assert isinstance(key, _PartitionKey)
         return key.store.get(key.key)
 

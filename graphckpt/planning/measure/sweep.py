@@ -151,8 +151,6 @@ def _turns(classes: Sequence[int], num_options: int, *, is_shorter: bool) -> Ite
 @final
 @dataclass(frozen=True, slots=True)
 class _LoggedRun:
-    """One traced run, with the option and the call numbers of each block."""
-
     log: StepLog
     options: dict[int, int]
     calls: dict[int, list[int]]

@@ -84,7 +84,6 @@ class JoinedRuns:
         return self._full
 
     def lengths(self, block: int) -> Sequence[int]:
-        """Returns the possible lengths of a run that begins with this block."""
         longest = 1
         while longest < LENGTHS[-1] and block + longest < len(self._follows) and self._follows[block + longest]:
             longest += 1

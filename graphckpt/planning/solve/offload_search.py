@@ -109,8 +109,6 @@ _NUM_SIZES = 6  # that are distinguished: each is a state, and the time grows wi
 @final
 @dataclass
 class CachedChain:
-    """A chain that caches moves."""
-
     inner: Chain
     _moves: dict[tuple[int, int, Hashable], Move | None] = field(default_factory=dict)
 
@@ -120,7 +118,6 @@ class CachedChain:
         self.options, self.head_peak = self.inner.options, self.inner.head_peak
 
     def move(self, block: int, option: int, held: Hashable) -> Move | None:
-        """Returns the cached move."""
         key = block, option, held
         if key not in self._moves:
             self._moves[key] = self.inner.move(block, option, held)
@@ -169,7 +166,6 @@ class OffloadChain:
         return [forward + backward for forward, backward in zip(*tables, strict=True)]
 
     def move(self, block: int, option: int, held: Hashable) -> Move | None:
-        """The effect of the option, with the bytes in flight and the time that it waits."""
         assert isinstance(held, tuple)
         inner_held, in_flight, out_left, back_left = held
         timing = self._timing

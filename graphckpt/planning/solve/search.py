@@ -138,7 +138,6 @@ class PolicySearch:
             yield option, self.evaluate((option,) * len(self.measured.names))
 
     def evaluate(self, plan: Sequence[int], runs: Runs = ()) -> PolicyChoice:
-        """Returns the predicted peak and time of any options."""
         plan = tuple(plan)
         seconds, flight = self._seconds(plan)
         highest = max(self.levels(plan, runs), key=lambda level: level.peak)
