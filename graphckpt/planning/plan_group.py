@@ -7,29 +7,25 @@ that is slowest within the blocks, since the others wait for that one.
 
 from __future__ import annotations
 
-import io
-import pickle
+import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self, final
+from dataclasses import asdict, fields, replace
+from typing import Any, Self, final
 
 import torch.distributed as dist
+from torch import nn
 
 from graphckpt.errors import ConfigError, GraphckptError
 from graphckpt.planning.errors import GroupError, PlanError
+from graphckpt.planning.model.memory_model import MeasuredStep
+from graphckpt.planning.plan import Plan
+from graphckpt.planning.rows import PlanRow, PlanSummary, Stage
 from graphckpt.stores.partition.rendezvous import RendezvousTimeout, exchange
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from graphckpt.planning.model.memory_model import MeasuredStep
-    from graphckpt.planning.plan import Plan
 
 _TOPIC = "graphckpt plan"
 _SECONDS_TO_REPORT = 10.0  # that a failed process waits for the others to read its error
-_PLAIN = (bool, int, float, str)
 _SECONDS_TO_READ = 0.1  # for the others, before this process ends, which may host the store
 
 # Note [One plan for all processes]
@@ -122,10 +118,7 @@ class PlanGroup:
         """Returns the plan that ``action`` makes on the leader; all processes have the same ``policy_fields``."""
         if self.size == 1:
             return action()
-        objects = [value for fields in policy_fields for value in fields.values()]
-        text = self.from_leader(lambda: _pickled(replace(action(), model=None), objects))
-        plan: Plan = _unpickled(text, objects)
-        return replace(plan, model=model)
+        return _unpacked(self.from_leader(lambda: _packed(action(), policy_fields)), policy_fields, model)
 
     def broadcast(self, value: Any) -> Any:
         """Returns the value that the leader passes."""
@@ -181,8 +174,8 @@ class PlanGroup:
         return limit
 
     def _exchange(self, answer: Mapping[str, Any], seconds: float) -> list[Any]:
-        texts = exchange(self._group, self._members, _pickled(answer), topic=_TOPIC, seconds=seconds)
-        return [_unpickled(text) for text in texts]
+        text = json.dumps(answer).encode()
+        return [json.loads(each) for each in exchange(self._group, self._members, text, topic=_TOPIC, seconds=seconds)]
 
 
 def planning_group(group: Any = None) -> PlanGroup:
@@ -210,34 +203,47 @@ def planning_group(group: Any = None) -> PlanGroup:
     return PlanGroup(group)
 
 
-class _PlanPickler(pickle.Pickler):
-    """Writes objects that all processes have, such as process groups, as their numbers."""
-
-    def __init__(self, file: io.BytesIO, objects: Iterable[Any]) -> None:
-        super().__init__(file)
-        self._numbers = {id(value): number for number, value in enumerate(objects)}
-
-    def persistent_id(self, value: Any) -> int | None:
-        return None if isinstance(value, _PLAIN) else self._numbers.get(id(value))
+_NUMBERS = [field.name for field in fields(PlanSummary)]
 
 
-class _PlanUnpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, objects: Iterable[Any]) -> None:
-        super().__init__(file)
-        self._objects = list(objects)
+def _packed(plan: Plan, policy_fields: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns a plan as JSON values; values that all processes have are sent as their numbers."""
+    numbers = {id(value): number for number, value in enumerate(_values(policy_fields))}
 
-    def persistent_load(self, number: int) -> Any:
-        return self._objects[number]
+    def packed_row(row: PlanRow) -> dict[str, Any]:
+        policy = {
+            name: [numbers[id(value)], None] if id(value) in numbers else [None, value]
+            for name, value in row.fields.items()
+        }
+        return {field.name: getattr(row, field.name) for field in fields(row)} | {"fields": policy}
+
+    return {
+        "numbers": {name: getattr(plan, name) for name in _NUMBERS},
+        "notes": plan.notes,
+        "rows": [packed_row(row) for row in plan.rows],
+        "stages": [asdict(stage) for stage in plan.stages],
+    }
 
 
-def _pickled(value: Any, objects: Iterable[Any] = ()) -> bytes:
-    file = io.BytesIO()
-    _PlanPickler(file, objects).dump(value)
-    return file.getvalue()
+def _unpacked(answer: Mapping[str, Any], policy_fields: Sequence[Mapping[str, Any]], model: nn.Module | None) -> Plan:
+    values = _values(policy_fields)
+
+    def row_of(row: Mapping[str, Any]) -> PlanRow:
+        pairs = row["fields"].items()
+        policy = {name: value if number is None else values[number] for name, (number, value) in pairs}
+        return PlanRow(**{**row, "fields": policy})
+
+    return Plan(
+        **answer["numbers"],
+        rows=tuple(map(row_of, answer["rows"])),
+        stages=tuple(Stage(**stage) for stage in answer["stages"]),
+        notes=tuple(answer["notes"]),
+        model=model,
+    )
 
 
-def _unpickled(text: bytes, objects: Iterable[Any] = ()) -> Any:
-    return _PlanUnpickler(io.BytesIO(text), objects).load()
+def _values(policy_fields: Sequence[Mapping[str, Any]]) -> list[Any]:
+    return [value for policy in policy_fields for value in policy.values()]
 
 
 def _short(value: Any) -> str:

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from graphckpt.blocks.select import Selector
 from graphckpt.errors import ConfigError
 from graphckpt.planning import budget as budgets
-from graphckpt.planning.api import find_blocks
 from graphckpt.planning.device.fake_device import FakeDevice
 from graphckpt.planning.device.profile import DeviceProfile
 from graphckpt.planning.errors import PlanError
@@ -93,6 +92,8 @@ class UserSteps:
         self.is_real = machine is None
 
     def step(self, size: int, accumulation: int = 1) -> SizedStep:
+        from graphckpt.planning.api import find_blocks  # noqa: PLC0415 - imports what `graphckpt.config` need not
+
         assert accumulation == 1
         step: RealStep | FakeStep
         if self._fake is None:
@@ -185,7 +186,7 @@ def _search(sized: _SizedRows, sizes: range | None, global_batch: int | None) ->
     low, high = (1, None) if sizes is None else (sizes[0], sizes[-1])
     first = max(low, min(sized.first_size, high or sized.first_size))
     largest(sized.plain_bytes, low, high, [first, min(2 * first, high or 2 * first)])
-    top = largest(sized.needed_bytes, low, high, sized.sizes)
+    top = largest(sized.needed_bytes, low, high, [sized.sizes[0], sized.sizes[-1]])  # far apart: their line errs least
     if top < low:
         return [low]
     bottom = low if high is not None else max(min(first, top), top // _MAX_SPREAD)
