@@ -21,14 +21,13 @@ from graphckpt.graph.step import Step
 from graphckpt.graph.verify import unchanged
 from graphckpt.planning.api import find_blocks, plan_step
 from graphckpt.planning.budget import Budget, available_bytes, check_budget
-from graphckpt.planning.compiled import without_share
+from graphckpt.planning.candidates import without_share
 from graphckpt.planning.errors import PlanError
 from graphckpt.planning.measure.real_step import RealStep
-from graphckpt.planning.measure_all import measure_all
 from graphckpt.planning.options import PlanOptions
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup, planning_group
-from graphckpt.planning.planner import Planners
+from graphckpt.planning.planner import Planners, measure_all
 from graphckpt.tree import flatten_call
 from graphckpt.units import format_bytes
 
