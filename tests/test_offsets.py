@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphckpt.offsets import ALIGN, Lifetime, aligned, lower_bound, plan_offsets
-from graphckpt.stores.slab.slab_plan import SlabPlan
+from graphckpt.stores.ranges import ALIGN, Lifetime, SlabPlan, aligned, lower_bound, plan_offsets
 
 SIZES = st.integers(1, 5000)
 

@@ -52,7 +52,7 @@ from graphckpt.engine.thread_state import (
     take_ambient,
 )
 from graphckpt.errors import MutatedError, RecomputeError
-from graphckpt.stores.device import DeviceStore
+from graphckpt.stores.base import DeviceStore
 from graphckpt.tree import tensors_in
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from graphckpt.rules.keep import Keep
 from graphckpt.rules.registry import parse_rule
 from graphckpt.rules.selective import PRESETS, Selective
 from graphckpt.stores.offload import parse_offload
-from graphckpt.stores.partition.partition import parse_partition
+from graphckpt.stores.partition import parse_partition
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

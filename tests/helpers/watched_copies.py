@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from graphckpt.stores.host.copy_engine import CopyEngine, CopyEvent, CudaCopyEngine, HostBuffer
+from graphckpt.stores.host import CopyEngine, CopyEvent
+from graphckpt.stores.pinned import HostBuffer
 
 _TICKS = itertools.count(1)
 
@@ -27,7 +28,7 @@ class WatchedCopies(CopyEngine):
     """Passes everything on to the device's own engine. ``live_bytes`` counts what is not released yet."""
 
     def __init__(self) -> None:
-        self._engine = CudaCopyEngine(torch.device("cuda", 0), print)
+        self._engine = CopyEngine(torch.device("cuda", 0), print)
         self.history: list[Copy] = []
         self.num_buffers = self.live_bytes = 0
 

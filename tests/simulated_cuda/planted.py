@@ -14,10 +14,9 @@ import torch
 
 from graphckpt.capture.cuda_graph import CudaGraphBackend, _CapturedCudaGraph
 from graphckpt.stores import Host, TensorGroup
-from graphckpt.stores.disk.transfer import CudaTransfer
-from graphckpt.stores.host.copy_engine import CudaCopyEngine
-from graphckpt.stores.host.host import HostStore
-from graphckpt.stores.slab.slab_store import SlabStore
+from graphckpt.stores.disk import CudaTransfer
+from graphckpt.stores.host import CopyEngine, HostStore
+from graphckpt.stores.slab import SlabStore
 from simulated_cuda.steps import D, Train, bits_of_steps, is_same
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -124,7 +123,7 @@ class RecordedOnce(torch.cuda.Event):
 
 def _with_fork(event: type[torch.cuda.Event]) -> Plant:
     def plant(patch: pytest.MonkeyPatch) -> None:
-        original = CudaCopyEngine._issue
+        original = CopyEngine._issue
 
         def issue(self: Any, *arguments: Any) -> Any:
             assert isinstance(self._fork, torch.cuda.Event)
@@ -132,7 +131,7 @@ def _with_fork(event: type[torch.cuda.Event]) -> Plant:
                 self._fork = event()
             return original(self, *arguments)
 
-        patch.setattr(CudaCopyEngine, "_issue", issue)
+        patch.setattr(CopyEngine, "_issue", issue)
 
     return plant
 
@@ -147,7 +146,7 @@ def _wait_that_does_not(patch: pytest.MonkeyPatch) -> None:
         if recorded is not None:
             self._idle.append(recorded)
 
-    patch.setattr(CudaCopyEngine, "wait", wait)
+    patch.setattr(CopyEngine, "wait", wait)
 
 
 def _source_released_early(patch: pytest.MonkeyPatch) -> None:
@@ -186,13 +185,13 @@ def _free_without_a_wait(patch: pytest.MonkeyPatch) -> None:
 
 
 def _captured_event_in_eager(patch: pytest.MonkeyPatch) -> None:
-    original = CudaCopyEngine.wait
+    original = CopyEngine.wait
 
     def wait(self: Any, event: Any) -> None:
         event.is_captured = self.is_capturing()
         original(self, event)
 
-    patch.setattr(CudaCopyEngine, "wait", wait)
+    patch.setattr(CopyEngine, "wait", wait)
 
 
 def _no_joins_at_the_end(patch: pytest.MonkeyPatch) -> None:

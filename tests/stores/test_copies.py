@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from graphckpt.stores import Host, TensorGroup, Traffic, streams
-from graphckpt.stores.host.copy_engine import CudaCopyEngine
-from graphckpt.stores.host.host import HostStore
+from graphckpt.stores.host import CopyEngine, HostStore
 
 
 class Stream:
@@ -175,16 +174,16 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: self.data_ptr() in runtime.pinned)
-    issue = CudaCopyEngine._issue
+    issue = CopyEngine._issue
 
-    def remember(self: CudaCopyEngine, stream: Any, source: torch.Tensor, target: torch.Tensor, traffic: Any) -> Any:
+    def remember(self: CopyEngine, stream: Any, source: torch.Tensor, target: torch.Tensor, traffic: Any) -> Any:
         made.arguments = source, target
         return issue(self, stream, source, target, traffic)
 
-    monkeypatch.setattr(CudaCopyEngine, "_issue", remember)
-    streams._made.cache_clear()
+    monkeypatch.setattr(CopyEngine, "_issue", remember)
+    streams._streams_of.cache_clear()
     yield made
-    streams._made.cache_clear()
+    streams._streams_of.cache_clear()
     assert made.faults == []
     assert runtime.pinned == {}
 
@@ -193,12 +192,12 @@ CPU = torch.device("cpu")
 
 
 def place_of(in_flight_bytes: int | None = None) -> HostStore:
-    return HostStore(CPU, CudaCopyEngine(CPU, print), in_flight_bytes)
+    return HostStore(CPU, CopyEngine(CPU, print), in_flight_bytes)
 
 
 def test_stores_share_two_streams_that_are_not_the_captures(machine: Machine) -> None:
     """PyTorch hands out 32 in turn: of a store made later, one would be that of the capture."""
-    made = [CudaCopyEngine(CPU, print) for _ in range(40)]
+    made = [CopyEngine(CPU, print) for _ in range(40)]
     assert len({id(stream) for copies in made for stream in (copies._offload_stream, copies._reload_stream)}) == 2
     assert len(machine.streams) == 1 + 4
     capture, out, back, _ = streams.streams_of(CPU)
@@ -370,5 +369,5 @@ def test_seconds_are_read_from_events_but_not_in_a_capture(machine: Machine) -> 
 def test_cuda_is_what_a_cuda_device_gets(machine: Machine) -> None:
     place = Host().byte_store_for(torch.device("cuda", 0), print)
     assert isinstance(place, HostStore)
-    assert isinstance(place._engine, CudaCopyEngine)
+    assert isinstance(place._engine, CopyEngine)
     place.close()

@@ -16,8 +16,8 @@ from torch import nn
 
 from graphckpt.errors import StoreError
 from graphckpt.stores import Host, Placement, TensorGroup, Traffic
-from graphckpt.stores.host.copy_engine import HostBuffer
-from graphckpt.stores.host.host import HostStore
+from graphckpt.stores.host import HostStore
+from graphckpt.stores.pinned import HostBuffer
 from graphckpt.stores.tensor_store import TensorStore
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
@@ -37,7 +37,7 @@ def data(num_bytes: int, seed: int = 0) -> torch.Tensor:
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> WatchedCopies:
     engine = WatchedCopies()
-    monkeypatch.setattr("graphckpt.stores.host.host.CudaCopyEngine", lambda device, note: engine)
+    monkeypatch.setattr("graphckpt.stores.host.CopyEngine", lambda device, note: engine)
     return engine
 
 

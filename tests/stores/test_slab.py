@@ -2,48 +2,80 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphckpt.stores.empty import empty
-from graphckpt.stores.slab.slab_plan import Ranges, SlabPlan
+from graphckpt.stores.ranges import FreeRanges, SlabPlan
+from graphckpt.stores.tensor_store import empty
 
 SIZES = st.lists(st.integers(1, 2000), min_size=1, max_size=40)
 
 
 def test_ranges_that_overlap_are_refused() -> None:
     """The plain case, to be read first."""
-    ranges = Ranges()
-    assert ranges.add(100, 200)
-    assert not ranges.add(199, 300)
-    assert not ranges.add(0, 101)
-    assert not ranges.add(120, 130)
-    assert ranges.add(200, 300)
-    assert ranges.add(0, 100)
-    ranges.remove(100, 200)
-    assert ranges.gap(100) == 100
-    assert ranges.gap(101) == 300
+    ranges = FreeRanges()
+    assert ranges.take(100, 200)
+    assert not ranges.take(199, 300)
+    assert not ranges.take(0, 101)
+    assert not ranges.take(120, 130)
+    assert ranges.take(200, 300)
+    assert ranges.take(0, 100)
+    ranges.free(100, 200)
+    assert ranges.allocate(101, limit=400) is None
+    assert ranges.allocate(100) == 100
+    assert ranges.allocate(101) == 300
 
 
-@given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 15), st.booleans()), max_size=60))
-def test_ranges_are_those_of_a_set_of_numbers(steps: list[tuple[int, int, bool]]) -> None:
-    ranges, taken = Ranges(), {}
-    for begin, size, removes in steps:
-        if removes and taken:
-            first = min(taken)
-            ranges.remove(first, max(taken[first]) + 1)
-            del taken[first]
-        wanted = set(range(begin, begin + size))
-        is_free = all(wanted.isdisjoint(numbers) for numbers in taken.values())
-        assert ranges.add(begin, begin + size) == is_free
-        if is_free:
-            taken[begin] = wanted
-        gap = ranges.gap(size)
-        assert all(set(range(gap, gap + size)).isdisjoint(numbers) for numbers in taken.values())
+def test_a_gap_is_filled_first_and_neighbours_join() -> None:
+    ranges = FreeRanges()
+    assert [ranges.allocate(10) for _ in range(5)] == [0, 10, 20, 30, 40]
+    for begin in (10, 30, 20):
+        ranges.free(begin, begin + 10)
+    assert ranges.allocate(30) == 10
+    ranges.free(40, 50)
+    assert ranges.end == 40
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(("take", "allocate", "free")), st.integers(0, 60), st.integers(1, 15)), max_size=60
+    )
+)
+def test_ranges_are_those_of_a_set_of_numbers(calls: list[tuple[str, int, int]]) -> None:
+    """Each call is that of a plain set, and the same calls return the same ranges once all are freed."""
+    ranges = FreeRanges()
+
+    def step() -> list[Any]:
+        taken: dict[int, set[int]] = {}
+        results: list[Any] = []
+        for what, begin, size in calls:
+            used = set().union(*taken.values())
+            if what == "free" and taken:
+                first = sorted(taken)[begin % len(taken)]
+                ranges.free(first, max(taken.pop(first)) + 1)
+            elif what == "take":
+                results.append(ranges.take(begin, begin + size))
+                assert results[-1] == used.isdisjoint(range(begin, begin + size))
+                if results[-1]:
+                    taken[begin] = set(range(begin, begin + size))
+            elif what == "allocate":
+                first = next(at for at in itertools.count() if used.isdisjoint(range(at, at + size)))
+                results.append(ranges.allocate(size))
+                assert results[-1] == first
+                taken[first] = set(range(first, first + size))
+            assert ranges.end == max(set().union(*taken.values()), default=-1) + 1
+        for first in sorted(taken, key=lambda first: hash((first, len(calls)))):
+            ranges.free(first, max(taken[first]) + 1)
+        assert ranges.end == 0
+        return results
+
+    assert step() == step()
 
 
 @given(SIZES, SIZES, st.randoms())

@@ -15,10 +15,10 @@ import torch
 
 from graphckpt.planning.measure.trace import Trace
 from graphckpt.stores.base import Store, TensorGroup
-from graphckpt.stores.partition.partition import parse_partition
-from graphckpt.stores.partition.sharded import ShardedStore, whole_bytes
+from graphckpt.stores.partition import ShardedStore, parse_partition
+from graphckpt.stores.partition import unsplit_bytes as whole_bytes
 from graphckpt.stores.placement import Placement
-from graphckpt.stores.storage_pieces import Piece, TensorKey, WrappedKey, pieces_of
+from graphckpt.stores.tensor_store import Piece, TensorKey, WrappedKey, pieces_of
 
 _MOST_RUNS = 3  # of a step that keeps something new each time
 

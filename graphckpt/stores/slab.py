@@ -12,9 +12,8 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 from graphckpt._compat import unseen_by_modes
 from graphckpt.errors import StoreError
-from graphckpt.stores.base import TensorGroup
-from graphckpt.stores.byte_store import ByteHandle, ByteStore, Tier
-from graphckpt.stores.slab.slab_plan import SlabPlan
+from graphckpt.stores.base import ByteHandle, ByteStore, TensorGroup, Tier
+from graphckpt.stores.ranges import SlabPlan
 from graphckpt.units import format_bytes
 
 _log = logging.getLogger("graphckpt")

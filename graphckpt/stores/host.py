@@ -1,0 +1,576 @@
+"""Offloads tensors to pinned host memory and reloads them, overlapping with computation."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+
+from graphckpt._compat import at_end_of_backward, unseen_by_modes
+from graphckpt.errors import ConfigError, StoreError
+from graphckpt.stores.base import ByteHandle, ByteStore, TensorGroup, Tier, Traffic
+from graphckpt.stores.offload import Offload
+from graphckpt.stores.pinned import HostBuffer, pinned_buffer, postpone
+from graphckpt.stores.ranges import SlabPlan
+from graphckpt.stores.streams import streams_of
+from graphckpt.units import format_bytes
+
+_log = logging.getLogger("graphckpt")
+_MAX_RANGES = 10_000  # of the slab that are held as tensors
+
+_STAYS = (
+    "offload: tensors that exist only in the captured step, such as an attention mask, stay on the device (host memory "
+    "cannot be pinned during a capture)"
+)
+
+
+@dataclass(frozen=True)
+class Host(Offload):
+    """Offloads CUDA tensors to pinned host memory.
+
+    Args:
+        in_flight_bytes: Device memory that copies to the host may hold. ``None``: the saved bytes of one block, so that
+            its copies overlap with the next block's computation.
+
+    Raises:
+        ConfigError: ``in_flight_bytes`` is not a number of bytes.
+    """
+
+    name: ClassVar[str] = "cpu"
+
+    in_flight_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        value = self.in_flight_bytes
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+            raise ConfigError(
+                f"Host.in_flight_bytes: expected a non-negative int or None, got {value!r} · fix: use a number of bytes"
+            )
+
+    def byte_store_for(self, device: torch.device, note: Callable[[str], None]) -> ByteStore | None:
+        """Returns a byte store for CUDA tensors; for other tensors ``None``, with a note."""
+        if device.type == "cuda":
+            return HostStore(device, CopyEngine(device, note), self.in_flight_bytes)
+        if device.type == "cpu":
+            note("offload to 'cpu' does nothing: the tensors are in host memory already")
+        else:
+            note(f"offload to 'cpu' does nothing: expected CUDA tensors, got tensors on {device}")
+        return None
+
+
+@final
+class _HostHandle(ByteHandle):
+    __slots__ = ("block", "data", "group_number", "offload_event", "reload_buffer", "reload_event", "reloaded")
+
+    def __init__(self, data: torch.Tensor, block: PinnedBlock | None, group_number: int) -> None:
+        super().__init__(data.numel())
+        self.block = block
+        """Its host memory; ``None`` if it stays on the device."""
+        self.group_number = group_number
+        self.data: torch.Tensor | None = data
+        """The tensor's own memory, held until the compute stream waits for the copy."""
+        self.offload_event: CopyEvent | None = None
+        self.reload_buffer: torch.Tensor | None = None
+        """Memory that the bytes are reloaded into, until they are returned."""
+        self.reload_event: CopyEvent | None = None
+        self.reloaded: weakref.ref[torch.UntypedStorage] | None = None
+        """The storage returned last."""
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the bytes are on the device, or being reloaded."""
+        has_storage = self.reloaded is not None and self.reloaded() is not None
+        return self.data is not None or self.reload_buffer is not None or has_storage
+
+
+# Note [Memory is held until a stream wait, not an event query]
+# The caching allocator reuses memory as soon as the last reference is gone, in the order of the compute stream. So a
+# tensor that a copy still reads is held until the compute stream waits for that copy. The moment is decided by counting
+# groups or bytes, never by querying an event: a capture forbids queries, and all steps should use the same memory at
+# the same moment. `record_stream` would delay every free to the end of a capture.
+
+
+class HostStore(ByteStore):
+    """Host memory for the tensors of one device. See Note [Memory is held until a stream wait, not an event query].
+
+    Bytes that are still on the device when backward needs them, such as those of the last block, are not reloaded.
+    """
+
+    tier: ClassVar[Tier] = "host"
+
+    def __init__(self, device: torch.device, engine: CopyEngine, in_flight_bytes: int | None) -> None:
+        self.label = Host.name
+        self._device = device
+        self._engine = engine
+        self._memory = PinnedPool(engine)
+        self._max_in_flight_bytes = in_flight_bytes
+        self._in_flight_bytes = 0
+        self._offloading: dict[_HostHandle, None] = {}
+        self._reloading: dict[_HostHandle, None] = {}
+        self._borrowed: dict[int, list[_HostHandle]] = {}  # by group: returned before the copy was waited for
+        self._num_alive = 0
+        self._is_closing = False
+        self._waits_at_end = False
+        self._lock = threading.RLock()  # the callback at the end of backward runs in another thread
+        self._shut = weakref.finalize(self, _shut, engine, self._memory)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory in use."""
+        return self._memory.num_bytes
+
+    def put(self, data: torch.Tensor, group: TensorGroup) -> ByteHandle:
+        """Starts a copy to the host."""
+        with self._lock:
+            self._waits_at_end = False
+            block = self._memory.put(data.numel(), group.block)
+            handle = _HostHandle(data, block, group.number)
+            if block is None:
+                group.note(_STAYS)
+                self._num_alive += 1
+                return handle
+            try:
+                handle.offload_event = self._engine.offload(data, block.flat, group.traffic)
+            except BaseException:
+                self._memory.free(block)
+                raise
+            self._num_alive += 1
+            self._offloading[handle] = None
+            self._in_flight_bytes += handle.num_bytes
+            while self._max_in_flight_bytes is not None and self._in_flight_bytes > self._max_in_flight_bytes:
+                self._release_source(next(iter(self._offloading)))
+            return handle
+
+    def close_group(self, group: TensorGroup) -> None:
+        """Releases the sources of the groups before, unless ``in_flight_bytes`` decides when."""
+        with self._lock:
+            if self._max_in_flight_bytes is None:
+                for handle in [other for other in self._offloading if other.group_number != group.number]:
+                    self._release_source(handle)
+
+    def prefetch(self, handles: Sequence[ByteHandle], group: TensorGroup) -> None:
+        """Starts copies to the device."""
+        with self._lock:
+            self._wait_at_end_of_backward()
+            for handle in handles:
+                assert isinstance(handle, _HostHandle)
+                if not handle.is_on_device:
+                    self._start_reload(handle, group)
+
+    def get(self, handle: ByteHandle, group: TensorGroup) -> torch.Tensor:
+        """Makes the compute stream wait for the bytes."""
+        assert isinstance(handle, _HostHandle)
+        with self._lock:
+            self._wait_at_end_of_backward()
+            for number in [number for number in self._borrowed if number != group.number]:
+                for other in self._borrowed.pop(number):
+                    if other in self._offloading:
+                        self._release_source(other)
+            flat = handle.data
+            if flat is None:
+                flat = self._finish_reload(handle, group)
+            elif handle.offload_event is not None:
+                self._borrowed.setdefault(handle.group_number, []).append(handle)
+            handle.reloaded = weakref.ref(flat.untyped_storage())
+            return flat
+
+    def free(self, handle: ByteHandle) -> None:
+        """Frees the host memory, and bytes that were prefetched in vain."""
+        assert isinstance(handle, _HostHandle)
+        with self._lock:
+            if handle in self._offloading:
+                self._release_source(handle)
+            self._drop_reload(handle)
+            if handle.block is not None:
+                self._memory.free(handle.block)
+            handle.data = None
+            self._num_alive -= 1
+            if not self._num_alive:
+                self._engine.collect_times()
+                if self._is_closing:
+                    self._shut()
+
+    def begin_step(self) -> None:
+        """Resizes the slab, if the last step did not fit."""
+        with self._lock:
+            self._waits_at_end = False
+            self._memory.begin_step()
+
+    def close(self) -> None:
+        """Releases the host memory, once nothing in it is stored."""
+        with self._lock:
+            self._is_closing = True
+            if not self._num_alive:
+                self._shut()
+
+    def _start_reload(self, handle: _HostHandle, group: TensorGroup) -> None:
+        assert handle.block is not None
+        buffer = torch.empty(handle.num_bytes, dtype=torch.uint8, device=self._device)
+        handle.reload_event = self._engine.reload(handle.block.flat, buffer, group.traffic)
+        handle.reload_buffer = buffer
+        self._reloading[handle] = None
+
+    def _finish_reload(self, handle: _HostHandle, group: TensorGroup) -> torch.Tensor:
+        if handle.reload_event is not None and not self._engine.is_on_current_stream(handle.reload_event):
+            self._drop_reload(handle)  # its memory belongs to the other stream, which may reuse it while this one reads
+        if handle.reload_buffer is None:
+            self._start_reload(handle, group)
+        flat = handle.reload_buffer
+        assert flat is not None
+        self._drop_reload(handle)
+        return flat
+
+    def _release_source(self, handle: _HostHandle) -> None:
+        """Waits for the copy to the host, so that the compute stream may reuse the tensor's memory."""
+        assert handle.offload_event is not None
+        self._engine.wait(handle.offload_event)
+        handle.data = handle.offload_event = None
+        del self._offloading[handle]
+        self._in_flight_bytes -= handle.num_bytes
+
+    def _drop_reload(self, handle: _HostHandle) -> None:
+        if handle.reload_event is not None:
+            self._engine.wait(handle.reload_event)
+        self._reloading.pop(handle, None)
+        handle.reload_buffer = handle.reload_event = None
+
+    def _wait_at_end_of_backward(self) -> None:
+        """Waits for all copies when this backward is over: a capture must not end with a pending one."""
+        if self._waits_at_end:
+            return
+        self._waits_at_end = at_end_of_backward(self._wait_all)
+        if not self._waits_at_end:
+            self._wait_all()
+
+    def _wait_all(self) -> None:
+        with self._lock:
+            self._waits_at_end = False
+            self._borrowed.clear()
+            for handle in list(self._offloading):
+                self._release_source(handle)
+            for handle in self._reloading:
+                assert handle.reload_event is not None
+                self._engine.wait(handle.reload_event)  # unused bytes stay: the next backward may need them
+            self._engine.collect_times()
+
+
+def _shut(engine: CopyEngine, memory: PinnedPool) -> None:
+    if engine.is_capturing():  # see Note [Nothing is unpinned in a capture]
+        postpone(lambda: _shut(engine, memory))
+        return
+    try:
+        engine.synchronize()
+    finally:
+        memory.release()
+
+
+@final
+class PinnedBlock:
+    """Bytes of host memory that are in use."""
+
+    __slots__ = ("buffer", "flat", "number")
+
+    def __init__(self, number: int, flat: torch.Tensor, buffer: HostBuffer | None) -> None:
+        self.number = number
+        self.flat = flat
+        self.buffer = buffer
+        """Its own buffer, if it is not in the slab."""
+
+
+# Note [Captured buffers are not released]
+# A captured graph copies to the addresses of its capture at every replay. So a buffer that was used in a capture is not
+# released before the end, and nothing is pinned in a capture: CUDA forbids that. Eager steps and graphs share the slab:
+# a whole step leaves nothing in it, so they may alternate, but a replay must not come between an eager forward and its
+# backward.
+
+# Note [Tensors that exist only in a capture stay on the device]
+# The slab is exactly as large as the steps before the capture needed. In a capture Transformers makes attention masks
+# that those steps did not have, since it may not check there whether they are needed. Such a tensor gets no memory in
+# the slab, where it would displace a block that is planned to come later: it stays on the device.
+
+
+@final
+class PinnedPool:
+    """The slab, and single buffers for steps that it does not fit.
+
+    The first step takes buffers one by one. From its allocations and frees, the second gets one slab of exactly the
+    size it needs. A step that differs from all before looks for gaps in the slab, and takes single buffers again where
+    there are none; if it took any, the slab is planned anew when the step is over.
+    """
+
+    def __init__(self, engine: CopyEngine) -> None:
+        self._engine = engine
+        self._plan = SlabPlan()
+        self._slab: HostBuffer | None = None
+        self._ranges: dict[tuple[int, int], torch.Tensor] = {}  # of the slab, by begin and size: most are reused
+        self._buffers: list[HostBuffer] = []
+        self._spare: dict[int, list[HostBuffer]] = {}  # free single buffers, by size
+        self._captured: list[HostBuffer] = []
+        self._refused = 0  # size of a slab that could not be allocated
+
+    @property
+    def slab_bytes(self) -> int:
+        """Size of the slab; 0 before the second step."""
+        return 0 if self._slab is None else self._slab.flat.numel()
+
+    @property
+    def num_bytes(self) -> int:
+        """All host memory that is held."""
+        return self.slab_bytes + sum(buffer.flat.numel() for buffer in (*self._buffers, *self._captured))
+
+    def put(self, num_bytes: int, block: str) -> PinnedBlock | None:
+        """Returns memory for bytes saved by ``block``; ``None`` in a capture for what no earlier step offloaded.
+
+        Raises:
+            StoreError: Host memory cannot be allocated, or a capture is the first step.
+        """
+        is_captured = self._engine.is_capturing()
+        if is_captured and self._plan.is_extra(num_bytes):
+            return None  # see Note [Tensors that exist only in a capture stay on the device]
+        slab = self._slab
+        number, begin = self._plan.put(num_bytes, self.slab_bytes)
+        if slab is not None and begin is None:
+            begin = self._plan.put_in_gap(number, num_bytes, self.slab_bytes)
+        if slab is not None and begin is not None:
+            slab.is_captured |= is_captured
+            return PinnedBlock(number, self._range(slab, begin, num_bytes), None)
+        try:
+            buffer = self._single_buffer(num_bytes, is_captured, block)
+        except BaseException:
+            self._plan.free(number)
+            raise
+        if buffer is None:
+            self._plan.free(number)
+            return None
+        buffer.is_captured |= is_captured
+        return PinnedBlock(number, buffer.flat, buffer)
+
+    def free(self, used: PinnedBlock) -> None:
+        """Frees the memory. All copies to and from it were waited for."""
+        self._plan.free(used.number)
+        if used.buffer is not None:
+            self._spare.setdefault(used.flat.numel(), []).append(used.buffer)
+
+    def begin_step(self) -> None:
+        """Allocates the slab, or a larger one, if the last step did not fit. Nothing is in use."""
+        self._plan.begin_step()
+        if self._engine.is_capturing():
+            return  # see Note [Captured buffers are not released]
+        wanted = self._plan.num_bytes
+        grows = wanted > self.slab_bytes and not 0 < self._refused <= wanted
+        if not grows and (not self._buffers or self._refused):
+            return
+        self._engine.synchronize()
+        buffers, self._buffers, self._spare = self._buffers, [], {}
+        self._release_buffers(buffers)
+        if grows:
+            self._grow(wanted)
+
+    def release(self) -> None:
+        """Releases all memory. Nothing is in use, and no captured graph will be replayed."""
+        for buffer in (*self._buffers, *self._captured, *([] if self._slab is None else [self._slab])):
+            buffer.release()
+        self._slab, self._buffers, self._captured, self._spare, self._ranges = None, [], [], {}, {}
+        self._plan = SlabPlan()
+
+    def _grow(self, num_bytes: int) -> None:
+        old = self.slab_bytes
+        slab, self._slab, self._ranges = self._slab, None, {}
+        if slab is not None:
+            self._release_buffers([slab])
+        del slab  # the old slab is freed before the new one is allocated
+        try:
+            self._slab = self._engine.buffer(num_bytes)
+        except (MemoryError, RuntimeError) as error:
+            self._refused = num_bytes  # single buffers may still fit; if not, `put` names the block
+            _log.warning("offload: cannot allocate a slab of %s of host memory: %s", format_bytes(num_bytes), error)
+            return
+        if old:
+            _log.info(
+                "offload: the slab in host memory grows from %s to %s", format_bytes(old), format_bytes(num_bytes)
+            )
+        else:
+            _log.info("offload: a slab of %s in host memory", format_bytes(num_bytes))
+
+    def _release_buffers(self, buffers: list[HostBuffer]) -> None:
+        for buffer in buffers:
+            if buffer.is_captured:
+                self._captured.append(buffer)
+            else:
+                buffer.release()
+
+    def _single_buffer(self, num_bytes: int, is_captured: bool, block: str) -> HostBuffer | None:
+        spare = self._spare.get(num_bytes)
+        if spare:
+            return spare.pop()
+        if is_captured and self.num_bytes:
+            return None
+        if is_captured:
+            raise StoreError(
+                f"{block}: offload: expected a step before the capture, as host memory cannot be pinned in one, got "
+                "none · fix: run two steps with the same shapes first"
+            )
+        try:
+            buffer = self._engine.buffer(num_bytes)
+        except (MemoryError, RuntimeError) as error:
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise StoreError(
+                f"{block}: offload: expected {format_bytes(num_bytes)} of host memory besides the "
+                f"{format_bytes(self.num_bytes)} in use, got none ({reason}) "
+                "· fix: offload fewer blocks, set activation_checkpointing as well, or offload = 'disk'"
+            ) from error
+        self._buffers.append(buffer)
+        return buffer
+
+    def _range(self, slab: HostBuffer, begin: int, num_bytes: int) -> torch.Tensor:
+        flat = self._ranges.get((begin, num_bytes))
+        if flat is None:
+            if len(self._ranges) >= _MAX_RANGES:
+                self._ranges.clear()
+            with unseen_by_modes():
+                flat = self._ranges[begin, num_bytes] = slab.flat[begin : begin + num_bytes]
+        return flat
+
+
+class CopyEvent:
+    """Marks the end of one copy."""
+
+    __slots__ = ("event", "is_captured", "stream", "traffic")
+
+    def __init__(
+        self, event: torch.cuda.Event, stream: torch.cuda.Stream, is_captured: bool, traffic: Traffic | None
+    ) -> None:
+        self.event: torch.cuda.Event | None = event
+        self.stream = stream
+        """The compute stream that the copy started from."""
+        self.is_captured = is_captured
+        self.traffic = traffic
+
+
+@final
+class _StreamTimer:
+    """Two events on one stream."""
+
+    __slots__ = ("_begin", "_end", "_stream")
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._begin, self._end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._begin.record(stream)
+
+    def stop(self) -> None:
+        self._end.record(self._stream)
+
+    def seconds(self) -> float:
+        self._end.synchronize()
+        return float(self._begin.elapsed_time(self._end)) / 1e3
+
+
+class CopyEngine:
+    """Asynchronous copies of one CUDA device, on the two streams that it has for them. It knows no handles, no groups.
+
+    A copy starts when all work submitted to the current compute stream so far is done; copies of one direction run in
+    order. Both tensors are flat ``uint8`` and must stay allocated until :meth:`wait`: the engine holds no references.
+
+    Events are recorded and waited for, never queried, and are reused afterwards: all of this is legal in a capture. The
+    compute stream is looked up at each use, since it is another one in a capture.
+    """
+
+    def __init__(self, device: torch.device, note: Callable[[str], None]) -> None:
+        self._device = device
+        self._note = note
+        self._streams = streams_of(device)
+        self._offload_stream, self._reload_stream = self._streams.offload, self._streams.reload
+        self._fork = torch.cuda.Event()
+        self._idle: list[torch.cuda.Event] = []
+        self._copying: list[tuple[_StreamTimer, Traffic]] = []
+        self._waiting: list[tuple[_StreamTimer, Traffic]] = []
+        self._last: torch.cuda.Stream | None = None
+
+    def buffer(self, num_bytes: int) -> HostBuffer:
+        """Makes a buffer of exactly ``num_bytes``; see ``pinned_buffer``."""
+        return pinned_buffer(num_bytes, self._device, self._note)
+
+    def offload(self, device_flat: torch.Tensor, host_flat: torch.Tensor, traffic: Traffic | None = None) -> CopyEvent:
+        """Starts a copy to the host. Its seconds are added to ``traffic`` by :meth:`collect_times`."""
+        return self._issue(self._offload_stream, device_flat, host_flat, traffic)
+
+    def reload(self, host_flat: torch.Tensor, device_flat: torch.Tensor, traffic: Traffic | None = None) -> CopyEvent:
+        """Starts a copy to the device."""
+        return self._issue(self._reload_stream, host_flat, device_flat, traffic)
+
+    def wait(self, event: CopyEvent) -> None:
+        """Makes the current compute stream, and the one the copy started from, wait for it. May be called twice."""
+        recorded, event.event = event.event, None
+        if recorded is None:
+            return
+        # A capture cannot wait for an event recorded outside of it, and need not: `torch.cuda.graph` synchronizes the
+        # device before it begins. Nor can an eager stream wait for a captured event: that copy has not run.
+        if event.is_captured == self.is_capturing():
+            current = torch.cuda.current_stream(self._device)
+            timer = _StreamTimer(current) if event.traffic is not None else None
+            current.wait_event(recorded)
+            if event.stream != current:
+                event.stream.wait_event(recorded)
+            if timer is not None and event.traffic is not None:
+                timer.stop()
+                self._waiting.append((timer, event.traffic))
+        self._idle.append(recorded)
+
+    def is_on_current_stream(self, event: CopyEvent) -> bool:
+        """Whether the copy started from the current compute stream."""
+        return bool(event.stream == torch.cuda.current_stream(self._device))
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream is being captured."""
+        return bool(torch.cuda.is_current_stream_capturing())
+
+    def collect_times(self) -> None:
+        """Blocks until the timing events are done; in a capture, which forbids that, leaves them to the next call."""
+        if (self._copying or self._waiting) and self.is_capturing():
+            return
+        for timer, traffic in self._copying:
+            traffic.copy_seconds += timer.seconds()
+        for timer, traffic in self._waiting:
+            traffic.wait_seconds += timer.seconds()
+        self._copying.clear()
+        self._waiting.clear()
+
+    def synchronize(self) -> None:
+        """Synchronizes the streams that copy.
+
+        The copies of a captured step are part of its replay, on the stream that replays: the stream of the capture is
+        behind those of graphckpt, and whoever replays a capture made by hand does so on the current stream as a rule.
+        """
+        current = torch.cuda.current_stream(self._device)
+        for stream in (self._offload_stream, self._reload_stream, self._streams.capture, current):
+            stream.synchronize()
+
+    def _issue(
+        self, stream: torch.cuda.Stream, source: torch.Tensor, target: torch.Tensor, traffic: Traffic | None
+    ) -> CopyEvent:
+        is_captured = self.is_capturing()
+        current = torch.cuda.current_stream(self._device)
+        if self._last is not None and current != self._last and not is_captured:
+            # This compute stream has not waited for the copies that the last one waited for: host memory that is free
+            # for the last stream may still be read. Within one compute stream, the fork below is enough.
+            self._offload_stream.wait_stream(self._reload_stream)
+            self._reload_stream.wait_stream(self._offload_stream)
+        self._last = current
+        self._fork.record(current)
+        stream.wait_event(self._fork)
+        timed = None if is_captured else traffic
+        timer = _StreamTimer(stream) if timed is not None else None
+        with torch.cuda.stream(stream), unseen_by_modes():
+            target.copy_(source, non_blocking=True)
+        if timer is not None and timed is not None:
+            timer.stop()
+            self._copying.append((timer, timed))
+        event = self._idle.pop() if self._idle else torch.cuda.Event()
+        event.record(stream)
+        return CopyEvent(event, current, is_captured, timed)
