@@ -48,16 +48,17 @@ class CopiesNow(CopyEngine):
             host_flat.copy_(device_flat)
         return self._mark
 
-    def reload(self, host_flat: torch.Tensor, device_flat: torch.Tensor, traffic: Any = None) -> CopyEvent:
-        if self._copies:
-            device_flat.copy_(host_flat)
-        return self._mark
+    def reload(self, host_flats: Any, device_flats: Any, traffic: Any = None) -> list[CopyEvent]:
+        for host_flat, device_flat in zip(host_flats, device_flats, strict=True):
+            if self._copies:
+                device_flat.copy_(host_flat)
+        return [self._mark] * len(host_flats)
 
-    def wait(self, event: CopyEvent) -> None:
-        pass
-
-    def is_on_current_stream(self, event: CopyEvent) -> bool:
+    def wait(self, event: CopyEvent) -> bool:
         return True
+
+    def wait_in_order(self, events: Any) -> None:
+        pass
 
     def is_capturing(self) -> bool:
         return False

@@ -6,6 +6,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -65,7 +66,7 @@ class Host(Offload):
 
 @final
 class _HostHandle(ByteHandle):
-    __slots__ = ("block", "data", "group_number", "offload_event", "reload_buffer", "reload_event", "reloaded")
+    __slots__ = ("block", "data", "group_number", "offload_event", "reload_buffer", "reload_event")
 
     def __init__(self, data: torch.Tensor, block: PinnedBlock | None, group_number: int) -> None:
         super().__init__(data.numel())
@@ -78,14 +79,11 @@ class _HostHandle(ByteHandle):
         self.reload_buffer: torch.Tensor | None = None
         """Memory that the bytes are reloaded into, until they are returned."""
         self.reload_event: CopyEvent | None = None
-        self.reloaded: weakref.ref[torch.UntypedStorage] | None = None
-        """The storage returned last."""
 
     @property
     def is_on_device(self) -> bool:
         """Whether the bytes are on the device, or being reloaded."""
-        has_storage = self.reloaded is not None and self.reloaded() is not None
-        return self.data is not None or self.reload_buffer is not None or has_storage
+        return self.data is not None or self.reload_buffer is not None
 
 
 # Note [Memory is held until a stream wait, not an event query]
@@ -112,7 +110,7 @@ class HostStore(ByteStore):
         self._in_flight_bytes = 0
         self._offloading: dict[_HostHandle, None] = {}
         self._reloading: dict[_HostHandle, None] = {}
-        self._borrowed: dict[int, list[_HostHandle]] = {}  # by group: returned before the copy was waited for
+        self._borrowed: dict[int, set[_HostHandle]] = {}  # by group: returned before the copy was waited for
         self._num_alive = 0
         self._is_closing = False
         self._waits_at_end = False
@@ -143,24 +141,20 @@ class HostStore(ByteStore):
             self._offloading[handle] = None
             self._in_flight_bytes += handle.num_bytes
             while self._max_in_flight_bytes is not None and self._in_flight_bytes > self._max_in_flight_bytes:
-                self._release_source(next(iter(self._offloading)))
+                self._release_sources([next(iter(self._offloading))])
             return handle
 
     def close_group(self, group: TensorGroup) -> None:
         """Releases the sources of the groups before, unless ``in_flight_bytes`` decides when."""
         with self._lock:
             if self._max_in_flight_bytes is None:
-                for handle in [other for other in self._offloading if other.group_number != group.number]:
-                    self._release_source(handle)
+                self._release_sources([other for other in self._offloading if other.group_number != group.number])
 
     def prefetch(self, handles: Sequence[ByteHandle], group: TensorGroup) -> None:
         """Starts copies to the device."""
         with self._lock:
             self._wait_at_end_of_backward()
-            for handle in handles:
-                assert isinstance(handle, _HostHandle)
-                if not handle.is_on_device:
-                    self._start_reload(handle, group)
+            self._start_reloads([h for h in handles if isinstance(h, _HostHandle) and not h.is_on_device], group)
 
     def get(self, handle: ByteHandle, group: TensorGroup) -> torch.Tensor:
         """Makes the compute stream wait for the bytes."""
@@ -168,15 +162,13 @@ class HostStore(ByteStore):
         with self._lock:
             self._wait_at_end_of_backward()
             for number in [number for number in self._borrowed if number != group.number]:
-                for other in self._borrowed.pop(number):
-                    if other in self._offloading:
-                        self._release_source(other)
+                borrowed = self._borrowed.pop(number)
+                self._release_sources([other for other in self._offloading if other in borrowed])
             flat = handle.data
             if flat is None:
                 flat = self._finish_reload(handle, group)
             elif handle.offload_event is not None:
-                self._borrowed.setdefault(handle.group_number, []).append(handle)
-            handle.reloaded = weakref.ref(flat.untyped_storage())
+                self._borrowed.setdefault(handle.group_number, set()).add(handle)
             return flat
 
     def free(self, handle: ByteHandle) -> None:
@@ -184,8 +176,9 @@ class HostStore(ByteStore):
         assert isinstance(handle, _HostHandle)
         with self._lock:
             if handle in self._offloading:
-                self._release_source(handle)
-            self._drop_reload(handle)
+                self._release_sources([handle])
+            if handle.reload_event is not None:
+                self._drop_reload(handle)
             if handle.block is not None:
                 self._memory.free(handle.block)
             handle.data = None
@@ -208,36 +201,41 @@ class HostStore(ByteStore):
             if not self._num_alive:
                 self._shut()
 
-    def _start_reload(self, handle: _HostHandle, group: TensorGroup) -> None:
-        assert handle.block is not None
-        buffer = torch.empty(handle.num_bytes, dtype=torch.uint8, device=self._device)
-        handle.reload_event = self._engine.reload(handle.block.flat, buffer, group.traffic)
-        handle.reload_buffer = buffer
-        self._reloading[handle] = None
+    def _start_reloads(self, handles: Sequence[_HostHandle], group: TensorGroup) -> None:
+        if not handles:
+            return
+        buffers = [torch.empty(handle.num_bytes, dtype=torch.uint8, device=self._device) for handle in handles]
+        sources = [handle.block.flat for handle in handles if handle.block is not None]
+        events = self._engine.reload(sources, buffers, group.traffic)
+        for handle, buffer, event in zip(handles, buffers, events, strict=True):
+            handle.reload_buffer, handle.reload_event = buffer, event
+            self._reloading[handle] = None
 
     def _finish_reload(self, handle: _HostHandle, group: TensorGroup) -> torch.Tensor:
-        if handle.reload_event is not None and not self._engine.is_on_current_stream(handle.reload_event):
-            self._drop_reload(handle)  # its memory belongs to the other stream, which may reuse it while this one reads
-        if handle.reload_buffer is None:
-            self._start_reload(handle, group)
         flat = handle.reload_buffer
+        if flat is None or not self._drop_reload(handle):
+            # Not prefetched, or into memory of another stream, which may reuse it while this one reads.
+            self._start_reloads([handle], group)
+            flat = handle.reload_buffer
+            self._drop_reload(handle)
         assert flat is not None
-        self._drop_reload(handle)
         return flat
 
-    def _release_source(self, handle: _HostHandle) -> None:
-        """Waits for the copy to the host, so that the compute stream may reuse the tensor's memory."""
-        assert handle.offload_event is not None
-        self._engine.wait(handle.offload_event)
-        handle.data = handle.offload_event = None
-        del self._offloading[handle]
-        self._in_flight_bytes -= handle.num_bytes
+    def _release_sources(self, handles: Sequence[_HostHandle]) -> None:
+        """Waits for copies to the host, so that the compute stream may reuse the memory of their tensors."""
+        self._engine.wait_in_order([handle.offload_event for handle in handles if handle.offload_event is not None])
+        for handle in handles:
+            handle.data = handle.offload_event = None
+            del self._offloading[handle]
+            self._in_flight_bytes -= handle.num_bytes
 
-    def _drop_reload(self, handle: _HostHandle) -> None:
-        if handle.reload_event is not None:
-            self._engine.wait(handle.reload_event)
+    def _drop_reload(self, handle: _HostHandle) -> bool:
+        """Waits for a copy to the device. Returns whether its memory is that of the current compute stream."""
+        assert handle.reload_event is not None
+        is_own = self._engine.wait(handle.reload_event)
         self._reloading.pop(handle, None)
         handle.reload_buffer = handle.reload_event = None
+        return is_own
 
     def _wait_at_end_of_backward(self) -> None:
         """Waits for all copies when this backward is over: a capture must not end with a pending one."""
@@ -251,8 +249,7 @@ class HostStore(ByteStore):
         with self._lock:
             self._waits_at_end = False
             self._borrowed.clear()
-            for handle in list(self._offloading):
-                self._release_source(handle)
+            self._release_sources(list(self._offloading))
             for handle in self._reloading:
                 assert handle.reload_event is not None
                 self._engine.wait(handle.reload_event)  # unused bytes stay: the next backward may need them
@@ -498,33 +495,47 @@ class CopyEngine:
 
     def offload(self, device_flat: torch.Tensor, host_flat: torch.Tensor, traffic: Traffic | None = None) -> CopyEvent:
         """Starts a copy to the host. Its seconds are added to ``traffic`` by :meth:`collect_times`."""
-        return self._issue(self._offload_stream, device_flat, host_flat, traffic)
+        return self._issue(self._offload_stream, [device_flat], [host_flat], traffic)[0]
 
-    def reload(self, host_flat: torch.Tensor, device_flat: torch.Tensor, traffic: Traffic | None = None) -> CopyEvent:
-        """Starts a copy to the device."""
-        return self._issue(self._reload_stream, host_flat, device_flat, traffic)
+    def reload(
+        self, host_flats: Sequence[torch.Tensor], device_flats: Sequence[torch.Tensor], traffic: Traffic | None = None
+    ) -> list[CopyEvent]:
+        """Starts copies to the device."""
+        return self._issue(self._reload_stream, host_flats, device_flats, traffic)
 
-    def wait(self, event: CopyEvent) -> None:
-        """Makes the current compute stream, and the one the copy started from, wait for it. May be called twice."""
+    def wait(self, event: CopyEvent) -> bool:
+        """Makes the current compute stream, and the one the copy started from, wait for it. May be called twice.
+
+        Returns whether the two are the same.
+        """
+        current = torch.cuda.current_stream(self._device)
+        is_same = bool(event.stream == current)
         recorded, event.event = event.event, None
         if recorded is None:
-            return
+            return is_same
         # A capture cannot wait for an event recorded outside of it, and need not: `torch.cuda.graph` synchronizes the
         # device before it begins. Nor can an eager stream wait for a captured event: that copy has not run.
         if event.is_captured == self.is_capturing():
-            current = torch.cuda.current_stream(self._device)
             timer = _StreamTimer(current) if event.traffic is not None else None
             current.wait_event(recorded)
-            if event.stream != current:
+            if not is_same:
                 event.stream.wait_event(recorded)
             if timer is not None and event.traffic is not None:
                 timer.stop()
                 self._waiting.append((timer, event.traffic))
         self._idle.append(recorded)
+        return is_same
 
-    def is_on_current_stream(self, event: CopyEvent) -> bool:
-        """Whether the copy started from the current compute stream."""
-        return bool(event.stream == torch.cuda.current_stream(self._device))
+    def wait_in_order(self, events: Sequence[CopyEvent]) -> None:
+        """Waits for copies of one direction, given in the order of their start: the last wait is one for all."""
+        last: CopyEvent | None = None
+        for event in reversed(events):
+            if last is None or event.stream != last.stream or event.is_captured != last.is_captured:
+                last = event
+                self.wait(event)
+            elif event.event is not None:
+                self._idle.append(event.event)
+                event.event = None
 
     def is_capturing(self) -> bool:
         """Whether the current stream is being captured."""
@@ -552,11 +563,17 @@ class CopyEngine:
             stream.synchronize()
 
     def _issue(
-        self, stream: torch.cuda.Stream, source: torch.Tensor, target: torch.Tensor, traffic: Traffic | None
-    ) -> CopyEvent:
+        self,
+        stream: torch.cuda.Stream,
+        sources: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        traffic: Traffic | None,
+    ) -> list[CopyEvent]:
         is_captured = self.is_capturing()
         current = torch.cuda.current_stream(self._device)
-        if self._last is not None and current != self._last and not is_captured:
+        if current == self._last:
+            current = self._last  # one object, as comparing two takes longer
+        elif self._last is not None and not is_captured:
             # This compute stream has not waited for the copies that the last one waited for: host memory that is free
             # for the last stream may still be read. Within one compute stream, the fork below is enough.
             self._offload_stream.wait_stream(self._reload_stream)
@@ -565,12 +582,42 @@ class CopyEngine:
         self._fork.record(current)
         stream.wait_event(self._fork)
         timed = None if is_captured else traffic
-        timer = _StreamTimer(stream) if timed is not None else None
-        with torch.cuda.stream(stream), unseen_by_modes():
-            target.copy_(source, non_blocking=True)
-        if timer is not None and timed is not None:
-            timer.stop()
-            self._copying.append((timer, timed))
-        event = self._idle.pop() if self._idle else torch.cuda.Event()
-        event.record(stream)
-        return CopyEvent(event, current, is_captured, timed)
+        events = []
+        try:
+            with unseen_by_modes(), self._switch_to(stream, current):
+                for source, target in zip(sources, targets, strict=True):
+                    timer = _StreamTimer(stream) if timed is not None else None
+                    target.copy_(source, non_blocking=True)
+                    if timer is not None and timed is not None:
+                        timer.stop()
+                        self._copying.append((timer, timed))
+                    event = self._idle.pop() if self._idle else torch.cuda.Event()
+                    event.record(stream)
+                    events.append(CopyEvent(event, current, is_captured, timed))
+        except BaseException:
+            current.wait_stream(stream)  # the caller drops the memory of copies that have started
+            raise
+        return events
+
+    def _switch_to(self, stream: torch.cuda.Stream, current: torch.cuda.Stream) -> AbstractContextManager[object]:
+        """Makes ``stream`` the current one. ``torch.cuda.stream`` takes 15 us, mostly to look up the current device."""
+        if torch.cuda.current_device() == self._device.index:
+            return _StreamSwitch(stream, current)
+        return torch.cuda.stream(stream)
+
+
+@final
+class _StreamSwitch:
+    """Makes a stream of the current device the current one, and then that of before."""
+
+    __slots__ = ("_back", "_stream")
+
+    def __init__(self, stream: torch.cuda.Stream, back: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._back = back
+
+    def __enter__(self) -> None:
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.set_stream(self._back)

@@ -141,34 +141,31 @@ def _left_out(owner: type, name: str) -> Plant:
 
 
 def _wait_that_does_not(patch: pytest.MonkeyPatch) -> None:
-    def wait(self: Any, event: Any) -> None:
+    def wait(self: Any, event: Any) -> bool:
         recorded, event.event = event.event, None
         if recorded is not None:
             self._idle.append(recorded)
+        return True
 
     patch.setattr(CopyEngine, "wait", wait)
 
 
 def _source_released_early(patch: pytest.MonkeyPatch) -> None:
-    original = HostStore._release_source
+    assert callable(CopyEngine.wait_in_order)
 
-    def release(self: Any, handle: Any) -> None:
-        event = handle.offload_event
-        handle.data = None
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(type(self._engine), "wait", lambda *arguments: None)
-            original(self, handle)
-        assert event is not None
+    def release(self: Any, events: Any) -> None:
+        self._idle += [event.event for event in events if event.event is not None]
 
-    patch.setattr(HostStore, "_release_source", release)
+    patch.setattr(CopyEngine, "wait_in_order", release)
 
 
 def _reload_used_early(patch: pytest.MonkeyPatch) -> None:
     assert callable(HostStore._drop_reload)
 
-    def drop(self: Any, handle: Any) -> None:
+    def drop(self: Any, handle: Any) -> bool:
         self._reloading.pop(handle, None)
         handle.reload_buffer = handle.reload_event = None
+        return True
 
     patch.setattr(HostStore, "_drop_reload", drop)
 
@@ -178,7 +175,7 @@ def _free_without_a_wait(patch: pytest.MonkeyPatch) -> None:
 
     def free(self: Any, handle: Any) -> None:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(type(self._engine), "wait", lambda *arguments: None)
+            inner.setattr(CopyEngine, "wait", lambda *arguments: True)
             original(self, handle)
 
     patch.setattr(HostStore, "free", free)
@@ -187,9 +184,9 @@ def _free_without_a_wait(patch: pytest.MonkeyPatch) -> None:
 def _captured_event_in_eager(patch: pytest.MonkeyPatch) -> None:
     original = CopyEngine.wait
 
-    def wait(self: Any, event: Any) -> None:
+    def wait(self: Any, event: Any) -> Any:
         event.is_captured = self.is_capturing()
-        original(self, event)
+        return original(self, event)
 
     patch.setattr(CopyEngine, "wait", wait)
 

@@ -240,19 +240,6 @@ def test_begun_and_never_taken_is_joined_before_its_memory_goes(copies: WatchedC
     place.close()
 
 
-def test_what_came_back_for_one_group_is_not_sent_for_again_by_another(copies: WatchedCopies) -> None:
-    place = place_of(0)
-    handle = place.put(data(500), group(0))
-    taken = place.get(handle, group(1))
-    place.prefetch([handle], group(0))
-    assert [copy.what for copy in copies.history] == ["out", "back"]
-    del taken
-    place.prefetch([handle], group(0))
-    assert [copy.what for copy in copies.history] == ["out", "back", "back"]
-    place.free(handle)
-    place.close()
-
-
 def run_step(place: HostStore, sizes: list[int], order: list[int] | None = None) -> None:
     place.begin_step()
     block = group()
