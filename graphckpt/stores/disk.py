@@ -295,7 +295,6 @@ class _OpenFile:
         ready = self._writer.mark()
         self._wait_for_room(num_bytes)
         offset = self._ranges.allocate(in_blocks(num_bytes))
-        assert offset is not None
         handle = _DiskHandle(self.fate, data, group, offset)
         self.alive.add(handle)
         handle.write = self._submit("write", handle, self._save, ready)
@@ -521,8 +520,8 @@ class CudaTransfer(Transfer):
     def __init__(self, file: UnlinkedFile, device: torch.device, note: Callable[[str], None]) -> None:
         self._device = device
         self._stream = streams_of(device).disk
-        self._buffer = pinned_buffer(CHUNK, device, note)
-        super().__init__(file, self._buffer.flat)
+        self._buffer = pinned_buffer(CHUNK + BLOCK, device, note)
+        super().__init__(file, _from_page(self._buffer.flat, CHUNK))
 
     def mark(self) -> torch.cuda.Event:
         """Returns an event after all work submitted to the current stream."""
@@ -566,8 +565,11 @@ def transfer_for(device: torch.device, file: UnlinkedFile, note: Callable[[str],
 
 
 def _whole_pages(num_bytes: int) -> torch.Tensor:
-    """Returns memory that begins at a page, as direct I/O requires."""
-    room = torch.empty(num_bytes + BLOCK, dtype=torch.uint8, device="cpu")
+    return _from_page(torch.empty(num_bytes + BLOCK, dtype=torch.uint8, device="cpu"), num_bytes)
+
+
+def _from_page(room: torch.Tensor, num_bytes: int) -> torch.Tensor:
+    """Returns the part that begins at a page, as direct I/O requires."""
     return room.narrow(0, -room.data_ptr() % BLOCK, num_bytes)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,12 +18,12 @@ from graphckpt.errors import ConfigError, StoreError
 from graphckpt.stores.base import ByteHandle, ByteStore, TensorGroup, Tier, Traffic
 from graphckpt.stores.offload import Offload
 from graphckpt.stores.pinned import HostBuffer, pinned_buffer, postpone
-from graphckpt.stores.ranges import SlabPlan
+from graphckpt.stores.ranges import FreeRanges, aligned
 from graphckpt.stores.streams import streams_of
 from graphckpt.units import format_bytes
 
 _log = logging.getLogger("graphckpt")
-_MAX_RANGES = 10_000  # of the slab that are held as tensors
+_MAX_VIEWS = 10_000  # of the slab that are held as tensors
 
 _STAYS = (
     "offload: tensors that exist only in the captured step, such as an attention mask, stay on the device (host memory "
@@ -270,10 +271,11 @@ def _shut(engine: CopyEngine, memory: PinnedPool) -> None:
 class PinnedBlock:
     """Bytes of host memory that are in use."""
 
-    __slots__ = ("buffer", "flat", "number")
+    __slots__ = ("begin", "buffer", "flat", "ranges")
 
-    def __init__(self, number: int, flat: torch.Tensor, buffer: HostBuffer | None) -> None:
-        self.number = number
+    def __init__(self, ranges: FreeRanges, begin: int, flat: torch.Tensor, buffer: HostBuffer | None) -> None:
+        self.ranges, self.begin = ranges, begin
+        """Its range, which ends after the slab if it has its own buffer."""
         self.flat = flat
         self.buffer = buffer
         """Its own buffer, if it is not in the slab."""
@@ -295,16 +297,18 @@ class PinnedBlock:
 class PinnedPool:
     """The slab, and single buffers for steps that it does not fit.
 
-    The first step takes buffers one by one. From its allocations and frees, the second gets one slab of exactly the
-    size it needs. A step that differs from all before looks for gaps in the slab, and takes single buffers again where
-    there are none; if it took any, the slab is planned anew when the step is over.
+    The first step takes buffers one by one. By its allocations and frees the second gets one slab of exactly the size
+    it needs. What a later step needs beyond that are single buffers again, and the step after it gets a larger slab.
     """
 
     def __init__(self, engine: CopyEngine) -> None:
         self._engine = engine
-        self._plan = SlabPlan()
+        self._ranges = FreeRanges()
+        self._wanted_bytes = 0
+        self._counts: Counter[int] = Counter()  # allocations of this step, by size
+        self._max_counts: Counter[int] = Counter()  # of any step before
         self._slab: HostBuffer | None = None
-        self._ranges: dict[tuple[int, int], torch.Tensor] = {}  # of the slab, by begin and size: most are reused
+        self._views: dict[tuple[int, int], torch.Tensor] = {}  # of the slab, by begin and size: most are reused
         self._buffers: list[HostBuffer] = []
         self._spare: dict[int, list[HostBuffer]] = {}  # free single buffers, by size
         self._captured: list[HostBuffer] = []
@@ -327,38 +331,42 @@ class PinnedPool:
             StoreError: Host memory cannot be allocated, or a capture is the first step.
         """
         is_captured = self._engine.is_capturing()
-        if is_captured and self._plan.is_extra(num_bytes):
+        if is_captured and self._max_counts and self._counts[num_bytes] >= self._max_counts[num_bytes]:
             return None  # see Note [Tensors that exist only in a capture stay on the device]
-        slab = self._slab
-        number, begin = self._plan.put(num_bytes, self.slab_bytes)
-        if slab is not None and begin is None:
-            begin = self._plan.put_in_gap(number, num_bytes, self.slab_bytes)
-        if slab is not None and begin is not None:
-            slab.is_captured |= is_captured
-            return PinnedBlock(number, self._range(slab, begin, num_bytes), None)
+        size = aligned(num_bytes)
+        begin = self._ranges.allocate(size)
+        buffer = None
         try:
-            buffer = self._single_buffer(num_bytes, is_captured, block)
+            if self._slab is None or begin + size > self.slab_bytes:
+                buffer = self._single_buffer(num_bytes, is_captured, block)
+                if buffer is None:
+                    self._ranges.free(begin, begin + size)
+                    return None
         except BaseException:
-            self._plan.free(number)
+            self._ranges.free(begin, begin + size)
             raise
-        if buffer is None:
-            self._plan.free(number)
-            return None
-        buffer.is_captured |= is_captured
-        return PinnedBlock(number, buffer.flat, buffer)
+        self._counts[num_bytes] += 1
+        self._wanted_bytes = max(self._wanted_bytes, begin + size)
+        memory = buffer or self._slab
+        assert memory is not None
+        memory.is_captured |= is_captured
+        flat = buffer.flat if buffer is not None else self._view(memory, begin, num_bytes)
+        return PinnedBlock(self._ranges, begin, flat, buffer)
 
     def free(self, used: PinnedBlock) -> None:
         """Frees the memory. All copies to and from it were waited for."""
-        self._plan.free(used.number)
+        used.ranges.free(used.begin, used.begin + aligned(used.flat.numel()))
         if used.buffer is not None:
             self._spare.setdefault(used.flat.numel(), []).append(used.buffer)
 
     def begin_step(self) -> None:
         """Allocates the slab, or a larger one, if the last step did not fit. Nothing is in use."""
-        self._plan.begin_step()
+        self._max_counts |= self._counts
+        self._counts.clear()
+        self._ranges = FreeRanges()
         if self._engine.is_capturing():
             return  # see Note [Captured buffers are not released]
-        wanted = self._plan.num_bytes
+        wanted = self._wanted_bytes
         grows = wanted > self.slab_bytes and not 0 < self._refused <= wanted
         if not grows and (not self._buffers or self._refused):
             return
@@ -372,12 +380,13 @@ class PinnedPool:
         """Releases all memory. Nothing is in use, and no captured graph will be replayed."""
         for buffer in (*self._buffers, *self._captured, *([] if self._slab is None else [self._slab])):
             buffer.release()
-        self._slab, self._buffers, self._captured, self._spare, self._ranges = None, [], [], {}, {}
-        self._plan = SlabPlan()
+        self._slab, self._buffers, self._captured, self._spare, self._views = None, [], [], {}, {}
+        self._ranges, self._wanted_bytes = FreeRanges(), 0
+        self._counts, self._max_counts = Counter(), Counter()
 
     def _grow(self, num_bytes: int) -> None:
         old = self.slab_bytes
-        slab, self._slab, self._ranges = self._slab, None, {}
+        slab, self._slab, self._views = self._slab, None, {}
         if slab is not None:
             self._release_buffers([slab])
         del slab  # the old slab is freed before the new one is allocated
@@ -424,13 +433,13 @@ class PinnedPool:
         self._buffers.append(buffer)
         return buffer
 
-    def _range(self, slab: HostBuffer, begin: int, num_bytes: int) -> torch.Tensor:
-        flat = self._ranges.get((begin, num_bytes))
+    def _view(self, slab: HostBuffer, begin: int, num_bytes: int) -> torch.Tensor:
+        flat = self._views.get((begin, num_bytes))
         if flat is None:
-            if len(self._ranges) >= _MAX_RANGES:
-                self._ranges.clear()
+            if len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
             with unseen_by_modes():
-                flat = self._ranges[begin, num_bytes] = slab.flat[begin : begin + num_bytes]
+                flat = self._views[begin, num_bytes] = slab.flat[begin : begin + num_bytes]
         return flat
 
 

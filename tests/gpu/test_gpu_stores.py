@@ -17,6 +17,7 @@ import graphckpt
 from graphckpt import Segments
 from graphckpt.stores import Disk, Host, Placement, TensorGroup
 from graphckpt.stores.disk import CHUNK
+from graphckpt.stores.disk_file import BLOCK
 from graphckpt.stores.host import HostStore
 from graphckpt.stores.pinned import pin
 from graphckpt.stores.streams import streams_of
@@ -191,7 +192,7 @@ def test_a_chunk_is_pinned_for_all_that_goes_to_disk_and_one_for_the_way_back(pi
     for seed in (2, 1, 0):
         torch.full((sizes[seed],), 0x5A, dtype=torch.uint8, device="cuda")
         assert torch.equal(store.get(keys[seed]), data(sizes[seed], seed))
-    assert list(pinned.alive.values()) == [CHUNK] * 2
+    assert list(pinned.alive.values()) == [CHUNK + BLOCK] * 2
     del keys
     store.close()
 

@@ -201,7 +201,8 @@ def _slab_range_freed_early(patch: pytest.MonkeyPatch) -> None:
 
     def put(self: Any, data: torch.Tensor, group: Any) -> Any:
         handle = original(self, data, group)
-        self._plan.free(max(self._watches))  # its range is free for the next tensor
+        begin, end, _ = self._in_use[max(self._in_use)]
+        self._ranges.free(begin, end)  # for the next tensor
         return handle
 
     assert callable(SlabStore._free_dropped)

@@ -423,7 +423,7 @@ def test_hundreds_of_steps_do_not_grow(copies: WatchedCopies) -> None:
         run_step(place, [1000, 300])
     assert copies.num_buffers == 3
     memory = place._memory
-    assert (len(memory._plan._alive), len(memory._spare), len(memory._buffers), len(memory._captured)) == (0, 0, 0, 0)
+    assert (memory._ranges.end, len(memory._spare), len(memory._buffers), len(memory._captured)) == (0, 0, 0, 0)
     assert (len(place._offloading), len(place._reloading), place._num_alive) == (0, 0, 0)
     place.close()
 
