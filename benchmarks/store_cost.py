@@ -23,8 +23,8 @@ from report import header, spread, table, write
 from torch.autograd.graph import save_on_cpu
 
 from graphckpt.stores import Store, TensorGroup
-from graphckpt.stores.host.copy_engine import CopyEngine, CopyEvent, HostBuffer
-from graphckpt.stores.host.host import HostStore
+from graphckpt.stores.host import CopyEngine, CopyEvent, HostStore
+from graphckpt.stores.pinned import HostBuffer
 from graphckpt.stores.tensor_store import TensorStore
 
 COUNTS = (50, 200, 800)
@@ -38,7 +38,7 @@ class CopiesNow(CopyEngine):
 
     def __init__(self, *, copies: bool) -> None:
         self._copies = copies
-        self._mark = CopyEvent()
+        self._mark: Any = object()
 
     def buffer(self, num_bytes: int) -> HostBuffer:
         return HostBuffer(torch.empty(num_bytes, dtype=torch.uint8), lambda: None)
@@ -48,16 +48,17 @@ class CopiesNow(CopyEngine):
             host_flat.copy_(device_flat)
         return self._mark
 
-    def reload(self, host_flat: torch.Tensor, device_flat: torch.Tensor, traffic: Any = None) -> CopyEvent:
-        if self._copies:
-            device_flat.copy_(host_flat)
-        return self._mark
+    def reload(self, host_flats: Any, device_flats: Any, traffic: Any = None) -> list[CopyEvent]:
+        for host_flat, device_flat in zip(host_flats, device_flats, strict=True):
+            if self._copies:
+                device_flat.copy_(host_flat)
+        return [self._mark] * len(host_flats)
 
-    def wait(self, event: CopyEvent) -> None:
-        pass
-
-    def is_on_current_stream(self, event: CopyEvent) -> bool:
+    def wait(self, event: CopyEvent) -> bool:
         return True
+
+    def wait_in_order(self, events: Any) -> None:
+        pass
 
     def is_capturing(self) -> bool:
         return False

@@ -23,7 +23,7 @@ from graphckpt.errors import ConfigError
 from graphckpt.rules.full import Full
 from graphckpt.rules.in_graph import checkpoint_in_graph
 from graphckpt.rules.segments import run_segments, run_segments_in_graph
-from graphckpt.stores.host.host import Host
+from graphckpt.stores.host import Host
 from graphckpt.stores.placement import Placement
 
 

@@ -27,7 +27,7 @@ from graphckpt.engine.mismatch import (
 from graphckpt.engine.objects import Objects, copy_objects, drop_unchanged_tensors, swap
 from graphckpt.engine.saved import Call, SameArgument, SavedTensor, TensorKind, has_attributes, has_storage
 from graphckpt.errors import RecomputeError
-from graphckpt.stores.device import DeviceStore
+from graphckpt.stores.base import DeviceStore
 from graphckpt.tree import ATOMS, flatten_call, tensors_in
 
 

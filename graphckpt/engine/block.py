@@ -10,8 +10,7 @@ from torch import nn
 
 from graphckpt.engine.call_state import ModuleState
 from graphckpt.errors import warn_once
-from graphckpt.stores.base import TensorGroup
-from graphckpt.stores.device import DeviceStore
+from graphckpt.stores.base import DeviceStore, TensorGroup
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -51,7 +51,7 @@ from graphckpt.engine.saved import (
     unread_parameters,
 )
 from graphckpt.errors import MutatedError, RecomputeError
-from graphckpt.stores.device import DeviceStore
+from graphckpt.stores.base import DeviceStore
 from graphckpt.tree import tensors_in
 
 if TYPE_CHECKING:

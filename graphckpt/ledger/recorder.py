@@ -20,8 +20,7 @@ from graphckpt._compat_compiler import never_compiled
 from graphckpt.ledger.saved_bytes import SavedBytes
 from graphckpt.ledger.storage_log import StorageLog
 from graphckpt.stores import Traffic
-from graphckpt.stores.base import TIERS
-from graphckpt.stores.high_water import Total
+from graphckpt.stores.base import TIERS, Total
 
 REST = "(outside of blocks)"
 """The row for tensors saved while no block of the table runs."""

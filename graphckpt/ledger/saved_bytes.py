@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 
 from graphckpt.ledger.live_memory import storages_of
-from graphckpt.stores.high_water import Share, Total
+from graphckpt.stores.base import Share, Total
 
 
 class _Owner(weakref.ref[Any]):

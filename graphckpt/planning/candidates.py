@@ -23,7 +23,7 @@ from graphckpt.rules.ops.schedule import OpGraph
 from graphckpt.rules.registry import parse_rule
 from graphckpt.rules.selective import PRESETS, Selective
 from graphckpt.stores.offload import parse_offload
-from graphckpt.stores.partition.partition import parse_partition
+from graphckpt.stores.partition import parse_partition
 
 SHARES = (0.8, 0.5, 0.3, 0.1)
 """Shares of the bytes that the compiler saves by itself; plans mix them for values in between."""

@@ -23,7 +23,7 @@ from graphckpt.engine.mismatch import excluded_differ
 from graphckpt.engine.objects import copy_objects, differs
 from graphckpt.engine.saved import KEEP_ON_DEVICE, StoredCall, are_mutated, hooks_around, versions_of
 from graphckpt.rules.base import Rule
-from graphckpt.stores.device import DeviceStore
+from graphckpt.stores.base import DeviceStore
 from graphckpt.tree import flatten_call
 
 

@@ -1,12 +1,10 @@
 """Where saved tensors are held between forward and backward."""
 
-from graphckpt.stores.base import Store, TensorGroup, Traffic
-from graphckpt.stores.byte_store import ByteHandle, ByteStore
-from graphckpt.stores.device import DeviceStore
-from graphckpt.stores.disk.disk import Disk
-from graphckpt.stores.host.host import Host
+from graphckpt.stores.base import ByteHandle, ByteStore, DeviceStore, Store, TensorGroup, Traffic
+from graphckpt.stores.disk import Disk
+from graphckpt.stores.host import Host
 from graphckpt.stores.offload import Offload, offload_targets, parse_offload
-from graphckpt.stores.partition.partition import Partition, parse_partition
+from graphckpt.stores.partition import Partition, parse_partition
 from graphckpt.stores.placement import Placement, parse_contiguous, parse_min_elements, placement_of
 
 __all__ = [

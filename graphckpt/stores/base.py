@@ -1,67 +1,19 @@
-"""The contract of a store: it takes a tensor, returns a key, and returns the same tensor for the key."""
+"""The contracts: a store holds tensors, and a byte store holds their bytes. Counts what they hold."""
 
 from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, final
-
-from graphckpt.stores.high_water import Share, Total
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, final
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
-
 TIERS = ("device", "host", "disk")
-
-
-@final
-class Traffic:
-    """What one block stores during a recorded step. Bytes are those of this rank.
-
-    Args:
-        totals: The sums of all blocks, by tier.
-    """
-
-    __slots__ = ("_ends", "_shares", "copy_seconds", "wait_seconds")
-
-    def __init__(self, totals: Mapping[str, Total] | None = None) -> None:
-        self._shares = {tier: Share(Total() if totals is None else totals[tier]) for tier in TIERS}
-        self._ends: dict[int, _End] = {}
-        self.copy_seconds = 0.0
-        """Time of the copies in both directions, whether or not they overlapped with computation."""
-        self.wait_seconds = 0.0
-        """Time that the step waited for them."""
-
-    @property
-    def bytes_at(self) -> dict[str, int]:
-        """The bytes at each tier when all blocks together stored most there."""
-        return {tier: share.at_largest for tier, share in self._shares.items()}
-
-    def count(self, tier: str, num_bytes: int, owner: object) -> None:
-        """Counts bytes that are stored at ``tier`` while ``owner`` is alive."""
-        self._shares[tier].add(num_bytes)
-        end = _End(owner, _drop)
-        end.traffic, end.tier, end.num_bytes = self, tier, num_bytes
-        self._ends[id(end)] = end
-
-
-class _End(weakref.ref[Any]):
-    """A weak reference to what holds stored bytes."""
-
-    __slots__ = ("num_bytes", "tier", "traffic")
-
-    traffic: Traffic
-    tier: str
-    num_bytes: int
-
-
-def _drop(end: weakref.ref[Any]) -> None:
-    assert isinstance(end, _End)
-    end.traffic._ends.pop(id(end), None)
-    end.traffic._shares[end.tier].drop(end.num_bytes)
+Tier: TypeAlias = Literal["device", "host", "disk"]
+"""The kind of memory that holds bytes."""
 
 
 @final
@@ -124,3 +76,210 @@ class Store(ABC):
 
     def close(self) -> None:  # noqa: B027  # there may be nothing to release
         """Releases files, threads and pinned memory, unless something is still stored. A later ``put`` starts anew."""
+
+
+@final
+class DeviceStore(Store):
+    """The default: a saved tensor stays on its device."""
+
+    label = "device"
+
+    def open_group(self, group: TensorGroup) -> None:
+        """Does nothing."""
+
+    def put(self, tensor: torch.Tensor, group: TensorGroup | None) -> torch.Tensor:
+        """Returns an alias without history: the tensor's own graph must not be held by what it feeds."""
+        return tensor.detach()
+
+    def get(self, key: object) -> torch.Tensor:
+        """Returns the alias."""
+        return cast("torch.Tensor", key)
+
+    def close_group(self, group: TensorGroup | None) -> None:
+        """Does nothing."""
+
+
+class ByteHandle:
+    """Stands for bytes in a byte store. Subclasses add what is needed to find them."""
+
+    __slots__ = ("num_bytes",)
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+
+    def release(self) -> None:
+        """Drops what belongs to this handle alone and can go at once. The bytes will not be read again.
+
+        Called in any thread, before :meth:`ByteStore.free`, which runs with the next call of the store.
+        """
+
+
+class ByteStore(ABC):
+    """Holds bytes between forward and backward, for the tensors of one device.
+
+    Copies may be asynchronous: ``put`` may return before the bytes are copied, and then holds ``data`` until they are;
+    ``prefetch`` starts to reload bytes that ``get`` will return. Calls are serialized. ``prefetch`` and ``hint`` may
+    name bytes that were prefetched already, and ``get`` bytes that were not.
+
+    Raises:
+        StoreError: From ``put``, ``prefetch`` and ``get``, when the store has failed; the message names block, bytes
+            and fix. Nothing is left behind.
+    """
+
+    label: str
+    """The name of the store in tables."""
+
+    @property
+    @abstractmethod
+    def tier(self) -> Tier:
+        """The kind of memory that holds the bytes."""
+
+    @abstractmethod
+    def put(self, data: torch.Tensor, group: TensorGroup) -> ByteHandle:
+        """Stores the bytes of ``data``, a flat ``uint8`` alias of the tensor's own memory, which is not changed."""
+
+    @abstractmethod
+    def get(self, handle: ByteHandle, group: TensorGroup) -> torch.Tensor:
+        """Returns the bytes, flat, as ``uint8``, on their original device, ready for the current stream."""
+
+    @abstractmethod
+    def free(self, handle: ByteHandle) -> None:
+        """Releases the bytes, which will not be read again."""
+
+    def hint(self, handles: Sequence[ByteHandle], group: TensorGroup) -> None:  # noqa: B027  # optional
+        """Announces that the group's bytes are needed two groups from now."""
+
+    def prefetch(self, handles: Sequence[ByteHandle], group: TensorGroup) -> None:  # noqa: B027  # optional
+        """Starts to reload the group's bytes; returns at once."""
+
+    def close_group(self, group: TensorGroup) -> None:  # noqa: B027  # optional
+        """No more bytes join the group."""
+
+    def begin_step(self) -> None:  # noqa: B027  # optional
+        """Begins a new step. All bytes have been freed."""
+
+    def stored_bytes(self, num_bytes: int) -> int:
+        """Returns the size that ``num_bytes`` take in this store, on this rank."""
+        return num_bytes
+
+    def close(self) -> None:  # noqa: B027  # optional
+        """Releases files, threads and pinned memory."""
+
+
+# Note [Sums that fall again]
+# A step with micro-batches saves, frees and saves again. What it needs at one time is the largest sum, and the shares
+# of blocks at that moment add up to it.
+
+
+@final
+class Total:
+    """A sum of shares.
+
+    >>> total = Total()
+    >>> first, second = Share(total), Share(total)
+    >>> first.add(4); second.add(2); first.drop(4); second.add(1)
+    >>> total.largest, first.at_largest, second.at_largest
+    (6, 4, 2)
+    """
+
+    __slots__ = ("_largest", "_now", "_number")
+
+    def __init__(self) -> None:
+        self._now = 0
+        self._largest = 0
+        self._number = 0
+
+    @property
+    def largest(self) -> int:
+        """The largest sum at one time, as seen before each :meth:`Share.drop` and now."""
+        self._sample()
+        return self._largest
+
+    def _sample(self) -> None:
+        if self._now > self._largest:
+            self._largest = self._now
+            self._number += 1
+
+
+@final
+class Share:
+    """A part of a :class:`Total`."""
+
+    __slots__ = ("_at_largest", "_now", "_number", "_total")
+
+    def __init__(self, total: Total) -> None:
+        self._total = total
+        self._now = 0
+        self._at_largest = 0
+        self._number = total._number
+
+    @property
+    def at_largest(self) -> int:
+        """This part of the largest sum."""
+        self._total._sample()
+        self._remember()
+        return self._at_largest
+
+    def add(self, amount: int) -> None:
+        """Adds ``amount``; a negative one corrects what was added before."""
+        self._remember()
+        self._now += amount
+        self._total._now += amount
+
+    def drop(self, amount: int) -> None:
+        """Subtracts ``amount``, which has ended."""
+        self._total._sample()
+        self.add(-amount)
+
+    def _remember(self) -> None:
+        """Notes the value at the last maximum of the total, before it changes."""
+        if self._number != self._total._number:
+            self._number = self._total._number
+            self._at_largest = self._now
+
+
+@final
+class Traffic:
+    """What one block stores during a recorded step. Bytes are those of this rank.
+
+    Args:
+        totals: The sums of all blocks, by tier.
+    """
+
+    __slots__ = ("_ends", "_shares", "copy_seconds", "wait_seconds")
+
+    def __init__(self, totals: Mapping[str, Total] | None = None) -> None:
+        self._shares = {tier: Share(Total() if totals is None else totals[tier]) for tier in TIERS}
+        self._ends: dict[int, _End] = {}
+        self.copy_seconds = 0.0
+        """Time of the copies in both directions, whether or not they overlapped with computation."""
+        self.wait_seconds = 0.0
+        """Time that the step waited for them."""
+
+    @property
+    def bytes_at(self) -> dict[str, int]:
+        """The bytes at each tier when all blocks together stored most there."""
+        return {tier: share.at_largest for tier, share in self._shares.items()}
+
+    def count(self, tier: str, num_bytes: int, owner: object) -> None:
+        """Counts bytes that are stored at ``tier`` while ``owner`` is alive."""
+        self._shares[tier].add(num_bytes)
+        end = _End(owner, _drop)
+        end.traffic, end.tier, end.num_bytes = self, tier, num_bytes
+        self._ends[id(end)] = end
+
+
+class _End(weakref.ref[Any]):
+    """A weak reference to what holds stored bytes."""
+
+    __slots__ = ("num_bytes", "tier", "traffic")
+
+    traffic: Traffic
+    tier: str
+    num_bytes: int
+
+
+def _drop(end: weakref.ref[Any]) -> None:
+    assert isinstance(end, _End)
+    end.traffic._ends.pop(id(end), None)
+    end.traffic._shares[end.tier].drop(end.num_bytes)

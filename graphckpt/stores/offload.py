@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from graphckpt.stores.byte_store import ByteStore
+    from graphckpt.stores.base import ByteStore
 
 ENTRY_POINTS = "graphckpt.offload"
 """The entry-point group that installed packages use to name their offload targets."""

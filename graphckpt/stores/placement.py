@@ -6,12 +6,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
 from graphckpt.errors import ConfigError
-from graphckpt.stores.base import Store, TensorGroup
-from graphckpt.stores.device import DeviceStore
+from graphckpt.stores.base import DeviceStore, Store, TensorGroup
 from graphckpt.stores.offload import Offload, parse_offload
-from graphckpt.stores.partition.partition import group_for, parse_partition
-from graphckpt.stores.partition.sharded import ShardedStore
-from graphckpt.stores.slab.slab_store import SlabStore
+from graphckpt.stores.partition import ShardedStore, group_for, parse_partition
+from graphckpt.stores.slab import SlabStore
 from graphckpt.stores.tensor_store import TensorStore
 
 if TYPE_CHECKING:
@@ -19,7 +17,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from graphckpt.stores.byte_store import ByteStore
+    from graphckpt.stores.base import ByteStore
 
 
 @final

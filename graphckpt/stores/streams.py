@@ -28,9 +28,9 @@ class Streams(NamedTuple):
 def streams_of(device: torch.device) -> Streams:
     """Returns the streams of ``device``."""
     has_index = device.type != "cuda" or device.index is not None
-    return _made(device if has_index else torch.device("cuda", torch.cuda.current_device()))
+    return _streams_of(device if has_index else torch.device("cuda", torch.cuda.current_device()))
 
 
 @cache
-def _made(device: torch.device) -> Streams:
+def _streams_of(device: torch.device) -> Streams:
     return Streams(*(torch.cuda.Stream(device) for _ in Streams._fields))

@@ -1,4 +1,13 @@
-"""Stores tensors as bytes in byte stores, and prefetches them for backward."""
+"""Stores tensors as byte ranges of their storages in byte stores, and prefetches them for backward.
+
+::
+
+    storage   [----------------------------]
+    views        q [--------]  k [--------]       one piece, if a view covers half of the storage or more;
+    piece     [----------------------------]      else the bytes from the view's first to its last
+
+Views of one storage are stored once and reloaded as views of one.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +15,17 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import cache
 from time import perf_counter
 from typing import Any, final
 
 import torch
 from torch import nn
 
-from graphckpt._compat import what_is_not_plain
-from graphckpt.stores.base import Store, TensorGroup
-from graphckpt.stores.byte_store import ByteHandle, ByteStore
-from graphckpt.stores.prefetch_order import PrefetchOrder
-from graphckpt.stores.storage_pieces import (
-    GroupState,
-    KnownStorages,
-    Piece,
-    TensorKey,
-    WrappedKey,
-    bytes_to_move,
-    pieces_of,
-)
-from graphckpt.stores.version_guard import VersionGuard
+from graphckpt._compat import is_watched, share_version_counter, version_sharing_detach, what_is_not_plain
+from graphckpt.stores.base import ByteHandle, ByteStore, Store, TensorGroup
 
+_ALIGN = 256  # bytes; views keep their address modulo this, so that kernels which check alignment take the same path
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
@@ -54,9 +53,9 @@ class TensorStore(Store):
     ) -> None:
         self._label = label
         self._byte_store_for = byte_store_for
-        self._min_elements = min_elements
+        self._min_elements = max(1, min_elements)
         self._byte_stores: dict[tuple[torch.device, bool], tuple[ByteStore | None, list[str]]] = {}
-        self._known = KnownStorages()
+        self._pieces = _PiecesByStorage()
         self._groups: list[weakref.ref[TensorGroup]] = []
         self._order = PrefetchOrder()
         self._freed: deque[tuple[ByteStore, ByteHandle]] = deque()
@@ -113,10 +112,14 @@ class TensorStore(Store):
                 return tensor.detach()
             if tensor.is_conj() or tensor.is_neg():
                 tensor = tensor.detach().resolve_conj().resolve_neg()
-            piece = self._known.find(tensor, store) or self._new_piece(tensor, store, group)
+            storage = tensor.untyped_storage()
+            begin, end = _span(tensor)
+            piece = self._pieces.find(tensor, storage, begin, end, store)
+            if piece is None:
+                piece = self._new_piece(tensor, storage, begin, end, store, group)
             pieces = group.state.pieces
-            known = pieces.get(id(piece))
-            if known is None or known() is not piece:
+            ref = pieces.get(id(piece))
+            if ref is None or ref() is not piece:
                 pieces.pop(id(piece), None)  # of a freed piece; the order is that of `put`
                 pieces[id(piece)] = weakref.ref(piece)
             return TensorKey(piece, tensor, group)
@@ -160,11 +163,7 @@ class TensorStore(Store):
             self._byte_stores.clear()
 
     def _stays(self, tensor: torch.Tensor, group: TensorGroup) -> bool:
-        if (
-            tensor.numel() < max(1, self._min_elements)
-            or type(tensor) is not torch.Tensor
-            or tensor.device.type == "meta"
-        ):
+        if tensor.numel() < self._min_elements or type(tensor) is not torch.Tensor or tensor.is_meta:
             return True
         state = group.state
         if state.unmoved is None:  # in each call: under FSDP a module has other parameters in every forward
@@ -175,28 +174,40 @@ class TensorStore(Store):
         return [store for store, _ in self._byte_stores.values() if store is not None]
 
     def _store_of(self, device: torch.device, is_shard: bool, group: TensorGroup) -> ByteStore | None:
-        found = self._byte_stores.get((device, is_shard))
-        if found is None:
+        entry = self._byte_stores.get((device, is_shard))
+        if entry is None:
             notes: list[str] = []
             store = self._byte_store_for(device, is_shard, TensorGroup(group.block, group.own, notes.append))
-            found = self._byte_stores[device, is_shard] = store, notes
-        store, notes = found
-        for note in notes:
+            entry = self._byte_stores[device, is_shard] = store, notes
+        for note in entry[1]:
             group.note(note)
-        return store
+        return entry[0]
 
-    def _new_piece(self, tensor: torch.Tensor, store: ByteStore, group: TensorGroup) -> Piece:
-        data, begin, end = bytes_to_move(tensor)
+    def _new_piece(
+        self,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        begin: int,
+        end: int,
+        store: ByteStore,
+        group: TensorGroup,
+    ) -> Piece:
+        begin -= begin % _ALIGN
+        if 2 * (end - begin) >= storage.nbytes():
+            begin, end = 0, storage.nbytes()
+        data = empty(torch.uint8, tensor.device).set_(storage, begin, (end - begin,), (1,))
         traffic = group.traffic
-        started = perf_counter() if traffic is not None else 0.0
-        handle = store.put(data, group)
-        if traffic is not None:
+        if traffic is None:
+            handle = store.put(data, group)
+        else:
+            started = perf_counter()
+            handle = store.put(data, group)
             traffic.wait_seconds += perf_counter() - started
         piece = Piece(store, handle, VersionGuard(tensor), begin, end, self._freed)
         if traffic is not None:
             traffic.count(store.tier, store.stored_bytes(end - begin), piece)
         self._num_alive += 1
-        self._known.add(tensor, piece)
+        self._pieces.add(storage, piece)
         return piece
 
     def _reload(self, piece: Piece, group: TensorGroup) -> torch.Tensor:
@@ -234,9 +245,9 @@ class TensorStore(Store):
         """Returns the group that backward likely needs next, or the last one before it that is still to be used."""
         number = self._order.next_after(group.number)
         while 0 <= number < len(self._groups):
-            found = self._groups[number]()
-            if found is not None and not found.state.is_requested and pieces_of(found):
-                return found
+            candidate = self._groups[number]()
+            if candidate is not None and not candidate.state.is_requested and pieces_of(candidate):
+                return candidate
             number -= 1
         return None
 
@@ -259,3 +270,275 @@ def _handles(group: TensorGroup) -> dict[ByteStore, list[ByteHandle]]:
         if piece.reloaded is None:  # else it was reloaded for another group
             handles.setdefault(piece.store, []).append(piece.handle)
     return handles
+
+
+@final
+class Piece:
+    """A byte range of one storage in a byte store. It is freed when its last key is gone."""
+
+    __slots__ = ("__weakref__", "_freed", "begin", "end", "guard", "handle", "num_unread", "reloaded", "store")
+
+    def __init__(
+        self,
+        store: ByteStore,
+        handle: ByteHandle,
+        guard: VersionGuard,
+        begin: int,
+        end: int,
+        freed: deque[tuple[ByteStore, ByteHandle]],
+    ) -> None:
+        self.store = store
+        self.guard = guard
+        self.handle = handle
+        self.begin, self.end = begin, end
+        self.num_unread = 0
+        """Keys that were not read yet: until all were, reloaded bytes are held."""
+        self.reloaded: torch.Tensor | None = None
+        """The bytes, once they are reloaded."""
+        self._freed = freed
+
+    def __del__(self) -> None:
+        if not hasattr(self, "_freed"):
+            return  # an interrupt has ended `__init__`
+        self.handle.release()
+        self._freed.append((self.store, self.handle))  # freed later: a destructor runs in any thread, under any lock
+
+
+@final
+class GroupState:
+    """Bookkeeping of :class:`~graphckpt.stores.tensor_store.TensorStore` for one group."""
+
+    __slots__ = ("is_closed", "is_prefetched", "is_requested", "pieces", "unmoved")
+
+    def __init__(self) -> None:
+        self.unmoved: frozenset[int] | None = None
+        """``id`` of each storage that is never moved; ``None`` until the first tensor."""
+        self.is_prefetched = False
+        """Its bytes are being reloaded."""
+        self.is_requested = False
+        """Backward has requested one of its tensors."""
+        self.is_closed = False
+        """The call is over: no more tensors join."""
+        self.pieces: dict[int, weakref.ref[Piece]] = {}
+        """By ``id``; references to freed pieces may remain."""
+
+
+def pieces_of(group: TensorGroup) -> list[Piece]:
+    """Returns the pieces of a group that are not freed, in the order of ``put``."""
+    return [piece for ref in group.state.pieces.values() if (piece := ref()) is not None]
+
+
+@final
+class TensorKey:
+    """The key of a plain tensor: how to view a piece as the tensor."""
+
+    __slots__ = ("_is_read", "_offset", "dtype", "group", "piece", "size", "stride")
+
+    def __init__(self, piece: Piece, tensor: torch.Tensor, group: TensorGroup) -> None:
+        self._is_read = True  # so that an interrupt here leaves the count as it was
+        self.piece = piece
+        self.group = group
+        self.dtype = tensor.dtype
+        self.size, self.stride = tensor.size(), tensor.stride()
+        self._offset = tensor.storage_offset() * tensor.element_size() - piece.begin
+        piece.num_unread += 1
+        self._is_read = False
+
+    def view_of(self, storage: torch.UntypedStorage, begin: int) -> torch.Tensor:
+        """Returns the tensor, as a view of ``storage`` from byte ``begin``."""
+        offset = (begin + self._offset) // self.dtype.itemsize
+        return empty(self.dtype, storage.device).set_(storage, offset, self.size, self.stride)
+
+    def mark_read(self) -> None:
+        """Records that the tensor was read; after the last key, the piece drops its reloaded bytes."""
+        if not self._is_read:
+            self._is_read = True
+            self.piece.num_unread -= 1
+        if self.piece.num_unread <= 0:
+            self.piece.reloaded = None
+
+    def __del__(self) -> None:
+        if not getattr(self, "_is_read", True):  # an interrupt may have ended `__init__`
+            self.mark_read()
+
+
+@final
+class WrappedKey:
+    """The key of a wrapper subclass such as a DTensor: the keys of its inner tensors."""
+
+    __slots__ = ("_class", "_context", "_keys", "_others", "_size", "_stride")
+
+    def __init__(self, tensor: Any, put: Callable[[torch.Tensor], object]) -> None:
+        names, self._context = tensor.__tensor_flatten__()
+        self._class: Any = type(tensor)
+        self._size, self._stride = tensor.size(), tensor.stride()
+        parts = {name: getattr(tensor, name) for name in names}
+        self._keys = {name: put(part) for name, part in parts.items() if isinstance(part, torch.Tensor)}
+        self._others = {name: part for name, part in parts.items() if name not in self._keys}  # such as a DeviceMesh
+
+    @property
+    def keys(self) -> list[object]:
+        """The keys of the inner tensors."""
+        return list(self._keys.values())
+
+    def rebuild(self, get: Callable[[object], torch.Tensor | None]) -> torch.Tensor | None:
+        """Returns the wrapper around what ``get`` returns for each key."""
+        inner: dict[str, Any] = {name: get(key) for name, key in self._keys.items()}
+        if any(value is None for value in inner.values()):
+            return None
+        inner |= self._others
+        tensor: torch.Tensor = self._class.__tensor_unflatten__(inner, self._context, self._size, self._stride)
+        return tensor
+
+
+@final
+class _PiecesByStorage:
+    """The pieces of each living storage, to find one that covers a view already."""
+
+    def __init__(self) -> None:
+        self._table: dict[int, tuple[_StorageRef, list[weakref.ref[Piece]]]] = {}
+        table = self._table
+
+        def forget(ref: weakref.ref[torch.UntypedStorage]) -> None:
+            assert isinstance(ref, _StorageRef)
+            entry = table.get(ref.number)
+            if entry is not None and entry[0] is ref:
+                del table[ref.number]
+
+        self._forget = forget
+
+    def find(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, begin: int, end: int, store: ByteStore
+    ) -> Piece | None:
+        """Returns a piece in ``store`` that holds all bytes of ``tensor`` as they are now."""
+        entry = self._table.get(id(storage))
+        if entry is None or entry[0]() is not storage:
+            return None
+        for ref in entry[1]:
+            piece = ref()
+            if (
+                piece is not None
+                and piece.begin <= begin
+                and end <= piece.end
+                and piece.store is store
+                and not piece.guard.is_mutated()
+                and piece.guard.covers(tensor)
+            ):
+                return piece
+        return None
+
+    def add(self, storage: torch.UntypedStorage, piece: Piece) -> None:
+        entry = self._table.get(id(storage))
+        if entry is None or entry[0]() is not storage:
+            ref = _StorageRef(storage, self._forget)
+            ref.number = id(storage)
+            self._table[ref.number] = ref, [weakref.ref(piece)]
+            return
+        entry[1][:] = [ref for ref in entry[1] if ref() is not None]
+        entry[1].append(weakref.ref(piece))
+
+
+class _StorageRef(weakref.ref[torch.UntypedStorage]):
+    """A weak reference that still knows the ``id`` of its storage when that is gone."""
+
+    __slots__ = ("number",)
+
+    number: int
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Returns the first byte of the storage that ``tensor`` covers, and the byte after the last.
+
+    >>> rows = torch.zeros(1000, 100)
+    >>> [_span(view) for view in (rows, rows.t(), rows[:, :50], rows[900:], rows[0].expand(9, 100))]
+    [(0, 400000), (0, 400000), (0, 399800), (360000, 400000), (0, 400)]
+    """
+    begin, element_size = int(tensor.storage_offset()), tensor.element_size()
+    if tensor.is_contiguous():
+        return begin * element_size, (begin + tensor.numel()) * element_size
+    last = begin + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return begin * element_size, (last + 1) * element_size
+
+
+@final
+class PrefetchOrder:
+    """Learns from one step in which order its groups are requested, for the next step.
+
+    Groups are numbered as forward opens them. Before the first step is over, backward is assumed to run in reverse.
+
+    >>> order = PrefetchOrder()
+    >>> order.next_after(3)
+    2
+    >>> for number in (3, 1, 2):
+    ...     order.record(number)
+    >>> order.begin_step()
+    >>> order.next_after(3), order.next_after(1), order.next_after(2)
+    (1, 2, 1)
+    """
+
+    __slots__ = ("_after", "_last")
+
+    def __init__(self) -> None:
+        self._after: dict[int, int] = {}
+        self._last: int | None = None
+
+    def begin_step(self) -> None:
+        """Begins a new step: the next group requested has no predecessor."""
+        self._last = None
+
+    def record(self, number: int) -> None:
+        """Records that backward requests this group."""
+        if self._last is not None:
+            self._after[self._last] = number
+        self._last = number
+
+    def next_after(self, number: int) -> int:
+        """Returns the group that followed ``number`` the last time; without a record, the one before it."""
+        return self._after.get(number, number - 1)
+
+
+@final
+class VersionGuard:
+    """Watches the version counter of a tensor, which all its views and aliases share.
+
+    >>> x = torch.zeros(4)
+    >>> guard = VersionGuard(x)
+    >>> guard.is_mutated()
+    False
+    >>> _ = x[:2].add_(1)
+    >>> guard.is_mutated()
+    True
+    """
+
+    __slots__ = ("_counter", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._counter: torch.Tensor | None = None
+        self._version = 0
+        if not tensor.is_inference():  # those cannot be modified in place
+            self._counter = version_sharing_detach(tensor)
+            self._counter.data = empty(tensor.dtype, tensor.device)  # releases the memory
+            self._version = self._counter._version
+
+    def is_mutated(self) -> bool:
+        """Whether the tensor was modified in place since."""
+        return self._counter is not None and self._counter._version != self._version
+
+    def covers(self, tensor: torch.Tensor) -> bool:
+        """Whether modifications through ``tensor`` are detected here too."""
+        if self._counter is None or tensor.is_inference():
+            return self._counter is None and tensor.is_inference()
+        return share_version_counter(self._counter, tensor)
+
+
+def empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns an empty tensor with a version counter of its own, in half the time of ``torch.empty``."""
+    if is_watched():  # the mode may make tensors of another kind
+        return torch.empty(0, dtype=dtype, device=device)
+    return _pattern(dtype, device).data  # `detach()` would share the counter among all of them
+
+
+@cache
+def _pattern(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(mode=False):
+        return torch.empty(0, dtype=dtype, device=device)

@@ -91,7 +91,7 @@ def keeps_slices() -> None:
         store.close_group(group)
         handle = key.piece.handle
         assert key.piece.store.stored_bytes(x.nbytes) == x.nbytes // 2
-        assert handle.whole is None
+        assert handle.data is None
         if offload is None:
             assert handle.slice.nbytes == x.nbytes // 2
         else:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from graphckpt.stores.host.copy_engine import CopyEngine, CopyEvent, CudaCopyEngine, HostBuffer
+from graphckpt.stores.host import CopyEngine, CopyEvent
+from graphckpt.stores.pinned import HostBuffer
 
 _TICKS = itertools.count(1)
 
@@ -27,7 +28,7 @@ class WatchedCopies(CopyEngine):
     """Passes everything on to the device's own engine. ``live_bytes`` counts what is not released yet."""
 
     def __init__(self) -> None:
-        self._engine = CudaCopyEngine(torch.device("cuda", 0), print)
+        self._engine = CopyEngine(torch.device("cuda", 0), print)
         self.history: list[Copy] = []
         self.num_buffers = self.live_bytes = 0
 
@@ -45,21 +46,22 @@ class WatchedCopies(CopyEngine):
     def offload(self, device_flat: torch.Tensor, host_flat: torch.Tensor, traffic: Any = None) -> CopyEvent:
         return self._note("out", self._engine.offload(device_flat, host_flat, traffic))
 
-    def reload(self, host_flat: torch.Tensor, device_flat: torch.Tensor, traffic: Any = None) -> CopyEvent:
-        return self._note("back", self._engine.reload(host_flat, device_flat, traffic))
+    def reload(self, host_flats: Any, device_flats: Any, traffic: Any = None) -> list[CopyEvent]:
+        return [self._note("back", event) for event in self._engine.reload(host_flats, device_flats, traffic)]
 
     def _note(self, what: str, event: CopyEvent) -> CopyEvent:
         self.history.append(Copy(what, event, next(_TICKS)))
         return self.history[-1]
 
-    def wait(self, event: CopyEvent) -> None:
+    def wait(self, event: CopyEvent) -> bool:
         assert isinstance(event, Copy)
-        self._engine.wait(event.event)
         event.joined_at = event.joined_at or next(_TICKS)
+        return self._engine.wait(event.event)
 
-    def is_on_current_stream(self, event: CopyEvent) -> bool:
-        assert isinstance(event, Copy)
-        return self._engine.is_on_current_stream(event.event)
+    def wait_in_order(self, events: Any) -> None:
+        for event in events:
+            event.joined_at = event.joined_at or next(_TICKS)
+        self._engine.wait_in_order([event.event for event in events])
 
     def is_capturing(self) -> bool:
         return self._engine.is_capturing()

@@ -16,10 +16,9 @@ from torch import nn
 import graphckpt
 from graphckpt import ConfigError
 from graphckpt.stores import Partition, Placement, TensorGroup, Traffic, parse_partition
-from graphckpt.stores.byte_store import ByteHandle, ByteStore
-from graphckpt.stores.partition.ranks import PendingGather, RankGroup
-from graphckpt.stores.partition.replica_check import _CHUNK, checksum
-from graphckpt.stores.partition.sharded import ShardedStore
+from graphckpt.stores.base import ByteHandle, ByteStore
+from graphckpt.stores.partition import _CHUNK, ShardedStore, checksum
+from graphckpt.stores.ranks import PendingGather, RankGroup
 
 
 def test_values_of_the_flag() -> None:
@@ -71,13 +70,13 @@ def test_slices_join_to_the_whole(num_bytes: list[int], size: int) -> None:
     assert all(length % 16 == 0 and (length - 16) * size < n for length, n in zip(lengths[0], num_bytes, strict=True))
     arrival = PendingGather.__new__(PendingGather)
     arrival._ranks, arrival._block, arrival._lengths, arrival._runs = ranks_of(size, 0), "block", lengths[0], []
-    arrival._whole = torch.cat([part for row in slices for part in row])
+    arrival._output = torch.cat([part for row in slices for part in row])
     arrival._work = SimpleNamespace(wait=lambda: True)
     runs = [arrival.take(index) for index in range(len(pieces))]
     assert all(torch.equal(run[: piece.numel()], piece) for run, piece in zip(runs, pieces, strict=True))
     assert all(run.storage_offset() == 0 for run in runs)
     assert arrival._runs == [None] * len(pieces)
-    assert arrival._whole is None
+    assert arrival._output is None
 
 
 class Beneath(ByteStore):
@@ -122,7 +121,7 @@ def test_a_place_beneath_holds_slices_and_whole_pieces() -> None:
     """It is told two groups ahead to bring slices to the device, and holds what differs whole."""
     beneath = Beneath()
     shard = ShardedStore(ranks_of(2, 1), torch.device("cpu"), beneath)
-    shard._replica_check.check = lambda keys, pieces, group: [True, False]  # type: ignore[method-assign]
+    shard._compare_ranks = lambda pieces, group: [True, False]  # type: ignore[method-assign]
     sent: list[list[torch.Tensor]] = []
     pieces = [torch.arange(100, dtype=torch.uint8), torch.arange(50, dtype=torch.uint8)]
 

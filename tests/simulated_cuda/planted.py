@@ -14,10 +14,9 @@ import torch
 
 from graphckpt.capture.cuda_graph import CudaGraphBackend, _CapturedCudaGraph
 from graphckpt.stores import Host, TensorGroup
-from graphckpt.stores.disk.transfer import CudaTransfer
-from graphckpt.stores.host.copy_engine import CudaCopyEngine
-from graphckpt.stores.host.host import HostStore
-from graphckpt.stores.slab.slab_store import SlabStore
+from graphckpt.stores.disk import CudaTransfer
+from graphckpt.stores.host import CopyEngine, HostStore
+from graphckpt.stores.slab import SlabStore
 from simulated_cuda.steps import D, Train, bits_of_steps, is_same
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -124,7 +123,7 @@ class RecordedOnce(torch.cuda.Event):
 
 def _with_fork(event: type[torch.cuda.Event]) -> Plant:
     def plant(patch: pytest.MonkeyPatch) -> None:
-        original = CudaCopyEngine._issue
+        original = CopyEngine._issue
 
         def issue(self: Any, *arguments: Any) -> Any:
             assert isinstance(self._fork, torch.cuda.Event)
@@ -132,7 +131,7 @@ def _with_fork(event: type[torch.cuda.Event]) -> Plant:
                 self._fork = event()
             return original(self, *arguments)
 
-        patch.setattr(CudaCopyEngine, "_issue", issue)
+        patch.setattr(CopyEngine, "_issue", issue)
 
     return plant
 
@@ -142,34 +141,31 @@ def _left_out(owner: type, name: str) -> Plant:
 
 
 def _wait_that_does_not(patch: pytest.MonkeyPatch) -> None:
-    def wait(self: Any, event: Any) -> None:
+    def wait(self: Any, event: Any) -> bool:
         recorded, event.event = event.event, None
         if recorded is not None:
             self._idle.append(recorded)
+        return True
 
-    patch.setattr(CudaCopyEngine, "wait", wait)
+    patch.setattr(CopyEngine, "wait", wait)
 
 
 def _source_released_early(patch: pytest.MonkeyPatch) -> None:
-    original = HostStore._release_source
+    assert callable(CopyEngine.wait_in_order)
 
-    def release(self: Any, handle: Any) -> None:
-        event = handle.offload_event
-        handle.data = None
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(type(self._engine), "wait", lambda *arguments: None)
-            original(self, handle)
-        assert event is not None
+    def release(self: Any, events: Any) -> None:
+        self._idle += [event.event for event in events if event.event is not None]
 
-    patch.setattr(HostStore, "_release_source", release)
+    patch.setattr(CopyEngine, "wait_in_order", release)
 
 
 def _reload_used_early(patch: pytest.MonkeyPatch) -> None:
     assert callable(HostStore._drop_reload)
 
-    def drop(self: Any, handle: Any) -> None:
+    def drop(self: Any, handle: Any) -> bool:
         self._reloading.pop(handle, None)
         handle.reload_buffer = handle.reload_event = None
+        return True
 
     patch.setattr(HostStore, "_drop_reload", drop)
 
@@ -179,20 +175,20 @@ def _free_without_a_wait(patch: pytest.MonkeyPatch) -> None:
 
     def free(self: Any, handle: Any) -> None:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(type(self._engine), "wait", lambda *arguments: None)
+            inner.setattr(CopyEngine, "wait", lambda *arguments: True)
             original(self, handle)
 
     patch.setattr(HostStore, "free", free)
 
 
 def _captured_event_in_eager(patch: pytest.MonkeyPatch) -> None:
-    original = CudaCopyEngine.wait
+    original = CopyEngine.wait
 
-    def wait(self: Any, event: Any) -> None:
+    def wait(self: Any, event: Any) -> Any:
         event.is_captured = self.is_capturing()
-        original(self, event)
+        return original(self, event)
 
-    patch.setattr(CudaCopyEngine, "wait", wait)
+    patch.setattr(CopyEngine, "wait", wait)
 
 
 def _no_joins_at_the_end(patch: pytest.MonkeyPatch) -> None:
@@ -205,7 +201,8 @@ def _slab_range_freed_early(patch: pytest.MonkeyPatch) -> None:
 
     def put(self: Any, data: torch.Tensor, group: Any) -> Any:
         handle = original(self, data, group)
-        self._plan.free(max(self._watches))  # its range is free for the next tensor
+        begin, end, _ = self._in_use[max(self._in_use)]
+        self._ranges.free(begin, end)  # for the next tensor
         return handle
 
     assert callable(SlabStore._free_dropped)

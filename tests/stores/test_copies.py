@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from graphckpt.stores import Host, TensorGroup, Traffic, streams
-from graphckpt.stores.host.copy_engine import CudaCopyEngine
-from graphckpt.stores.host.host import HostStore
+from graphckpt.stores.host import CopyEngine, HostStore
 
 
 class Stream:
@@ -54,6 +53,8 @@ class Event:
         machine.num_events += 1
 
     def record(self, stream: Stream) -> None:
+        if self.machine.copies and stream is self.machine.current and stream is not self.machine.home:
+            self.machine.copied(stream, *self.machine.copies.pop(0))
         self.behind, self.capture = set(stream.behind), stream.capture
 
     def synchronize(self) -> None:
@@ -75,7 +76,8 @@ class Machine:
         self.over: set[int] = set()
         self.touched: list[tuple[int, int, int, bool]] = []  # copy, first byte, last, whether it writes
         self.made_in_capture: list[int] = []
-        self.arguments: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # sources and targets, to be copied in turn
+        self.home = self.current  # the compute stream that they are issued from
         self.copy_to: dict[int, int] = {}
         self.num_copies = self.num_computed = 0
         self.faults: list[str] = []
@@ -86,14 +88,10 @@ class Machine:
         previous, self.current = self.current, stream
         yield
         self.current = previous
-        if self.arguments is not None:
-            source, target = self.arguments
-            self.arguments = None
-            self.copied(stream, source, target)
 
     def copied(self, stream: Stream, source: torch.Tensor, target: torch.Tensor) -> None:
         number = self.num_copies = self.num_copies + 1
-        if not self.current.behind - self.over <= stream.behind:
+        if not self.home.behind - self.over <= stream.behind:
             self.faults.append(f"copy {number} starts before what the compute stream was given earlier has ended")
         for tensor, writes in ((source, False), (target, True)):
             first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.numel()
@@ -101,7 +99,7 @@ class Machine:
                 if low < last and first < high and (writes or wrote) and not self.is_behind(stream, other):
                     self.faults.append(f"copy {number} touches what copy {other} may still touch")
             self.touched.append((number, first, last, writes))
-            weakref.finalize(tensor.untyped_storage(), self.freed, number, self.current)
+            weakref.finalize(tensor.untyped_storage(), self.freed, number, self.home)
         stream.behind.add(number)
         self.copy_to[target.data_ptr()] = number
         if self.is_capturing:
@@ -171,20 +169,21 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing=False: Event(made))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: made.current)
     monkeypatch.setattr(torch.cuda, "stream", made.stream)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: made.is_capturing)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: self.data_ptr() in runtime.pinned)
-    issue = CudaCopyEngine._issue
+    issue = CopyEngine._issue
 
-    def remember(self: CudaCopyEngine, stream: Any, source: torch.Tensor, target: torch.Tensor, traffic: Any) -> Any:
-        made.arguments = source, target
-        return issue(self, stream, source, target, traffic)
+    def remember(self: CopyEngine, stream: Any, sources: Any, targets: Any, traffic: Any) -> Any:
+        made.copies, made.home = list(zip(sources, targets, strict=True)), made.current
+        return issue(self, stream, sources, targets, traffic)
 
-    monkeypatch.setattr(CudaCopyEngine, "_issue", remember)
-    streams._made.cache_clear()
+    monkeypatch.setattr(CopyEngine, "_issue", remember)
+    streams._streams_of.cache_clear()
     yield made
-    streams._made.cache_clear()
+    streams._streams_of.cache_clear()
     assert made.faults == []
     assert runtime.pinned == {}
 
@@ -193,12 +192,12 @@ CPU = torch.device("cpu")
 
 
 def place_of(in_flight_bytes: int | None = None) -> HostStore:
-    return HostStore(CPU, CudaCopyEngine(CPU, print), in_flight_bytes)
+    return HostStore(CPU, CopyEngine(CPU, print), in_flight_bytes)
 
 
 def test_stores_share_two_streams_that_are_not_the_captures(machine: Machine) -> None:
     """PyTorch hands out 32 in turn: of a store made later, one would be that of the capture."""
-    made = [CudaCopyEngine(CPU, print) for _ in range(40)]
+    made = [CopyEngine(CPU, print) for _ in range(40)]
     assert len({id(stream) for copies in made for stream in (copies._offload_stream, copies._reload_stream)}) == 2
     assert len(machine.streams) == 1 + 4
     capture, out, back, _ = streams.streams_of(CPU)
@@ -370,5 +369,5 @@ def test_seconds_are_read_from_events_but_not_in_a_capture(machine: Machine) -> 
 def test_cuda_is_what_a_cuda_device_gets(machine: Machine) -> None:
     place = Host().byte_store_for(torch.device("cuda", 0), print)
     assert isinstance(place, HostStore)
-    assert isinstance(place._engine, CudaCopyEngine)
+    assert isinstance(place._engine, CopyEngine)
     place.close()

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -16,15 +17,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.autograd.graph import saved_tensors_hooks
 
 from graphckpt.errors import ConfigError, StoreError
 from graphckpt.stores import Disk, Placement, TensorGroup, Traffic, parse_offload
-from graphckpt.stores.disk import io_thread, transfer
-from graphckpt.stores.disk.extents import BLOCK, Extents, in_blocks
-from graphckpt.stores.disk.file import UnlinkedFile, file_system_in_memory
+from graphckpt.stores import disk as disk_store
+from graphckpt.stores.disk import CHUNK
+from graphckpt.stores.disk_file import BLOCK, UnlinkedFile, file_system_in_memory, in_blocks
 
 KIB, MIB = 2**10, 2**20
 SECONDS = 10.0  # until a test gives up on the thread
@@ -55,7 +54,7 @@ def io_of(store):
 
 
 def disk_threads():
-    return [thread for thread in threading.enumerate() if thread.name == "graphckpt disk"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("graphckpt disk")]
 
 
 def files_in(folder):
@@ -76,7 +75,7 @@ def until(is_so):
 
 
 def until_written(store):
-    until(lambda: not io_of(store)._unwritten_bytes)
+    until(lambda: all(handle.write is None or handle.write.done() for handle in io_of(store)._unwritten))
 
 
 def same(a, b):
@@ -135,7 +134,7 @@ TENSORS = {
     "small part, far in": lambda: torch.randn(100, 1000)[90, 7:300],
     "most of it": lambda: torch.randn(100, 100)[10:],
     "channels last": lambda: torch.randn(2, 8, 10, 10).to(memory_format=torch.channels_last),
-    "several chunks": lambda: torch.randn(transfer.CHUNK // 2 + 77),
+    "several chunks": lambda: torch.randn(CHUNK // 2 + 77),
     "one block": lambda: torch.randn(BLOCK // 4),
     "a byte more": lambda: torch.zeros(BLOCK + 1, dtype=torch.uint8).random_(0, 256),
 }
@@ -162,7 +161,7 @@ def test_what_comes_back_is_the_same_in_every_bit(tmp_path, make, is_written, mo
     back = store.get(key)
     assert same(back, twin)
     assert same(store.get(key), twin)
-    assert io_of(store)._extents.end > BLOCK
+    assert io_of(store)._ranges.end > BLOCK
     writes.is_open.set()
     del before
 
@@ -205,12 +204,12 @@ def test_keys_that_die_free_their_bytes_with_or_without_backward(tmp_path):
         keys = [put_one(store, torch.randn(3000), f"h.{at}") for at in range(5)]
         store.get(keys[2])
         assert store.num_alive == 5
-        assert io_of(store)._extents.end == 5 * in_blocks(12000)
+        assert io_of(store)._ranges.end == 5 * in_blocks(12000)
         del keys
         assert store.num_alive == 0
-        assert io_of(store)._extents.end == 0
+        assert io_of(store)._ranges.end == 0
         until_written(store)
-        until(lambda: (io_of(store)._loaded_bytes, io_of(store)._alive) == (0, set()))
+        until(lambda: (io_of(store)._loaded_bytes, io_of(store).alive) == (0, set()))
 
 
 def test_gradients_are_the_same_in_every_bit(tmp_path):
@@ -258,14 +257,15 @@ def rss():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 """
 
+# Of 40 MiB each: glibc may hold freed memory below 32 MiB for later, as it does for any program.
 PUT_20 = """
 with_store = sys.argv[2] == "with"
-store = Placement(offload=Disk(sys.argv[1], in_flight_bytes="40MiB")).store
+store = Placement(offload=Disk(sys.argv[1], in_flight_bytes="80MiB")).store
 group = store.open_group(TensorGroup("h.0", list, print))
-torch.ones(20 * 2**18).sum(); key = store.put(torch.ones(2000), group) if with_store else None
+torch.ones(40 * 2**18).sum(); key = store.put(torch.ones(2000), group) if with_store else None
 before, most, kept = rss(), 0, []
 for at in range(20):
-    tensor = torch.full((20 * 2**18,), float(at))
+    tensor = torch.full((40 * 2**18,), float(at))
     kept.append(store.put(tensor, group) if with_store else tensor)
     del tensor
     most = max(most, rss())
@@ -296,7 +296,7 @@ def step(seed):
 def state():
     gc.collect()
     place, = store._open_stores()
-    number = place._io._transfer.file._number
+    number = place._io._file._number
     fds, threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
     return os.fstat(number).st_size, fds, threads, rss()
 for seed in range(100): step(seed)
@@ -324,10 +324,10 @@ def run(code, *arguments):
 def test_resident_memory_grows_by_the_bound_and_not_by_what_is_kept(tmp_path):
     plain, _ = run(PUT_20, tmp_path, "without")
     grown, most = run(PUT_20, tmp_path, "with")
-    assert plain > 395 * MIB
-    slack = transfer._TRIM_EVERY + transfer.CHUNK + 16 * MIB
-    assert grown < 40 * MIB + slack
-    assert most < (2 * 40 + 20) * MIB + slack  # unwritten, read ahead, the one in use
+    assert plain > 795 * MIB
+    slack = 2 * CHUNK + 16 * MIB
+    assert grown < 80 * MIB + slack
+    assert most < (2 * 80 + 40) * MIB + slack  # unwritten, read ahead, the one in use
 
 
 @pytest.mark.slow
@@ -370,8 +370,7 @@ def test_file_and_thread_end_with_the_place_even_while_it_writes(tmp_path, monke
     else:
         del store, key
         gc.collect()
-    assert not disk_threads()
-    assert not files_in(tmp_path)
+    assert_gone(tmp_path)
 
 
 def test_no_thread_is_waited_for_when_the_program_ends(tmp_path):
@@ -440,7 +439,7 @@ def test_the_next_group_is_read_before_anybody_takes_it(tmp_path, monkeypatch):
     reads = Gate(monkeypatch, "preadv")
     store.get(keys[5])
     ahead = [keys[at].piece.handle for at in (4, 3)]
-    until(lambda: all(handle.loaded is not None for handle in ahead))
+    until(lambda: all(handle.read is not None and handle.read.done() for handle in ahead))
     assert reads.offsets == [keys[at].piece.handle.offset for at in (5, 4, 3)]
     reads.is_open.clear()  # what was read ahead needs no read
     assert store.get(keys[4])[0] == 4
@@ -461,7 +460,7 @@ def test_reading_ahead_stays_within_the_bound(tmp_path, monkeypatch):
         return call(*arguments)
 
     reads._call = counted
-    assert [store.get(key)[0].item() for key in keys] == list(range(8))
+    assert [store.get(key)[0].item() for key in reversed(keys)] == list(range(8))[::-1]
     assert len(most) == 8
     assert max(most) <= 80 * KIB
     del keys
@@ -469,14 +468,14 @@ def test_reading_ahead_stays_within_the_bound(tmp_path, monkeypatch):
     until(lambda: io_of(store)._loaded_bytes == 0)
 
 
-def test_what_is_wanted_now_is_read_before_what_is_read_ahead(tmp_path, monkeypatch):
+def test_what_was_saved_last_is_read_first(tmp_path, monkeypatch):
     store = opened(tmp_path)
     mine = store.open_group(group())
     keys = [store.put(torch.full((5000,), float(at)), mine) for at in range(10)]
     until_written(store)
     reads = Gate(monkeypatch, "preadv")
     assert store.get(keys[9])[0] == 9
-    assert reads.offsets.index(keys[9].piece.handle.offset) <= 1  # one may have been under way
+    assert reads.offsets[0] == keys[9].piece.handle.offset
 
 
 def test_what_is_not_written_yet_is_served_from_memory(tmp_path, monkeypatch):
@@ -557,7 +556,6 @@ def test_asking_twice_reads_once_and_taking_twice_reads_twice(tmp_path, monkeypa
     for _ in range(3):
         place.prefetch([handle], mine)
     first = place.get(handle, mine)
-    place.prefetch([handle], mine)  # it is still there
     assert reads.offsets == [handle.offset]
     second = place.get(handle, mine)
     assert reads.offsets == [handle.offset] * 2
@@ -586,7 +584,7 @@ def test_several_threads(tmp_path):
         thread.join(60)
     assert not faults
     assert store.num_alive == 0
-    assert len(disk_threads()) == 1
+    assert len(disk_threads()) == 2
 
 
 def test_the_time_of_copies_and_the_bytes_are_counted(tmp_path):
@@ -644,7 +642,7 @@ def test_a_write_that_fails_is_one_error_and_the_next_step_begins_anew(tmp_path,
         failing(broken, "pwrite", fault)
         mine = store.open_group(group("h.7"))
         key = store.put(torch.randn(5000), mine)
-        until(lambda: io_of(store).failure)
+        until(lambda: io_of(store).fate.failure)
         with pytest.raises(StoreError, match=says) as caught:  # noqa: PT012
             if asks == "put":
                 store.put(torch.randn(9), mine)
@@ -708,7 +706,7 @@ def test_a_failure_while_reading_ahead_is_told_at_the_next_call(tmp_path, monkey
     failing(monkeypatch, "preadv", OSError(errno.EIO, "Input/output error"), after=1)
     with contextlib.suppress(StoreError):  # the thread may be quick
         store.get(keys[2])
-    until(lambda: not disk_threads())
+    until(lambda: io_of(store) is None or io_of(store).fate.failure)
     with pytest.raises(StoreError, match=r"h.1: offload"):
         store.get(keys[1])
     assert_gone(tmp_path)
@@ -726,23 +724,48 @@ def test_no_memory_to_read_into(tmp_path, monkeypatch):
         def empty(*_, **__):
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 24576 bytes.")
 
-    monkeypatch.setattr(transfer, "torch", Torch)
+    monkeypatch.setattr(disk_store, "torch", Torch)
     with pytest.raises(StoreError, match=r"h.7.*19.5 KiB.*can't allocate memory.*fix: lower Disk"):
         store.get(key)
     assert_gone(tmp_path)
 
 
-def test_a_thread_that_is_gone_is_not_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(io_thread, "_POLL", 0.01)
-    monkeypatch.setattr(io_thread.IoThread, "_work", lambda self: None)
-    store = opened(tmp_path, in_flight_bytes=1)
-    mine = store.open_group(group("h.7"))
-    key = store.put(torch.randn(5000), mine)
-    with pytest.raises(StoreError, match=r"h.7.*the I/O thread has died.*fix:"):
-        store.put(torch.randn(5000), mine)
-    assert_gone(tmp_path)
-    with pytest.raises(StoreError, match="the I/O thread has died"):
-        store.get(key)
+@pytest.mark.parametrize("where", ["put", "get", "between"])
+def test_after_an_interrupt_the_next_step_is_right(tmp_path, monkeypatch, where):
+    """Ctrl-C ends a method that waits for a thread, or a step between two of them; nothing hangs, nothing is left."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        store = opened(tmp_path, in_flight_bytes=1)
+        put_one(store, torch.zeros(10))
+        until_written(store)
+        mine = store.open_group(group("h.7"))
+        key = store.put(torch.randn(5000), mine)
+        until_written(store)
+        gate = Gate(monkeypatch, "preadv" if where == "get" else "pwrite")
+        gate.is_open.clear()
+        timer = threading.Timer(0.1, signal.raise_signal, [signal.SIGINT])
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            if where == "between":
+                place_of(store).put(torch.zeros(5000, dtype=torch.uint8), mine)  # its handle is lost
+                raise KeyboardInterrupt
+            timer.start()
+            if where == "get":
+                store.get(key)
+            for _ in range(3):
+                store.put(torch.randn(5000), mine)
+        threading.Timer(0.1, gate.is_open.set).start()
+        del key, mine
+        gc.collect()
+        assert store.num_alive == 0
+        for _ in range(2):
+            keys = [put_one(store, torch.full((5000,), float(at))) for at in range(3)]
+            assert [store.get(key)[-1].item() for key in reversed(keys)] == [2, 1, 0]
+            del keys
+        assert len(files_in(tmp_path)) == 1
+        assert io_of(store)._ranges.end == 0 or store.num_alive == 0
+        until(lambda: len(disk_threads()) == 2)
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 OPEN_FAULTS = {
@@ -818,7 +841,7 @@ def test_without_what_linux_has(tmp_path, monkeypatch, lacks):
     store = opened(tmp_path)
     tensor = torch.randn(3 * MIB)
     key = put_one(store, tensor)
-    assert io_of(store)._transfer.file.is_direct == ("O_DIRECT" not in lacks)
+    assert io_of(store)._file.is_direct == ("O_DIRECT" not in lacks)
     assert not list(tmp_path.iterdir())
     until_written(store)
     assert torch.equal(store.get(key), tensor)
@@ -912,53 +935,6 @@ def test_settings_are_read():
 def test_settings_without_meaning(make, says):
     with pytest.raises(ConfigError, match=says):
         make()
-
-
-# ---- ranges
-
-
-def test_a_hole_is_filled_first_and_neighbours_join():
-    extents = Extents()
-    offsets = [extents.allocate(BLOCK) for _ in range(5)]
-    assert offsets == [0, BLOCK, 2 * BLOCK, 3 * BLOCK, 4 * BLOCK]
-    extents.free(offsets[1], BLOCK)
-    extents.free(offsets[3], BLOCK)
-    extents.free(offsets[2], BLOCK)
-    assert extents.allocate(3 * BLOCK) == BLOCK
-    extents.free(offsets[4], BLOCK)
-    assert extents.end == 4 * BLOCK
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 5 * BLOCK), st.integers(0, 3)), max_size=60), st.randoms(use_true_random=False)
-)
-def test_ranges_never_overlap_and_the_same_step_takes_the_same_ranges(calls, random):
-    choices = [random.random() for _ in calls]
-    extents = Extents()
-
-    def step():
-        alive: dict[int, int] = {}
-        given_out = []
-        for (num_bytes, turn), choice in zip(calls, choices, strict=True):
-            if turn == 0 and alive:
-                begin = sorted(alive)[int(choice * len(alive))]
-                extents.free(begin, alive.pop(begin))
-            else:
-                begin = extents.allocate(num_bytes)
-                assert begin % BLOCK == 0
-                for other, size in alive.items():
-                    assert begin + in_blocks(num_bytes) <= other or other + in_blocks(size) <= begin
-                alive[begin] = num_bytes
-                given_out.append(begin)
-            assert extents.end == max((other + in_blocks(size) for other, size in alive.items()), default=0)
-            holes = sum(end - begin for begin, end in extents._free)
-            assert holes + sum(map(in_blocks, alive.values())) == extents.end
-        for begin in sorted(alive, key=lambda begin: hash((begin, len(calls)))):
-            extents.free(begin, alive[begin])
-        assert (extents.end, extents._free) == (0, [])
-        return given_out
-
-    assert step() == step()
 
 
 def test_a_file_is_not_direct_by_wish_alone(tmp_path):

@@ -33,7 +33,7 @@ DECODERS = [a for a in ARCHITECTURES if a.name in ("gpt2", "t5", "qwen2_moe")]
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[WatchedCopies]:
     engine = WatchedCopies()
-    monkeypatch.setattr("graphckpt.stores.host.host.CudaCopyEngine", lambda device, note: engine)
+    monkeypatch.setattr("graphckpt.stores.host.CopyEngine", lambda device, note: engine)
     yield engine
     if engine.live_bytes:
         gc.collect()

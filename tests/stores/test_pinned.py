@@ -9,8 +9,7 @@ import torch
 
 from graphckpt.errors import ConfigError
 from graphckpt.stores import Host
-from graphckpt.stores.host.copy_engine import HostBuffer
-from graphckpt.stores.host.pinned import pin
+from graphckpt.stores.pinned import HostBuffer, pin
 
 
 def fail(*_: Any) -> None:

@@ -2,88 +2,107 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphckpt.stores.empty import empty
-from graphckpt.stores.slab.slab_plan import Ranges, SlabPlan
-
-SIZES = st.lists(st.integers(1, 2000), min_size=1, max_size=40)
+from graphckpt.stores.ranges import FreeRanges, aligned
+from graphckpt.stores.tensor_store import empty
 
 
 def test_ranges_that_overlap_are_refused() -> None:
     """The plain case, to be read first."""
-    ranges = Ranges()
-    assert ranges.add(100, 200)
-    assert not ranges.add(199, 300)
-    assert not ranges.add(0, 101)
-    assert not ranges.add(120, 130)
-    assert ranges.add(200, 300)
-    assert ranges.add(0, 100)
-    ranges.remove(100, 200)
-    assert ranges.gap(100) == 100
-    assert ranges.gap(101) == 300
+    ranges = FreeRanges()
+    assert ranges.take(100, 200)
+    assert not ranges.take(199, 300)
+    assert not ranges.take(0, 101)
+    assert not ranges.take(120, 130)
+    assert ranges.take(200, 300)
+    assert ranges.take(0, 100)
+    ranges.free(100, 200)
+    assert ranges.allocate(100) == 100
+    assert ranges.allocate(101) == 300
 
 
-@given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 15), st.booleans()), max_size=60))
-def test_ranges_are_those_of_a_set_of_numbers(steps: list[tuple[int, int, bool]]) -> None:
-    ranges, taken = Ranges(), {}
-    for begin, size, removes in steps:
-        if removes and taken:
-            first = min(taken)
-            ranges.remove(first, max(taken[first]) + 1)
-            del taken[first]
-        wanted = set(range(begin, begin + size))
-        is_free = all(wanted.isdisjoint(numbers) for numbers in taken.values())
-        assert ranges.add(begin, begin + size) == is_free
-        if is_free:
-            taken[begin] = wanted
-        gap = ranges.gap(size)
-        assert all(set(range(gap, gap + size)).isdisjoint(numbers) for numbers in taken.values())
+def test_a_gap_is_filled_first_and_neighbours_join() -> None:
+    ranges = FreeRanges()
+    assert [ranges.allocate(10) for _ in range(5)] == [0, 10, 20, 30, 40]
+    for begin in (10, 30, 20):
+        ranges.free(begin, begin + 10)
+    assert ranges.allocate(30) == 10
+    ranges.free(40, 50)
+    assert ranges.end == 40
 
 
-@given(SIZES, SIZES, st.randoms())
-def test_puts_never_overlap_in_or_off_plan(planned: list[int], other: list[int], dice: object) -> None:
-    slab = SlabPlan()
-    for sizes in (planned, planned, other, planned, other):
-        slab.begin_step()
-        alive: dict[int, tuple[int, int]] = {}
-        for size in sizes:
-            number, begin = slab.put(size, slab.num_bytes)
-            if begin is None:
-                begin = slab.put_in_gap(number, size, slab.num_bytes)
-            if begin is not None:
-                assert begin + size <= slab.num_bytes
-                assert all(begin + size <= low or high <= begin for low, high in alive.values())
-                alive[number] = begin, begin + size
-            if alive and dice.random() < 0.3:  # type: ignore[attr-defined]
-                gone = dice.choice(list(alive))  # type: ignore[attr-defined]
-                del alive[gone]
-                slab.free(gone)
-        for number in list(alive):
-            slab.free(number)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(("take", "allocate", "free")), st.integers(0, 60), st.integers(1, 15)), max_size=60
+    )
+)
+def test_ranges_are_those_of_a_set_of_numbers(calls: list[tuple[str, int, int]]) -> None:
+    """Each call is that of a plain set, and the same calls return the same ranges once all are freed."""
+    ranges = FreeRanges()
+
+    def step() -> list[Any]:
+        taken: dict[int, set[int]] = {}
+        results: list[Any] = []
+        for what, begin, size in calls:
+            used = set().union(*taken.values())
+            if what == "free" and taken:
+                first = sorted(taken)[begin % len(taken)]
+                ranges.free(first, max(taken.pop(first)) + 1)
+            elif what == "take":
+                results.append(ranges.take(begin, begin + size))
+                assert results[-1] == used.isdisjoint(range(begin, begin + size))
+                if results[-1]:
+                    taken[begin] = set(range(begin, begin + size))
+            elif what == "allocate":
+                first = next(at for at in itertools.count() if used.isdisjoint(range(at, at + size)))
+                results.append(ranges.allocate(size))
+                assert results[-1] == first
+                taken[first] = set(range(first, first + size))
+            assert ranges.end == max(set().union(*taken.values()), default=-1) + 1
+        for first in sorted(taken, key=lambda first: hash((first, len(calls)))):
+            ranges.free(first, max(taken[first]) + 1)
+        assert ranges.end == 0
+        return results
+
+    assert step() == step()
 
 
-def seconds_a_put(num_puts: int) -> float:
-    slab = SlabPlan()
+def seconds_a_step(num_puts: int) -> float:
+    ranges = FreeRanges()
     best = float("inf")
     for _ in range(6):
-        slab.begin_step()
         began = time.process_time()
-        numbers = [slab.put(1000)[0] for _ in range(num_puts)]
+        begins = [ranges.allocate(1024) for _ in range(num_puts)]
+        for begin in reversed(begins):
+            ranges.free(begin, begin + 1024)
         best = min(best, (time.process_time() - began) / num_puts)
-        for number in numbers:
-            slab.free(number)
     return best
 
 
 def test_a_put_takes_the_same_time_however_many_are_alive() -> None:
     """Eight times as many would take eight times as long if each looked at all that are alive."""
-    assert seconds_a_put(1600) < 3 * seconds_a_put(200)
+    assert seconds_a_step(1600) < 3 * seconds_a_step(200)
+
+
+@given(st.lists(st.one_of(st.none(), st.integers(1, 5000)), max_size=40))
+def test_a_stack_is_packed_without_a_gap(sizes: list[int | None]) -> None:
+    """Puts and frees, each free of what was put last, as forward and backward of a chain do it."""
+    ranges, stack = FreeRanges(), []
+    for size in sizes:
+        if size is not None:
+            stack.append((ranges.allocate(aligned(size)), aligned(size)))
+        elif stack:
+            begin, length = stack.pop()
+            ranges.free(begin, begin + length)
+        assert ranges.end == sum(length for _, length in stack)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])

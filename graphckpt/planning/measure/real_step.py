@@ -21,10 +21,9 @@ from graphckpt.planning.measure.trace import Trace, TracedStore, traced
 from graphckpt.planning.model.memory_model import StepSample
 from graphckpt.stores.base import Store, TensorGroup
 from graphckpt.stores.offload import Offload
-from graphckpt.stores.partition.partition import parse_partition
-from graphckpt.stores.partition.sharded import ShardedStore, whole_bytes
+from graphckpt.stores.partition import ShardedStore, parse_partition, unsplit_bytes
 from graphckpt.stores.placement import Placement
-from graphckpt.stores.storage_pieces import Piece, TensorKey, WrappedKey, pieces_of
+from graphckpt.stores.tensor_store import Piece, TensorKey, WrappedKey, pieces_of
 from graphckpt.training_state import TrainingState
 
 _TIMED_RUNS = 2  # of which the fastest counts: other load only adds time
@@ -308,7 +307,7 @@ def settle(stores: Collection[PartitionStore], step: Callable[[], object]) -> No
 
 
 def _pieces(group: TensorGroup, *, is_cut: bool) -> list[Piece]:
-    return [piece for piece in pieces_of(group) if (whole_bytes(piece.handle) is None) == is_cut]
+    return [piece for piece in pieces_of(group) if (unsplit_bytes(piece.handle) is None) == is_cut]
 
 
 @final
@@ -337,6 +336,6 @@ def _whole(key: object) -> Iterator[torch.Tensor]:
         for inner in key.keys:
             yield from _whole(inner)
     elif isinstance(key, TensorKey):
-        whole = whole_bytes(key.piece.handle)
+        whole = unsplit_bytes(key.piece.handle)
         if whole is not None:
             yield whole

@@ -12,9 +12,8 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 from graphckpt._compat import unseen_by_modes
 from graphckpt.errors import StoreError
-from graphckpt.stores.base import TensorGroup
-from graphckpt.stores.byte_store import ByteHandle, ByteStore, Tier
-from graphckpt.stores.slab.slab_plan import SlabPlan
+from graphckpt.stores.base import ByteHandle, ByteStore, TensorGroup, Tier
+from graphckpt.stores.ranges import FreeRanges, aligned
 from graphckpt.units import format_bytes
 
 _log = logging.getLogger("graphckpt")
@@ -51,10 +50,12 @@ class SlabStore(ByteStore):
     def __init__(self, device: torch.device) -> None:
         self.label = "slab"
         self._device = device
-        self._plan = SlabPlan()
-        self._slab: torch.Tensor | None = None
+        self._ranges = FreeRanges()
+        self._in_use: dict[int, tuple[int, int, weakref.ref[torch.UntypedStorage]]] = {}  # ranges, by number of `put`
+        self._num_puts = 0
         self._free: deque[int] = deque()
-        self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._slab: torch.Tensor | None = None
+        self._wanted_bytes = 0
         self._needs_slab = False
         self._is_captured = False
         self._captured: list[torch.Tensor] = []  # see Note [Captured slabs are not freed]
@@ -69,15 +70,17 @@ class SlabStore(ByteStore):
         self._free_dropped()
         if self._needs_slab:
             self._allocate_slab(group)
-        number, offset = self._plan.put(data.numel())
-        copy = self._range(offset, data.numel(), group)
-        free, watches = self._free, self._watches
+        size = aligned(data.numel())
+        begin = self._ranges.allocate(size)
+        self._wanted_bytes = max(self._wanted_bytes, begin + size)
+        copy = self._range(begin, begin + size, data.numel(), group)
+        number, self._num_puts = self._num_puts, self._num_puts + 1
+        free = self._free
 
         def is_free(_: object) -> None:
-            del watches[number]
             free.append(number)
 
-        watches[number] = weakref.ref(copy.untyped_storage(), is_free)
+        self._in_use[number] = begin, begin + size, weakref.ref(copy.untyped_storage(), is_free)
         return _SlabHandle(copy.copy_(data))
 
     def get(self, handle: ByteHandle, group: TensorGroup) -> torch.Tensor:
@@ -92,13 +95,14 @@ class SlabStore(ByteStore):
         handle.data = None
 
     def begin_step(self) -> None:
-        """Plans the slab, if the last step was of an unknown shape."""
+        """Decides on a larger slab, if the last step has exceeded it."""
         self._free_dropped()
-        for number in self._plan.in_use:  # an interrupt may have prevented a range from being freed
-            watch = self._watches.get(number)
-            if watch is None or watch() is None:
-                self._plan.free(number)
-        self._needs_slab |= self._plan.begin_step()
+        self._needs_slab = self._wanted_bytes > self.slab_bytes
+        # Anew, as an interrupt may have left a range in it. What is in use of a slab to be replaced is not in the next.
+        self._ranges = FreeRanges()
+        self._in_use = {} if self._needs_slab else {n: use for n, use in self._in_use.items() if use[2]() is not None}
+        for begin, end, _ in self._in_use.values():
+            self._ranges.take(begin, end)
 
     def close(self) -> None:
         """Releases the slab, once nothing in it is in use."""
@@ -107,25 +111,27 @@ class SlabStore(ByteStore):
 
     def _free_dropped(self) -> None:
         while self._free:
-            self._plan.free(self._free.popleft())
+            use = self._in_use.pop(self._free.popleft(), None)
+            if use is not None:
+                self._ranges.free(use[0], use[1])
 
     def _allocate_slab(self, group: TensorGroup) -> None:
-        _log.info("contiguous: a slab of %s on %s", format_bytes(self._plan.num_bytes), self._device)
+        _log.info("contiguous: a slab of %s on %s", format_bytes(self._wanted_bytes), self._device)
         if self._slab is not None and self._is_captured:
             self._captured.append(self._slab)
         self._slab = None  # the old slab is freed before the new one is allocated
         self._is_captured = False
         with unseen_by_modes():  # its ranges are counted, not the slab
-            self._slab = self._allocate(self._plan.num_bytes, group)
+            self._slab = self._allocate(self._wanted_bytes, group)
         self._needs_slab = False  # last: until then an interrupt leaves the old slab, which may be too small
 
-    def _range(self, offset: int | None, num_bytes: int, group: TensorGroup) -> torch.Tensor:
-        if offset is None or self._slab is None:
+    def _range(self, begin: int, end: int, num_bytes: int, group: TensorGroup) -> torch.Tensor:
+        if self._slab is None or end > self.slab_bytes:
             return self._allocate(num_bytes, group)
         if self._device.type == "cuda":
             self._is_captured |= torch.cuda.is_current_stream_capturing()
         with unseen_by_modes():
-            return from_dlpack(to_dlpack(self._slab[offset : offset + num_bytes]))
+            return from_dlpack(to_dlpack(self._slab[begin : begin + num_bytes]))
 
     def _allocate(self, num_bytes: int, group: TensorGroup) -> torch.Tensor:
         try:

@@ -1,4 +1,4 @@
-"""An unlinked file, read and written past the page cache. It knows bytes and offsets, no tensors, no threads."""
+"""An unlinked file, read and written past the page cache, and the messages of its failures. No tensors, no threads."""
 
 from __future__ import annotations
 
@@ -11,11 +11,21 @@ from pathlib import Path
 from typing import final
 
 from graphckpt.errors import did_you_mean
-from graphckpt.stores.disk.extents import BLOCK
+from graphckpt.stores.ranges import aligned
 from graphckpt.units import format_bytes
 
+BLOCK = 4096  # bytes; alignment of addresses, offsets and lengths that direct I/O needs on every common disk
 _REFUSES_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 _IN_MEMORY = ("tmpfs", "ramfs")
+
+
+def in_blocks(num_bytes: int) -> int:
+    """Returns ``num_bytes`` rounded up to whole blocks of the file, and one block at least.
+
+    >>> in_blocks(0), in_blocks(4096), in_blocks(4097)
+    (4096, 4096, 8192)
+    """
+    return max(aligned(num_bytes, BLOCK), BLOCK)
 
 
 @final
@@ -24,9 +34,6 @@ class UnlinkedFile:
 
     Where the file system supports direct I/O, ``write`` and ``read`` bypass the page cache. Elsewhere ``flush`` writes
     the cache back and drops it.
-
-    Args:
-        folder: The folder of the file.
 
     Raises:
         OSError: The folder is missing, not writable, or full.
@@ -119,10 +126,10 @@ def file_system_in_memory(folder: str) -> str | None:
     return None
 
 
-def failure_message(block: str, doing: str, num_bytes: int, folder: str, error: BaseException | str) -> str:
-    """Returns the message for a failure to ``doing`` (``"write"``, ``"read"``, ...) something of ``num_bytes``."""
+def failure_message(block: str, doing: str, num_bytes: int, folder: str, error: BaseException) -> str:
+    """Returns the message for a failure to ``doing`` (``"write"`` or ``"read"``) something of ``num_bytes``."""
     number = 0
-    reason = error if isinstance(error, str) else f"{type(error).__name__}: {error}".splitlines()[0]
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
     if isinstance(error, OSError):
         number = error.errno or 0
         reason = f"{error.strerror or error}" + (f" ({errno.errorcode[number]})" if number in errno.errorcode else "")
@@ -132,11 +139,11 @@ def failure_message(block: str, doing: str, num_bytes: int, folder: str, error: 
     )
 
 
-def _fix(number: int, folder: str, error: BaseException | str) -> str:
+def _fix(number: int, folder: str, error: BaseException) -> str:
     elsewhere = 'use offload="disk:/another/folder"'
     if number in (errno.ENOENT, errno.ENOTDIR):
-        beside = [str(path) for path in Path(folder).parent.iterdir()] if Path(folder).parent.is_dir() else []
-        return f"create the folder{did_you_mean(folder, beside)}, or {elsewhere}"
+        siblings = [str(path) for path in Path(folder).parent.iterdir()] if Path(folder).parent.is_dir() else []
+        return f"create the folder{did_you_mean(folder, siblings)}, or {elsewhere}"
     if number in (errno.EMFILE, errno.ENFILE):
         return "raise the limit of open files (ulimit -n)"
     if number == errno.ENOMEM or isinstance(error, (MemoryError, RuntimeError)):

@@ -3,20 +3,57 @@
 from __future__ import annotations
 
 import mmap
+import weakref
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from typing import Any, final
 
 import torch
 
-_postponed: list[Callable[[], None]] = []
-"""What waits until no capture is under way; see Note [Nothing is unpinned in a capture]."""
+from graphckpt._compat import unseen_by_modes
+
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
+_postponed: list[Callable[[], None]] = []  # releases that wait until no capture is under way
 
 # Note [Nothing is unpinned in a capture]
 # Memory is unpinned, and a store's copies are waited for, where the last reference goes, by Python's garbage collector
 # too. In a capture CUDA forbids both, and makes the capture invalid: not one of ours, which run without the collector,
 # but one that a user makes by hand.
 
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
+
+@final
+class HostBuffer:
+    """Host memory that asynchronous copies can use.
+
+    Args:
+        flat: The bytes, as ``uint8``.
+        release: Releases them. Runs once: in ``release``, or when the buffer is garbage-collected. At exit, where
+            finalizers run in reverse order, it is left to the store, which waits for the copies first.
+    """
+
+    __slots__ = ("__weakref__", "flat", "is_captured", "release")
+
+    def __init__(self, flat: torch.Tensor, release: Callable[[], None]) -> None:
+        self.flat = flat
+        self.release = weakref.finalize(self, release)
+        self.release.atexit = False
+        self.is_captured = False
+        """A captured graph has its address; see Note [Captured buffers are not released]."""
+
+
+def pinned_buffer(num_bytes: int, device: torch.device, note: Callable[[str], None]) -> HostBuffer:
+    """Returns a buffer of exactly ``num_bytes``.
+
+    Raises:
+        MemoryError, RuntimeError: The memory cannot be allocated.
+    """
+
+    def clear_error() -> None:  # of a failed call, which CUDA would report for the next kernel
+        with suppress(RuntimeError):
+            torch.empty(1, dtype=torch.uint8, device=device).fill_(0)
+
+    with torch.cuda.device(device), unseen_by_modes():
+        return HostBuffer(*pin(num_bytes, torch.cuda.cudart(), clear_error, note))
 
 
 def pin(
@@ -32,7 +69,8 @@ def pin(
         MemoryError: The operating system cannot allocate it.
         RuntimeError: CUDA cannot pin it, in either way.
     """
-    _run_postponed()
+    for _ in range(len(_postponed)):
+        _postponed.pop()()
     try:
         pages = mmap.mmap(-1, num_bytes)
     except OSError as error:
@@ -64,11 +102,6 @@ def pin(
 def postpone(release: Callable[[], None]) -> None:
     """Runs ``release`` when memory is pinned next, which no capture allows either."""
     _postponed.append(release)
-
-
-def _run_postponed() -> None:
-    for _ in range(len(_postponed)):
-        _postponed.pop()()
 
 
 def _unregister(cudart: Any, address: int, pages: mmap.mmap) -> None:

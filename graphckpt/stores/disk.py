@@ -1,0 +1,578 @@
+r"""Offloads tensors to a file and reloads them, in threads that overlap with computation.
+
+::
+
+    put --> unwritten (held in memory, bounded) --> written --> requested --> read ahead (bounded) --> get
+                 \______________ requested before it is written: no read is needed __________________/^
+
+One thread writes and another one reads, both in order. A freed range may be assigned to the next ``put`` while a thread
+is still busy with the old bytes: new bytes are written after them, and what is read of a freed range is dropped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import tempfile
+import threading
+import warnings
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any, ClassVar, Literal, NoReturn, final
+
+import torch
+
+from graphckpt._compat import unseen_by_modes
+from graphckpt.errors import ConfigError, StoreError
+from graphckpt.stores.base import ByteHandle, ByteStore, TensorGroup, Tier
+from graphckpt.stores.disk_file import BLOCK, UnlinkedFile, failure_message, file_system_in_memory, in_blocks
+from graphckpt.stores.offload import Offload
+from graphckpt.stores.pinned import pinned_buffer
+from graphckpt.stores.ranges import FreeRanges
+from graphckpt.stores.streams import streams_of
+from graphckpt.units import format_bytes, parse_bytes
+
+CHUNK = 8 * 2**20  # bytes; a direct write of this size saturates a disk, and a stop waits for one chunk only
+
+
+@final
+@dataclass(frozen=True)
+class Disk(Offload):
+    """Offloads tensors to an unlinked temporary file, which threads write and read.
+
+    Args:
+        folder: An existing folder; ``None`` for the system's folder for temporary files. The file is unlinked at open,
+            so nothing is left behind, however the program ends. It grows to the bytes of one step.
+        in_flight_bytes: Bytes, or a size such as ``"256MiB"``. Tensors that are not written yet hold at most this much;
+            then forward waits. The same bound applies to bytes read ahead. A larger tensor is handled alone.
+
+    Raises:
+        ConfigError: A setting has the wrong type or value.
+
+    >>> Disk.parse("/scratch")
+    Disk(folder='/scratch', in_flight_bytes=268435456)
+    """
+
+    name: ClassVar[str] = "disk"
+    tier: ClassVar[Literal["host", "disk"]] = "disk"
+
+    folder: str | os.PathLike[str] | None = None
+    in_flight_bytes: int | str = 256 * 2**20
+
+    def __post_init__(self) -> None:
+        folder: Any = self.folder
+        if folder is not None and (not isinstance(folder, (str, os.PathLike)) or not str(folder)):
+            raise ConfigError(f"Disk.folder: expected a path or None, got {folder!r} · fix: use an existing folder")
+        try:
+            num_bytes = parse_bytes(self.in_flight_bytes)
+        except ValueError as error:
+            raise ConfigError(f"Disk.in_flight_bytes: {error}") from None
+        if num_bytes < 1:
+            raise ConfigError(
+                f"Disk.in_flight_bytes: expected at least 1 byte, got {num_bytes} · fix: use a size such as '256MiB'"
+            )
+        object.__setattr__(self, "folder", None if folder is None else os.fspath(folder))
+        object.__setattr__(self, "in_flight_bytes", num_bytes)
+
+    @classmethod
+    def parse(cls, argument: str) -> Disk:
+        """Parses the folder after ``"disk:"``; ``~`` is the user's home.
+
+        Raises:
+            ConfigError: The folder is empty.
+        """
+        if not argument:
+            raise ConfigError(
+                "offload: expected a folder after 'disk:', got none · fix: use 'disk:/path/to/folder' or 'disk'"
+            )
+        return cls(str(Path(argument).expanduser()))
+
+    def check(self) -> str | None:
+        """Rejects a folder that does not exist."""
+        if self.folder is None or Path(self.folder).is_dir():
+            return None
+        return f"offload: expected an existing folder, got {str(self.folder)!r} · fix: create it, or use 'disk'"
+
+    def byte_store_for(self, device: torch.device, note: Callable[[str], None]) -> ByteStore | None:
+        """Returns a byte store with its own file, which is opened at the first ``put``."""
+        if device.type not in ("cpu", "cuda") or not hasattr(os, "preadv"):
+            what = f"tensors on {device.type!r} are" if hasattr(os, "preadv") else "this operating system is"
+            note(f"offload to 'disk' does nothing: {what} not supported")
+            return None
+        folder = tempfile.gettempdir() if self.folder is None else os.fspath(self.folder)
+        in_memory = file_system_in_memory(folder)
+        if in_memory is not None:
+            saves = "saves no memory" if device.type == "cpu" else "saves device memory only"
+            text = f"offload to 'disk' {saves}: {folder} is on {in_memory}, which is host memory"
+            note(text)
+            warnings.warn(f'{text} · fix: set offload to "disk:/folder/on/a/disk"', stacklevel=2)
+        return DiskStore(device, folder, int(self.in_flight_bytes))
+
+
+@final
+class DiskStore(ByteStore):
+    """A file and its threads, started by the first ``put``.
+
+    After a failure, or an interrupt in one of the methods, the file is closed, stored bytes are lost, and the next
+    ``put`` starts anew. The same holds in a forked child: it has its own file, and cannot read the bytes of its parent.
+    """
+
+    label = "disk"
+    tier: ClassVar[Tier] = "disk"
+
+    def __init__(self, device: torch.device, folder: str, in_flight_bytes: int) -> None:
+        self._device = device
+        self._folder = folder
+        self._in_flight_bytes = in_flight_bytes
+        self._io: _OpenFile | None = None
+        self._stop: Callable[[], object] = _no_op
+
+    def put(self, data: torch.Tensor, group: TensorGroup) -> ByteHandle:
+        """Queues a write; blocks while more than ``in_flight_bytes`` are not written."""
+        self._check()
+        if data.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise StoreError(
+                f"{group.block}: offload: {format_bytes(data.numel())} cannot be offloaded to disk in a CUDA graph, as "
+                "a replay runs no Python · fix: use offload='cpu', or run without capture"
+            )
+        try:
+            if self._io is None:
+                self._io = _OpenFile(self._device, self._folder, self._in_flight_bytes, group.note)
+                self._stop = weakref.finalize(self, self._io.stop)
+            return self._io.put(data, group)
+        except BaseException as error:
+            self._give_up("write", data.numel(), group, error)
+
+    def get(self, handle: ByteHandle, group: TensorGroup) -> torch.Tensor:
+        """Returns the bytes; blocks until they are read."""
+        self._check()
+        assert isinstance(handle, _DiskHandle)
+        if self._io is None or handle.fate is not self._io.fate:
+            raise StoreError(
+                handle.fate.failure
+                or f"{group.block}: offload: {format_bytes(handle.num_bytes)} in {self._folder} belong to process "
+                f"{handle.fate.pid}, and this process is a fork of it"
+                " · fix: run forward and backward in the same process"
+            )
+        try:
+            flat = self._io.get(handle)
+        except BaseException as error:
+            self._give_up("read", handle.num_bytes, group, error)
+        return flat if handle.stream is None else _on_current_stream(flat, handle.stream)
+
+    def prefetch(self, handles: Sequence[ByteHandle], group: TensorGroup) -> None:
+        """Queues reads. Bytes lost in an earlier failure are skipped: ``get`` raises for them."""
+        self._check()
+        if self._io is None:
+            return
+        mine = [handle for handle in handles if isinstance(handle, _DiskHandle) and handle.fate is self._io.fate]
+        try:
+            self._io.prefetch(mine)
+        except BaseException as error:
+            self._give_up("read", sum(handle.num_bytes for handle in mine), group, error)
+
+    def hint(self, handles: Sequence[ByteHandle], group: TensorGroup) -> None:
+        """Queues reads too, unless they would take device memory: they run after the others, within the bound."""
+        if self._device.type == "cpu":
+            self.prefetch(handles, group)
+
+    def close_group(self, group: TensorGroup) -> None:
+        """Raises if a thread has failed meanwhile."""
+        self._check()
+
+    def free(self, handle: ByteHandle) -> None:
+        """Frees the range of the file."""
+        assert isinstance(handle, _DiskHandle)
+        if self._io is not None and handle.fate is self._io.fate and handle.fate.pid == os.getpid():
+            self._io.free(handle)
+
+    def begin_step(self) -> None:
+        """Drops the file if an interrupt has left bytes in it that nothing refers to."""
+        if self._io is not None and self._io.alive:
+            self.close()
+
+    def stored_bytes(self, num_bytes: int) -> int:
+        """Returns whole blocks of the file."""
+        return in_blocks(num_bytes)
+
+    def close(self) -> None:
+        """Ends the threads, which close the file."""
+        self._stop()
+        self._io, self._stop = None, _no_op
+
+    def _check(self) -> None:
+        if self._io is not None and self._io.fate.pid != os.getpid():
+            self.close()
+        if self._io is not None and self._io.fate.failure is not None:
+            text = self._io.fate.failure
+            self.close()
+            raise StoreError(text)
+
+    def _give_up(self, doing: str, num_bytes: int, group: TensorGroup, error: BaseException) -> NoReturn:
+        self.close()
+        if isinstance(error, StoreError) or not isinstance(error, (OSError, RuntimeError, MemoryError)):
+            raise error
+        raise StoreError(failure_message(group.block, doing, num_bytes, self._folder, error)) from error
+
+
+class _Fate:
+    """What becomes of a file. Handles hold it, not the file, which is closed as soon as it has failed."""
+
+    __slots__ = ("failure", "pid")
+
+    def __init__(self) -> None:
+        self.failure: str | None = None
+        """Why the bytes are lost."""
+        self.pid = os.getpid()
+        """The process that wrote them."""
+
+
+@final
+class _DiskHandle(ByteHandle):
+    __slots__ = (
+        "block", "data", "fate", "is_freed", "is_requested", "offset", "read", "stream", "traffic", "write",
+    )  # fmt: skip
+
+    def __init__(self, fate: _Fate, data: torch.Tensor, group: TensorGroup, offset: int) -> None:
+        super().__init__(data.numel())
+        self.fate = fate
+        self.block, self.traffic = group.block, group.traffic
+        self.offset = offset
+        """First byte of the range in the file."""
+        self.data: torch.Tensor | None = data
+        """The tensor's own memory, until it is written, or returned if it was requested before."""
+        self.is_requested = False
+        """The bytes were requested and not returned yet."""
+        self.is_freed = False
+        self.write: Future[Any] | None = None
+        """The queued or running write, while its bytes count as unwritten."""
+        self.read: Future[torch.Tensor | None] | None = None
+        """The queued, running or finished read, while its bytes count as read ahead."""
+        self.stream: Any = None
+        """The stream that the memory of the last read was allocated on."""
+
+    def is_over(self) -> bool:
+        """Whether nobody needs these bytes any more."""
+        return self.is_freed or self.fate.failure is not None
+
+
+@final
+class _OpenFile:
+    """A file, the ranges of it in use, and the threads that write and read it.
+
+    The methods are called by one thread at a time; the threads of the file only run jobs. A job that fails sets
+    ``fate.failure``, and those after it do nothing. The last one then closes the file.
+    """
+
+    def __init__(self, device: torch.device, folder: str, in_flight_bytes: int, note: Callable[[str], None]) -> None:
+        self.fate = _Fate()
+        self.alive: set[_DiskHandle] = set()
+        self._bound = in_flight_bytes
+        self._ranges = FreeRanges()
+        self._unwritten: deque[_DiskHandle] = deque()  # oldest first
+        self._unwritten_bytes = 0
+        self._ahead: deque[_DiskHandle] = deque()  # to be read as soon as the bound allows
+        self._loaded_bytes = 0  # including those being read
+        self._lock = threading.RLock()  # of what follows
+        self._num_running = 0  # jobs
+        self._file = UnlinkedFile(folder)
+        try:
+            with unseen_by_modes():
+                self._writer, self._reader = (transfer_for(device, self._file, note) for _ in range(2))
+        except BaseException:
+            self._file.close()
+            raise
+        self._pools = {doing: ThreadPoolExecutor(1, "graphckpt disk") for doing in ("write", "read")}
+
+    def put(self, data: torch.Tensor, group: TensorGroup) -> _DiskHandle:
+        num_bytes = data.numel()
+        ready = self._writer.mark()
+        self._wait_for_room(num_bytes)
+        offset = self._ranges.allocate(in_blocks(num_bytes))
+        handle = _DiskHandle(self.fate, data, group, offset)
+        self.alive.add(handle)
+        handle.write = self._submit("write", handle, self._save, ready)
+        self._unwritten.append(handle)
+        self._unwritten_bytes += num_bytes
+        return handle
+
+    def prefetch(self, handles: Sequence[_DiskHandle]) -> None:
+        """Requests what is in memory still, and queues reads of the rest."""
+        for handle in reversed(handles):  # backward needs first what was saved last
+            handle.is_requested = True
+            if handle.data is None and handle.read is None:
+                self._ahead.append(handle)
+        self._read_ahead()
+
+    def get(self, handle: _DiskHandle) -> torch.Tensor:
+        flat = handle.data
+        if flat is None:
+            if handle.read is None:
+                self._start_read(handle)
+            assert handle.read is not None
+            flat = handle.read.result()
+            if flat is None or self.fate.failure is not None:
+                raise StoreError(self.fate.failure)
+            self._end_read(handle)
+            self._read_ahead()
+        handle.is_requested = False
+        if handle.write is None or handle.write.done():
+            handle.data = None
+        return flat
+
+    def free(self, handle: _DiskHandle) -> None:
+        """Frees the range, and removes what is queued for it."""
+        if handle.is_freed:
+            return
+        handle.is_freed, handle.data = True, None
+        self.alive.remove(handle)
+        self._ranges.free(handle.offset, handle.offset + in_blocks(handle.num_bytes))
+        self._end_write(handle)
+        self._end_read(handle)
+
+    def stop(self) -> None:
+        """Ends the threads. Takes no lock of a pool, as the garbage collector may call it while one is taken."""
+        if self.fate.pid != os.getpid():  # a forked child has no such threads, and the lock may be taken for good
+            self._file.close()
+            return
+        with self._lock:
+            self.fate.failure = self.fate.failure or (
+                f"offload: the file in {self._file.folder} was closed before its bytes were read"
+                " · fix: run backward before closing"
+            )
+            if not self._num_running:
+                self._file.close()
+        for handle in self.alive:
+            handle.data = handle.read = None
+        self.alive.clear()
+        self._pools.clear()  # the threads of a pool end with it
+
+    def _wait_for_room(self, num_bytes: int) -> None:
+        while self._unwritten:
+            handle = self._unwritten[0]
+            if handle.write is not None and not handle.write.done():
+                if self._unwritten_bytes + num_bytes <= self._bound:
+                    return
+                handle.write.result()
+            self._unwritten.popleft()
+            self._end_write(handle)
+        if self.fate.failure is not None:
+            raise StoreError(self.fate.failure)
+
+    def _end_write(self, handle: _DiskHandle) -> None:
+        if handle.write is not None:
+            handle.write.cancel()
+            handle.write = None
+            self._unwritten_bytes -= handle.num_bytes
+
+    def _end_read(self, handle: _DiskHandle) -> None:
+        if handle.read is not None:
+            handle.read.cancel()
+            handle.read = None
+            self._loaded_bytes -= handle.num_bytes
+
+    def _read_ahead(self) -> None:
+        while self._ahead:
+            handle = self._ahead[0]
+            if not handle.is_freed and handle.is_requested and handle.read is None:
+                if self._loaded_bytes and self._loaded_bytes + handle.num_bytes > self._bound:
+                    return
+                self._start_read(handle)
+            self._ahead.popleft()
+
+    def _start_read(self, handle: _DiskHandle) -> None:
+        target, handle.stream = self._reader.target(handle.num_bytes)
+        ready = self._reader.mark()
+        handle.read = self._submit("read", handle, self._load, target, ready)
+        self._loaded_bytes += handle.num_bytes
+
+    # ---- jobs
+
+    def _submit(self, doing: str, handle: _DiskHandle, *job: Any) -> Future[Any]:
+        return self._pools[doing].submit(self._run, doing, handle, *job)
+
+    def _run(self, doing: str, handle: _DiskHandle, job: Callable[..., Any], *arguments: Any) -> Any:
+        with self._lock:
+            if handle.is_over():
+                return None
+            self._num_running += 1
+        started = perf_counter()
+        try:
+            return job(handle, *arguments)
+        except BaseException as error:  # of any kind: it would be lost with the thread
+            text = failure_message(handle.block, doing, handle.num_bytes, self._file.folder, error)
+            self.fate.failure = self.fate.failure or text
+        finally:
+            if handle.traffic is not None:
+                handle.traffic.copy_seconds += perf_counter() - started
+            with self._lock:
+                self._num_running -= 1
+                if self.fate.failure is not None and not self._num_running:
+                    self._file.close()
+        return None
+
+    def _save(self, handle: _DiskHandle, ready: Any) -> None:
+        data = handle.data
+        if data is not None:
+            self._writer.save(data, handle.offset, ready, handle.is_over)
+        if not handle.is_requested:
+            handle.data = None
+
+    def _load(self, handle: _DiskHandle, target: torch.Tensor | None, ready: Any) -> torch.Tensor:
+        return self._reader.load(handle.num_bytes, handle.offset, target, ready, handle.is_over)
+
+
+def _no_op() -> None:
+    return None
+
+
+def _on_current_stream(flat: torch.Tensor, origin: torch.cuda.Stream) -> torch.Tensor:
+    """Returns ``flat``, or a copy if the current stream is not the one that it was allocated on."""
+    stream = torch.cuda.current_stream(flat.device)
+    if stream == origin:
+        return flat
+    copy = flat.clone()
+    stream.synchronize()  # the original is freed to the stream it was allocated on, which does not wait for this one
+    return copy
+
+
+# Note [Each step of a transfer is synchronous]
+# Each chunk of `save` and `load` is over when its bytes have arrived, as seen from the host (on CUDA: after an event
+# that the host has waited for). So the source may be freed at once, and kernels that are launched later, on any stream,
+# see the copied bytes. `record_stream`, which delays frees, is not needed.
+
+
+class Transfer(ABC):
+    """Copies between the tensors of one device and a file, in chunks that start at whole pages. Knows no queue."""
+
+    def __init__(self, file: UnlinkedFile, pages: torch.Tensor) -> None:
+        self._file = file
+        self._pages = pages
+        self._chunk = pages.numpy().data
+
+    def mark(self) -> Any:
+        """Returns what ``save`` or ``load`` must wait for: the work submitted to the device so far."""
+        return None
+
+    def target(self, num_bytes: int) -> tuple[torch.Tensor | None, Any]:
+        """Returns memory to load into and its stream, if the calling thread must allocate it."""
+        return None, None
+
+    def save(self, data: torch.Tensor, offset: int, ready: Any, is_over: Callable[[], bool]) -> None:
+        """Writes ``data``, flat ``uint8``, at ``offset``, unless it is over before."""
+        for begin, size in _chunks(data.numel()):
+            if is_over():
+                return
+            self._fetch(data, begin, size, ready)
+            self._file.write(self._chunk[: in_blocks(size)], offset + begin)
+        self._file.flush(offset, in_blocks(data.numel()))
+
+    @abstractmethod
+    def load(
+        self, num_bytes: int, offset: int, target: torch.Tensor | None, ready: Any, is_over: Callable[[], bool]
+    ) -> torch.Tensor:
+        """Reads ``num_bytes`` from ``offset``, unless it is over before."""
+
+    @abstractmethod
+    def _fetch(self, data: torch.Tensor, begin: int, size: int, ready: Any) -> None:
+        """Copies ``size`` bytes of ``data`` into the chunk."""
+
+
+@final
+class HostTransfer(Transfer):
+    """For tensors in host memory. Reads go into them directly."""
+
+    def __init__(self, file: UnlinkedFile) -> None:
+        super().__init__(file, _whole_pages(CHUNK))
+
+    def load(
+        self, num_bytes: int, offset: int, target: torch.Tensor | None, ready: Any, is_over: Callable[[], bool]
+    ) -> torch.Tensor:
+        """Reads into new memory."""
+        blocks = _whole_pages(in_blocks(num_bytes))
+        view = blocks.numpy().data
+        for begin, size in _chunks(num_bytes):
+            if is_over():
+                break
+            self._file.read(view[begin : begin + in_blocks(size)], offset + begin)
+        self._file.flush(offset, len(view))
+        return blocks[:num_bytes]
+
+    def _fetch(self, data: torch.Tensor, begin: int, size: int, ready: Any) -> None:
+        # copy_() would start a team of OpenMP threads for this thread
+        ctypes.memmove(self._pages.data_ptr(), data.data_ptr() + begin, size)
+
+
+@final
+class CudaTransfer(Transfer):
+    """For tensors on a CUDA device: through a pinned chunk, on the device's stream for disks.
+
+    Memory to load into is allocated on the stream of the calling thread, whose kernels will read it, so that the
+    allocator reuses it in the order of that stream.
+    """
+
+    def __init__(self, file: UnlinkedFile, device: torch.device, note: Callable[[str], None]) -> None:
+        self._device = device
+        self._stream = streams_of(device).disk
+        self._buffer = pinned_buffer(CHUNK + BLOCK, device, note)
+        super().__init__(file, _from_page(self._buffer.flat, CHUNK))
+
+    def mark(self) -> torch.cuda.Event:
+        """Returns an event after all work submitted to the current stream."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def target(self, num_bytes: int) -> tuple[torch.Tensor, torch.cuda.Stream]:
+        """Returns memory of the current stream."""
+        target = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        return target, torch.cuda.current_stream(self._device)
+
+    def load(
+        self, num_bytes: int, offset: int, target: torch.Tensor | None, ready: Any, is_over: Callable[[], bool]
+    ) -> torch.Tensor:
+        """Reads into the chunk and copies from there."""
+        assert target is not None
+        for begin, size in _chunks(num_bytes):
+            if is_over():
+                break
+            self._file.read(self._chunk[: in_blocks(size)], offset + begin)
+            self._copy(target[begin : begin + size], self._pages[:size], ready)
+        self._file.flush(offset, in_blocks(num_bytes))
+        return target
+
+    def _fetch(self, data: torch.Tensor, begin: int, size: int, ready: Any) -> None:
+        self._copy(self._pages[:size], data[begin : begin + size], ready)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, ready: torch.cuda.Event) -> None:
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(ready)
+            target.copy_(source, non_blocking=True)
+            done = torch.cuda.Event(blocking=True)  # waits without spinning: the step's threads need the cores
+            done.record(self._stream)
+        done.synchronize()
+
+
+def transfer_for(device: torch.device, file: UnlinkedFile, note: Callable[[str], None]) -> Transfer:
+    """Returns a transfer between ``file`` and the tensors of ``device``, a CPU or a CUDA device."""
+    return CudaTransfer(file, device, note) if device.type == "cuda" else HostTransfer(file)
+
+
+def _whole_pages(num_bytes: int) -> torch.Tensor:
+    return _from_page(torch.empty(num_bytes + BLOCK, dtype=torch.uint8, device="cpu"), num_bytes)
+
+
+def _from_page(room: torch.Tensor, num_bytes: int) -> torch.Tensor:
+    """Returns the part that begins at a page, as direct I/O requires."""
+    return room.narrow(0, -room.data_ptr() % BLOCK, num_bytes)
+
+
+def _chunks(num_bytes: int) -> Iterator[tuple[int, int]]:
+    for begin in range(0, num_bytes, CHUNK):
+        yield begin, min(CHUNK, num_bytes - begin)

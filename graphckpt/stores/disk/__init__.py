@@ -1,1 +1,0 @@
-"""Keeps tensors in a file."""

@@ -1,0 +1,632 @@
+"""Offloads tensors to pinned host memory and reloads them, overlapping with computation."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+
+from graphckpt._compat import at_end_of_backward, unseen_by_modes
+from graphckpt.errors import ConfigError, StoreError
+from graphckpt.stores.base import ByteHandle, ByteStore, TensorGroup, Tier, Traffic
+from graphckpt.stores.offload import Offload
+from graphckpt.stores.pinned import HostBuffer, pinned_buffer, postpone
+from graphckpt.stores.ranges import FreeRanges, aligned
+from graphckpt.stores.streams import streams_of
+from graphckpt.units import format_bytes
+
+_log = logging.getLogger("graphckpt")
+_MAX_VIEWS = 10_000  # of the slab that are held as tensors
+
+_STAYS = (
+    "offload: tensors that exist only in the captured step, such as an attention mask, stay on the device (host memory "
+    "cannot be pinned during a capture)"
+)
+
+
+@dataclass(frozen=True)
+class Host(Offload):
+    """Offloads CUDA tensors to pinned host memory.
+
+    Args:
+        in_flight_bytes: Device memory that copies to the host may hold. ``None``: the saved bytes of one block, so that
+            its copies overlap with the next block's computation.
+
+    Raises:
+        ConfigError: ``in_flight_bytes`` is not a number of bytes.
+    """
+
+    name: ClassVar[str] = "cpu"
+
+    in_flight_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        value = self.in_flight_bytes
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+            raise ConfigError(
+                f"Host.in_flight_bytes: expected a non-negative int or None, got {value!r} · fix: use a number of bytes"
+            )
+
+    def byte_store_for(self, device: torch.device, note: Callable[[str], None]) -> ByteStore | None:
+        """Returns a byte store for CUDA tensors; for other tensors ``None``, with a note."""
+        if device.type == "cuda":
+            return HostStore(device, CopyEngine(device, note), self.in_flight_bytes)
+        if device.type == "cpu":
+            note("offload to 'cpu' does nothing: the tensors are in host memory already")
+        else:
+            note(f"offload to 'cpu' does nothing: expected CUDA tensors, got tensors on {device}")
+        return None
+
+
+@final
+class _HostHandle(ByteHandle):
+    __slots__ = ("block", "data", "group_number", "offload_event", "reload_buffer", "reload_event")
+
+    def __init__(self, data: torch.Tensor, block: PinnedBlock | None, group_number: int) -> None:
+        super().__init__(data.numel())
+        self.block = block
+        """Its host memory; ``None`` if it stays on the device."""
+        self.group_number = group_number
+        self.data: torch.Tensor | None = data
+        """The tensor's own memory, held until the compute stream waits for the copy."""
+        self.offload_event: CopyEvent | None = None
+        self.reload_buffer: torch.Tensor | None = None
+        """Memory that the bytes are reloaded into, until they are returned."""
+        self.reload_event: CopyEvent | None = None
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the bytes are on the device, or being reloaded."""
+        return self.data is not None or self.reload_buffer is not None
+
+
+# Note [Memory is held until a stream wait, not an event query]
+# The caching allocator reuses memory as soon as the last reference is gone, in the order of the compute stream. So a
+# tensor that a copy still reads is held until the compute stream waits for that copy. The moment is decided by counting
+# groups or bytes, never by querying an event: a capture forbids queries, and all steps should use the same memory at
+# the same moment. `record_stream` would delay every free to the end of a capture.
+
+
+class HostStore(ByteStore):
+    """Host memory for the tensors of one device. See Note [Memory is held until a stream wait, not an event query].
+
+    Bytes that are still on the device when backward needs them, such as those of the last block, are not reloaded.
+    """
+
+    tier: ClassVar[Tier] = "host"
+
+    def __init__(self, device: torch.device, engine: CopyEngine, in_flight_bytes: int | None) -> None:
+        self.label = Host.name
+        self._device = device
+        self._engine = engine
+        self._memory = PinnedPool(engine)
+        self._max_in_flight_bytes = in_flight_bytes
+        self._in_flight_bytes = 0
+        self._offloading: dict[_HostHandle, None] = {}
+        self._reloading: dict[_HostHandle, None] = {}
+        self._borrowed: dict[int, set[_HostHandle]] = {}  # by group: returned before the copy was waited for
+        self._num_alive = 0
+        self._is_closing = False
+        self._waits_at_end = False
+        self._lock = threading.RLock()  # the callback at the end of backward runs in another thread
+        self._shut = weakref.finalize(self, _shut, engine, self._memory)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory in use."""
+        return self._memory.num_bytes
+
+    def put(self, data: torch.Tensor, group: TensorGroup) -> ByteHandle:
+        """Starts a copy to the host."""
+        with self._lock:
+            self._waits_at_end = False
+            block = self._memory.put(data.numel(), group.block)
+            handle = _HostHandle(data, block, group.number)
+            if block is None:
+                group.note(_STAYS)
+                self._num_alive += 1
+                return handle
+            try:
+                handle.offload_event = self._engine.offload(data, block.flat, group.traffic)
+            except BaseException:
+                self._memory.free(block)
+                raise
+            self._num_alive += 1
+            self._offloading[handle] = None
+            self._in_flight_bytes += handle.num_bytes
+            while self._max_in_flight_bytes is not None and self._in_flight_bytes > self._max_in_flight_bytes:
+                self._release_sources([next(iter(self._offloading))])
+            return handle
+
+    def close_group(self, group: TensorGroup) -> None:
+        """Releases the sources of the groups before, unless ``in_flight_bytes`` decides when."""
+        with self._lock:
+            if self._max_in_flight_bytes is None:
+                self._release_sources([other for other in self._offloading if other.group_number != group.number])
+
+    def prefetch(self, handles: Sequence[ByteHandle], group: TensorGroup) -> None:
+        """Starts copies to the device."""
+        with self._lock:
+            self._wait_at_end_of_backward()
+            self._start_reloads([h for h in handles if isinstance(h, _HostHandle) and not h.is_on_device], group)
+
+    def get(self, handle: ByteHandle, group: TensorGroup) -> torch.Tensor:
+        """Makes the compute stream wait for the bytes."""
+        assert isinstance(handle, _HostHandle)
+        with self._lock:
+            self._wait_at_end_of_backward()
+            for number in [number for number in self._borrowed if number != group.number]:
+                borrowed = self._borrowed.pop(number)
+                self._release_sources([other for other in self._offloading if other in borrowed])
+            flat = handle.data
+            if flat is None:
+                flat = self._finish_reload(handle, group)
+            elif handle.offload_event is not None:
+                self._borrowed.setdefault(handle.group_number, set()).add(handle)
+            return flat
+
+    def free(self, handle: ByteHandle) -> None:
+        """Frees the host memory, and bytes that were prefetched in vain."""
+        assert isinstance(handle, _HostHandle)
+        with self._lock:
+            if handle in self._offloading:
+                self._release_sources([handle])
+            if handle.reload_event is not None:
+                self._drop_reload(handle)
+            if handle.block is not None:
+                self._memory.free(handle.block)
+            handle.data = None
+            self._num_alive -= 1
+            if not self._num_alive:
+                self._engine.collect_times()
+                if self._is_closing:
+                    self._shut()
+
+    def begin_step(self) -> None:
+        """Resizes the slab, if the last step did not fit."""
+        with self._lock:
+            self._waits_at_end = False
+            self._memory.begin_step()
+
+    def close(self) -> None:
+        """Releases the host memory, once nothing in it is stored."""
+        with self._lock:
+            self._is_closing = True
+            if not self._num_alive:
+                self._shut()
+
+    def _start_reloads(self, handles: Sequence[_HostHandle], group: TensorGroup) -> None:
+        if not handles:
+            return
+        buffers = [torch.empty(handle.num_bytes, dtype=torch.uint8, device=self._device) for handle in handles]
+        sources = [handle.block.flat for handle in handles if handle.block is not None]
+        events = self._engine.reload(sources, buffers, group.traffic)
+        for handle, buffer, event in zip(handles, buffers, events, strict=True):
+            handle.reload_buffer, handle.reload_event = buffer, event
+            self._reloading[handle] = None
+
+    def _finish_reload(self, handle: _HostHandle, group: TensorGroup) -> torch.Tensor:
+        flat = handle.reload_buffer
+        if flat is None or not self._drop_reload(handle):
+            # Not prefetched, or into memory of another stream, which may reuse it while this one reads.
+            self._start_reloads([handle], group)
+            flat = handle.reload_buffer
+            self._drop_reload(handle)
+        assert flat is not None
+        return flat
+
+    def _release_sources(self, handles: Sequence[_HostHandle]) -> None:
+        """Waits for copies to the host, so that the compute stream may reuse the memory of their tensors."""
+        self._engine.wait_in_order([handle.offload_event for handle in handles if handle.offload_event is not None])
+        for handle in handles:
+            handle.data = handle.offload_event = None
+            del self._offloading[handle]
+            self._in_flight_bytes -= handle.num_bytes
+
+    def _drop_reload(self, handle: _HostHandle) -> bool:
+        """Waits for a copy to the device. Returns whether its memory is that of the current compute stream."""
+        assert handle.reload_event is not None
+        is_own = self._engine.wait(handle.reload_event)
+        self._reloading.pop(handle, None)
+        handle.reload_buffer = handle.reload_event = None
+        return is_own
+
+    def _wait_at_end_of_backward(self) -> None:
+        """Waits for all copies when this backward is over: a capture must not end with a pending one."""
+        if self._waits_at_end:
+            return
+        self._waits_at_end = at_end_of_backward(self._wait_all)
+        if not self._waits_at_end:
+            self._wait_all()
+
+    def _wait_all(self) -> None:
+        with self._lock:
+            self._waits_at_end = False
+            self._borrowed.clear()
+            self._release_sources(list(self._offloading))
+            for handle in self._reloading:
+                assert handle.reload_event is not None
+                self._engine.wait(handle.reload_event)  # unused bytes stay: the next backward may need them
+            self._engine.collect_times()
+
+
+def _shut(engine: CopyEngine, memory: PinnedPool) -> None:
+    if engine.is_capturing():  # see Note [Nothing is unpinned in a capture]
+        postpone(lambda: _shut(engine, memory))
+        return
+    try:
+        engine.synchronize()
+    finally:
+        memory.release()
+
+
+@final
+class PinnedBlock:
+    """Bytes of host memory that are in use."""
+
+    __slots__ = ("begin", "buffer", "flat", "ranges")
+
+    def __init__(self, ranges: FreeRanges, begin: int, flat: torch.Tensor, buffer: HostBuffer | None) -> None:
+        self.ranges, self.begin = ranges, begin
+        """Its range, which ends after the slab if it has its own buffer."""
+        self.flat = flat
+        self.buffer = buffer
+        """Its own buffer, if it is not in the slab."""
+
+
+# Note [Captured buffers are not released]
+# A captured graph copies to the addresses of its capture at every replay. So a buffer that was used in a capture is not
+# released before the end, and nothing is pinned in a capture: CUDA forbids that. Eager steps and graphs share the slab:
+# a whole step leaves nothing in it, so they may alternate, but a replay must not come between an eager forward and its
+# backward.
+
+# Note [Tensors that exist only in a capture stay on the device]
+# The slab is exactly as large as the steps before the capture needed. In a capture Transformers makes attention masks
+# that those steps did not have, since it may not check there whether they are needed. Such a tensor gets no memory in
+# the slab, where it would displace a block that is planned to come later: it stays on the device.
+
+
+@final
+class PinnedPool:
+    """The slab, and single buffers for steps that it does not fit.
+
+    The first step takes buffers one by one. By its allocations and frees the second gets one slab of exactly the size
+    it needs. What a later step needs beyond that are single buffers again, and the step after it gets a larger slab.
+    """
+
+    def __init__(self, engine: CopyEngine) -> None:
+        self._engine = engine
+        self._ranges = FreeRanges()
+        self._wanted_bytes = 0
+        self._counts: Counter[int] = Counter()  # allocations of this step, by size
+        self._max_counts: Counter[int] = Counter()  # of any step before
+        self._slab: HostBuffer | None = None
+        self._views: dict[tuple[int, int], torch.Tensor] = {}  # of the slab, by begin and size: most are reused
+        self._buffers: list[HostBuffer] = []
+        self._spare: dict[int, list[HostBuffer]] = {}  # free single buffers, by size
+        self._captured: list[HostBuffer] = []
+        self._refused = 0  # size of a slab that could not be allocated
+
+    @property
+    def slab_bytes(self) -> int:
+        """Size of the slab; 0 before the second step."""
+        return 0 if self._slab is None else self._slab.flat.numel()
+
+    @property
+    def num_bytes(self) -> int:
+        """All host memory that is held."""
+        return self.slab_bytes + sum(buffer.flat.numel() for buffer in (*self._buffers, *self._captured))
+
+    def put(self, num_bytes: int, block: str) -> PinnedBlock | None:
+        """Returns memory for bytes saved by ``block``; ``None`` in a capture for what no earlier step offloaded.
+
+        Raises:
+            StoreError: Host memory cannot be allocated, or a capture is the first step.
+        """
+        is_captured = self._engine.is_capturing()
+        if is_captured and self._max_counts and self._counts[num_bytes] >= self._max_counts[num_bytes]:
+            return None  # see Note [Tensors that exist only in a capture stay on the device]
+        size = aligned(num_bytes)
+        begin = self._ranges.allocate(size)
+        buffer = None
+        try:
+            if self._slab is None or begin + size > self.slab_bytes:
+                buffer = self._single_buffer(num_bytes, is_captured, block)
+                if buffer is None:
+                    self._ranges.free(begin, begin + size)
+                    return None
+        except BaseException:
+            self._ranges.free(begin, begin + size)
+            raise
+        self._counts[num_bytes] += 1
+        self._wanted_bytes = max(self._wanted_bytes, begin + size)
+        memory = buffer or self._slab
+        assert memory is not None
+        memory.is_captured |= is_captured
+        flat = buffer.flat if buffer is not None else self._view(memory, begin, num_bytes)
+        return PinnedBlock(self._ranges, begin, flat, buffer)
+
+    def free(self, used: PinnedBlock) -> None:
+        """Frees the memory. All copies to and from it were waited for."""
+        used.ranges.free(used.begin, used.begin + aligned(used.flat.numel()))
+        if used.buffer is not None:
+            self._spare.setdefault(used.flat.numel(), []).append(used.buffer)
+
+    def begin_step(self) -> None:
+        """Allocates the slab, or a larger one, if the last step did not fit. Nothing is in use."""
+        self._max_counts |= self._counts
+        self._counts.clear()
+        self._ranges = FreeRanges()
+        if self._engine.is_capturing():
+            return  # see Note [Captured buffers are not released]
+        wanted = self._wanted_bytes
+        grows = wanted > self.slab_bytes and not 0 < self._refused <= wanted
+        if not grows and (not self._buffers or self._refused):
+            return
+        self._engine.synchronize()
+        buffers, self._buffers, self._spare = self._buffers, [], {}
+        self._release_buffers(buffers)
+        if grows:
+            self._grow(wanted)
+
+    def release(self) -> None:
+        """Releases all memory. Nothing is in use, and no captured graph will be replayed."""
+        for buffer in (*self._buffers, *self._captured, *([] if self._slab is None else [self._slab])):
+            buffer.release()
+        self._slab, self._buffers, self._captured, self._spare, self._views = None, [], [], {}, {}
+        self._ranges, self._wanted_bytes = FreeRanges(), 0
+        self._counts, self._max_counts = Counter(), Counter()
+
+    def _grow(self, num_bytes: int) -> None:
+        old = self.slab_bytes
+        slab, self._slab, self._views = self._slab, None, {}
+        if slab is not None:
+            self._release_buffers([slab])
+        del slab  # the old slab is freed before the new one is allocated
+        try:
+            self._slab = self._engine.buffer(num_bytes)
+        except (MemoryError, RuntimeError) as error:
+            self._refused = num_bytes  # single buffers may still fit; if not, `put` names the block
+            _log.warning("offload: cannot allocate a slab of %s of host memory: %s", format_bytes(num_bytes), error)
+            return
+        if old:
+            _log.info(
+                "offload: the slab in host memory grows from %s to %s", format_bytes(old), format_bytes(num_bytes)
+            )
+        else:
+            _log.info("offload: a slab of %s in host memory", format_bytes(num_bytes))
+
+    def _release_buffers(self, buffers: list[HostBuffer]) -> None:
+        for buffer in buffers:
+            if buffer.is_captured:
+                self._captured.append(buffer)
+            else:
+                buffer.release()
+
+    def _single_buffer(self, num_bytes: int, is_captured: bool, block: str) -> HostBuffer | None:
+        spare = self._spare.get(num_bytes)
+        if spare:
+            return spare.pop()
+        if is_captured and self.num_bytes:
+            return None
+        if is_captured:
+            raise StoreError(
+                f"{block}: offload: expected a step before the capture, as host memory cannot be pinned in one, got "
+                "none · fix: run two steps with the same shapes first"
+            )
+        try:
+            buffer = self._engine.buffer(num_bytes)
+        except (MemoryError, RuntimeError) as error:
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise StoreError(
+                f"{block}: offload: expected {format_bytes(num_bytes)} of host memory besides the "
+                f"{format_bytes(self.num_bytes)} in use, got none ({reason}) "
+                "· fix: offload fewer blocks, set activation_checkpointing as well, or offload = 'disk'"
+            ) from error
+        self._buffers.append(buffer)
+        return buffer
+
+    def _view(self, slab: HostBuffer, begin: int, num_bytes: int) -> torch.Tensor:
+        flat = self._views.get((begin, num_bytes))
+        if flat is None:
+            if len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
+            with unseen_by_modes():
+                flat = self._views[begin, num_bytes] = slab.flat[begin : begin + num_bytes]
+        return flat
+
+
+class CopyEvent:
+    """Marks the end of one copy."""
+
+    __slots__ = ("event", "is_captured", "stream", "traffic")
+
+    def __init__(
+        self, event: torch.cuda.Event, stream: torch.cuda.Stream, is_captured: bool, traffic: Traffic | None
+    ) -> None:
+        self.event: torch.cuda.Event | None = event
+        self.stream = stream
+        """The compute stream that the copy started from."""
+        self.is_captured = is_captured
+        self.traffic = traffic
+
+
+@final
+class _StreamTimer:
+    """Two events on one stream."""
+
+    __slots__ = ("_begin", "_end", "_stream")
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._begin, self._end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._begin.record(stream)
+
+    def stop(self) -> None:
+        self._end.record(self._stream)
+
+    def seconds(self) -> float:
+        self._end.synchronize()
+        return float(self._begin.elapsed_time(self._end)) / 1e3
+
+
+class CopyEngine:
+    """Asynchronous copies of one CUDA device, on the two streams that it has for them. It knows no handles, no groups.
+
+    A copy starts when all work submitted to the current compute stream so far is done; copies of one direction run in
+    order. Both tensors are flat ``uint8`` and must stay allocated until :meth:`wait`: the engine holds no references.
+
+    Events are recorded and waited for, never queried, and are reused afterwards: all of this is legal in a capture. The
+    compute stream is looked up at each use, since it is another one in a capture.
+    """
+
+    def __init__(self, device: torch.device, note: Callable[[str], None]) -> None:
+        self._device = device
+        self._note = note
+        self._streams = streams_of(device)
+        self._offload_stream, self._reload_stream = self._streams.offload, self._streams.reload
+        self._fork = torch.cuda.Event()
+        self._idle: list[torch.cuda.Event] = []
+        self._copying: list[tuple[_StreamTimer, Traffic]] = []
+        self._waiting: list[tuple[_StreamTimer, Traffic]] = []
+        self._last: torch.cuda.Stream | None = None
+
+    def buffer(self, num_bytes: int) -> HostBuffer:
+        """Makes a buffer of exactly ``num_bytes``; see ``pinned_buffer``."""
+        return pinned_buffer(num_bytes, self._device, self._note)
+
+    def offload(self, device_flat: torch.Tensor, host_flat: torch.Tensor, traffic: Traffic | None = None) -> CopyEvent:
+        """Starts a copy to the host. Its seconds are added to ``traffic`` by :meth:`collect_times`."""
+        return self._issue(self._offload_stream, [device_flat], [host_flat], traffic)[0]
+
+    def reload(
+        self, host_flats: Sequence[torch.Tensor], device_flats: Sequence[torch.Tensor], traffic: Traffic | None = None
+    ) -> list[CopyEvent]:
+        """Starts copies to the device."""
+        return self._issue(self._reload_stream, host_flats, device_flats, traffic)
+
+    def wait(self, event: CopyEvent) -> bool:
+        """Makes the current compute stream, and the one the copy started from, wait for it. May be called twice.
+
+        Returns whether the two are the same.
+        """
+        current = torch.cuda.current_stream(self._device)
+        is_same = bool(event.stream == current)
+        recorded, event.event = event.event, None
+        if recorded is None:
+            return is_same
+        # A capture cannot wait for an event recorded outside of it, and need not: `torch.cuda.graph` synchronizes the
+        # device before it begins. Nor can an eager stream wait for a captured event: that copy has not run.
+        if event.is_captured == self.is_capturing():
+            timer = _StreamTimer(current) if event.traffic is not None else None
+            current.wait_event(recorded)
+            if not is_same:
+                event.stream.wait_event(recorded)
+            if timer is not None and event.traffic is not None:
+                timer.stop()
+                self._waiting.append((timer, event.traffic))
+        self._idle.append(recorded)
+        return is_same
+
+    def wait_in_order(self, events: Sequence[CopyEvent]) -> None:
+        """Waits for copies of one direction, given in the order of their start: the last wait is one for all."""
+        last: CopyEvent | None = None
+        for event in reversed(events):
+            if last is None or event.stream != last.stream or event.is_captured != last.is_captured:
+                last = event
+                self.wait(event)
+            elif event.event is not None:
+                self._idle.append(event.event)
+                event.event = None
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream is being captured."""
+        return bool(torch.cuda.is_current_stream_capturing())
+
+    def collect_times(self) -> None:
+        """Blocks until the timing events are done; in a capture, which forbids that, leaves them to the next call."""
+        if (self._copying or self._waiting) and self.is_capturing():
+            return
+        for timer, traffic in self._copying:
+            traffic.copy_seconds += timer.seconds()
+        for timer, traffic in self._waiting:
+            traffic.wait_seconds += timer.seconds()
+        self._copying.clear()
+        self._waiting.clear()
+
+    def synchronize(self) -> None:
+        """Synchronizes the streams that copy.
+
+        The copies of a captured step are part of its replay, on the stream that replays: the stream of the capture is
+        behind those of graphckpt, and whoever replays a capture made by hand does so on the current stream as a rule.
+        """
+        current = torch.cuda.current_stream(self._device)
+        for stream in (self._offload_stream, self._reload_stream, self._streams.capture, current):
+            stream.synchronize()
+
+    def _issue(
+        self,
+        stream: torch.cuda.Stream,
+        sources: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        traffic: Traffic | None,
+    ) -> list[CopyEvent]:
+        is_captured = self.is_capturing()
+        current = torch.cuda.current_stream(self._device)
+        if current == self._last:
+            current = self._last  # one object, as comparing two takes longer
+        elif self._last is not None and not is_captured:
+            # This compute stream has not waited for the copies that the last one waited for: host memory that is free
+            # for the last stream may still be read. Within one compute stream, the fork below is enough.
+            self._offload_stream.wait_stream(self._reload_stream)
+            self._reload_stream.wait_stream(self._offload_stream)
+        self._last = current
+        self._fork.record(current)
+        stream.wait_event(self._fork)
+        timed = None if is_captured else traffic
+        events = []
+        try:
+            with unseen_by_modes(), self._switch_to(stream, current):
+                for source, target in zip(sources, targets, strict=True):
+                    timer = _StreamTimer(stream) if timed is not None else None
+                    target.copy_(source, non_blocking=True)
+                    if timer is not None and timed is not None:
+                        timer.stop()
+                        self._copying.append((timer, timed))
+                    event = self._idle.pop() if self._idle else torch.cuda.Event()
+                    event.record(stream)
+                    events.append(CopyEvent(event, current, is_captured, timed))
+        except BaseException:
+            current.wait_stream(stream)  # the caller drops the memory of copies that have started
+            raise
+        return events
+
+    def _switch_to(self, stream: torch.cuda.Stream, current: torch.cuda.Stream) -> AbstractContextManager[object]:
+        """Makes ``stream`` the current one. ``torch.cuda.stream`` takes 15 us, mostly to look up the current device."""
+        if torch.cuda.current_device() == self._device.index:
+            return _StreamSwitch(stream, current)
+        return torch.cuda.stream(stream)
+
+
+@final
+class _StreamSwitch:
+    """Makes a stream of the current device the current one, and then that of before."""
+
+    __slots__ = ("_back", "_stream")
+
+    def __init__(self, stream: torch.cuda.Stream, back: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._back = back
+
+    def __enter__(self) -> None:
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.set_stream(self._back)

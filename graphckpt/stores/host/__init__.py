@@ -1,1 +1,0 @@
-"""Keeps tensors in pinned host memory."""

@@ -1,0 +1,411 @@
+"""Partitions saved tensors over ranks: each stores a slice of what is equal on all of them, and all-gathers it."""
+
+from __future__ import annotations
+
+import json
+import warnings
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+
+from graphckpt._compat import assert_on_device
+from graphckpt.errors import ConfigError, StoreError
+from graphckpt.stores.base import ByteHandle, ByteStore, TensorGroup, Tier
+from graphckpt.stores.ranks import PendingGather, RankGroup
+
+_ALIGN = 16  # bytes; slices begin where vectorised kernels may load
+_CHUNK = 1 << 18  # words of 8 bytes per iteration, so that a checksum takes a few MiB besides the tensor
+_PROBED = 256  # words compared in each call: data-parallel ranks differ in nearly all of them
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 over the golden ratio, as a signed word: multiplying by it spreads bits
+_FIX = "fix: use True, a ProcessGroup, a DeviceMesh, Partition(...) or False"
+
+
+@final
+@dataclass(frozen=True)
+class Partition:
+    """The ranks that share saved tensors, each with one slice.
+
+    All of them must run the same blocks on equal tensors, as tensor-parallel ranks do, in every step and in
+    ``explain()``.
+
+    Args:
+        group: A ``ProcessGroup``; a ``DeviceMesh`` with one dimension, or with a dimension called ``"tp"``; ``True``
+            for the mesh of the DTensor parameters of the first block that saves something, or all ranks if it has none.
+        timeout_seconds: How long a rank waits for the others. NCCL all-gathers use the ``timeout`` of their process
+            group instead, because enforcing another one would block the host.
+
+    Raises:
+        ConfigError: ``group`` is of another type, or ``timeout_seconds`` is not positive.
+    """
+
+    group: Any = True
+    timeout_seconds: float = 300.0
+
+    def __post_init__(self) -> None:
+        if not _is_group_or_mesh(self.group):
+            raise ConfigError(f"expected a process group or a device mesh, got {self.group!r} · {_FIX}")
+        if _is_mesh(self.group):
+            _tensor_parallel_group(self.group)
+        if isinstance(self.timeout_seconds, bool) or not self.timeout_seconds > 0:
+            raise ConfigError(
+                f"timeout_seconds: expected a positive number, got {self.timeout_seconds!r} · fix: use seconds"
+            )
+
+
+def parse_partition(value: Any) -> Partition | None:
+    """Parses a value of ``partition``; ``None`` and ``False`` are ``None``.
+
+    Raises:
+        ConfigError: It is neither a process group nor a device mesh.
+    """
+    if value is None or value is False:
+        return None
+    return value if isinstance(value, Partition) else Partition(value)
+
+
+def group_for(partition: Any, group: TensorGroup) -> RankGroup | None:
+    """Returns the ranks that ``partition`` means for the block; ``None``, with a note, if there is only this rank.
+
+    Raises:
+        ConfigError: It is of another type, or a mesh whose dimension is ambiguous.
+    """
+    settings = parse_partition(partition)
+    assert settings is not None
+    if not (dist.is_available() and dist.is_initialized()):
+        group.note("partition does nothing: torch.distributed is not initialized")
+        return None
+    named = settings.group
+    if named is True:
+        named = _mesh_of(group.own())
+    try:
+        members = _tensor_parallel_group(named) if _is_mesh(named) else named or dist.group.WORLD
+    except ConfigError as error:
+        raise ConfigError(f"{group.block}.partition: {error}") from None
+    if members is None or members == dist.GroupMember.NON_GROUP_MEMBER:
+        group.note("partition does nothing: this rank is not in the group")
+        return None
+    if members.size() == 1:
+        group.note("partition does nothing: the group has one rank")
+        return None
+    return RankGroup(members, settings.timeout_seconds)
+
+
+def _is_group_or_mesh(value: Any) -> bool:
+    if value is True:
+        return True
+    if not dist.is_available():
+        return False
+    return isinstance(value, dist.ProcessGroup) or _is_mesh(value) or value == dist.GroupMember.NON_GROUP_MEMBER
+
+
+def _is_mesh(value: Any) -> bool:
+    if not dist.is_available():
+        return False
+    from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - missing in a build without distributed
+
+    return isinstance(value, DeviceMesh)
+
+
+def _mesh_of(tensors: Iterable[torch.Tensor]) -> Any:
+    meshes = (getattr(tensor, "device_mesh", None) for tensor in tensors)
+    return next((mesh for mesh in meshes if mesh is not None), None)
+
+
+def _tensor_parallel_group(mesh: Any) -> Any:
+    """Returns this rank's group in the unambiguous dimension; ``None`` if this rank is not in the mesh."""
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim != 1 and "tp" not in names:
+        raise ConfigError(
+            f"expected a mesh with one dimension or one called 'tp', got {mesh.ndim} dimensions"
+            f" {names or 'without names'} · fix: use one dimension, such as mesh['tp']"
+        )
+    if mesh.get_coordinate() is None:
+        return None
+    return mesh.get_group("tp" if mesh.ndim != 1 else 0)
+
+
+# Note [Same calls on all ranks]
+# Collectives match by their order. Which groups are gathered, and when, follows from what a step saves and requests, so
+# ranks that run the same blocks on the same shapes issue the same all-gathers. That they do is checked on the first
+# call of each block and sequence of sizes, by messages that cannot get out of order (`RankGroup.exchange`). From then
+# on each rank compares a few words of what it gathers with what it saved: ranks may get other data later, or run in
+# another order.
+
+
+@final
+class _ShardedHandle(ByteHandle):
+    """Bytes as this rank stores them: in full, until the ranks have compared them."""
+
+    __slots__ = ("__weakref__", "data", "gather", "inner", "is_split", "probe", "run", "slice")
+
+    def __init__(self, data: torch.Tensor) -> None:
+        super().__init__(data.numel())
+        self.data: torch.Tensor | None = data
+        """All bytes, an alias of the tensor's own memory."""
+        self.is_split = False
+        self.slice: torch.Tensor | None = None
+        """This rank's bytes, if no inner store holds them."""
+        self.inner: ByteHandle | None = None
+        """The inner store's handle: to this rank's bytes, or to all of them."""
+        self.probe: torch.Tensor | int = 0
+        """The sum of a few words of all bytes."""
+        self.gather: PendingGather | None = None
+        """The all-gather of the slices in progress, which holds its own references."""
+        self.run = 0
+        """The position of the bytes in it."""
+
+    def release(self) -> None:
+        """Drops the slice."""
+        self.slice = self.data = None
+
+
+@final
+class ShardedStore(ByteStore):
+    """Stores one slice per rank; bytes that are not equal on all ranks are stored in full.
+
+    Args:
+        ranks: The ranks that share.
+        device: The device of the tensors.
+        inner: The byte store of the slices; ``None`` if they stay on the device.
+    """
+
+    def __init__(self, ranks: RankGroup, device: torch.device, inner: ByteStore | None) -> None:
+        self._ranks = ranks
+        self._inner = inner
+        self.label = "part" if inner is None else f"{inner.label} part"
+        self._policy = f"{self.label} on {device.type} over ranks {ranks.members}"
+        self._is_equal: dict[int, bool] = {}  # by the hash of a block and of the sizes of its pieces up to this one
+        self._calls: weakref.WeakKeyDictionary[TensorGroup, _OpenCall] = weakref.WeakKeyDictionary()
+        self._warned: set[str] = set()
+
+    @property
+    def tier(self) -> Tier:
+        """The kind of memory that holds the slices."""
+        return "device" if self._inner is None else self._inner.tier
+
+    def stored_bytes(self, num_bytes: int) -> int:
+        """Returns the bytes of one slice."""
+        return self._bytes_here(self._slice_bytes(num_bytes))
+
+    def gathered_bytes(self, num_bytes: int) -> int:
+        """Returns the bytes of all slices of a piece."""
+        return self._slice_bytes(num_bytes) * self._ranks.size
+
+    def put(self, data: torch.Tensor, group: TensorGroup) -> ByteHandle:
+        """Splits bytes known to be equal on all ranks; others stay as they are until the group is closed."""
+        handle = _ShardedHandle(data)
+        call = self._calls.setdefault(group, _OpenCall(group.block))
+        call.key = hash((call.key, handle.num_bytes))
+        is_equal = self._is_equal.get(call.key)
+        if is_equal is None:
+            call.handles.append((call.key, handle))
+        else:
+            self._store_slice(handle, group, is_equal=is_equal)
+        return handle
+
+    def close_group(self, group: TensorGroup) -> None:
+        """Compares the group's new sizes between ranks, then splits what is equal."""
+        call = self._calls.pop(group, None)
+        entries = [] if call is None else [entry for entry in call.handles if entry[1].data is not None]
+        if entries:
+            equal = self._compare_ranks([handle.data for _, handle in entries if handle.data is not None], group)
+            for (key, handle), is_equal in zip(entries, equal, strict=True):
+                self._is_equal[key] = is_equal
+                self._store_slice(handle, group, is_equal=is_equal)
+        if self._inner is not None:
+            self._inner.close_group(group)
+
+    def hint(self, handles: Sequence[ByteHandle], group: TensorGroup) -> None:
+        """Prefetches this rank's bytes from the inner store, for the all-gather."""
+        inner = [handle.inner for handle in _sharded(handles) if handle.inner is not None]
+        if self._inner is not None and inner:
+            self._inner.prefetch(inner, group)
+
+    def prefetch(self, handles: Sequence[ByteHandle], group: TensorGroup) -> None:
+        """Starts one all-gather for the whole group."""
+        missing = [handle for handle in _sharded(handles) if handle.data is None and handle.gather is None]
+        self.hint(missing, group)
+        split = [handle for handle in missing if handle.is_split]
+        if split:
+            self._start_gather(split, group)
+
+    def get(self, handle: ByteHandle, group: TensorGroup) -> torch.Tensor:
+        """Returns the bytes, gathering them now if they were not prefetched (on every rank)."""
+        assert isinstance(handle, _ShardedHandle)
+        if handle.data is not None:
+            return handle.data
+        if not handle.is_split:
+            return self._stored(handle, group)
+        if handle.gather is None:
+            self._start_gather([handle], group)
+        gather, handle.gather = handle.gather, None
+        assert gather is not None
+        full = gather.take(handle.run)[: handle.num_bytes]  # without the padding of the slices
+        self._check_gathered(full, handle, group)
+        return full
+
+    def free(self, handle: ByteHandle) -> None:
+        """Frees the slice."""
+        assert isinstance(handle, _ShardedHandle)
+        if self._inner is not None and handle.inner is not None:
+            self._inner.free(handle.inner)
+        if handle.gather is not None:
+            handle.gather.drop(handle.run)
+        handle.gather = handle.data = handle.slice = handle.inner = None
+
+    def begin_step(self) -> None:
+        """Begins a new step of the inner store."""
+        if self._inner is not None:
+            self._inner.begin_step()
+
+    def close(self) -> None:
+        """Closes the inner store."""
+        if self._inner is not None:
+            self._inner.close()
+
+    def _store_slice(self, handle: _ShardedHandle, group: TensorGroup, *, is_equal: bool) -> None:
+        """Stores this rank's slice, or all bytes if they are not equal on all ranks."""
+        data = handle.data
+        assert data is not None
+        own = self._slice_of(data) if is_equal else data
+        if is_equal:
+            handle.is_split, handle.data, handle.probe = True, None, probe(data)
+        elif group.traffic is not None:  # `TensorStore` has counted a slice
+            more = self._bytes_here(handle.num_bytes) - self.stored_bytes(handle.num_bytes)
+            group.traffic.count(self.tier, more, handle)
+        if self._inner is not None:
+            handle.inner = self._inner.put(own, group)
+            handle.data = None
+        elif is_equal:
+            handle.slice = own
+
+    def _slice_of(self, data: torch.Tensor) -> torch.Tensor:
+        """Returns a copy of this rank's slice, padded with zeros."""
+        num_bytes = self._slice_bytes(data.numel())
+        part = data[self._ranks.rank * num_bytes :][:num_bytes]
+        if part.numel() == num_bytes:
+            return part.clone()
+        own = data.new_zeros(num_bytes)
+        own[: part.numel()] = part
+        return own
+
+    def _stored(self, handle: _ShardedHandle, group: TensorGroup) -> torch.Tensor:
+        """Returns the bytes that this rank stores."""
+        if handle.slice is not None:
+            return handle.slice
+        assert self._inner is not None
+        assert handle.inner is not None
+        return self._inner.get(handle.inner, group)
+
+    def _start_gather(self, handles: Sequence[_ShardedHandle], group: TensorGroup) -> None:
+        gather = self._ranks.gather([self._stored(handle, group) for handle in handles], group.block)
+        for run, handle in enumerate(handles):
+            handle.gather, handle.run = gather, run
+
+    def _check_gathered(self, full: torch.Tensor, handle: _ShardedHandle, group: TensorGroup) -> None:
+        """Checks that the ranks still save the same tensors: on the host for CPU tensors, else on the device."""
+        ok = probe(full) == handle.probe
+        what = "gathered bytes differ from those that this rank saved: ranks save other tensors, or in another order"
+        if isinstance(ok, torch.Tensor):
+            assert_on_device(ok, f"{group.block}: partition: {what}")
+        elif not ok:
+            raise StoreError(
+                f"{group.block}: partition: {what} · fix: partition only over ranks with the same data, such as"
+                " tensor-parallel ranks, and run the same blocks in the same order on all of them"
+            )
+
+    def _compare_ranks(self, pieces: Sequence[torch.Tensor], group: TensorGroup) -> list[bool]:
+        """Returns for each piece whether it is equal on all ranks; see Note [Same calls on all ranks].
+
+        Raises:
+            StoreError: The ranks run different blocks, sizes or policies, or one is gone or late.
+        """
+        if pieces[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            raise StoreError(
+                f"{group.block}: partition: expected shapes seen before the capture, got new ones, which ranks cannot"
+                " compare in it · fix: run one step with these shapes first"
+            )
+        own = {"block": group.block, "store": self._policy, "sizes in bytes": [piece.numel() for piece in pieces]}
+        checksums = torch.stack([checksum(piece) for piece in pieces]).tolist()
+        message = json.dumps([own, checksums]).encode()
+        answers = [json.loads(text) for text in self._ranks.exchange(message, group.block)]
+        first, members = answers[0][0], self._ranks.members
+        for what in own:
+            for member, (other, _) in zip(members, answers, strict=True):
+                if other[what] != first[what]:
+                    raise StoreError(
+                        f"{group.block}: partition: expected the same {what} on all ranks, got {first[what]!r} on rank"
+                        f" {members[0]} and {other[what]!r} on rank {member} · fix: use the same policies on all ranks,"
+                        " and run the same blocks with the same shapes in the same order"
+                    )
+        equal = [len(set(sums)) == 1 for sums in zip(*(sums for _, sums in answers), strict=True)]
+        if not all(equal):
+            self._warn(group, equal.count(False), len(equal))
+        return equal
+
+    def _warn(self, group: TensorGroup, num_differ: int, num_all: int) -> None:
+        text = "its tensors" if num_differ == num_all else f"{num_differ} of its {num_all} tensors"
+        verb = "differs" if num_differ == 1 < num_all else "differ"
+        text = f"{text} {verb} between ranks: already sharded, left whole"
+        group.note(f"partition: {text}")
+        if group.block not in self._warned:
+            self._warned.add(group.block)
+            warnings.warn(f"{group.block}: partition: {text}", stacklevel=2)
+
+    def _slice_bytes(self, num_bytes: int) -> int:
+        return -(-num_bytes // (self._ranks.size * _ALIGN)) * _ALIGN
+
+    def _bytes_here(self, num_bytes: int) -> int:
+        return num_bytes if self._inner is None else self._inner.stored_bytes(num_bytes)
+
+
+class _OpenCall:
+    """The pieces of one call of a block that the ranks compare when it is over, each with its key."""
+
+    __slots__ = ("handles", "key")
+
+    def __init__(self, block: str) -> None:
+        self.key = hash(block)
+        self.handles: list[tuple[int, _ShardedHandle]] = []
+
+
+def checksum(data: torch.Tensor) -> torch.Tensor:
+    """Returns an ``int64`` that depends on every bit of ``data``, flat bytes, and on its position; no host sync.
+
+    >>> one = torch.arange(32, dtype=torch.uint8)
+    >>> bool(checksum(one) == checksum(one.clone())), bool(checksum(one) == checksum(one.flip(0)))
+    (True, False)
+    """
+    size = data.numel() // 8 * 8
+    total = torch.full((), data.numel(), dtype=torch.int64, device=data.device)
+    keys = torch.arange(1, 2 * min(size // 8, _CHUNK) + 16, 2, device=data.device).mul_(_ODD)
+    for chunk in (*data[:size].view(torch.int64).split(_CHUNK), data[size:].to(torch.int64)):
+        # A key is odd, so no bit is lost, but the highest one moved between words would not show without the shift.
+        total = total * _ODD + ((chunk ^ (chunk >> 32)) * keys[: chunk.numel()]).sum()
+    return total
+
+
+def probe(data: torch.Tensor) -> torch.Tensor | int:
+    """Returns the sum of some words of ``data``, flat bytes, spread over it: an int on the CPU, else a scalar tensor.
+
+    >>> one = torch.arange(64, dtype=torch.uint8)
+    >>> probe(one) == probe(one.clone()), probe(one) == probe(one + 1)
+    (True, False)
+    """
+    num_words = data.numel() // 8
+    sample = data[: 8 * num_words].view(torch.int64)[:: num_words // _PROBED + 1] if num_words else data.to(torch.int64)
+    total = sample.sum()
+    return total if data.device.type != "cpu" else int(total)
+
+
+def unsplit_bytes(handle: ByteHandle) -> torch.Tensor | None:
+    """Returns all bytes, flat, if they are not split, or not yet."""
+    return handle.data if isinstance(handle, _ShardedHandle) else None
+
+
+def _sharded(handles: Sequence[ByteHandle]) -> list[_ShardedHandle]:
+    return [handle for handle in handles if isinstance(handle, _ShardedHandle)]

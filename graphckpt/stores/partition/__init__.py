@@ -1,1 +1,0 @@
-"""Keeps one slice of each tensor per rank."""

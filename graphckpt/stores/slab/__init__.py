@@ -1,1 +1,0 @@
-"""Keeps tensors in one slab on their device."""
