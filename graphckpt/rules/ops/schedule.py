@@ -220,6 +220,10 @@ class NamedOps:
         """Returns whether the result is named."""
         return func in self.whole or number in self.numbered.get(func, ())
 
+    def decide(self, _: Any, func: Op, *__: Any, **___: Any) -> bool:
+        """Does the same as a policy function of PyTorch's, without numbers."""
+        return func in self.whole
+
     def missing(self, keys: Collection[Key]) -> list[str]:
         """Returns the names that mean a result which is not among ``keys``, or none of them."""
         missing = []
