@@ -163,7 +163,7 @@ class KeptResults:
 
         A cast is not: autocast casts a weight once per region, so in one of the two executions alone.
         """
-        return func is not CAST and (not self._learns or func in getattr(self.policy, "whole", ()))
+        return func is not CAST and (not self._learns or func in getattr(self.policy, "ops", ()))
 
 
 class OpMode(DispatchMode):

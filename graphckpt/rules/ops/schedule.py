@@ -209,7 +209,7 @@ Policy: TypeAlias = Callable[[Any, Any, Any, dict[str, Any], int], bool]
 class NamedOps:
     """The policy that keeps the results of named ops."""
 
-    whole: Collection[Op]
+    ops: Collection[Op]
     """Ops of which every result is kept."""
     numbered: Mapping[Op, Collection[int]] = field(default_factory=dict)
     """Ops of which the results with these numbers are kept."""
@@ -218,11 +218,11 @@ class NamedOps:
 
     def __call__(self, output: Any, func: Op, args: Any, kwargs: dict[str, Any], number: int) -> bool:
         """Returns whether the result is named."""
-        return func in self.whole or number in self.numbered.get(func, ())
+        return func in self.ops or number in self.numbered.get(func, ())
 
     def decide(self, _: Any, func: Op, *__: Any, **___: Any) -> bool:
         """Does the same as a policy function of PyTorch's, without numbers."""
-        return func in self.whole
+        return func in self.ops
 
     def missing(self, keys: Collection[Key]) -> list[str]:
         """Returns the names that mean a result which is not among ``keys``, or none of them."""
