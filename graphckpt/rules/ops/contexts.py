@@ -199,7 +199,7 @@ class SelectiveContexts:
     def leave_schedule(self, frame: Frame) -> None:
         """Is called when a call does not follow its schedule: all that is not kept will be recomputed."""
         block, schedule = frame.block, self._schedule
-        if schedule is not None and block.schedules.get(self._signature) is schedule:
+        if block.schedules.get(self._signature) is schedule and schedule is not None:
             block.num_mismatches += 1
             if block.num_mismatches < _MAX_MISMATCHES:
                 del block.schedules[self._signature]  # the next call records another one
