@@ -33,7 +33,7 @@ from transformers import (
 
 import graphckpt
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning.fit.rows import BatchFit
+from graphckpt.planning.fit.result import BatchFit
 
 MIB = 2**20
 SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
@@ -72,7 +72,7 @@ def _tokens(size: int) -> Tensor:
 
 
 def _source(row: BatchFit) -> str:
-    return "checked" if row.checked_seconds is not None else "measured" if row.is_measured else "interpolated"
+    return "checked" if row.checked_seconds is not None else "measured" if row.is_measured else "not measured"
 
 
 class Steps:

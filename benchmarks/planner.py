@@ -47,9 +47,9 @@ import graphckpt
 from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning import PlanError
 from graphckpt.planning.api import find_blocks
+from graphckpt.planning.candidates import compiled_forwards as compiled_layers
 from graphckpt.planning.candidates import options as rules
-from graphckpt.planning.compiled import compiled_forwards as compiled_layers
-from graphckpt.planning.compiled import parse_compile
+from graphckpt.planning.candidates import parse_compile
 from graphckpt.planning.measure.instrument import Blocks
 from graphckpt.planning.measure.real_step import RealStep
 from graphckpt.planning.measure.sweep import measure

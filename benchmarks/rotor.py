@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from graphckpt.planning.model.events import Interval, Phase
 
 if TYPE_CHECKING:
-    from graphckpt.planning.model.measured_step import MeasuredStep
+    from graphckpt.planning.model.memory_model import MeasuredStep
 
 SLOTS = 2000  # to which memory is rounded, always to the worse
 

@@ -19,11 +19,8 @@ from typing import Any
 import numpy as np
 from report import header, write
 
-from graphckpt.planning.solve.chain import Move, peak, seconds
-from graphckpt.planning.solve.copy_schedule import CopyTiming, schedule_copies
-from graphckpt.planning.solve.frontier import Frontier
-from graphckpt.planning.solve.offload_chain import OffloadChain
-from graphckpt.planning.solve.offload_search import search_offload
+from graphckpt.planning.solve.frontier import Frontier, Move, peak, seconds
+from graphckpt.planning.solve.offload_search import CopyTiming, OffloadChain, schedule_copies, search_offload
 
 MIB = 2**20
 FORWARD, BACKWARD = 10, 20  # milliseconds

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, final
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
-from graphckpt.engine.objects import overwrite
-from graphckpt.engine.thread_state import get_rng_state, rng_devices, set_rng_state
+from graphckpt.engine.call_state import get_rng_state, rng_devices, set_rng_state
+from graphckpt.engine.objects import ABSENT, CONTAINERS, Objects, differs, fill
+from graphckpt.tree import ATOMS
+
+_OF_TORCH = frozenset(nn.Module().__dict__)
 
 
 class _Tensor(NamedTuple):
@@ -19,22 +24,41 @@ class _Tensor(NamedTuple):
 
 @final
 class TrainingState:
-    """Copies of tensors, optimizers and the RNG states of the host and of their devices.
+    """Copies of what a step may change: tensors, attributes of modules, optimizers, RNG states of host and devices.
 
     They are restored in place, since a capture holds the addresses.
 
     Args:
-        tensors: parameters and buffers.
-        optimizers: more of them may be added before they step.
+        tensors: Those to copy.
+        optimizers: More of them may be added before they step.
+        tree: Modules whose attributes, and the containers in them, are copied one level deep.
+        fields: Other attributes to copy so, such as those of a Graph.
+        has_random: Whether to copy RNG states: of the host, and of the devices of tensors and parameters.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor], optimizers: Iterable[Optimizer] = ()) -> None:
+    def __init__(
+        self,
+        tensors: Iterable[torch.Tensor] = (),
+        optimizers: Iterable[Optimizer] = (),
+        *,
+        tree: ModuleTree | None = None,
+        fields: dict[str, Any] | None = None,
+        has_random: bool = True,
+    ) -> None:
         self.tensors = [_Tensor(tensor, tensor.detach().clone()) for tensor in tensors]
         """Each tensor with its copy."""
         self._optimizers: dict[Optimizer, tuple[dict[Any, dict[str, Any]], list[dict[str, Any]]]] = {}
         for optimizer in optimizers:
             self.add(optimizer)
-        self.random = get_rng_state(rng_devices(tensor for tensor, _ in self.tensors), host=True)
+        self._tree = tree or ModuleTree(())
+        owners: list[Any] = [*self._tree.dictionaries, *([] if fields is None else [fields])]
+        values = self._tree.attributes() + ([] if fields is None else list(fields.values()))
+        # by type: an object's own __getattribute__ would answer isinstance, such as that of a Transformers config
+        owners += [value for value in values if issubclass(type(value), CONTAINERS)]
+        self._contents: Objects = [(owner, copy.copy(owner)) for owner in owners]
+        on_devices = torch.accelerator.current_accelerator() is not None
+        drawing = [*self._tree.parameters(), *(tensor for tensor, _ in self.tensors)] if on_devices else []
+        self.random = get_rng_state(rng_devices(drawing), host=True) if has_random else None
 
     def add(self, optimizer: Optimizer) -> None:
         """Copies the state and the settings of an optimizer, unless it was added before."""
@@ -54,6 +78,9 @@ class TrainingState:
     def restore(self) -> bool:
         """Restores all of it. Returns whether states that optimizers have created since then were removed."""
         has_removed = False
+        for owner, content in self._contents:
+            if differs(owner, content):
+                fill(owner, content)
         for tensor, value in self.tensors:
             overwrite(tensor, value)
         for optimizer, (states, groups) in self._optimizers.items():
@@ -65,8 +92,73 @@ class TrainingState:
                 optimizer.state[parameter].update(_restored(state))
             for group, settings in zip(optimizer.param_groups, groups, strict=True):
                 group.update(_restored(settings))
-        set_rng_state(self.random)
+        if self.random is not None:
+            set_rng_state(self.random)
         return has_removed
+
+    def changed_attributes(self) -> Iterator[tuple[nn.Module, str]]:
+        """Yields the modules whose attributes, or containers in them, have changed, and the names of these."""
+        contents = {id(owner): content for owner, content in self._contents}
+        for module in self._tree.modules:
+            now, then = module.__dict__, contents[id(module.__dict__)]
+            for key in dict.fromkeys([*then, *now]):
+                value = now.get(key, ABSENT)
+                content = contents.get(id(value))
+                if value is not then.get(key, ABSENT) or (content is not None and differs(value, content)):
+                    yield module, key
+
+
+@final
+class ModuleTree:
+    """All modules below some roots, as lists: the state before each step of a Graph may be copied.
+
+    Args:
+        roots: Modules, each with all below it.
+    """
+
+    def __init__(self, roots: Iterable[nn.Module]) -> None:
+        self._roots = list(roots)
+        self.modules = list(dict.fromkeys(module for root in self._roots for module in root.modules()))
+        self._children = [(m._modules, m._modules.copy()) for m in self.modules]
+        self.dictionaries = [own for m in self.modules for own in (m.__dict__, m._parameters, m._buffers, m._modules)]
+        self._own_keys = [_own_keys(m.__dict__) for m in self.modules]
+        self.renormalized: list[Any] = [m for m in self.modules if _renormalizes(m)]
+
+    def is_of(self, roots: Iterable[nn.Module]) -> bool:
+        """Whether these are the roots, and no module below was added, removed or replaced since."""
+        return list(roots) == self._roots and all(now == then for now, then in self._children)
+
+    def attributes(self) -> list[Any]:
+        """Returns the attributes that are neither plain values, such as numbers, nor those of every module."""
+        values = []
+        for number, module in enumerate(self.modules):
+            fields, (count, keys) = module.__dict__, self._own_keys[number]
+            try:
+                own = [fields[key] for key in keys]
+            except KeyError:
+                count = -1
+            if len(fields) != count:  # of torch's keys none is ever removed: as many keys are the same keys
+                _, keys = self._own_keys[number] = _own_keys(fields)
+                own = [fields[key] for key in keys]
+            values += [value for value in own if type(value) not in ATOMS]
+        return values
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Returns the parameters, those that several modules share several times."""
+        return [p for module in self.modules for p in module._parameters.values() if p is not None]
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Returns the buffers."""
+        return [b for module in self.modules for b in module._buffers.values() if b is not None]
+
+
+def _own_keys(fields: dict[str, Any]) -> tuple[int, list[str]]:
+    return len(fields), [key for key in fields if key not in _OF_TORCH]
+
+
+def _renormalizes(module: nn.Module) -> bool:
+    """Whether a forward modifies the weight of ``module`` in place, as embeddings with ``max_norm`` do."""
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
 
 
 def _copy(values: dict[str, Any]) -> dict[str, Any]:
@@ -78,3 +170,19 @@ def _restored(values: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, _Tensor):
             value.original.detach().copy_(value.copied)
     return {key: value.original if isinstance(value, _Tensor) else value for key, value in values.items()}
+
+
+def overwrite(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Writes the elements of ``value`` into ``tensor``, those that an expanded tensor repeats once.
+
+    >>> tensor = torch.zeros(1).expand(3)
+    >>> overwrite(tensor, torch.ones(3))
+    >>> tensor
+    tensor([1., 1., 1.])
+    """
+    target, source = tensor.detach(), value
+    if target.layout is torch.strided and 0 in target.stride():
+        once = tuple(slice(1) if step == 0 else slice(None) for step in target.stride())
+        target, source = target[once], source[once]
+    with torch.no_grad():
+        target.copy_(source)

@@ -1,10 +1,11 @@
-"""What a forward changes beside its outputs is put back for the second run, and put forth after it."""
+"""What a forward changes beside its outputs: the recomputation sees what the original forward saw."""
 
 from __future__ import annotations
 
 import copy
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ import torch
 from torch import nn
 
 from graphckpt._compat import FakeTensorMode
-from graphckpt.engine.call_state import ModuleState
-from graphckpt.engine.objects import Undo, copy_objects, drop_unchanged, put_back, rewind_objects
+from graphckpt.engine.call_state import CallState, ModuleState
+from graphckpt.engine.objects import Objects, copy_objects, drop_unchanged_tensors, put_back, swap
 
 
 class Holder(nn.Module):
@@ -57,6 +58,19 @@ def contents(module: nn.Module) -> dict[str, Any]:
     }
 
 
+def call(state: ModuleState, forward: Callable[[], object]) -> CallState:
+    """Runs a forward, and returns the state before it."""
+    modes = state.modes()
+    learning = not state.has_learnt(modes)
+    before = state.take(modes, learning=learning)
+    reached = state.reached()
+    forward()
+    if learning:
+        before, known = state.learn(before, reached)
+        state.remember(modes, known)
+    return state.finish(before)
+
+
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return a.keys() == b.keys() and all(
         torch.equal(a[key], b[key]) if isinstance(a[key], torch.Tensor) else a[key] == b[key] for key in a
@@ -68,19 +82,14 @@ def test_a_second_run_sees_what_the_first_saw_and_moves_nothing(case: str) -> No
     change, module = CHANGES[case], Holder()
     change(module)  # attributes that go from unset to set are one-time set-up
     state = ModuleState([module])
-    for number in range(3):
+    for _ in range(3):
         before = contents(module)
-        snapshot = state.take()
-        watch = state.watch() if number == 0 else None
-        change(module)
-        if watch is not None:
-            snapshot, places = state.learn(watch, snapshot)
-            state.remember(snapshot, places)
+        call_state = call(state, lambda: change(module))
         after = contents(module)
         assert not same(before, after)
         for _ in range(2):  # a second run may come twice, with retain_graph
-            undo: Undo = []
-            state.rewind(snapshot, undo)
+            undo: Objects = []
+            state.put_in_place(call_state, undo)
             assert same(contents(module), before)
             change(module)
             assert same(contents(module), after)
@@ -89,25 +98,51 @@ def test_a_second_run_sees_what_the_first_saw_and_moves_nothing(case: str) -> No
             assert same(contents(module), after)
 
 
-def test_what_does_not_move_is_not_copied() -> None:
+def test_a_large_buffer_that_does_not_move_is_not_copied() -> None:
+    module = Holder()
+    module.register_buffer("large", torch.zeros(1 << 16))
+    state = ModuleState([module])
+    for _ in range(2):
+        assert [copied.numel() for copied in call(state, lambda: None).copies.values()] == [3]
+    with pytest.raises(StopIteration):
+        next(iter(state.mutated_buffers(call(state, lambda: None))))
+    assert state.mutated(call(state, lambda: module.large.add_(1))) == "`large` of its Holder"
+
+
+def test_an_attribute_that_is_changed_after_the_forward_is_what_it_was() -> None:
     module = Holder()
     state = ModuleState([module])
-    state.remember(*state.learn(state.watch(), state.take()))
-    snapshot = state.take()
-    assert snapshot.changed == ()
-    assert [t.data_ptr() for t in snapshot.tensors if t is not None] == [
-        module.weight.data_ptr(),
-        module.average.data_ptr(),
-    ]
+    for count in range(3):
+        call_state = call(state, lambda: None)
+        module.count += 1
+        undo: Objects = []
+        state.put_in_place(call_state, undo)
+        assert module.count == count
+        put_back(undo)
+        assert module.count == count + 1
+
+
+def test_an_attribute_may_be_an_inference_tensor() -> None:
+    module = Holder()
+    state = ModuleState([module])
+    for _ in range(3):
+        with torch.inference_mode():
+            module.tensor = module.tensor + 1
+        count = module.tensor.sum().item()
+        call_state = call(state, lambda: setattr(module, "tensor", module.tensor.clone()))
+        undo: Objects = []
+        state.put_in_place(call_state, undo)
+        assert module.tensor.sum().item() == count
+        put_back(undo)
 
 
 def test_modes_are_those_of_the_first_run() -> None:
     model = nn.Sequential(nn.Dropout(), nn.Linear(1, 1))
     state = ModuleState(model.modules())
-    snapshot = state.take()
+    call_state = call(state, lambda: None)
     model.eval()
-    undo: Undo = []
-    state.rewind(snapshot, undo)
+    undo: Objects = []
+    state.put_in_place(call_state, undo)
     assert [m.training for m in model.modules()] == [True] * 3
     put_back(undo)
     assert [m.training for m in model.modules()] == [False] * 3
@@ -118,10 +153,10 @@ def test_parameters_are_those_of_the_first_run() -> None:
     state = ModuleState([module])
     own, other = module.weight, nn.Parameter(torch.zeros(3))
     module._parameters["weight"] = other
-    snapshot = state.take()
+    call_state = call(state, lambda: None)
     module._parameters["weight"] = own
-    undo: Undo = []
-    state.rewind(snapshot, undo)
+    undo: Objects = []
+    state.put_in_place(call_state, undo)
     assert module.weight is other
     put_back(undo)
     assert module.weight is own
@@ -131,12 +166,9 @@ def test_flags_that_a_first_call_sets_up_stay_set_up() -> None:
     module = Holder()
     module.is_ready, module.hooks = False, None
     state = ModuleState([module])
-    snapshot, watch = state.take(), state.watch()
-    module.is_ready, module.hooks = True, object()
-    snapshot, places = state.learn(watch, snapshot)
-    state.remember(snapshot, places)
-    undo: Undo = []
-    state.rewind(snapshot, undo)
+    call_state = call(state, lambda: module.__dict__.update(is_ready=True, hooks=object()))
+    undo: Objects = []
+    state.put_in_place(call_state, undo)
     assert module.is_ready
     assert module.hooks is not None
 
@@ -171,9 +203,8 @@ def test_objects_among_the_arguments_are_put_back_too(case: str) -> None:
     change(argument)
     after = seen(argument)
     assert after != before
-    objects = drop_unchanged(objects)
-    undo: Undo = []
-    rewind_objects(objects, undo)
+    objects = drop_unchanged_tensors(objects)
+    undo = swap(objects)
     assert seen(argument) == before
     change(argument)
     put_back(undo)
@@ -182,7 +213,7 @@ def test_objects_among_the_arguments_are_put_back_too(case: str) -> None:
 
 def test_objects_that_the_first_run_leaves_alone_hold_no_tensors() -> None:
     argument = Argument()
-    objects = drop_unchanged(copy_objects([argument]))
+    objects = drop_unchanged_tensors(copy_objects([argument]))
     held = [v for _, then in objects for v in (then.values() if isinstance(then, dict) else then or ())]
     assert not any(isinstance(value, torch.Tensor) for value in held)
 
@@ -192,34 +223,14 @@ def test_modules_functions_and_atoms_are_not_taken(value: Any) -> None:
     assert copy_objects([value]) == []
 
 
-class TestFakeTensors:
-    """They hold no bits to compare: what an op writes to is taken to move."""
-
-    @staticmethod
-    def _changed_keys(module: nn.Module, call: Callable[[], object]) -> list[str]:
-        state = ModuleState(module.modules())
-        snapshot, watch = state.take(), state.watch()
-        watch.wrap(call)()
-        return [place.key for place, _ in state.learn(watch, snapshot)[0].changed]
-
-    def test_the_running_statistics_of_batch_norm_move_in_training_alone(self) -> None:
-        with FakeTensorMode():
-            norm, image = nn.BatchNorm2d(3), torch.randn(2, 3, 4, 4)
-            assert self._changed_keys(norm, lambda: norm(image)) == [
-                "running_mean",
-                "running_var",
-                "num_batches_tracked",
-            ]
-            norm.eval()
-            assert self._changed_keys(norm, lambda: norm(image)) == []
-
-    def test_a_buffer_that_is_edited_through_a_view_without_its_version_moves(self) -> None:
-        with FakeTensorMode():
-            module = nn.Module()
-            module.register_buffer("seen", torch.zeros(4))
-            module.register_buffer("left_alone", torch.zeros(4))
-            assert self._changed_keys(module, lambda: module.seen.data[1:].add_(1)) == ["seen"]
-
-    def test_the_same_places_move_with_values(self) -> None:
-        norm, image = nn.BatchNorm2d(3), torch.randn(2, 3, 4, 4)
-        assert self._changed_keys(norm, lambda: norm(image)) == ["running_mean", "running_var", "num_batches_tracked"]
+@pytest.mark.parametrize("mode", [FakeTensorMode, nullcontext])
+def test_the_running_statistics_of_batch_norm_are_copied_in_training_alone(mode: Callable[[], Any]) -> None:
+    with mode():
+        norm, image = nn.BatchNorm2d(1 << 15), torch.randn(2, 1 << 15, 1, 1)
+        state = ModuleState([norm])
+        large = {0: "weight", 1: "bias", 2: "running_mean", 3: "running_var"}
+        for _ in range(2):
+            copies = call(state, lambda: norm(image)).copies
+            assert [large[index] for index in copies if index in large] == ["running_mean", "running_var"]
+        norm.eval()
+        assert call(state, lambda: norm(image)).copies.keys().isdisjoint(large)

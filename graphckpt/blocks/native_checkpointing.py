@@ -9,7 +9,7 @@ from typing import Any, final
 from torch import nn
 
 from graphckpt.engine.block import BlockContext
-from graphckpt.engine.objects import Undo, put_back, replace_item
+from graphckpt.engine.objects import replaced
 
 _FLAG = "gradient_checkpointing"
 
@@ -63,14 +63,5 @@ class _Suspended:
         return _Suspended(function, self._modules)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        undo: Undo = []
-        try:
-            for module in self._modules:
-                if module.__dict__.get(_FLAG):
-                    replace_item(module.__dict__, _FLAG, False, undo)
+        with replaced([module for module in self._modules if module.__dict__.get(_FLAG)], _FLAG, value=False):
             return self.__wrapped__(*args, **kwargs)
-        finally:
-            try:
-                put_back(undo)
-            finally:
-                put_back(undo)  # where an interrupt has ended the first one

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -12,8 +11,8 @@ from typing import final
 import torch
 from torch import nn
 
-from graphckpt.engine.objects import ABSENT, CONTAINERS, differs, fill
 from graphckpt.errors import GraphckptError
+from graphckpt.training_state import ModuleTree, TrainingState
 
 # Words in the device's messages, and what they mean for the step. The first match counts.
 _FIXES = (
@@ -47,37 +46,25 @@ class ModuleAttributes:
     """
 
     def __init__(self, roots: Sequence[tuple[str, nn.Module]], device: torch.device | None) -> None:
-        self._held = []
-        self._elsewhere: list[tuple[str, torch.Tensor, int, torch.Tensor]] = []
-        for path, module in modules_of(roots):
-            fields = module.__dict__  # parameters, buffers and children are containers among them
-            containers = {key: copy.copy(value) for key, value in fields.items() if isinstance(value, CONTAINERS)}
-            self._held.append((path, fields, dict(fields), containers))
-            for key, value in {**fields, **module._parameters, **module._buffers}.items():
-                if isinstance(value, torch.Tensor) and _is_elsewhere(value, device):
-                    self._elsewhere.append((f"{path}.{key}", value, value._version, value.detach().clone()))
+        self._paths = {module: path for path, module in modules_of(roots)}
+        self._elsewhere = [
+            (f"{path}.{key}", value, value._version)
+            for module, path in self._paths.items()
+            for key, value in {**module.__dict__, **module._parameters, **module._buffers}.items()
+            if isinstance(value, torch.Tensor) and _is_elsewhere(value, device)
+        ]
+        tree = ModuleTree(module for _, module in roots)
+        self._state = TrainingState([tensor for _, tensor, _ in self._elsewhere], tree=tree, has_random=False)
 
     def changed(self) -> str | None:
         """Returns the path of an attribute that has changed, or ``None``."""
-        for path, fields, before, containers in self._held:
-            for key in dict.fromkeys([*before, *fields]):
-                same = fields.get(key, ABSENT) is before.get(key, ABSENT)
-                if not same or (key in containers and differs(fields[key], containers[key])):
-                    return f"{path}.{key}"
-        return next((name for name, tensor, version, _ in self._elsewhere if tensor._version != version), None)
+        for module, key in self._state.changed_attributes():
+            return f"{self._paths[module]}.{key}"
+        return next((name for name, tensor, version in self._elsewhere if tensor._version != version), None)
 
     def restore(self) -> None:
         """Restores all attributes."""
-        for _, fields, before, containers in self._held:
-            for key in [key for key in fields if key not in before]:
-                del fields[key]
-            fields.update(before)
-            for key, value in containers.items():
-                if differs(fields[key], value):
-                    fill(fields[key], value)
-        for _, tensor, version, copied in self._elsewhere:
-            if tensor._version != version:
-                tensor.detach().copy_(copied)
+        self._state.restore()
 
 
 def _is_elsewhere(tensor: torch.Tensor, device: torch.device | None) -> bool:

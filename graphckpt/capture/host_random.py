@@ -6,7 +6,7 @@ from typing import final
 
 import torch
 
-from graphckpt.engine.thread_state import get_rng_state, set_rng_state
+from graphckpt.engine.call_state import get_rng_state, set_rng_state
 from graphckpt.errors import GraphError
 
 

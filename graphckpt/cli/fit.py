@@ -23,9 +23,8 @@ examples:
   graphckpt fit --config-file configs/llama_pretrain.py --device h100 --sequence-lengths 1024,2048,4096
   graphckpt fit --config-file configs/gpt2_pretrain.py --device h200 task.loss_head=True --head loss_head=tiles:8:sum
 
-The device need not be present, and no tensor allocates memory. The step is simulated at a few batch sizes; where its
-memory is affine in the batch, which is verified, the other sizes are interpolated. The largest and the fastest batch
-then run, simulated, under their plans.
+The device need not be present, and no tensor allocates memory. The step is simulated at each batch size of the table,
+under all policies and then under its plan. The largest batch is exact: with one sample more, no plan fits.
 
 exit codes: 0 done, 2 error of the user, such as a budget that no batch fits, 130 stopped by Ctrl-C
 """
@@ -72,7 +71,7 @@ def add_fit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 @rare_collection()
 def _fit(parsed: argparse.Namespace) -> int:
     from graphckpt.config.planning import fit_from  # noqa: PLC0415 - seconds of imports that --help can do without
-    from graphckpt.planning.fit.batch_search import check_fit_budget  # noqa: PLC0415
+    from graphckpt.planning.fit.search import check_fit_budget  # noqa: PLC0415
 
     budget = check_fit_budget(budget_of(parsed.memory_budget))
     sizes = None if parsed.batch_sizes is None else batch_sizes_of(parsed.batch_sizes)

@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 from graphckpt.config.load import load
 from graphckpt.config.schema import RunConfig
 from graphckpt.planning.fit.api import fit
-from graphckpt.planning.fit.rows import BatchFit
-from graphckpt.planning.fit.search import divisors
+from graphckpt.planning.fit.result import BatchFit
 from graphckpt.train.console import Report
 from graphckpt.train.data.prefetch import to_device
 from graphckpt.train.foreign_errors import attribute_errors
@@ -111,7 +110,7 @@ def _best(run: RunConfig, make_optimizer: Callable[[nn.Module], Optimizer]) -> t
     with attribute_errors("model, task, data, optim", "fitting the batch size"):
         found = fit(
             make_step,
-            batch_sizes=divisors(train.global_batch_size),
+            batch_sizes=[size for size in range(1, train.global_batch_size + 1) if train.global_batch_size % size == 0],
             memory_budget="max" if section.memory_budget is None else section.memory_budget,
             **{name: getattr(options, name) for name in options.names()},
         )

@@ -17,15 +17,13 @@ from graphckpt.config.packaged import existing
 from graphckpt.config.run import optimizer_of
 from graphckpt.config.schema import RunConfig, checked
 from graphckpt.errors import ConfigError, bullets
-from graphckpt.planning.compiled import compile_options
+from graphckpt.planning.candidates import compile_options
 from graphckpt.planning.device.fake_device import FakeDevice
 from graphckpt.planning.device.profile import DeviceProfile, load_profile
-from graphckpt.planning.fit.batch_search import fit_steps
-from graphckpt.planning.fit.steps import FakeSizedStep, SizedStep
+from graphckpt.planning.fit.search import SizedStep, fit_steps
 from graphckpt.planning.measure.fake_step import FakeStep
-from graphckpt.planning.measure_all import measure_all
 from graphckpt.planning.plan_group import PlanGroup
-from graphckpt.planning.planner import Planners
+from graphckpt.planning.planner import Planners, measure_all
 from graphckpt.train.console import Report
 from graphckpt.train.tasks.base import TextTask, sum_of_losses
 from graphckpt.train.units import head_policies, unit_names
@@ -60,7 +58,7 @@ def planner_from(
     """
     with fake_steps_from(config_file, overrides, device=device, options=options) as steps:
         sizes = steps.run.train.sizes
-        step = steps.step(sizes.micro_batch, sizes.accumulation).measurable
+        step = steps.step(sizes.micro_batch, sizes.accumulation).step
         wanted = replace(steps.options, progress=progress)
         return measure_all(step, steps.model, steps.blocks, wanted, PlanGroup(), steps.notes), steps.machine
 
@@ -123,7 +121,7 @@ class FakeConfigSteps:
         options: fields of :class:`~graphckpt.planning.PlanOptions` that replace those of the config.
     """
 
-    can_run_any = True
+    is_real = False
     can_accumulate = True
 
     def __init__(self, run: RunConfig, machine: DeviceProfile, options: Mapping[str, Any]) -> None:
@@ -149,7 +147,7 @@ class FakeConfigSteps:
         if compile_options(section.compile) is not None:
             self.notes.append("compile: its effect is not known without the device; planned without")
 
-    def step(self, size: int, accumulation: int = 1) -> FakeSizedStep:
+    def step(self, size: int, accumulation: int = 1) -> SizedStep:
         """Returns the step of a micro-batch size."""
         numbers = np.arange(size, dtype=np.int64) % max(1, len(self._data.train))
         sample = self._data.train.batch(numbers)
@@ -165,12 +163,7 @@ class FakeConfigSteps:
             self._optimizer.zero_grad()
 
         fake = FakeStep(self._fake, self.model, step, self._optimizer)
-        return FakeSizedStep(fake, self.model, self.blocks)
-
-    def available_bytes(self, step: SizedStep, static: int) -> int:
-        """Returns the memory of the device."""
-        del step, static
-        return self.machine.memory_bytes
+        return SizedStep(fake, self.model, self.blocks)
 
 
 def _autocast(run: RunConfig, target: DeviceProfile) -> Any:

@@ -9,13 +9,14 @@ right before returns is not kept: the recomputation of that block returns it aga
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import nn
 
+from graphckpt.engine.call_state import CallState, ModuleState
 from graphckpt.engine.mismatch import (
     iterator_argument,
     modified_in_place,
@@ -23,7 +24,7 @@ from graphckpt.engine.mismatch import (
     returns_differ,
     shares_memory,
 )
-from graphckpt.engine.objects import Snapshot, Undo, copy_objects, drop_unchanged, rewind_objects
+from graphckpt.engine.objects import Objects, copy_objects, drop_unchanged_tensors, swap
 from graphckpt.engine.saved import Call, SameArgument, SavedTensor, TensorKind, has_attributes, has_storage
 from graphckpt.errors import RecomputeError
 from graphckpt.stores.device import DeviceStore
@@ -169,7 +170,7 @@ class Arguments:
         self._leaves, self._shape = flatten_call(args, kwargs)
         self._function = function
         self._originals: Sequence[_OriginalArgument] = ()
-        self._objects: Any = ()
+        self._objects: Objects = []
         self._error: str | None = None
         self.before: Call | None = None
         """The call of the recomputed block right before, if the two are recomputed as one."""
@@ -213,7 +214,9 @@ class Arguments:
             ):  # else at the end of the forward, which shows what is modified in place
                 leaves[position] = self._keep(call, tensor, copied, returned)
 
-    def after_forward(self, call: Call, snapshot: Snapshot, returned: BlockOutput | None, *, learning: bool) -> None:
+    def after_forward(
+        self, call: Call, state: ModuleState, call_state: CallState, returned: BlockOutput | None, *, learning: bool
+    ) -> None:
         """Drops what the recomputation does not need, after the original forward.
 
         Raises:
@@ -222,14 +225,14 @@ class Arguments:
         """
         originals, self._originals = self._originals, ()
         if self._objects:
-            self._objects = drop_unchanged(self._objects)
+            self._objects = drop_unchanged_tensors(self._objects)
         moved = frozenset([each.position for each in originals if each.is_mutated()])
         if learning:
             self.mutated = moved | call.block.mutated
             call.block.mutated = self.mutated
         message = None
-        if moved or (learning and snapshot.changed):
-            message = self._shared_memory(call, snapshot, originals)
+        if moved or learning:
+            message = self._shared_memory(call, state.mutated_buffers(call_state), originals)
         if message is None and not moved <= self.mutated:
             message = mutates_argument(call.block.title, self.name(min(moved - self.mutated)))
         if message is not None:
@@ -282,10 +285,10 @@ class Arguments:
             if isinstance(leaf, torch.Tensor) and position not in self.mutated and not leaf.is_inference()
         ]
 
-    def assemble(self, leaves: list[Any], undo: Undo) -> tuple[Sequence[Any], dict[str, Any]]:
+    def assemble(self, leaves: list[Any], undo: Objects) -> tuple[Sequence[Any], dict[str, Any]]:
         """Returns ``(args, kwargs)``, once the modules are in the state of the original forward."""
         if self._objects:
-            rewind_objects(self._objects, undo)
+            undo += swap(self._objects)
         return self._shape.assemble(leaves)
 
     def _take(self, call: Call, position: int, leaf: Any, outputs_before: Sequence[torch.Tensor]) -> Any:
@@ -308,7 +311,9 @@ class Arguments:
         self.before = returned.call()
         return JoinedInput(number, tensor)
 
-    def _shared_memory(self, call: Call, snapshot: Snapshot, originals: Sequence[_OriginalArgument]) -> str | None:
+    def _shared_memory(
+        self, call: Call, buffers: Iterable[tuple[str, torch.Tensor]], originals: Sequence[_OriginalArgument]
+    ) -> str | None:
         """Returns the error if arguments that share memory with others, or with buffers, were modified in place."""
         owners: dict[int, list[str]] = {}
         for each in originals:
@@ -318,11 +323,9 @@ class Arguments:
         for storage in (id(tensor.untyped_storage()) for tensor in moved if has_storage(tensor)):
             if len(names := owners[storage]) > 1:
                 return shares_memory(call.block.title, names)
-        for place, _ in snapshot.changed:
-            own = place.owner.get(place.key)
-            if place.in_place and isinstance(own, torch.Tensor) and has_storage(own):
-                for name in owners.get(id(own.untyped_storage()), ()):
-                    return shares_memory(call.block.title, [name, f"{place.key} of its modules"])
+        for name, buffer in buffers:
+            if has_storage(buffer) and (shared := owners.get(id(buffer.untyped_storage()))):
+                return shares_memory(call.block.title, [shared[0], name])
         return None
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from itertools import chain
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
 
 from graphckpt.engine.call_state import ModuleState
-from graphckpt.engine.thread_state import rng_devices
 from graphckpt.errors import warn_once
 from graphckpt.stores.base import TensorGroup
 from graphckpt.stores.device import DeviceStore
@@ -89,10 +87,9 @@ class BlockContext:
         part.notes = self.notes
         return part
 
-    def present_state(self) -> ModuleState:
-        """Returns the state of the block's modules, rebuilt if a submodule was added, removed or replaced since."""
-        if self.state.is_stale():
-            self.state = ModuleState(self._modules())
+    def renew_state(self) -> ModuleState:
+        """Returns a new state of the block's modules, of which some were added, removed or replaced since."""
+        self.state = ModuleState(self._modules())
         return self.state
 
     def open_group(self) -> TensorGroup | None:
@@ -113,9 +110,3 @@ class BlockContext:
     def tensors(self) -> list[torch.Tensor]:
         """Returns the block's parameters and buffers."""
         return self.state.tensors()
-
-    def rng_devices(self, leaves: Iterable[Any]) -> tuple[torch.device, ...]:
-        """Returns the devices, except the CPU, on which a call with ``leaves`` may draw random numbers."""
-        if torch.accelerator.current_accelerator() is None:
-            return ()
-        return rng_devices(chain(self.tensors(), (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))))

@@ -1,46 +1,56 @@
-"""What a forward changes beside its outputs: buffers, attributes, objects that attributes reach.
+"""The call state: what a call of a block can change beside its outputs, and what it finds, as it was before the call.
 
-The original forward of a block changes them for good. Before the recomputation they are put back to what the original
-forward saw, and after it to what they were. Which of them change is learnt on the first call. A later call may change
-others, for example in a branch: small buffers and containers are copied in every call, attributes are compared after
-it, and the statistics of norms in training mode always count as changed, since they change without a version bump.
+Before a call, the state of the block's modules is copied; for the recomputation, the copy is put in place; after it,
+what was there is put back. Tensors that can change are cloned, so that the recomputation modifies clones alone.
+
+The first call in each mode copies all and compares afterwards. Later calls copy the dictionaries of the modules'
+attributes and the containers in them, small buffers, the statistics of norms, and what has changed in the first call.
+Modifications of other tensors are seen by their version counters, and refused.
+
+RNG states, autocast and the other settings of a thread are read and set by the functions at the end.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import random
+import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import chain, starmap
 from operator import is_
 from types import MethodType
-from typing import Any, TypeGuard, final
+from typing import Any, NamedTuple, TypeAlias, TypeGuard, final
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import is_lazy
 
-from graphckpt._compat import is_fake
+from graphckpt._compat import has_function_modes, is_fake
 from graphckpt.engine.objects import (
     ABSENT,
     CONTAINERS,
-    ChangedValue,
-    Reached,
-    Snapshot,
-    Undo,
-    Writes,
+    Objects,
+    changed_keys,
+    copy_objects,
     differs,
-    is_sharding,
     may_reach,
-    replace_item,
-    same_bits,
+    set_or_remove,
     sets_up,
+    swap,
 )
+from graphckpt.tree import ATOMS
 
 _OWN = frozenset(nn.Module().__dict__) | {"forward"}  # what torch itself keeps on every module
 _NORMS = nn.modules.batchnorm._NormBase
 _SMALL_BYTES = 64 * 1024  # a copy of such a buffer costs less than it takes to find out whether it moves
+
+Modes: TypeAlias = tuple[bool, ...]
+"""Whether each module of a block is in training mode."""
+_Module: TypeAlias = "weakref.ref[nn.Module]"
 
 
 @final
@@ -53,24 +63,61 @@ class PolicyChanges:
 
 policy_changes = PolicyChanges()
 
+Reached: TypeAlias = tuple[_Module, str, Any, Objects]
+"""An attribute of a module, its value, and the contents of what that reaches."""
+
+
+class CallState(NamedTuple):
+    """The state of a block's modules before a call."""
+
+    # Of tuples rather than lists: Python's garbage collector need not visit those that hold numbers only.
+    modes: Modes
+    tensors: tuple[Any, ...]
+    """Parameters, buffers, and the tensors among the attributes, which hooks and recurrent layers set."""
+    versions: tuple[int, ...]
+    copies: dict[int, torch.Tensor]
+    """Of buffers and attributes, by their index in ``tensors``."""
+    names: list[tuple[_Module, str]]
+    """Of the attributes in ``tensors``."""
+    attributes: dict[_Module, dict[str, Any]]
+    objects: list[tuple[_Module, Any, Any]]
+    """``(module, object that an attribute of it reaches, contents)``: see ``copy_objects``."""
+    forwards: dict[_Module, Any]
+    """The ``forward`` attributes of modules that replace that of the class, such as policies."""
+    policy_changes: int
+    changed: frozenset[int] = frozenset()
+    """The ids of the dictionaries whose attributes the call has replaced, or changed within."""
+
+
+class _Scope(NamedTuple):
+    """What a call may change, as far as earlier calls with the modules in the same modes have shown."""
+
+    modules: list[_Module]
+    """Those whose attributes are copied."""
+    names: list[tuple[_Module, str]]
+    """The attributes that are tensors, but not buffers."""
+    copied: list[int]
+    """Which buffers, and which of ``names``, are cloned; see :class:`CallState`."""
+    containers: list[tuple[_Module, str]]
+    objects: list[tuple[_Module, str]]
+    """The attributes within which an object is changed."""
+    plain: dict[_Module, tuple[str, ...]]
+    """The attributes that reach nothing else, such as numbers."""
+
 
 @final
 class ModuleState:
-    """The parameters, buffers, modes and moving places of a set of modules."""
+    """The state of a set of modules, and what their calls may change."""
 
     __slots__ = (
-        "_attributes",
-        "_changed_values",
         "_children",
-        "_containers",
         "_forwards",
         "_modules",
-        "_norms",
         "_num_parameters",
         "_owners",
         "_policy_changes",
+        "_scopes",
         "_slots",
-        "_unchanged_buffers",
         "_users",
         "host_rng_modes",
     )  # fmt: skip
@@ -87,15 +134,11 @@ class ModuleState:
         self._owners = owners, list(map(list, owners))
         self._slots: list[tuple[dict[str, Any], str]] = [(m._parameters, key) for m in members for key in m._parameters]
         self._num_parameters = len(self._slots)
-        self._norms = [weakref.ref(m) for m in members if isinstance(m, _NORMS)]
         self._slots += [(m._buffers, key) for m in members for key in m._buffers]
-        self._changed_values: dict[tuple[bool, ...], tuple[ChangedValue, ...]] = {}
-        self._unchanged_buffers: dict[tuple[bool, ...], list[int]] = {}  # the buffers that are not known to move
-        self._attributes: dict[tuple[bool, ...], list[tuple[weakref.ref[nn.Module], str]]] = {}
-        self._containers: dict[tuple[bool, ...], list[tuple[weakref.ref[nn.Module], str]]] = {}
-        self._forwards: list[tuple[weakref.ref[nn.Module], weakref.ref[Any]]] = []
+        self._scopes: dict[Modes, _Scope] = {}
+        self._forwards: list[tuple[_Module, weakref.ref[Any]]] = []
         self._policy_changes = -1
-        self.host_rng_modes: set[tuple[bool, ...]] = set()
+        self.host_rng_modes: set[Modes] = set()
         """The modes in which a first call has drawn from the generators of Python or NumPy."""
 
     def is_stale(self) -> bool:
@@ -110,9 +153,13 @@ class ModuleState:
         owners, keys = self._owners
         return list(map(list, owners)) != keys
 
-    def has_learnt(self, snapshot: Snapshot) -> bool:
-        """Whether a call with the modules in these modes (train or eval, each) has shown which places move."""
-        return snapshot.modes in self._changed_values
+    def modes(self) -> Modes:
+        """Returns whether each module is in training mode."""
+        return tuple([ref().training for ref in self._modules])  # type: ignore[union-attr]
+
+    def has_learnt(self, modes: Modes) -> bool:
+        """Whether a call with the modules in these modes has shown what it changes."""
+        return modes in self._scopes
 
     def attribute_ids(self) -> set[int]:
         """Returns the ids of the modules' dictionaries of attributes."""
@@ -126,273 +173,234 @@ class ModuleState:
         """Returns the parameters and buffers in place now."""
         return [t for owner, key in self._slots if (t := owner.get(key)) is not None]
 
-    def take(self, *, is_again: bool = False) -> Snapshot:
-        """Reads what a recomputation must see again. Costs a dictionary look-up per parameter, no copy of any.
+    def devices(self, leaves: Iterable[Any]) -> tuple[torch.device, ...]:
+        """Returns the devices, except the CPU, on which a call with ``leaves`` may draw random numbers."""
+        if torch.accelerator.current_accelerator() is None:
+            return ()
+        return rng_devices(chain(self.tensors(), (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))))
+
+    def take(self, modes: Modes, *, learning: bool = False, is_nested: bool = False) -> CallState:
+        """Copies the present state.
 
         Args:
-            is_again: Whether this is part of the recomputation of a block around, for which the policies of its
+            modes: The present ones.
+            learning: Whether to copy all, for :meth:`learn` to compare after the call.
+            is_nested: Whether this is part of the recomputation of a block around, for which the policies of its
                 original forward are in place.
         """
-        if is_again:
-            self._policy_changes = -1
-        tensors: tuple[Any, ...] = tuple(starmap(dict.get, self._slots))
-        modes = tuple([ref().training for ref in self._modules])  # type: ignore[union-attr]
-        changed = self._changed_values.get(modes)
-        if self._policy_changes != policy_changes.number:
-            self._policy_changes = policy_changes.number
+        scope = self._expect(self._modules) if learning else self._scopes.get(modes) or self._expect(self._users)
+        attributes = {ref: _fields(ref).copy() for ref in scope.modules}
+        values = [_without_history(attributes[ref].get(key)) for ref, key in scope.names]
+        tensors: tuple[Any, ...] = (*starmap(dict.get, self._slots), *values)
+        objects = [
+            (ref, value, copy.copy(value))
+            for ref, key in scope.containers
+            if isinstance(value := attributes[ref].get(key), CONTAINERS)
+        ]
+        for ref, key in scope.objects:
+            objects += [(ref, *entry) for entry in copy_objects([attributes[ref].get(key)])]
+        copied = scope.copied
+        if learning:
+            copied = [i for i in range(self._num_parameters, len(tensors)) if not is_lazy(tensors[i])]
+        return CallState(
+            modes,
+            tensors,
+            _versions(tensors),
+            _copies(tensors, copied),
+            scope.names,
+            attributes,
+            objects,
+            self._present_forwards(is_nested=is_nested),
+            -1 if is_nested else policy_changes.number,
+        )
+
+    def _present_forwards(self, *, is_nested: bool) -> dict[_Module, Any]:
+        if is_nested or self._policy_changes != policy_changes.number:
             self._forwards = [
                 (ref, weakref.ref(forward))
                 for ref in self._modules
                 if (forward := _fields(ref).get("forward")) is not None and not isinstance(forward, MethodType)
             ]
-        changes, self._policy_changes = self._policy_changes, -1 if is_again else self._policy_changes
-        return Snapshot(
-            tensors,
-            _versions(tensors),
-            modes,
-            tuple([(place, place.take()) for place in changed]) if changed else (),
-            {i: t.detach().clone() for i in self._unchanged_buffers.get(modes, ()) if _is_small(t := tensors[i])},
-            _read_attributes(self._attributes.get(modes, ())),
-            tuple([_fields(ref).copy() for ref in self._users]) if changed is not None else (),
-            tuple(
-                [
-                    (ref, key, copy.copy(value))
-                    for ref, key in self._containers.get(modes, ())
-                    if isinstance(value := _fields(ref).get(key), CONTAINERS)
-                ]
-            ),
-            tuple([(module, forward()) for module, forward in self._forwards]),
-            changes,
+            self._policy_changes = -1 if is_nested else policy_changes.number
+        return {ref: forward() for ref, forward in self._forwards}
+
+    def _expect(self, modules: list[_Module]) -> _Scope:
+        """Returns what a call may change before any call has shown it, with the attributes of ``modules``."""
+        norms = {id(m._buffers) for ref in self._modules if isinstance(m := ref(), _NORMS) and m.training}
+        attributes = [(ref, key, value) for ref in modules for key, value in _fields(ref).items() if key not in _OWN]
+        return _Scope(
+            modules,
+            names=[(ref, key) for ref, key, value in attributes if _is_plain(value)],
+            # The kernel of a norm writes its statistics without a version bump, so that they always count as changed.
+            copied=[
+                index
+                for index, (owner, key) in enumerate(self._slots)
+                if index >= self._num_parameters and (id(owner) in norms or _is_small(owner.get(key)))
+            ],
+            containers=[(ref, key) for ref, key, value in attributes if isinstance(value, CONTAINERS)],
+            objects=[],
+            plain={
+                ref: tuple([key for other, key, value in attributes if other is ref and type(value) in ATOMS])
+                for ref in modules
+            },
         )
 
-    def rewind(self, snapshot: Snapshot, undo: Undo) -> None:
-        """Puts ``snapshot`` in place and notes in ``undo`` what it replaced."""
-        if not all(map(is_, starmap(dict.get, self._slots), snapshot.tensors)):
-            for (owner, key), tensor in zip(self._slots, snapshot.tensors, strict=True):
-                if owner.get(key) is not tensor and not is_sharding(owner.get(key), tensor):
-                    replace_item(owner, key, tensor, undo)  # functional_call had replaced it for the original forward
-        for index, copied in snapshot.copies.items():
-            if _may_have_changed(snapshot.tensors[index], snapshot.versions[index], copied):
-                replace_item(*self._slots[index], copied.clone(), undo)
-        for ref, key, tensor, _ in snapshot.attributes:
-            present = _fields(ref).get(key)
-            if present is not tensor and not _is_same_memory(present, tensor):
-                replace_item(_fields(ref), key, tensor, undo)
-        if snapshot.policy_changes != policy_changes.number:
-            self._rewind_policies(snapshot, undo)
-        for ref, mode in zip(self._modules, snapshot.modes, strict=True):
-            module = ref()
-            if module is not None and module.training is not mode:
-                replace_item(module.__dict__, "training", mode, undo)
-        for place, value in snapshot.changed:
-            place.rewind(value, undo)
-        if self._has_other_slots():
-            self._remove_new_buffers(undo)
-        _protect_attributes(self._users, undo)  # a forward may set, on any call, what no first call has set
-
-    def _remove_new_buffers(self, undo: Undo) -> None:
-        """Removes the buffers that the original forward, or what followed, has registered."""
-        place_keys = {(id(owner), key) for owner, key in self._slots}
-        for owner in self._owners[0]:
-            for key in [key for key, value in owner.items() if (id(owner), key) not in place_keys and _is_plain(value)]:
-                replace_item(owner, key, ABSENT, undo)
-
-    def _rewind_policies(self, snapshot: Snapshot, undo: Undo) -> None:
-        forwards = dict(snapshot.forwards)
-        for ref in self._modules:
-            fields = _fields(ref)
-            present = fields.get("forward")
-            if present is not forwards.get(ref) and not isinstance(present, MethodType):
-                replace_item(fields, "forward", forwards.get(ref, ABSENT), undo)
-
-    def hide(
-        self, snapshot: Snapshot, unread: Collection[int], stand_in: Callable[[torch.Tensor], Any], undo: Undo
-    ) -> None:
-        """Replaces what was modified of the parameters with ids ``unread`` by a stand-in for each."""
-        for (owner, key), tensor, version in zip(self._slots, snapshot.tensors, snapshot.versions, strict=True):
-            if id(tensor) in unread and tensor._version != version:
-                replace_item(owner, key, stand_in(tensor), undo)
-
-    def watch(self) -> Watch:
-        """Returns copies of all values that may change, for :meth:`learn` after the original forward."""
-        attributes = [ref().__dict__ for ref in self._modules]
-        places: list[tuple[dict[str, Any], str]] = [*self._slots]
-        places += [(d, key) for d in attributes for key in d if key not in _OWN]
-        tensors = [(d, key, d[key], d[key].detach().clone()) for d, key in places if _is_plain(d[key])]
-        own = [(d, key) for d in map(_fields, self._users) for key in d if key not in _OWN and may_reach(d[key])]
-        return Watch(tensors, [(d, _shallow(d)) for d in attributes], [(d, key, Reached.of(d[key])) for d, key in own])
-
-    def learn(self, watch: Watch, snapshot: Snapshot) -> tuple[Snapshot, tuple[ChangedValue, ...]]:
-        """Returns ``snapshot`` with the values of all places that moved since ``watch``, and the places."""
-        moved: list[tuple[ChangedValue, Any]] = []
-        for owner, key, tensor, before in watch.tensors:
-            is_mutated = watch.was_written(tensor) if is_fake(tensor) else not same_bits(tensor, before)
-            if owner.get(key) is not tensor:
-                value = before if is_mutated else tensor.detach()
-                moved.append((ChangedValue(owner, key, in_place=False), value.requires_grad_(tensor.requires_grad)))
-            elif is_mutated:
-                moved.append((ChangedValue(owner, key, in_place=True), before))
-        moved += self._norm_statistics(watch, [place for place, _ in moved])
-        for owner, key, reached in watch.reached:
-            if owner.get(key) is reached.value and reached.changed():
-                moved.append((ChangedValue(owner, key, in_place=False, reaches=True), reached))
-        place_keys = {(id(place.owner), place.key) for place, _ in moved}
-        for owner, attributes in watch.attributes:
-            changes = [(key, old) for key, old in _changed(owner, attributes) if (id(owner), key) not in place_keys]
-            moved.extend((ChangedValue(owner, key, in_place=False), old) for key, old in changes)
-        lasting = tuple((place, value) for place, value in moved if not sets_up(value, place.owner.get(place.key)))
-        places = tuple(place for place, _ in moved)
-        before_of = {(id(owner), key): before for owner, key, _, before in watch.tensors}
-        unchanged = self._not_among(places)
-        copies = {
-            i: before_of[id(self._slots[i][0]), self._slots[i][1]] for i in unchanged if _is_small(snapshot.tensors[i])
-        }
-        tensors = _read_attributes(self._attributes_not_among(places))
-        return snapshot._replace(changed=lasting, copies=copies, attributes=tensors), places
-
-    def _norm_statistics(self, watch: Watch, moved: list[ChangedValue]) -> list[tuple[ChangedValue, Any]]:
-        """Returns the statistics of norms in training mode that this call has not changed: a later call may.
-
-        The first call may not reach the norm, or find a mean that is zero already.
-        """
-        owners = {id(m._buffers) for ref in self._norms if (m := ref()) is not None and m.training}
-        place_keys = {(id(place.owner), place.key) for place in moved}
+    def reached(self) -> list[Reached]:
+        """Copies what the attributes of the modules reach, for :meth:`learn` to compare after the call."""
         return [
-            (ChangedValue(owner, key, in_place=True), before)
-            for owner, key, _, before in watch.tensors
-            if id(owner) in owners and (id(owner), key) not in place_keys
-        ]
-
-    def with_late_changes(self, snapshot: Snapshot) -> Snapshot:
-        """Returns ``snapshot`` with the attributes that this call was the first to change, and remembers them."""
-        if not snapshot.fields and not snapshot.containers:  # of PyTorch's own modules alone
-            return snapshot
-        late: list[tuple[ChangedValue, Any]] = []
-        for ref, then in zip(self._users, snapshot.fields, strict=False):  # none in a first call
-            now = _fields(ref)
-            if len(now) != len(then) or not all(map(is_, now.values(), then.values())):
-                before = {key: value for key, value in then.items() if key not in _OWN}
-                late += [(ChangedValue(now, key, in_place=False), old) for key, old in _changed(now, before)]
-        for ref, key, copied in snapshot.containers:
-            fields = _fields(ref)
-            if isinstance(value := fields.get(key), type(copied)) and differs(value, copied):
-                late.append((ChangedValue(fields, key, in_place=False), copied))
-        if not late:
-            return snapshot._replace(fields=(), containers=())
-        restored = {(id(place.owner), place.key) for place, _ in snapshot.changed}
-        late = [(place, old) for place, old in late if (id(place.owner), place.key) not in restored]
-        places = self._changed_values.get(snapshot.modes)  # none if a call of the block within itself has dropped them
-        if late and places is not None:
-            learnt = {(id(place.owner), place.key) for place in places}
-            new = [place for place, _ in late if (id(place.owner), place.key) not in learnt]
-            self._changed_values[snapshot.modes] = (*places, *new)
-        lasting = tuple([(place, old) for place, old in late if not sets_up(old, place.owner.get(place.key))])
-        return snapshot._replace(changed=snapshot.changed + lasting, fields=(), containers=())
-
-    def remember(self, snapshot: Snapshot, places: tuple[ChangedValue, ...]) -> None:
-        """Takes ``places`` for what every call with the modules in these modes moves."""
-        self._attributes[snapshot.modes] = self._attributes_not_among(places)
-        self._containers[snapshot.modes] = [
-            (ref, key)
+            (ref, key, value, copy_objects([value]))
             for ref in self._users
             for key, value in _fields(ref).items()
-            if key not in _OWN and isinstance(value, CONTAINERS)
-        ]
-        self._unchanged_buffers[snapshot.modes] = self._not_among(places)
-        self._changed_values[snapshot.modes] = places
-
-    def _attributes_not_among(self, places: tuple[ChangedValue, ...]) -> list[tuple[weakref.ref[nn.Module], str]]:
-        """Returns the tensor attributes that are none of ``places``."""
-        place_keys = {(id(place.owner), place.key) for place in places}
-        return [
-            (ref, key)
-            for ref in self._modules
-            for owner in (_fields(ref),)
-            for key, value in owner.items()
-            if key not in _OWN and _is_plain(value) and (id(owner), key) not in place_keys
+            if key not in _OWN and may_reach(value)
         ]
 
-    def _not_among(self, places: tuple[ChangedValue, ...]) -> list[int]:
-        """Returns the indices of the buffers that are none of ``places``."""
-        place_keys = {(id(place.owner), place.key) for place in places}
-        slots = enumerate(self._slots[self._num_parameters :], self._num_parameters)
-        return [index for index, (owner, key) in slots if (id(owner), key) not in place_keys]
+    def learn(self, state: CallState, reached: list[Reached]) -> tuple[CallState, _Scope]:
+        """Compares the present state with ``state``, of which all was copied.
 
-    def mutates_unknown(self, snapshot: Snapshot, unread: Collection[int]) -> str | None:
+        Returns:
+            The state with copies of that alone which the call has changed or may change, and what later calls copy.
+        """
+        copied = {*self._expect(self._modules).copied, *(i for i in state.copies if _has_changed(state, i))}
+        objects, names = list(state.objects), []
+        for ref, key, value, before in reached:
+            changes = [
+                (owner, then)
+                for owner, then in before
+                if differs(owner, then) and not (owner is value and isinstance(owner, CONTAINERS))
+            ]
+            own = getattr(value, "__dict__", {})
+            if changes and not all(owner is own and _only_sets_up(owner, then) for owner, then in changes):
+                names.append((ref, key))
+                objects += [(ref, *entry) for entry in before]
+        changed = {ref for ref, then in state.attributes.items() if _changes(_fields(ref), then)}
+        holders = {*self._users, *changed, *(ref for ref, _ in state.names)}
+        later = self._expect([ref for ref in self._modules if ref in holders])
+        first = len(self._slots)
+        mutated = [state.names[index - first] for index in copied if index >= first]
+        state = state._replace(copies={i: before for i, before in state.copies.items() if i in copied}, objects=objects)
+        cloned = [index for index in copied if index < first] + [
+            index for index, name in enumerate(later.names, first) if name in mutated
+        ]
+        return state, later._replace(copied=cloned, objects=names)
+
+    def remember(self, modes: Modes, scope: _Scope) -> None:
+        """Has later calls in these modes copy what ``scope`` says."""
+        self._scopes[modes] = scope
+
+    def finish(self, state: CallState) -> CallState:
+        """Returns ``state`` after the call, without what the recomputation does not need.
+
+        What the call has only set up stays set.
+        """
+        scope = self._scopes.get(state.modes) or self._expect(list(state.attributes))
+        attributes, changed = {}, set()
+        for ref, then in state.attributes.items():
+            now = _fields(ref)
+            before = {key: then[key] for key in scope.plain.get(ref, ()) if key in then}
+            if len(now) != len(then) or not all(map(is_, now.values(), then.values())):
+                for key, old, new in _changes(now, then):
+                    if sets_up(old, new):
+                        before.pop(key, None)
+                    else:
+                        before[key] = _without_history(old)
+                        changed.add(id(now))
+            attributes[ref] = before
+        objects = [entry for entry in state.objects if differs(*entry[1:])]
+        changed.update(id(_fields(ref)) for ref, *_ in objects)
+        return state._replace(attributes=attributes, objects=objects, changed=frozenset(changed))
+
+    def put_in_place(self, state: CallState, undo: Objects) -> None:
+        """Puts ``state`` in place, with clones of its copies, and adds to ``undo`` what it replaced."""
+        opened: set[int] = set()
+
+        def edit(owner: dict[str, Any]) -> dict[str, Any]:
+            if id(owner) not in opened:
+                opened.add(id(owner))
+                undo.append((owner, owner.copy()))
+            return owner
+
+        self._put_tensors(state, edit)
+        if state.policy_changes != policy_changes.number:
+            for ref in self._modules:
+                present = _fields(ref).get("forward")
+                if present is not state.forwards.get(ref) and not isinstance(present, MethodType):
+                    set_or_remove(edit(_fields(ref)), "forward", state.forwards.get(ref, ABSENT))
+        for ref, mode in zip(self._modules, state.modes, strict=True):
+            fields = _fields(ref)
+            if fields and fields["training"] is not mode:
+                edit(fields)["training"] = mode
+        for ref, attributes in state.attributes.items():
+            fields = edit(_fields(ref))
+            for key, value in attributes.items():
+                set_or_remove(fields, key, value)
+        undo += swap([(owner, then) for _, owner, then in state.objects])
+
+    def _put_tensors(self, state: CallState, edit: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        slots = self._slots + [(_fields(ref), key) for ref, key in state.names]
+        if not all(map(is_, starmap(dict.get, slots), state.tensors)):
+            for (owner, key), tensor in zip(slots, state.tensors, strict=True):
+                present = owner.get(key)
+                if present is not tensor and not _is_sharding(present, tensor):
+                    edit(owner)[key] = tensor  # functional_call had replaced it for the original forward
+        for index, clone in _copies(state.copies, state.copies).items():
+            owner, key = slots[index]
+            edit(owner)[key] = clone
+        if self._has_other_slots():  # buffers that the call, or what followed, has registered
+            keys = {(id(owner), key) for owner, key in self._slots}
+            for owner in self._owners[0]:
+                for key in [key for key, value in owner.items() if (id(owner), key) not in keys and _is_plain(value)]:
+                    del edit(owner)[key]
+
+    def hide(
+        self, state: CallState, unread: Collection[int], stand_in: Callable[[torch.Tensor], Any], undo: Objects
+    ) -> None:
+        """Replaces what was modified of the parameters with ids ``unread`` by a stand-in for each."""
+        for (owner, key), tensor, version in zip(self._slots, state.tensors, state.versions, strict=False):
+            if id(tensor) in unread and tensor._version != version:
+                undo.append((owner, owner.copy()))
+                owner[key] = stand_in(tensor)
+
+    def mutates_unknown(self, state: CallState, unread: Collection[int]) -> str | None:
         """Returns the name of a parameter or buffer that forward has modified in place, and without a copy.
 
-        A buffer is then taken for one that may move, from the next call on.
+        A buffer is then copied, from the next call on.
         """
-        name = self.mutated(snapshot, unread)
+        name = self.mutated(state, unread)
         if name is not None:
-            self._changed_values.pop(snapshot.modes, None)
+            self._scopes.pop(state.modes, None)
         return name
 
-    def mutated(self, snapshot: Snapshot, unread: Collection[int] = ()) -> str | None:
-        """Returns the name of a parameter or buffer that was modified after the original forward, or ``None``.
+    def mutated(self, state: CallState, unread: Collection[int] = ()) -> str | None:
+        """Returns the name of a parameter or buffer that was modified after it was read, or ``None``.
 
         Args:
-            snapshot: The state at the original forward.
+            state: The state before the call.
             unread: The ids of parameters that the recomputation does not read.
         """
-        if not snapshot.attributes and _versions(snapshot.tensors) == snapshot.versions:
+        versions = _versions(state.tensors)
+        if versions == state.versions:
             return None
-        place_keys = {(id(place.owner), place.key) for place, _ in snapshot.changed}
-        for index, (tensor, version) in enumerate(zip(snapshot.tensors, snapshot.versions, strict=True)):
-            if (
-                tensor is not None
-                and tensor._version != version
-                and not (index in snapshot.copies or id(tensor) in unread)
-            ):
-                owner, key = self._slots[index]
-                if (id(owner), key) not in place_keys:
-                    return self._name(owner, key)
-        for ref, key, tensor, version in snapshot.attributes:
-            if tensor._version != version and _fields(ref).get(key) is tensor:
-                return f"`{key}` of its {type(ref()).__name__}"
+        for index, (tensor, now, then) in enumerate(zip(state.tensors, versions, state.versions, strict=True)):
+            if now != then and index not in state.copies and id(tensor) not in unread:
+                return self._name(index, state)
         return None
 
-    def _name(self, owner: dict[str, Any], key: str) -> str:
+    def _name(self, index: int, state: CallState) -> str:
+        if index >= len(self._slots):
+            ref, key = state.names[index - len(self._slots)]
+            return f"`{key}` of its {type(ref()).__name__}"
+        owner, key = self._slots[index]
         for ref in self._modules:
             module = ref()
             if module is not None and (owner is module._parameters or owner is module._buffers):
                 return f"`{key}` of its {type(module).__name__}"
         return f"`{key}`"
 
-
-@final
-@dataclass(frozen=True, slots=True)
-class Watch:
-    """Copies of all that could move, held during a first call only."""
-
-    tensors: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]]
-    attributes: list[tuple[dict[str, Any], dict[str, Any]]]
-    reached: list[tuple[dict[str, Any], str, Reached]]
-    writes: Writes = field(default_factory=Writes)
-
-    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns what to call for ``function``, so that modifications of tensors without values are seen too."""
-        if not any(is_fake(tensor) for _, _, tensor, _ in self.tensors):
-            return function
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with self.writes:
-                return function(*args, **kwargs)
-
-        return run
-
-    def was_written(self, tensor: torch.Tensor) -> bool:
-        """Whether an op has written to the memory of ``tensor``."""
-        return id(tensor.untyped_storage()) in self.writes.storages
-
-
-def _protect_attributes(modules: Iterable[weakref.ref[nn.Module]], undo: Undo) -> None:
-    for fields in map(_fields, modules):
-        undo.append((fields, None, fields.copy()))
-        for key in fields.keys() - _OWN:
-            value = fields[key]
-            if isinstance(value, CONTAINERS):
-                fields[key] = copy.copy(value)
+    def mutated_buffers(self, state: CallState) -> Iterable[tuple[str, torch.Tensor]]:
+        """Yields the names of buffers that differ from their copies, and the buffers."""
+        for index in state.copies:
+            if _has_changed(state, index):
+                yield self._name(index, state), state.tensors[index]
 
 
 def _fields(ref: weakref.ref[nn.Module]) -> dict[str, Any]:
@@ -400,34 +408,66 @@ def _fields(ref: weakref.ref[nn.Module]) -> dict[str, Any]:
     return {} if module is None else module.__dict__
 
 
-def _read_attributes(
-    names: Iterable[tuple[weakref.ref[nn.Module], str]],
-) -> tuple[tuple[weakref.ref[nn.Module], str, torch.Tensor, int], ...]:
-    return tuple([(ref, key, t, t._version) for ref, key in names if _is_plain(t := _fields(ref).get(key))])
+def _changes(now: dict[str, Any], then: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    return [change for change in changed_keys(now, then) if change[0] not in _OWN]
 
 
-def _is_same_memory(one: Any, other: torch.Tensor) -> bool:
-    """Whether two tensors are one view of one memory, which FSDP makes anew of its flat parameters."""
-    return (
-        _is_plain(one)
-        and one.untyped_storage() is other.untyped_storage()
-        and (one.storage_offset(), one.size()) == (other.storage_offset(), other.size())
-    )
+def _only_sets_up(now: dict[Any, Any], then: dict[Any, Any]) -> bool:
+    return all(sets_up(old, new) for _, old, new in changed_keys(now, then))
+
+
+def _copies(tensors: Mapping[int, Any] | Sequence[Any], indices: Iterable[int]) -> dict[int, torch.Tensor]:
+    clones: dict[int, torch.Tensor] = {}  # by what they are copies of: modules may share a buffer
+    copies = {}
+    for index in indices:
+        if (tensor := tensors[index]) is not None:
+            clone = clones.get(id(tensor))
+            if clone is None:
+                clone = clones[id(tensor)] = _clone(tensor)
+            copies[index] = clone
+    return copies
+
+
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
+    clone = tensor.detach().clone()
+    return clone.requires_grad_() if tensor.requires_grad else clone
+
+
+def _without_history(value: Any) -> Any:
+    has_history = isinstance(value, torch.Tensor) and value.grad_fn is not None
+    return value.detach().requires_grad_() if has_history else value
+
+
+def _has_changed(state: CallState, index: int) -> bool:
+    tensor = state.tensors[index]
+    return _versions([tensor]) != (state.versions[index],) or not _same_bits(tensor, state.copies[index])
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are equal in shape, dtype and values; those without values count as equal."""
+    if a.is_meta or is_fake(a):
+        return True
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
 
 
 def _versions(tensors: Iterable[Any]) -> tuple[int, ...]:
-    return tuple([0 if tensor is None else tensor._version for tensor in tensors])
+    try:
+        return tuple([0 if tensor is None else tensor._version for tensor in tensors])
+    except RuntimeError:  # a call in inference mode has set an attribute: inference tensors have no version
+        return tuple([0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors])
 
 
-def _is_small(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
-    return tensor is not None and type(tensor) is torch.Tensor and tensor.nbytes <= _SMALL_BYTES
+def _is_small(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and (type(tensor) is torch.Tensor or is_fake(tensor)) and tensor.nbytes <= _SMALL_BYTES
 
 
-def _may_have_changed(tensor: torch.Tensor, version: int, before: torch.Tensor) -> bool:
-    """Whether a small buffer may differ from its copy. A comparison on an accelerator would synchronize with it."""
-    if tensor._version != version or tensor.requires_grad:
-        return tensor._version != version
-    return tensor.device.type != "cpu" or not torch.equal(tensor, before)
+def _is_sharding(now: Any, then: Any) -> bool:
+    """Whether FSDP exchanges a sharded parameter for a whole one, or the reverse, which its own hooks see to."""
+    if now is None or then is None:
+        return False
+    return hasattr(now, "device_mesh") != hasattr(then, "device_mesh") or not (
+        hasattr(then, "device_mesh") or then.untyped_storage().nbytes()
+    )
 
 
 def _children_of(module: nn.Module) -> list[int]:
@@ -438,15 +478,137 @@ def _is_plain(value: Any) -> TypeGuard[torch.Tensor]:  # a buffer or a tensor at
     return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and not is_lazy(value)
 
 
-def _shallow(attributes: dict[str, Any]) -> dict[str, Any]:
-    return {k: copy.copy(v) if isinstance(v, CONTAINERS) else v for k, v in attributes.items() if k not in _OWN}
+RNGState: TypeAlias = "tuple[torch.Tensor, tuple[tuple[torch.device, torch.Tensor], ...], HostRNGState | None]"
+"""State of PyTorch's CPU generator, of each device's default generator, and of Python and NumPy if it was asked for."""
+
+_STATELESS = frozenset({"cpu", "meta"})  # device types with no generator beside the CPU's
 
 
-def _changed(now: dict[str, Any], then: dict[str, Any]) -> Iterable[tuple[str, Any]]:
-    for key in dict.fromkeys(chain(then, (k for k in now if k not in _OWN))):
-        old, new = then.get(key, ABSENT), now.get(key, ABSENT)
-        if isinstance(old, CONTAINERS) and type(old) is type(new):
-            if differs(new, old):
-                yield key, old
-        elif old is not new and not isinstance(old, torch.Tensor):  # tensors are compared by their bits
-            yield key, old
+class HostRNGState(NamedTuple):
+    """State of the global generators of Python and NumPy. To read both takes 40 us, most of it in NumPy."""
+
+    python: tuple[Any, ...]
+    numpy: dict[str, Any] | None
+    """``None`` if NumPy is not imported."""
+
+    @classmethod
+    def read(cls) -> HostRNGState:
+        """Returns the present state; nothing is drawn."""
+        numpy = _numpy_random()
+        return cls(random.getstate(), None if numpy is None else numpy.get_state(legacy=False))
+
+    def restore(self) -> None:
+        """Sets the state."""
+        random.setstate(self.python)
+        if self.numpy is not None:
+            _numpy_random().set_state(self.numpy)
+
+    def changes(self) -> list[str]:
+        """Returns which libraries have drawn since: ``"Python's random"``, ``"NumPy"``."""
+        now = HostRNGState.read().fingerprints()
+        return [library for library, number in self.fingerprints().items() if now[library] != number]
+
+    def fingerprints(self) -> dict[str, int]:
+        """Returns a hash of each library's state."""
+        hashes = {"Python's random": hash(self.python)}
+        if self.numpy is not None:
+            values = (*self.numpy.values(), *self.numpy["state"].values())  # the key of MT19937 is an array
+            hashes["NumPy"] = hash(
+                tuple(v.tobytes() if hasattr(v, "tobytes") else v for v in values if v is not self.numpy["state"])
+            )
+        return hashes
+
+
+def rng_devices(tensors: Iterable[torch.Tensor]) -> tuple[torch.device, ...]:
+    """Returns the devices of ``tensors`` that have a random generator of their own, each once, in order."""
+    return tuple(dict.fromkeys(t.device for t in tensors if t.device.type not in _STATELESS))
+
+
+def get_rng_state(devices: tuple[torch.device, ...], *, host: bool = False) -> RNGState:
+    """Returns the RNG state of the CPU and of ``devices``, with ``host`` that of Python and NumPy too."""
+    cpu_state = torch.default_generator.get_state()
+    host_state = HostRNGState.read() if host else None
+    if not devices:
+        return cpu_state, (), host_state
+    return cpu_state, tuple([(d, _device_module(d).get_rng_state(*_index(d))) for d in devices]), host_state
+
+
+def set_rng_state(state: RNGState) -> None:
+    """Sets the RNG state that :func:`get_rng_state` returned."""
+    cpu_state, device_states, host_state = state
+    torch.default_generator.set_state(cpu_state)
+    for device, device_state in device_states:
+        _device_module(device).set_rng_state(device_state, *_index(device))
+    if host_state is not None:
+        host_state.restore()
+
+
+def _device_module(device: torch.device) -> Any:
+    return torch.get_device_module(device)
+
+
+def _index(device: torch.device) -> tuple[torch.device, ...]:
+    return () if device.type == "mps" else (device,)  # torch.mps has one device and takes no index
+
+
+def _numpy_random() -> Any:
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.random  # NumPy imports it on first use, which may be in the block
+
+
+Ambient: TypeAlias = tuple[object, ...]
+"""``(default device, attention kernels, (device type, enabled, dtype, weight cache), ...)``."""
+
+
+def take_ambient(devices: tuple[torch.device, ...]) -> Ambient:
+    """Reads the active settings for the CPU and for the types of ``devices``."""
+    kernels = tuple([is_enabled() for is_enabled in _KERNELS_ENABLED])
+    device = torch.get_default_device() if has_function_modes() else _CPU
+    if not devices:
+        return device, kernels, _autocast("cpu")
+    kinds = dict.fromkeys(device.type for device in devices)
+    return device, kernels, _autocast("cpu"), *(_autocast(kind) for kind in kinds)
+
+
+def enter_ambient(stack: ExitStack, wanted: Ambient, now: Ambient) -> None:
+    """Applies ``wanted`` on ``stack``, touching only what differs from ``now``."""
+    device, kernels, *autocasts = wanted
+    if device != now[0]:
+        stack.enter_context(device)  # type: ignore[arg-type]  # a torch.device is a context manager
+    if kernels != now[1]:
+        stack.enter_context(sdpa_kernel([k for k, on in zip(_KERNELS, kernels, strict=True) if on]))  # type: ignore[call-overload]
+    if is_autocast(now):
+        # `backward()` was called in a region of autocast, maybe by another thread. The cache is the process's, and has
+        # the casts of the forward of that region, which clears it; no region that ends in this thread may do so before.
+        torch.autocast_increment_nesting()
+        stack.callback(torch.autocast_decrement_nesting)
+    if tuple(autocasts) == now[2:]:
+        return
+    for autocast in autocasts:
+        kind, enabled, *how = autocast  # type: ignore[misc]
+        stack.enter_context(torch.autocast(kind, enabled=enabled, **dict(zip(_HOW, how, strict=False))))  # type: ignore[has-type]
+
+
+def is_autocast(ambient: Ambient) -> bool:
+    """Whether autocast is enabled for a type of device."""
+    return any(autocast[1] for autocast in ambient[2:])  # type: ignore[index]
+
+
+_CPU = torch.device("cpu")
+_KERNELS = (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
+_cuda = torch.backends.cuda
+_KERNELS_ENABLED = (
+    _cuda.math_sdp_enabled,
+    _cuda.flash_sdp_enabled,
+    _cuda.mem_efficient_sdp_enabled,
+    _cuda.cudnn_sdp_enabled,
+)
+_HOW = ("dtype", "cache_enabled")
+
+_has_autocast = functools.cache(torch.amp.is_autocast_available)
+
+
+def _autocast(kind: str) -> tuple[object, ...]:
+    if not (_has_autocast(kind) and torch.is_autocast_enabled(kind)):
+        return kind, False
+    return kind, True, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()

@@ -18,6 +18,7 @@ import torch
 
 from graphckpt._compat import (
     WithoutValues,
+    active_saved_tensor_hooks,
     autograd_sequence_number,
     current_backward,
     early_stop_active,
@@ -27,29 +28,27 @@ from graphckpt._compat import (
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.engine.arguments import Arguments, BlockOutput, last_output
 from graphckpt.engine.block import BlockContext
-from graphckpt.engine.call_state import Watch
+from graphckpt.engine.call_state import (
+    CallState,
+    Reached,
+    RNGState,
+    enter_ambient,
+    get_rng_state,
+    is_autocast,
+    set_rng_state,
+    take_ambient,
+)
 from graphckpt.engine.mismatch import Fault, differs, modified_in_place, mutates_argument, mutates_module, runs_backward
-from graphckpt.engine.objects import Snapshot, Undo, put_back
+from graphckpt.engine.objects import Objects, put_back
 from graphckpt.engine.saved import (
     Call,
     ExcludedCall,
-    Holder,
     UnreadParameter,
     decide,
     has_storage,
     hooks_around,
     may_be_filled_later,
     unread_parameters,
-)
-from graphckpt.engine.thread_state import (
-    RNGState,
-    autocast_depth,
-    enter_ambient,
-    get_rng_state,
-    is_autocast,
-    restore_ambient,
-    set_rng_state,
-    take_ambient,
 )
 from graphckpt.errors import MutatedError, RecomputeError
 from graphckpt.stores.device import DeviceStore
@@ -88,6 +87,19 @@ class Contexts(Protocol):
 
 
 @final
+class Holder:
+    """Placeholder in the autograd graph for a tensor that the recomputation will fill in."""
+
+    __slots__ = ("__weakref__", "dtype", "shape", "value", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self.value: torch.Tensor | None = None
+        self.version = 0
+
+
+@final
 class Frame(Call):
     """One call of a recomputed block.
 
@@ -101,9 +113,24 @@ class Frame(Call):
     """
 
     __slots__ = (
-        "_ambient", "_arguments", "_early_stop", "_failure", "_function", "_holders", "_is_joined", "_last_saved",
-        "_random", "_snapshot", "_state", "_strict", "_watch", "contexts", "excluded", "original", "outputs",
-    )  # fmt: skip
+        "_ambient",
+        "_arguments",
+        "_call_state",
+        "_early_stop",
+        "_failure",
+        "_function",
+        "_holders",
+        "_is_joined",
+        "_last_saved",
+        "_random",
+        "_reached",
+        "_state",
+        "_strict",
+        "contexts",
+        "excluded",
+        "original",
+        "outputs",
+    )
 
     def __init__(
         self,
@@ -115,7 +142,8 @@ class Frame(Call):
         strict: bool = True,
         joins: bool = False,
     ) -> None:
-        super().__init__(block)
+        self.block = block
+        self.group = None
         self.contexts = contexts
         self._early_stop = early_stop_active(early_stop)
         self._strict = strict
@@ -127,34 +155,35 @@ class Frame(Call):
         """The original forward while it runs; after that, the execution around it."""
         self._function = function
         self._failure: type[Exception] | None = None  # what the original forward has raised
-        self._watch: Watch | None = None
+        self._reached: list[Reached] | None = None  # in a first call: what attributes reach
         self._holders: list[weakref.ref[Holder]] = []
         self._last_saved: tuple[int, Any] = -1, None  # in a first call: sequence number, weak reference to the storage
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs the original forward, which keeps nothing but what the recomputation needs."""
         block = self.block
-        state = self._state = block.present_state()
-        self.outer_hooks = hooks_around(block)
+        state = self._state = block.renew_state() if block.state.is_stale() else block.state
+        hooks = active_saved_tensor_hooks()
+        self.outer_hooks = None if hooks is None else hooks_around(block, hooks)
         if self.outer_hooks is None and not isinstance(block.store, DeviceStore):
             self.group = block.open_group()
         arguments = self._arguments = Arguments(args, kwargs, self._function)
-        self.devices = block.rng_devices(arguments.leaves)
+        self.devices = state.devices(arguments.leaves)
         with modes_paused(running.get()):
             run = running.get()
-            self._snapshot = state.take(is_again=run is not None and run.is_recomputation)
-            learning = block.learns and not state.has_learnt(self._snapshot)
-            draws = learning or not block.learns or self._snapshot.modes in state.host_rng_modes
+            modes = state.modes()
+            learning = block.learns and not state.has_learnt(modes)
+            self._call_state = state.take(modes, learning=learning, is_nested=run is not None and run.is_recomputation)
+            self._reached = state.reached() if learning else None
+            draws = learning or not block.learns or modes in state.host_rng_modes
             self._random = get_rng_state(self.devices, host=draws)
             self._ambient = take_ambient(self.devices)
             self._early_stop &= not learning  # the first recomputation runs to its end: it must save no more
-            watch = self._watch = state.watch() if learning else None
-            function = self._function if watch is None else watch.wrap(self._function)
             returned = last_output.get() if self._is_joined and self.outer_hooks is None else None
             arguments.keep(self, returned, learning=learning)
 
         try:
-            output = self._original_forward(function, args, kwargs)
+            output = self._original_forward(args, kwargs)
         except Exception as error:  # caught by the caller, it may leave history behind: that of an argument it edits
             self._failure = type(error)
             try:
@@ -164,7 +193,7 @@ class Frame(Call):
             raise
         if isinstance(output, GeneratorType):
             block.note("its forward is a generator: what it yields is made outside of the block, and all of it is kept")
-        if watch is not None:
+        if learning:
             block.ends_with_saved = self._ends_with_saved(output)
         self._end(returned)
         last_output.set(BlockOutput(self, output))
@@ -179,28 +208,28 @@ class Frame(Call):
 
     def _end(self, returned: BlockOutput | None) -> None:
         """Learns from the original forward, and drops what the recomputation does not need."""
-        state, watch = self._state, self._watch
+        state, reached = self._state, self._reached
         with modes_paused(running.get()):
-            places = self._watch = None
-            if watch is not None:
-                self._snapshot, places = state.learn(watch, self._snapshot)
+            scope = self._reached = None
+            if reached is not None:
+                self._call_state, scope = state.learn(self._call_state, reached)
                 self._learn_host_rng()
-            else:
-                self._snapshot = state.with_late_changes(self._snapshot)
-            mutated = state.mutates_unknown(self._snapshot, unread_parameters(self.excluded))
+            self._call_state = state.finish(self._call_state)
+            unread = unread_parameters(self.excluded) if self.excluded else ()
+            mutated = state.mutates_unknown(self._call_state, unread)
             if mutated is not None:
                 message = mutates_module(self.block.title, mutated)
                 self._arguments.drop(message)
                 raise RecomputeError(message)
-            self._finish_forward(returned, learning=watch is not None)
-            if places is not None and self._failure is None:
-                state.remember(self._snapshot, places)
+            self._finish_forward(returned, learning=scope is not None)
+            if scope is not None and self._failure is None:
+                state.remember(self._call_state.modes, scope)
 
     def _learn_host_rng(self) -> None:
         """Keeps the state of Python's and NumPy's generators if the first call has drawn from one."""
         cpu_state, device_states, host = self._random
         if host is not None and host.changes():
-            self._state.host_rng_modes.add(self._snapshot.modes)
+            self._state.host_rng_modes.add(self._call_state.modes)
             return
         self._random = cpu_state, device_states, None
         for call in self.excluded:  # the recomputation restores what it sets, which is no longer that of the host
@@ -219,7 +248,7 @@ class Frame(Call):
         """Hook for a tensor that autograd saves."""
         holder = Holder(tensor)
         self._holders.append(weakref.ref(holder))
-        if self._watch is not None and has_storage(tensor):
+        if self._reached is not None and has_storage(tensor):
             self._last_saved = autograd_sequence_number(), weakref.ref(tensor.untyped_storage())
         if self.contexts is not None:
             self.contexts.saves(tensor)
@@ -238,14 +267,14 @@ class Frame(Call):
             raise MutatedError(modified_in_place(self.block.title, "a tensor that one of its ops saves"))
         return value
 
-    def _original_forward(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _original_forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         block = self.block
         recorder = block.recorder
         pack: Any = self.pack if recorder is None else recorder.original_forward_began(block.name, self.pack)
         run = self.original = Execution(self, running.get(), is_recomputation=False)
         try:
             with Guard(run, pack, self.unpack), self.contexts.original_forward(self) if self.contexts else _NOTHING:
-                return function(*args, **kwargs)
+                return self._function(*args, **kwargs)
         except BaseException as error:
             if not isinstance(error, Exception):
                 self._arguments.drop(f"{block.title}: its forward was interrupted, and cannot be recomputed")
@@ -258,12 +287,13 @@ class Frame(Call):
     def _finish_forward(self, returned: BlockOutput | None, *, learning: bool) -> None:
         """Drops what the recomputation does not need, after the original forward."""
         block = self.block
-        self._arguments.after_forward(self, self._snapshot, returned, learning=learning)
+        self._arguments.after_forward(self, self._state, self._call_state, returned, learning=learning)
         if self._is_joined and self.before is None:
             block.note("joined: no argument is the output of a recomputed block right before it; all are kept")
-        decide(self.excluded, self._snapshot)
-        for call in self.excluded:
-            call.after_forward()
+        if self.excluded:
+            decide(self.excluded, self._call_state)
+            for call in self.excluded:
+                call.after_forward()
         if self.contexts is not None:
             self.contexts.after_forward(self, has_failed=self._failure is not None)
         if self.group is not None:
@@ -333,23 +363,23 @@ class Frame(Call):
         return run
 
     def _repeat(self, run: Recomputation) -> None:
-        state, snapshot = self._state, self._snapshot
-        unread = self._modified_and_unread(snapshot)
+        state, call_state = self._state, self._call_state
+        unread = self._modified_and_unread(call_state)
         random_now = self.rng_state()
         ambient_now = take_ambient(self.devices)
-        depth, grad_enabled = autocast_depth(), torch.is_grad_enabled()
+        grad_enabled = torch.is_grad_enabled()
         arguments = self._arguments
         before = self.before
         leaves = arguments.take(self, () if before is None else before.outputs or ())
         run.versions = arguments.versions(leaves)
         if before is not None:
             before.outputs = None
-        undo: Undo = []
+        undo: Objects = []
         try:
             with Guard(run, run.pack, run.unpack), ExitStack() as stack:
-                state.rewind(snapshot, undo)
+                state.put_in_place(call_state, undo)
                 if unread:
-                    state.hide(snapshot, unread, self._stand_in, undo)
+                    state.hide(call_state, unread, self._stand_in, undo)
                 args, kwargs = arguments.assemble(leaves, undo)
                 set_rng_state(self._random)
                 if ambient_now != self._ambient or is_autocast(ambient_now):
@@ -361,23 +391,20 @@ class Frame(Call):
         except StopRecomputation as stop:
             if stop.run is not run:
                 raise
-        except BaseException:
-            restore_ambient(ambient_now, depth)
-            raise
         finally:
             put_back(undo)
             set_rng_state(random_now)
             torch.set_grad_enabled(grad_enabled)
 
-    def _modified_and_unread(self, snapshot: Snapshot) -> frozenset[int]:
+    def _modified_and_unread(self, call_state: CallState) -> frozenset[int]:
         """Returns the ids of parameters that were modified since, but that the recomputation does not read.
 
         An optimizer that steps in backward has modified those of an excluded child whose backward is over.
         """
-        if self._state.mutated(snapshot) is None:
+        if self._state.mutated(call_state) is None:
             return frozenset()
         unread = unread_parameters(self.excluded)
-        changed = self._state.mutated(snapshot, unread)
+        changed = self._state.mutated(call_state, unread)
         if changed is not None:
             raise RecomputeError(modified_in_place(self.block.title, changed))
         return unread

@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import torch
 from torch import nn
 
-from graphckpt._compat import WithoutValues, active_saved_tensor_hooks
+from graphckpt._compat import WithoutValues
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.engine.mismatch import modified_in_place, runs_backward
-from graphckpt.engine.objects import Snapshot
-from graphckpt.engine.thread_state import RNGState, set_rng_state
 from graphckpt.errors import MutatedError, RecomputeError
 from graphckpt.tree import build_value, flatten_call, flatten_value
 
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from graphckpt.engine.block import BlockContext
-    from graphckpt.engine.thread_state import RNGState
+    from graphckpt.engine.call_state import CallState, RNGState
     from graphckpt.stores.base import Store, TensorGroup
 
 
@@ -39,36 +37,18 @@ class SameArgument:
         self.position = position
 
 
-@final
-class Holder:
-    """Placeholder in the autograd graph for a tensor that the recomputation will fill in."""
-
-    __slots__ = ("__weakref__", "dtype", "shape", "value", "version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape = tensor.shape
-        self.dtype = tensor.dtype
-        self.value: torch.Tensor | None = None
-        self.version = 0
-
-
 class Call:
-    """One call of a block, which holds tensors for backward.
-
-    Args:
-        block: The block.
-        group: The group of the call's tensors in the block's store.
-        outer_hooks: The saved-tensor hooks around the call, which receive what it holds; ``None`` if the store does.
-    """
+    """One call of a block, which holds tensors for backward."""
 
     __slots__ = ("__weakref__", "block", "devices", "group", "outer_hooks")
 
-    def __init__(self, block: BlockContext, group: TensorGroup | None = None, outer_hooks: Any = None) -> None:
-        self.block = block
-        self.devices: tuple[torch.device, ...] = ()
-        """Whose RNG state the call may use, beside that of the CPU."""
-        self.group = group
-        self.outer_hooks = outer_hooks
+    block: BlockContext
+    devices: tuple[torch.device, ...]
+    """Whose RNG state the call may use, beside that of the CPU."""
+    group: TensorGroup | None
+    """The group of its tensors in the block's store."""
+    outer_hooks: Any
+    """The saved-tensor hooks around the call, which receive what it holds; ``None`` if the store does."""
 
 
 @final
@@ -195,6 +175,9 @@ class StoredCall(Call):
 
     __slots__ = ()
 
+    def __init__(self, block: BlockContext) -> None:
+        self.block, self.devices, self.group, self.outer_hooks = block, (), block.open_group(), None
+
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> SavedTensor | torch.Tensor:
         """Hook for a tensor that autograd saves."""
@@ -240,11 +223,8 @@ def _are_own(hooks: Any) -> bool:
     return hooks[1] is _same or getattr(hooks[1], "__func__", None) is StoredCall.unpack
 
 
-def hooks_around(block: BlockContext) -> Any:
-    """Returns the hooks that what a block saves must pass through, or ``None`` if it goes to the block's store."""
-    hooks: Any = active_saved_tensor_hooks()
-    if hooks is None:
-        return None
+def hooks_around(block: BlockContext, hooks: Any) -> Any:
+    """Returns which of the active ``hooks`` what a block saves passes through; ``None`` if it goes to its store."""
     if block.recorder is not None:
         hooks = block.recorder.hooks_below(hooks)
     return None if block.is_placed and hooks is not None and _are_own(hooks) else hooks
@@ -324,14 +304,14 @@ class ExcludedCall:
         """The ids of the child's parameters."""
         return {id(tensor) for tensor in self._block.tensors() if isinstance(tensor, nn.Parameter)}
 
-    def decide(self, snapshot: Snapshot) -> None:
+    def decide(self, call_state: CallState) -> None:
         """Decides whether the recomputation can take the outputs from here.
 
         It cannot where the parent has modified one in place, and where the child sets attributes of its modules, which
         the parent may read.
         """
-        attributes = {id(place.owner) for place, _ in snapshot.changed if not place.in_place}
-        if are_mutated(self._versions) or (attributes and not attributes.isdisjoint(self._block.state.attribute_ids())):
+        changed = call_state.changed
+        if are_mutated(self._versions) or (changed and not changed.isdisjoint(self._block.state.attribute_ids())):
             self.repeat()
 
     def repeat(self) -> None:
@@ -358,7 +338,6 @@ class ExcludedCall:
                 leaves.append(tensor)
             else:
                 leaves.append(leaf)
-        set_rng_state(self.random)
         return True, build_value(self._spec, leaves)
 
 
@@ -404,14 +383,14 @@ def unread_parameters(calls: Sequence[ExcludedCall]) -> frozenset[int]:
     return frozenset().union(*(call.parameter_ids for call in calls if not call.is_repeated))
 
 
-def decide(calls: Sequence[ExcludedCall], snapshot: Snapshot) -> None:
+def decide(calls: Sequence[ExcludedCall], call_state: CallState) -> None:
     """Decides which calls of excluded children a recomputation repeats.
 
     If it repeats one whose child has buffers, it repeats all of those: each must find the buffers as the ones before it
     have left them.
     """
     for call in calls:
-        call.decide(snapshot)
+        call.decide(call_state)
     if any(call.is_repeated and call.buffer_ids for call in calls):
         for call in calls:
             if call.buffer_ids:

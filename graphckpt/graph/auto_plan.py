@@ -16,20 +16,18 @@ from graphckpt.blocks.proxy import BlockTree
 from graphckpt.blocks.resolve import resolve_policies
 from graphckpt.errors import ConfigError, GraphError
 from graphckpt.graph.fake_graph import fake_training
-from graphckpt.graph.out_of_memory import describe_policies
+from graphckpt.graph.out_of_memory import StepBackup, describe_policies
 from graphckpt.graph.step import Step
-from graphckpt.graph.step_backup import StepBackup
 from graphckpt.graph.verify import unchanged
 from graphckpt.planning.api import find_blocks, plan_step
 from graphckpt.planning.budget import Budget, available_bytes, check_budget
-from graphckpt.planning.compiled import without_share
+from graphckpt.planning.candidates import without_share
 from graphckpt.planning.errors import PlanError
 from graphckpt.planning.measure.real_step import RealStep
-from graphckpt.planning.measure_all import measure_all
 from graphckpt.planning.options import PlanOptions
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup, planning_group
-from graphckpt.planning.planner import Planners
+from graphckpt.planning.planner import Planners, measure_all
 from graphckpt.tree import flatten_call
 from graphckpt.units import format_bytes
 
@@ -100,11 +98,19 @@ class AutoPlan:
         return model, blocks, options
 
     def replan(
-        self, backup: StepBackup, fields: dict[str, Any], build: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+        self,
+        backup: StepBackup,
+        fields: dict[str, Any],
+        build: Callable[..., Any],
+        args: Any,
+        kwargs: dict[str, Any],
+        *,
+        is_lowest: bool = False,
     ) -> str:
         """Applies a plan for the memory that is free now, with a lower peak than the present policies have.
 
-        The step runs on fake tensors only, since there may be no memory to measure another one.
+        The step runs on fake tensors only, since there may be no memory to measure another one. With ``is_lowest``, it
+        is the plan with the lowest peak of all.
 
         Returns:
             What has changed, in one line.
@@ -127,7 +133,7 @@ class AutoPlan:
                 with step.without_own_policies():
                     planners = measure_all(fake, model, blocks, options, PlanGroup())
             available = available_bytes(device, planners.plain.measured.model.static_bytes)
-            plan = _lower_plan(planners, failed, available, step.config.memory_budget)
+            plan = _lower_plan(planners, failed, available, step.config.memory_budget, is_lowest=is_lowest)
         finally:
             backup.restore()
             step.sort_parameters()
@@ -135,9 +141,10 @@ class AutoPlan:
         self._active_key = self._key(args, kwargs)
         self._plans[self._active_key] = plan
         names = [rule.describe() if (w := before.get(m)) and (rule := w.rule) else "keep" for _, m in blocks]
+        reason = "the lowest" if is_lowest else f"{format_bytes(available)} available"
         return (
             f"{describe_policies(names)} -> {describe_policies(row.option for row in plan.rows)}; predicted peak "
-            f"{format_bytes(failed)} -> {format_bytes(plan.predicted_peak_bytes)}, {format_bytes(available)} available"
+            f"{format_bytes(failed)} -> {format_bytes(plan.predicted_peak_bytes)}, {reason}"
         )
 
     def _compile_of(self, blocks: Sequence[tuple[str, nn.Module]]) -> Any:
@@ -225,7 +232,9 @@ class _GraphPolicies:
         self.remove()
 
 
-def _lower_plan(planners: Planners, failed: int, available: int, memory_budget: Budget | None) -> Plan:
+def _lower_plan(
+    planners: Planners, failed: int, available: int, memory_budget: Budget | None, *, is_lowest: bool
+) -> Plan:
     """Returns the fastest plan that fits, with a peak below that of the policies that have failed.
 
     Where these should have fitted, the estimate of the free memory is wrong, and where no plan fits, it may be: a heap
@@ -240,7 +249,7 @@ def _lower_plan(planners: Planners, failed: int, available: int, memory_budget: 
             f"the lowest predicted peak of any plan is {format_bytes(least)}, and the policies in use have "
             f"{format_bytes(failed)} · fix: a smaller batch"
         )
-    limit = least if available >= failed else max(least, available)
+    limit = least if is_lowest or available >= failed else max(least, available)
     if memory_budget is not None:
         limit = min(limit, planners.bytes_of(check_budget(memory_budget), available))
     return planners.plan(limit)

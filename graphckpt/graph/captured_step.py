@@ -15,7 +15,7 @@ from graphckpt._compat import silence_capturable
 from graphckpt.capture.choose import backend_for
 from graphckpt.capture.learning_rates import LearningRates, capturable_fix, constant_settings, is_capturable
 from graphckpt.capture.manager import CaptureManager, Program
-from graphckpt.engine.thread_state import take_ambient
+from graphckpt.engine.call_state import take_ambient
 from graphckpt.graph.config import GraphConfig
 from graphckpt.graph.update import Update, clip, step_scaled, zero
 from graphckpt.units import format_bytes

@@ -283,8 +283,8 @@ class Graph:
         options = {name: kwargs.pop(name) for name in names if name in kwargs}
         return self._planner().plan(self.__dict__, self.build, args, kwargs, memory_budget, options)
 
-    def _replan(self, *call: Any) -> str:
-        return self._planner().replan(*call)
+    def _replan(self, *call: Any, is_lowest: bool) -> str:
+        return self._planner().replan(*call, is_lowest=is_lowest)
 
     def _planner(self) -> AutoPlan:
         planner = self._auto_plan

@@ -7,12 +7,13 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
 from graphckpt.errors import ConfigError, first_line
-from graphckpt.graph.step_backup import StepBackup
+from graphckpt.training_state import ModuleTree, TrainingState
+from graphckpt.tree import tensors_in
 
 if TYPE_CHECKING:
     from graphckpt.graph.step import Step
@@ -36,6 +37,51 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+@final
+class StepBackup:
+    """The state before a step, without parameters and optimizer states, which only the update changes.
+
+    It copies as many bytes as the buffers, and the tensors that are attributes of modules, have.
+
+    Args:
+        step: The step of a Graph.
+        fields: The attributes of the Graph.
+        inputs: The arguments of the call, which are kept as they are.
+    """
+
+    def __init__(self, step: Step, fields: dict[str, Any], inputs: Any) -> None:
+        self._step = step
+        roots = step.roots.values()
+        if step.module_tree is None or not step.module_tree.is_of(roots):
+            step.module_tree = ModuleTree(roots)
+        tree = step.module_tree
+        tensors = [value for value in tree.attributes() if issubclass(type(value), torch.Tensor)]
+        copied = [*tree.buffers(), *tensors, *(m.weight for m in tree.renormalized)]
+        self._state = TrainingState(copied, tree=tree, fields=fields)
+        constant = [*tree.parameters(), *tensors_in(inputs)]
+        if copied:
+            ids = set(map(id, copied))
+            constant = [tensor for tensor in constant if id(tensor) not in ids]
+        self._versions = [(tensor, tensor._version) for tensor in constant if not tensor.is_inference()]
+        self._num_replays = self._count_replays()
+
+    def _count_replays(self) -> int:
+        captured = self._step.captured
+        return 0 if captured is None else captured.captures.num_replays
+
+    def lasting_change(self) -> str | None:
+        """Returns what the step has changed that cannot be restored, or ``None``."""
+        if self._step.update.has_begun or self._count_replays() != self._num_replays:
+            return "the update of the parameters had begun"
+        if any(tensor._version != version for tensor, version in self._versions):
+            return "the step had modified a parameter or an input in place"
+        return None
+
+    def restore(self) -> None:
+        """Restores all of it. May be called several times."""
+        self._state.restore()
+
+
 def call_or_replan(
     step: Step,
     replan: Callable[..., str],
@@ -44,11 +90,14 @@ def call_or_replan(
     args: Any,
     kwargs: dict[str, Any],
 ) -> Any:
-    """Runs the step; if memory runs out, restores the state, plans for what is free, and runs it once more.
+    """Runs the step; if memory runs out, restores the state, plans for what is free, and repeats the step.
+
+    If that is not enough, the plan with the lowest peak is tried before it gives up.
 
     Args:
         step: The step of a Graph.
-        replan: Applies another plan, given the backup of the state and the arguments below; returns what has changed.
+        replan: Applies another plan, given the backup of the state and the arguments below, with ``is_lowest`` the one
+            with the lowest peak; returns what has changed.
         fields: The attributes of the Graph.
         build: Its method ``build``.
         args: Positional arguments of the call.
@@ -74,21 +123,25 @@ def call_or_replan(
         raise failure
     backup.restore()
     _free(step, failure)
-    try:
-        text = replan(backup, fields, build, args, kwargs)
-    except Exception as fault:  # user code on fake tensors may raise anything
-        failure.add_note(f"{step.name}: not replanned: {first_line(fault)}")
-        raise failure from None
-    warnings.warn(f"{step.name}: memory ran out; the step is repeated: {text}", stacklevel=4)
-    try:
-        return step.call_with_setup(fields, build, args, kwargs)
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error) or backup.lasting_change() is not None:
-            raise
-        again = error
-    backup.restore()
-    _free(step, again)
-    failure.add_note(f"{step.name}: memory ran out again after replanning: {text} · fix: a smaller batch")
+    texts = []
+    for is_lowest in (False, True):
+        try:
+            texts.append(replan(backup, fields, build, args, kwargs, is_lowest=is_lowest))
+        except Exception as fault:  # user code on fake tensors may raise anything
+            if texts:  # there is no lower plan
+                break
+            failure.add_note(f"{step.name}: not replanned: {first_line(fault)}")
+            raise failure from None
+        warnings.warn(f"{step.name}: memory ran out; the step is repeated: {texts[-1]}", stacklevel=4)
+        try:
+            return step.call_with_setup(fields, build, args, kwargs)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error) or backup.lasting_change() is not None:
+                raise
+            repeated = error
+        backup.restore()
+        _free(step, repeated)
+    failure.add_note(f"{step.name}: memory ran out again after replanning: {'; '.join(texts)} · fix: a smaller batch")
     raise failure
 
 

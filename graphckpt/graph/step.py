@@ -20,10 +20,10 @@ from graphckpt.graph.captured_step import CapturedStep
 from graphckpt.graph.config import GraphConfig
 from graphckpt.graph.inputs import InputCheck
 from graphckpt.graph.micro_batches import fresh_outputs, is_new, micro_batches, pack_outputs
-from graphckpt.graph.module_tree import ModuleTree
 from graphckpt.graph.text import DebugLog
 from graphckpt.graph.update import ScaledBackward, Update, preserve_grads
 from graphckpt.ledger.live_memory import inner_tensors
+from graphckpt.training_state import ModuleTree
 from graphckpt.tree import tensors_in
 
 _WATCHED_OPS, _WATCHED_TIMES = 2, 3  # calls 1 and 2 are watched op by op (2 is the first like all others), 3 for time

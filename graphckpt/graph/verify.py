@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from graphckpt.capture.diagnose import modules_of
-from graphckpt.engine.objects import CONTAINERS
 from graphckpt.errors import GraphError
-from graphckpt.training_state import TrainingState
+from graphckpt.training_state import ModuleTree, TrainingState
 from graphckpt.tree import flatten_value
 
 if TYPE_CHECKING:
@@ -100,36 +99,36 @@ class _State:
         self._update = update
         self._num_steps = update.num_steps
         named = dict(_tensors(roots))
-        self._state = TrainingState(named.values(), update.optimizers)
-        self._tensors = {name: copied for name, (_, copied) in zip(named, self._state.tensors, strict=True)}
+        tree = ModuleTree(roots.values())
+        attributes = [value for value in tree.attributes() if isinstance(value, torch.Tensor)]
+        self._state = TrainingState([*named.values(), *attributes], update.optimizers, tree=tree)
+        self._tensors = {name: copied for name, (_, copied) in zip(named, self._state.tensors, strict=False)}
         owners: dict[torch.Tensor, str] = {}
         for name, tensor in named.items():
             owners.setdefault(tensor, name)
         for parameter, key, copied in self._state.optimizer_copies():
             self._tensors[f"{owners.get(parameter, 'a parameter')}, optimizer's {key}"] = copied
-        self._attributes = {
-            f"{name}.{key}": (module.__dict__, key, copy.copy(value) if isinstance(value, CONTAINERS) else value)
+        self._plain = {
+            f"{name}.{key}": value
             for name, module in modules_of(roots.items())
             for key, value in module.__dict__.items()
-            if key not in _OF_TORCH and isinstance(value, (*_ATOMS, *CONTAINERS, torch.Tensor))
+            if key not in _OF_TORCH and isinstance(value, _ATOMS)
         }
         self._schedules = [copy.deepcopy(s.state_dict()) if s is not None else None for s in update.schedulers]
         self._scaler = copy.deepcopy(update.scaler.state_dict()) if update.scaler is not None else None
 
     def values(self) -> dict[str, Any]:
         """Returns the copies by name, in the order of the modules."""
-        plain = {name: value for name, (_, _, value) in self._attributes.items() if isinstance(value, _ATOMS)}
+        assert self._state.random is not None
         cpu, devices, host = self._state.random
         random = {f"RNG state {number}": t for number, t in enumerate([cpu, *(t for _, t in devices)])}
         on_host = {f"RNG state of {library}": number for library, number in host.fingerprints().items()} if host else {}
-        return {**self._tensors, **plain, **random, **on_host}
+        return {**self._tensors, **self._plain, **random, **on_host}
 
     def put_back(self) -> bool:
         """Makes everything what it was. Returns whether optimizers had made states since, which are gone now."""
         self._step.count_steps()
         has_removed = self._state.restore()
-        for owner, key, attribute in self._attributes.values():
-            owner[key] = attribute
         for scheduler, schedule in zip(self._update.schedulers, self._schedules, strict=True):
             if scheduler is not None and schedule is not None:
                 scheduler.load_state_dict(schedule)  # what it cannot copy, such as a function, it leaves as it is

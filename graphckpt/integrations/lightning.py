@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
-from graphckpt.engine.objects import Undo, put_back, replace_item
+from graphckpt.engine.objects import replaced
 from graphckpt.errors import ConfigError
 from graphckpt.extras import MissingPackageError
 from graphckpt.integrations.policy_callback import PolicyCallback, saved_metrics
@@ -87,6 +87,10 @@ class GraphckptCallback(PolicyCallback, Callback):
         self._remove()
 
 
+def _log_nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
 def _step_fn(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> Callable[[], None]:
     """Returns a training step on a batch, whose metrics are not logged."""
     if not module.automatic_optimization:
@@ -94,14 +98,12 @@ def _step_fn(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: i
         raise ConfigError(f"GraphckptCallback.memory_budget: expected automatic optimization · fix: {fix}")
 
     def step() -> None:
-        undo: Undo = []
-        for name in ("log", "log_dict"):
-            replace_item(module.__dict__, name, lambda *_, **__: None, undo)
-        try:
-            with trainer.precision_plugin.train_step_context():
-                output = module.training_step(batch, batch_idx)
-        finally:
-            put_back(undo)
+        with (
+            replaced([module], "log", _log_nothing),
+            replaced([module], "log_dict", _log_nothing),
+            trainer.precision_plugin.train_step_context(),
+        ):
+            output = module.training_step(batch, batch_idx)
         loss = output["loss"] if isinstance(output, Mapping) else output
         loss.backward()
         for optimizer in trainer.optimizers:

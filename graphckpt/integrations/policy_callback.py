@@ -14,8 +14,8 @@ from graphckpt.blocks.apply import Handle, apply
 from graphckpt.blocks.config import FIELDS, OTHER_NAMES, BlockConfig, fields_of
 from graphckpt.blocks.find_layers import layers
 from graphckpt.blocks.select import Selector
-from graphckpt.engine.objects import Undo, put_back, replace_item
-from graphckpt.engine.thread_state import HostRNGState
+from graphckpt.engine.call_state import HostRNGState
+from graphckpt.engine.objects import replaced
 from graphckpt.errors import ConfigError, GraphError, did_you_mean, shown
 from graphckpt.ledger.explanation import Explanation
 from graphckpt.ledger.plot_style import file_of
@@ -75,7 +75,7 @@ class PolicyCallback:
         self._plot = plot
         self._measuring = ExitStack()
         self._is_reported = self._is_first = False
-        self._disabled: Undo = []
+        self._disabled = ExitStack()
         self.handle: Handle | None = None
         """The handle of the policies of the last training, which are removed at its end; ``None`` before it."""
         self.plan: Plan | None = None
@@ -153,7 +153,7 @@ class PolicyCallback:
             if block is None or isinstance(wrapper.rule, Keep) or type(block).__call__ is nn.Module.__call__:
                 continue
             if block.__dict__.get(_OWN_FLAG):
-                replace_item(block.__dict__, _OWN_FLAG, False, self._disabled)
+                self._disabled.enter_context(replaced([block], _OWN_FLAG, value=False))
 
     def _start(self) -> None:
         self._remove()  # left by a training that ended in an error
@@ -193,7 +193,7 @@ class PolicyCallback:
 
     def _remove(self) -> None:
         self._measuring.close()
-        put_back(self._disabled)
+        self._disabled.close()
         if self.handle is not None:
             self.handle.remove()
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
     from graphckpt.planning.budget import Budget
-    from graphckpt.planning.fit.rows import Goal
+    from graphckpt.planning.fit.result import Goal
 
 
 @final

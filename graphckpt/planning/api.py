@@ -15,13 +15,11 @@ from graphckpt.blocks.forward import BlockForward
 from graphckpt.blocks.select import Selector, select
 from graphckpt.errors import ConfigError, shown
 from graphckpt.planning import budget as budgets
-from graphckpt.planning.check_plan import plan_and_check
 from graphckpt.planning.measure.real_step import RealStep
-from graphckpt.planning.measure_all import measure_all
 from graphckpt.planning.options import PlanOptions
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup, planning_group
-from graphckpt.planning.planner import Planner
+from graphckpt.planning.planner import Planner, measure_all, plan_and_check
 
 
 def plan(model: nn.Module, step_fn: Callable[[], object], *, memory_budget: budgets.Budget, **options: Any) -> Plan:
@@ -80,7 +78,13 @@ def plan_step(
         planners = measure_all(step, model, blocks, options, group)
         limit = _limit_of(budget, planners.plain, step, group)
         checked = partial(
-            plan_and_check, model=model, step=step, limit=limit, group=group, known=planners.known, check=options.check
+            plan_and_check,
+            model=model,
+            step=step,
+            limit=limit,
+            group=group,
+            policy_fields=planners.policy_fields,
+            check=options.check,
         )
         return planners.best_of(
             checked, floor_of=lambda planner: group.from_leader(planner.least), is_least=limit is None

@@ -1,33 +1,280 @@
-"""The policies that a planner considers for each block."""
+"""The policies that the planner considers for each block, with levels of ``selective`` that are found op by op."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any, ClassVar, NamedTuple, final
 
 import torch.distributed as dist
+from torch import nn
 
-from graphckpt.blocks.compiled import share_of
+from graphckpt.blocks.compiled import SHARE, CompiledForward, share_of, takes_share
+from graphckpt.blocks.config import BlockConfig
+from graphckpt.engine.block import BlockContext
 from graphckpt.errors import ConfigError
-from graphckpt.planning.compiled import NOT_COMPILED, LayerCompilation
-from graphckpt.planning.option import KEEP, MOST, Option, SelectiveLevel
-from graphckpt.planning.solve.op_levels import selective_levels
 from graphckpt.rules.base import Rule
 from graphckpt.rules.full import Full
 from graphckpt.rules.joined import Joined
 from graphckpt.rules.keep import Keep
+from graphckpt.rules.ops.schedule import OpGraph
 from graphckpt.rules.registry import parse_rule
 from graphckpt.rules.selective import PRESETS, Selective
 from graphckpt.stores.offload import parse_offload
 from graphckpt.stores.partition.partition import parse_partition
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+SHARES = (0.8, 0.5, 0.3, 0.1)
+"""Shares of the bytes that the compiler saves by itself; plans mix them for values in between."""
 
-    from torch import nn
 
-    from graphckpt.planning.model.op_times import OpTimes
-    from graphckpt.planning.plan_group import PlanGroup
+@final
+@dataclass(frozen=True, slots=True)
+class LayerCompilation:
+    """How the layers of a plan are compiled."""
+
+    field: bool | dict[str, Any] | None = None
+    """The ``compile`` field of layers without one in their option; ``None`` if they are not compiled."""
+    shares: tuple[dict[str, Any], ...] = ()
+    """Arguments with which the compiler saves less for backward."""
+
+    @property
+    def options(self) -> dict[str, Any] | None:
+        """The arguments of ``torch.compile``; ``None`` if layers are not compiled."""
+        return compile_options(self.field)
+
+
+NOT_COMPILED = LayerCompilation()
+
+
+def parse_compile(value: Any, rules: object = None) -> LayerCompilation:
+    """Returns how layers are compiled.
+
+    Args:
+        value: the planner option ``compile``.
+        rules: the planner option ``candidates``; ``None`` also considers that the compiler saves less.
+
+    Raises:
+        ConfigError: ``value`` is not a bool or a mapping of arguments.
+    """
+    options = compile_options(value)
+    if options is None:
+        return NOT_COMPILED
+    if rules is not None or SHARE in options or not takes_share(options):
+        return LayerCompilation(value)
+    return LayerCompilation({**options, SHARE: 1.0}, tuple({**options, SHARE: share} for share in SHARES))
+
+
+def compile_options(value: Any) -> dict[str, Any] | None:
+    """Returns the arguments of ``torch.compile`` for a value of ``compile``; ``None`` if it does not compile.
+
+    Raises:
+        ConfigError: ``value`` is not a bool or a mapping of arguments.
+    """
+    config = BlockConfig("plan")
+    config.update({"compile": value})
+    return config.compile_options
+
+
+def without_share(value: bool | dict[str, Any] | None) -> bool | dict[str, Any] | None:
+    """Returns a block's ``compile`` without the share that the compiler saves, which plans choose."""
+    options = compile_options(value)
+    return None if options is None else {key: said for key, said in options.items() if key != SHARE} or True
+
+
+@contextmanager
+def compiled_forwards(modules: Iterable[nn.Module], options: dict[str, Any] | None) -> Iterator[None]:
+    """Compiles the forward of each module within the ``with`` block, inside of policies that are set there."""
+    before: list[tuple[dict[str, Any], Any]] = []
+    try:
+        for module in modules if options is not None else ():
+            fields, forward = module.__dict__, CompiledForward(module.forward, options or {})
+            before.append((fields, fields.get("forward")))
+            fields["forward"] = forward
+        yield
+    finally:
+        for fields, forward in before:
+            del fields["forward"]
+            if forward is not None:
+                fields["forward"] = forward
+
+
+MOST = 4
+"""Levels of ``selective`` for a block. Each costs runs, and plans mix neighbouring ones."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One policy that a block may get."""
+
+    name: str
+    """The name in tables: ``"full"``, ``"selective(matmul)"``, ``"full + host"``."""
+    fields: Mapping[str, Any]
+    """The fields of the block, as :func:`graphckpt.apply` takes them."""
+    rule: Rule
+    is_far: bool = False
+    """Whether saved tensors are offloaded."""
+    recompute_seconds: float | None = field(default=None, compare=False)
+    """Seconds of the recomputation, timed op by op; ``None`` if not timed."""
+    is_part: bool = False
+    """Whether saved tensors are partitioned over ranks."""
+
+
+KEEP = Option("keep", {"activation_checkpointing": False}, Keep())
+
+JOINED = Option("joined", {"activation_checkpointing": "joined"}, Joined())
+"""The option of the blocks of a run after the first."""
+
+
+@final
+@dataclass(frozen=True)
+class SelectiveLevel(Rule, is_registered=False):
+    """A placeholder for a level of ``selective`` that is not known yet; level 0 keeps most."""
+
+    name: ClassVar[str] = "level"
+    number: int = 0
+
+    def describe(self) -> str:
+        return f"selective(level {self.number + 1})"
+
+    def run(self, context: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Is never called: ``selective`` replaces it."""
+        raise NotImplementedError
+
+
+@final
+@dataclass
+class OpTimes:
+    """The ops of one forward of a block, and what each takes."""
+
+    log: OpGraph = field(default_factory=OpGraph)
+    seconds: list[float] = field(default_factory=list)
+
+
+_MOST_CUTS = 16
+_TICKS = 10**12  # of a second: sums of integers do not depend on their order
+_NEAR_ALL = 0.98  # a level that keeps more than this share of the bytes of `keep` is left out
+
+
+# Note [Levels of selective]
+# A result is either kept, which takes bytes, or recomputed, which takes time and needs the inputs of the op; or it is
+# not needed at all. For a price per byte in seconds the cheapest choice is a minimum cut:
+#
+#     source --inf--> wanted(op) --bytes x price--> again(op) --seconds--> sink
+#                         ^                             |
+#                         +---- again(op that reads) ---+ inf
+#
+# The result of an op that is wanted and not recomputed is kept: the cut includes its bytes. From the cheapest choices
+# for all prices, a few that lie apart are the levels.
+
+
+class _KeptOps(NamedTuple):
+    num_bytes: int
+    ticks: int
+    kept: frozenset[int]
+
+
+def selective_levels(seen: Sequence[OpTimes], most: int = MOST) -> list[tuple[list[str], float]]:
+    """Returns the ``save`` argument of ``selective`` and the seconds of the recomputation, for each level.
+
+    The level that keeps most comes first; the last one keeps nothing.
+
+    Args:
+        seen: calls of equal blocks; the fastest counts for each op.
+        most: the largest number of levels.
+    """
+    log = seen[0].log if seen else OpGraph()
+    alike = [ops for ops in seen if ops.log.is_complete and len(ops.log.calls) == len(log.calls)]
+    if not log.is_complete or not alike:
+        return []
+    seconds = [min(each) for each in zip(*(ops.seconds for ops in alike), strict=True)]
+    views = [took for took, call in zip(seconds, log.calls, strict=True) if call.is_view]
+    idle = median(views) if views else 0.0  # an op that computes nothing: the time to call and to time an op
+    ticks = [round(max(0.0, took - idle) * _TICKS) for took in seconds]
+    found = _cheapest(log, ticks[: log.num_saving])
+    while len(found) > most + 2:  # and the ends
+        del found[min(range(1, len(found) - 1), key=lambda n: _bulge(*found[n - 1 : n + 2]))]
+    nothing: tuple[list[str], float] = [], sum(ticks[: log.num_saving]) / _TICKS
+    return [*((_names(log, choice.kept), choice.ticks / _TICKS) for choice in found[1:-1]), nothing]
+
+
+def _cheapest(log: OpGraph, ticks: Sequence[int]) -> list[_KeptOps]:
+    """Returns the cheapest choices for many prices per byte, from what autograd saves to nothing.
+
+    The price at which two neighbours are equally good shows whether there is another choice between them. The pair with
+    the largest gap is examined first.
+    """
+    keep = _KeptOps(log.saved_bytes, 0, frozenset(log.saved))
+    nothing = _cut(log, ticks, price=float("inf"))
+    found = {choice.kept: choice for choice in (keep, nothing)}
+    todo = [(keep, nothing)]
+    for _ in range(_MOST_CUTS):
+        if not todo:
+            break
+        one, other = pair = max(todo, key=_room)
+        todo.remove(pair)
+        if one.num_bytes <= other.num_bytes:
+            continue
+        price = (other.ticks - one.ticks) / (one.num_bytes - other.num_bytes)
+        middle = _cut(log, ticks, price)
+        gain = (one.ticks - middle.ticks) + price * (one.num_bytes - middle.num_bytes)
+        if middle.kept not in found and gain > 1:
+            found[middle.kept] = middle
+            todo += [(one, middle), (middle, other)]
+    between = (choice for choice in found.values() if 0 < choice.num_bytes <= _NEAR_ALL * log.saved_bytes)
+    return [keep, *sorted((choice for choice in between if choice not in (keep, nothing)), reverse=True), nothing]
+
+
+def _cut(log: OpGraph, ticks: Sequence[int], price: float) -> _KeptOps:
+    """Returns the cheapest choice for a price per byte in ticks."""
+    import networkx as nx  # noqa: PLC0415 - a third of a second that only levels take
+
+    graph = nx.DiGraph()
+    roots = log.roots()
+    infinite = sum(ticks) + 1
+    for number, took in enumerate(ticks):
+        call = log.calls[number]
+        wanted, again = ("wanted", number), ("again", number)
+        if call.can_be_kept:
+            seconds = round(price * call.num_bytes) if price < infinite else infinite
+            graph.add_edge(wanted, again, capacity=min(infinite, seconds))
+        else:
+            graph.add_edge(wanted, again)
+        graph.add_edge(again, "sink", capacity=took)
+        for maker in call.inputs:
+            graph.add_edge(again, ("wanted", maker))
+        if number in roots:
+            graph.add_edge("source", wanted)
+    if "source" not in graph:
+        return _KeptOps(0, 0, frozenset())
+    _, (near, _) = nx.minimum_cut(graph, "source", "sink")
+    again_too = {node[1] for node in near if node[0] == "again"}
+    kept = frozenset(node[1] for node in near if node[0] == "wanted") - again_too
+    num_bytes = sum(log.calls[number].num_bytes for number in kept)
+    return _KeptOps(num_bytes, sum(ticks[number] for number in again_too), kept)
+
+
+def _room(pair: tuple[_KeptOps, _KeptOps]) -> int:
+    one, other = pair
+    return (one.num_bytes - other.num_bytes) * (other.ticks - one.ticks)
+
+
+def _bulge(before: _KeptOps, choice: _KeptOps, after: _KeptOps) -> float:
+    """Returns the area by which a point extends a Pareto front."""
+    (a, b, _), (c, d, _), (e, f, _) = before, choice, after
+    return abs((c - a) * (f - b) - (e - a) * (d - b))
+
+
+def _names(log: OpGraph, kept: Iterable[int]) -> list[str]:
+    numbers: dict[str, list[int]] = {}
+    for number in sorted(kept):
+        call = log.calls[number]
+        is_attention = call.func in PRESETS["attention"]  # whose kernel differs between devices
+        numbers.setdefault("attention" if is_attention else str(call.func), []).append(call.number)
+    return [f"{name}[{','.join(map(str, which))}]" for name, which in numbers.items()]
+
 
 _FLAG = "activation_checkpointing"
 
@@ -87,7 +334,7 @@ def with_partition(options: Sequence[Option], partition: Any) -> tuple[Option, .
     return (*options, *parts)
 
 
-def parse_partition_request(partition: Any, group: PlanGroup) -> tuple[Any, list[str]]:
+def parse_partition_request(partition: Any, num_planning: int) -> tuple[Any, list[str]]:
     """Returns the ranks over which saved tensors may be partitioned, if there are any, and notes for the plan.
 
     Raises:
@@ -97,7 +344,7 @@ def parse_partition_request(partition: Any, group: PlanGroup) -> tuple[Any, list
         return None, []
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None, ["partition has no effect: there is one process"]
-    if group.size == 1:
+    if num_planning == 1:
         raise ConfigError("partition: expected the ranks to plan together, got group=False · fix: leave `group` out")
     return partition, []
 
@@ -161,7 +408,6 @@ def _compiled(options: dict[str, Any]) -> Option:
 
 
 def can_join(blocks: Iterable[nn.Module], only: Iterable[Any] | None = None) -> bool:
-    """Returns whether blocks may be joined: ``only`` allows it, and the blocks do."""
     is_asked = only is None or any(isinstance(_rule(value), Joined) for value in only)
     return is_asked and all(Joined().check(block) is None for block in blocks)
 

@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Any, Self, final
 
 import torch.distributed as dist
@@ -19,9 +19,9 @@ from torch import nn
 
 from graphckpt.errors import ConfigError, GraphckptError
 from graphckpt.planning.errors import GroupError, PlanError
-from graphckpt.planning.model.measured_step import MeasuredStep
+from graphckpt.planning.model.memory_model import MeasuredStep
 from graphckpt.planning.plan import Plan
-from graphckpt.planning.rows import PlanRow, Stage
+from graphckpt.planning.rows import PlanRow, PlanSummary, Stage
 from graphckpt.stores.partition.rendezvous import RendezvousTimeout, exchange
 
 _TOPIC = "graphckpt plan"
@@ -112,11 +112,13 @@ class PlanGroup:
             raise PlanError(answer["fault"])
         return answer["value"]
 
-    def plan(self, action: Callable[[], Plan], known: Sequence[Mapping[str, Any]], model: nn.Module | None) -> Plan:
-        """Returns the plan that ``action`` makes on the leader; ``known`` are fields that all processes have."""
+    def plan(
+        self, action: Callable[[], Plan], policy_fields: Sequence[Mapping[str, Any]], model: nn.Module | None
+    ) -> Plan:
+        """Returns the plan that ``action`` makes on the leader; all processes have the same ``policy_fields``."""
         if self.size == 1:
             return action()
-        return _unpacked(self.from_leader(lambda: _packed(action(), known)), known, model)
+        return _unpacked(self.from_leader(lambda: _packed(action(), policy_fields)), policy_fields, model)
 
     def broadcast(self, value: Any) -> Any:
         """Returns the value that the leader passes."""
@@ -168,7 +170,6 @@ class PlanGroup:
 
     @property
     def _seconds(self) -> float:
-        """The timeout of the group's store."""
         limit: float = self._group.get_group_store().timeout.total_seconds()
         return limit
 
@@ -202,52 +203,47 @@ def planning_group(group: Any = None) -> PlanGroup:
     return PlanGroup(group)
 
 
-_PLAIN = [
-    field.name
-    for field in fields(Plan)
-    if field.name not in ("rows", "stages", "model", "notes", "apply_to_graph", "front")
-]
+_NUMBERS = [field.name for field in fields(PlanSummary)]
 
 
-def _packed(plan: Plan, known: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _packed(plan: Plan, policy_fields: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns a plan as JSON values; values that all processes have are sent as their numbers."""
-    numbers = {id(value): number for number, value in enumerate(_values(known))}
-    rows = [
-        [
-            row.block,
-            row.option,
-            {n: _said(v, numbers) for n, v in row.fields.items()},
-            row.extra_seconds,
-            row.moved_bytes,
-        ]
-        for row in plan.rows
-    ]
-    stages = [[stage.name, stage.start_bytes, stage.peak_bytes] for stage in plan.stages]
-    return {**{name: getattr(plan, name) for name in _PLAIN}, "notes": plan.notes, "rows": rows, "stages": stages}
+    numbers = {id(value): number for number, value in enumerate(_values(policy_fields))}
+
+    def packed_row(row: PlanRow) -> dict[str, Any]:
+        policy = {
+            name: [numbers[id(value)], None] if id(value) in numbers else [None, value]
+            for name, value in row.fields.items()
+        }
+        return {field.name: getattr(row, field.name) for field in fields(row)} | {"fields": policy}
+
+    return {
+        "numbers": {name: getattr(plan, name) for name in _NUMBERS},
+        "notes": plan.notes,
+        "rows": [packed_row(row) for row in plan.rows],
+        "stages": [asdict(stage) for stage in plan.stages],
+    }
 
 
-def _unpacked(words: Mapping[str, Any], known: Sequence[Mapping[str, Any]], model: nn.Module | None) -> Plan:
-    values = _values(known)
+def _unpacked(answer: Mapping[str, Any], policy_fields: Sequence[Mapping[str, Any]], model: nn.Module | None) -> Plan:
+    values = _values(policy_fields)
 
-    def row(block: str, option: str, said: Mapping[str, Any], seconds: float, num_bytes: int) -> PlanRow:
-        fields = {name: values[value] if kind == "known" else value for name, (kind, value) in said.items()}
-        return PlanRow(block=block, option=option, fields=fields, extra_seconds=seconds, moved_bytes=num_bytes)
+    def row_of(row: Mapping[str, Any]) -> PlanRow:
+        pairs = row["fields"].items()
+        policy = {name: value if number is None else values[number] for name, (number, value) in pairs}
+        return PlanRow(**{**row, "fields": policy})
 
     return Plan(
-        **{name: words[name] for name in _PLAIN},
-        rows=tuple(row(*each) for each in words["rows"]),
-        stages=tuple(Stage(name=name, start_bytes=s, peak_bytes=p) for name, s, p in words["stages"]),
-        notes=tuple(words["notes"]),
+        **answer["numbers"],
+        rows=tuple(map(row_of, answer["rows"])),
+        stages=tuple(Stage(**stage) for stage in answer["stages"]),
+        notes=tuple(answer["notes"]),
         model=model,
     )
 
 
-def _values(known: Sequence[Mapping[str, Any]]) -> list[Any]:
-    return [value for fields in known for value in fields.values()]
-
-
-def _said(value: Any, numbers: Mapping[int, int]) -> tuple[str, Any]:
-    return ("known", numbers[id(value)]) if id(value) in numbers else ("plain", value)
+def _values(policy_fields: Sequence[Mapping[str, Any]]) -> list[Any]:
+    return [value for policy in policy_fields for value in policy.values()]
 
 
 def _short(value: Any) -> str:

@@ -1,22 +1,151 @@
-"""Plans a measured step for any budget."""
+"""Measures a step under all candidates, plans it for any budget, and checks the plan."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property
-from typing import Any, final
+from contextlib import nullcontext
+from dataclasses import fields, replace
+from functools import cached_property, partial
+from typing import Any, NoReturn, final
 
 from torch import nn
 
+from graphckpt.blocks.apply import apply
+from graphckpt.errors import ConfigError, did_you_mean
+from graphckpt.extras import require
 from graphckpt.planning import budget as budgets
+from graphckpt.planning.candidates import (
+    JOINED,
+    can_join,
+    compiled_forwards,
+    parse_compile,
+    parse_partition_request,
+    with_partition,
+)
+from graphckpt.planning.candidates import options as candidates_of
 from graphckpt.planning.errors import GroupError, PlanError
-from graphckpt.planning.model.measured_step import MeasuredStep
-from graphckpt.planning.option import JOINED
+from graphckpt.planning.measure.instrument import Blocks
+from graphckpt.planning.measure.real_step import RealStep
+from graphckpt.planning.measure.sweep import MeasurableStep, measure
+from graphckpt.planning.model.memory_model import MeasuredStep
+from graphckpt.planning.options import PlanOptions
 from graphckpt.planning.plan import Plan
+from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.rows import PlanRow, Stage
 from graphckpt.planning.solve.search import CopyRates, PolicyChoice, PolicySearch, interval_name
+from graphckpt.rules.registry import parse_rule
+from graphckpt.stores.offload import parse_offload
 from graphckpt.units import format_bytes
+
+
+def measure_all(
+    step: MeasurableStep,
+    model: nn.Module,
+    blocks: Sequence[tuple[str, nn.Module]],
+    options: PlanOptions,
+    group: PlanGroup,
+    notes: Sequence[str] = (),
+) -> Planners:
+    """Measures every candidate on every block, once for each way in which the head may run.
+
+    Args:
+        step: the step, real or fake.
+        model: the model that the step trains.
+        blocks: the blocks to plan, by name.
+        options: what the planner may use.
+        group: the processes that plan together.
+        notes: what plans should mention.
+
+    Raises:
+        ConfigError: an option cannot be used.
+        MissingPackageError: the extra ``plan`` is not installed.
+        PlanError: the step cannot be measured, or another process has failed.
+    """
+    require("plan", "numpy", "networkx")  # before minutes of measuring
+    modules = [module for _, module in blocks]
+    ranks, found = parse_partition_request(options.partition, group.size)
+    found = [*notes, *found]
+    code = parse_compile(options.compile, options.candidates)
+    candidates = candidates_of(options.offload, options.candidates, code=code)
+    if ranks is not None:
+        candidates = with_partition(candidates, ranks)
+    heads = head_rows(model, options.head, blocks)
+    known = [option.fields for option in candidates] + [row.fields for rows in heads for row in rows]
+    group.check_equal(
+        compile=repr(options.compile),
+        blocks=[name for name, _ in blocks],
+        options=[option.name for option in candidates],
+        head=[[row.block, row.option] for rows in heads for row in rows],
+    )
+    rates = None
+    if any(option.is_far for option in candidates):
+        target = parse_offload(options.offload)
+        assert target is not None
+        rates = _slowest(group.all_gather(step.copy_rates(target)))
+        if rates is None:
+            candidates = tuple(option for option in candidates if not option.is_far)
+            found.append(step.no_copies)
+    planners: list[Planner] = []
+    for rows in heads:
+        on_head = apply(model, {row.block: row.fields for row in rows}) if rows else nullcontext()
+        with on_head, compiled_forwards(modules, code.options):
+            progress = options.progress
+            measured = measure(step, Blocks(blocks), candidates, progress, group.classes, group.broadcast)
+            measured = group.times(measured)
+        if not planners:
+            found += group.elect_leader(measured.model.highest([0] * len(blocks)).peak)
+        planners.append(
+            Planner(
+                measured,
+                model=model,
+                device=step.device_name,
+                rates=rates,
+                host_budget=options.host_bytes,
+                joins=can_join(modules, options.candidates),
+                notes=found,
+                extra_rows=rows,
+                compiles=code.field,
+                has_slabs=options.contiguous,
+            )
+        )
+    return Planners(planners, [*known, {"compile": code.field}])
+
+
+def _slowest(rates: Sequence[Sequence[float] | None]) -> CopyRates | None:
+    """Returns the slowest rates of all processes; ``None`` if one of them cannot copy."""
+    known = [each for each in rates if each is not None]
+    if len(known) < len(rates):
+        return None
+    out, back = zip(*known, strict=True)
+    return CopyRates(min(out), min(back))
+
+
+def head_rows(
+    model: nn.Module, head: Mapping[str, Any] | None, blocks: Sequence[tuple[str, nn.Module]]
+) -> list[tuple[PlanRow, ...]]:
+    """Returns the alternatives for the head: no policy, or one of the rules that are given for it.
+
+    Raises:
+        ConfigError: there is no such block, it is a layer or contains one, or a value is not a rule.
+    """
+    found: list[tuple[PlanRow, ...]] = [()]
+    for name, value in (head or {}).items():
+        if name not in dict(model.named_modules()):
+            raise ConfigError(
+                f"head: there is no block {name!r}{did_you_mean(name, [n for n, _ in model.named_children()])} · "
+                "fix: name the module that computes the loss"
+            )
+        around = next((block for block, _ in blocks if f"{block}.".startswith(f"{name}." if name else "")), None)
+        if around is not None:
+            raise ConfigError(f"head: {name!r} contains the layer {around!r} · fix: name the module after the layers")
+        for one in value if isinstance(value, (list, tuple)) else [value]:
+            rule = parse_rule(one)
+            if rule is None:
+                raise ConfigError(f"head: expected a rule, got {one!r} · fix: Tiles(8, reduce='sum')")
+            settings = {field.name: getattr(rule, field.name) for field in fields(rule)}
+            plain = {"activation_checkpointing": {"rule": rule.name, **settings}}
+            found.append((PlanRow(block=name, option=rule.describe(), fields=plain),))
+    return found
 
 
 @final
@@ -52,11 +181,9 @@ class Planner:
 
     @cached_property
     def floor(self) -> PolicyChoice:
-        """The choice with the lowest peak."""
         return self.search.floor()
 
     def least(self) -> int:
-        """Returns the lowest peak of any plan."""
         return self.floor.peak
 
     def bytes_of(self, budget: int | str, available: int) -> int:
@@ -95,7 +222,6 @@ class Planner:
         return [(self.measured.options[o].name, p.predicted_peak_bytes, p.predicted_step_seconds) for o, p in found]
 
     def to_plan(self, choice: PolicyChoice, budget: int, correction: int = 0) -> Plan:
-        """Returns a choice as a plan."""
         known, names = self.measured, self.measured.names
         joined = {block for first, end in choice.runs for block in range(first + 1, end)}
         extra = self.search.extra_seconds(choice)
@@ -184,16 +310,15 @@ class Planners:
 
     Args:
         planners: the first one is of the step as it is.
-        known: the fields of policies that all processes have.
+        policy_fields: the fields of policies that all processes have.
     """
 
-    def __init__(self, planners: Sequence[Planner], known: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, planners: Sequence[Planner], policy_fields: Sequence[Mapping[str, Any]] = ()) -> None:
         self._planners = planners
-        self.known = known
+        self.policy_fields = policy_fields
 
     @property
     def plain(self) -> Planner:
-        """The planner of the step as it is."""
         return self._planners[0]
 
     def bytes_of(self, budget: int | str, available: int) -> int:
@@ -253,3 +378,99 @@ class Planners:
     def uniform(self) -> list[tuple[str, int, float]]:
         """Returns name, peak in bytes and seconds of a step for each uniform policy, with the loss computed at once."""
         return self.plain.uniform()
+
+
+_TOLERANCE = 0.01  # of the predicted peak; larger differences are corrected
+_MOST_CHECKS = 3  # another plan may run other ops at its peak
+
+
+def plan_and_check(
+    planner: Planner,
+    model: nn.Module,
+    step: RealStep,
+    limit: int | None,
+    group: PlanGroup,
+    policy_fields: Sequence[Mapping[str, Any]],
+    *,
+    check: bool = True,
+) -> Plan:
+    """Returns the plan of ``group``; with ``check``, one under which the step has kept the budget.
+
+    Args:
+        planner: Used on the leader.
+        model: The model of ``step``, which may be another one than that which was measured.
+        step: Run on all processes; the largest difference counts.
+        limit: The largest peak in bytes; ``None`` is the lowest possible.
+        group: The processes that plan together.
+        policy_fields: Fields of policies that all of them have.
+        check: Run the step under the plan, and replan if its peak exceeds the budget or is over 1 % off.
+
+    Raises:
+        PlanError: No plan fits.
+    """
+
+    def fastest(correction: int = 0) -> Plan:
+        """Returns the plan for the budget; where none is predicted to fit, the one that is predicted to take least."""
+        bound = planner.floor.peak if limit is None else limit
+        choice = planner.search.fastest(max(bound - correction, planner.floor.peak)) if check else None
+        plan = planner.plan(bound) if choice is None else planner.to_plan(choice, bound, correction)
+        return replace(plan, model=model)
+
+    def lowest() -> Plan:
+        return replace(planner.to_plan(planner.floor, limit or 0), model=model)
+
+    def refuse() -> NoReturn:
+        raise PlanError(planner.infeasible(limit or 0, min(peaks.values())))
+
+    peaks: dict[tuple[str, ...], int] = {}  # by the options of a plan
+    fitting: list[Plan] = []
+    candidate = group.plan(fastest, policy_fields, model)
+    is_lowest = False
+    while check:
+        options = tuple(row.option for row in candidate.rows)
+        if options in peaks:
+            if fitting or is_lowest:
+                break
+            candidate, is_lowest = group.plan(lowest, policy_fields, model), True
+            continue
+        with candidate.apply():
+            peak = peaks[options] = group.max(_peak(step, group, candidate))
+        surprise = peak - candidate.predicted_peak_bytes
+        if peak <= candidate.budget_bytes and abs(surprise) <= _TOLERANCE * candidate.predicted_peak_bytes:
+            return candidate
+        candidate = _corrected(candidate, surprise)
+        if limit is None:
+            return replace(candidate, budget_bytes=peak)
+        if peak <= limit:
+            fitting.append(candidate)
+        if len(peaks) < _MOST_CHECKS:
+            candidate = group.plan(partial(fastest, candidate.correction_bytes), policy_fields, model)
+    if fitting:
+        return min(fitting, key=lambda plan: plan.predicted_step_seconds)
+    return group.from_leader(refuse) if check else candidate
+
+
+def _corrected(plan: Plan, surprise: int) -> Plan:
+    """Returns a plan with its peak as measured, which is ``surprise`` above the predicted one."""
+    measured = plan.predicted_peak_bytes + surprise
+    return replace(
+        plan,
+        predicted_peak_bytes=measured,
+        floor_bytes=min(plan.floor_bytes + max(0, surprise), measured),
+        plain_peak_bytes=plan.plain_peak_bytes + surprise,
+        correction_bytes=plan.correction_bytes + surprise,
+    )
+
+
+def _peak(step: RealStep, group: PlanGroup, plan: Plan) -> int:
+    """Returns the peak of a step under a plan.
+
+    The thread of gloo sometimes frees the tensors of a collective late, so the lower of two peaks counts. If tensors
+    are offloaded, the higher one counts: threads copy them, which may be early now and late another time. For the same
+    reason a peak below the prediction proves nothing.
+    """
+    if step.device.type != "cpu":
+        return step.peak()
+    if any(row.moved_bytes for row in plan.rows):
+        return max(plan.predicted_peak_bytes - plan.correction_bytes, step.peak(), step.peak())
+    return min(step.peak() for _ in range(1 + (group.size > 1)))

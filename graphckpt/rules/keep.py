@@ -8,7 +8,9 @@ from typing import Any, ClassVar, final
 
 import torch
 
+from graphckpt._compat import active_saved_tensor_hooks
 from graphckpt.engine.block import BlockContext
+from graphckpt.engine.call_state import set_rng_state
 from graphckpt.engine.frame import (
     CallMismatch,
     Execution,
@@ -121,7 +123,7 @@ def run_excluded_without_gradients(
     With buffers, it is noted: the other calls must be repeated too, for it must find the buffers as they leave them.
     """
     runs = _runs_around(running.get())
-    if runs and block.present_state().buffer_ids():
+    if runs and block.state.buffer_ids():
         for run in runs:
             if isinstance(run, Recomputation):
                 run.excluded_cursor += 1
@@ -134,7 +136,8 @@ def _run_alone(block: BlockContext, function: Callable[..., Any], args: Sequence
     """Runs a block that is in no recomputed block: what it saves goes to its store."""
     if not block.is_placed and block.recorder is None:
         return function(*args, **kwargs)
-    if hooks_around(block) is not None:
+    hooks: Any = active_saved_tensor_hooks()
+    if hooks is not None and hooks_around(block, hooks) is not None:
         if block.is_placed:
             block.note("saved_tensors_hooks are active around it: its saved tensors go to them, not to its store")
         return function(*args, **kwargs)
@@ -147,7 +150,7 @@ def _run_alone(block: BlockContext, function: Callable[..., Any], args: Sequence
 
 
 def _stored(block: BlockContext) -> StoredCall | None:
-    return None if isinstance(block.store, DeviceStore) else StoredCall(block, block.open_group())
+    return None if isinstance(block.store, DeviceStore) else StoredCall(block)
 
 
 def _runs_around(run: Execution | None) -> list[Execution]:
@@ -168,7 +171,9 @@ def _ask(run: Recomputation, block: BlockContext) -> tuple[bool, Any]:
     if call is None or call.name != block.name:
         raise excluded_differ(frame.block.title, call.name if call else None, block.name)
     answered, output = call.answer()
-    if not answered:
+    if answered:
+        set_rng_state(call.random)
+    else:
         before = [each for each in frame.excluded[:position] if each.buffer_ids and not each.is_repeated]
         if before and call.buffer_ids:  # which it must find as they have left them
             for each in frame.excluded:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.hard_modules import BatchNorm, Spectral, chain, differing, run_steps
+from helpers.hard_modules import BatchNorm, Parametrized, chain, differing, run_steps
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd.graph import saved_tensors_hooks
@@ -241,7 +241,7 @@ def fill_with_noise(into: Tensor) -> None:
 
 HARD: dict[str, Callable[[], nn.Module]] = {
     "a buffer that is overwritten": Updating,
-    "spectral norm": Spectral,
+    "spectral norm": Parametrized,
     "batch norm": BatchNorm,
     "dropout before a layer": Dropped,
     "a random op of one's own": Drawing,

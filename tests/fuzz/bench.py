@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import graphckpt
+from fuzz.layers import D
 from graphckpt.engine.frame import running
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -38,7 +39,7 @@ class Bench:
 
     def input(self, batch: int = 4) -> Tensor:
         """Returns a new input, which is no draw from the default random stream."""
-        x = torch.randn(batch, 8, generator=self._inputs).to(DEVICE).requires_grad_(self._needs_grad)
+        x = torch.randn(batch, D, generator=self._inputs).to(DEVICE).requires_grad_(self._needs_grad)
         self._given.append(x)
         return x
 
@@ -184,7 +185,7 @@ def run_captured(make_model: Callable[[], nn.Module], rules: dict[str, Any] | No
     handle = None if rules is None else graphckpt.apply(model, rules)
     graph, inputs = Captured(model, capture), torch.Generator().manual_seed(1)
     torch.manual_seed(5)
-    seen = {f"loss {number}": frozen(graph(torch.randn(4, 8, generator=inputs).to(DEVICE))) for number in range(7)}
+    seen = {f"loss {number}": frozen(graph(torch.randn(4, D, generator=inputs).to(DEVICE))) for number in range(7)}
     seen |= {name: frozen(value) for name, value in (*model.named_parameters(), *model.named_buffers())}
     seen["RNG state of the device"] = torch.cuda.get_rng_state()
     if handle is not None:

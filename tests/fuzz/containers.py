@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import graphckpt
+from fuzz.layers import D
 
 
 class Chain(nn.Sequential):
@@ -62,7 +63,7 @@ class Gate(nn.Module):
     def __init__(self, *children: nn.Module) -> None:
         super().__init__()
         self.inner = nn.Sequential(*children)
-        self.gate = nn.Linear(8, 8)
+        self.gate = nn.Linear(D, D)
 
     def forward(self, x: Tensor) -> Tensor:
         gate = torch.sigmoid(self.gate(x))
@@ -207,7 +208,7 @@ class TiesWeights(nn.Module):
     def __init__(self, *children: nn.Module) -> None:
         super().__init__()
         self.inner = nn.Sequential(*children)
-        linears = [m for m in self.inner.modules() if type(m).__name__ == "Linear" and m.weight.shape == (8, 8)]
+        linears = [m for m in self.inner.modules() if type(m).__name__ == "Linear" and m.weight.shape == (D, D)]
         if linears and "weight" in linears[0]._parameters and "weight" in linears[-1]._parameters:
             linears[-1].weight = linears[0].weight
 

@@ -7,7 +7,8 @@ imported here or defined in this folder.
 from __future__ import annotations
 
 import random
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # Legend: B batch, D width
-D = 8
+D = 16
 
 
 class Linear(nn.Linear):
@@ -23,6 +24,16 @@ class Linear(nn.Linear):
         super().__init__(D, D)
         for name in frozen.split():
             getattr(self, name).requires_grad_(False)
+
+
+class Mlp(nn.Module):
+    def __init__(self, p: float = 0.2) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(D, 2 * D), nn.GELU(), nn.Linear(2 * D, D)
+        self.drop = nn.Dropout(p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(self.act(self.up(x))))
 
 
 class Norm(nn.Module):
@@ -319,16 +330,29 @@ class TakesBuffer(nn.Module):
         return torch.sigmoid(x + average)
 
 
+class Pair(NamedTuple):
+    a: Tensor
+    rest: Any
+
+
+@dataclass
+class Record:
+    h: Tensor
+    more: dict[str, Any] = field(default_factory=dict)
+
+
 class TakesContainers(nn.Module):
+    """Nested arguments and outputs: dict, named tuple, dataclass, None, non-tensors."""
+
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.drop = nn.Linear(D, D), nn.Dropout(0.2)
 
-    def forward(self, record: dict[str, Any], *pairs: Any, scale: float, bias: Tensor, nothing: None = None) -> Any:
-        h = self.linear(record["h"]) * scale + bias
-        for a, rest in pairs:
-            h = h + torch.cos(a) + (0 if rest is None else rest["b"])
-        return {"h": self.drop(h), "nothing": nothing, "pair": (h.sigmoid(), "text"), "n": 3}
+    def forward(self, record: Record, *, pairs: list[Pair], scale: float, nothing: None = None) -> dict[str, Any]:
+        h = self.linear(record.h) * scale + record.more["bias"]
+        for pair in pairs:
+            h = h + torch.cos(pair.a)
+        return {"h": self.drop(h), "nothing": nothing, "pair": Pair(h.sigmoid(), "text"), "n": 3}
 
 
 class UsesContainers(nn.Module):
@@ -337,8 +361,9 @@ class UsesContainers(nn.Module):
         self.inner, self.bias = TakesContainers(), nn.Parameter(torch.zeros(D))
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.inner({"h": x, "x": x}, (x * 2, None), (x.sin(), {"b": x.detach()}), scale=1.5, bias=self.bias)
-        return out["h"] + out["pair"][0] * out["n"]
+        out = self.inner(Record(x, {"bias": self.bias}), pairs=[Pair(x * 2, None), Pair(x.sin(), 1)], scale=1.5)
+        assert (out["nothing"], out["pair"].rest, out["n"]) == (None, "text", 3)
+        return out["h"] + out["pair"].a
 
 
 class Counts(nn.Module):

@@ -23,7 +23,8 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ from graphckpt.engine.frame import running
 
 torch.set_num_threads(1)
 warnings.simplefilter("ignore")
-D = 8
+D = 16
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """
 
@@ -81,7 +82,8 @@ def _sources_for(text: str) -> list[str]:
         lines = source.splitlines()
         for item in ast.parse(source).body:
             if isinstance(item, (ast.FunctionDef, ast.ClassDef)):
-                known[item.name] = "\n".join(lines[item.lineno - 1 : item.end_lineno]) + "\n"
+                first = min([item.lineno, *(decorator.lineno for decorator in item.decorator_list)])
+                known[item.name] = "\n".join(lines[first - 1 : item.end_lineno]) + "\n"
     wanted: set[str] = set()
     todo = [text]
     while todo:

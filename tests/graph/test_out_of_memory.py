@@ -15,8 +15,8 @@ from helpers.memory_limit import MemoryLimit
 from torch import nn
 
 from graphckpt import ConfigError, Graph
-from graphckpt.graph.out_of_memory import is_out_of_memory
-from graphckpt.graph.step_backup import StepBackup
+from graphckpt.graph import auto_plan
+from graphckpt.graph.out_of_memory import StepBackup, is_out_of_memory
 
 pytestmark = pytest.mark.filterwarnings("default:.*memory ran out; the step is repeated")
 FAILED = 2  # the step that runs out of memory, of STEPS
@@ -195,6 +195,20 @@ def test_second_error_is_the_first_one_with_a_note_and_nothing_stays_alive():
     assert memory.live_bytes <= before
     assert [p.grad for p in step.model.origin.parameters()] == [None] * len(list(step.model.origin.parameters()))
     assert all(torch.equal(step(X), loss) for loss in expected[FAILED:])
+
+
+def test_lowest_plan_is_tried_before_the_step_fails(monkeypatch):
+    """Another process takes memory that was free when the first plan was made."""
+    expected = run(made())
+    at_rest, _ = expected[3]
+    peak = expected[2].peak_bytes
+    monkeypatch.setattr(auto_plan, "available_bytes", lambda *_: at_rest + int(0.85 * (peak - at_rest)))
+    with pytest.warns(UserWarning, match="repeated: ") as caught:
+        got = run(made(), at_rest + int(0.55 * (peak - at_rest)))
+    assert is_same(got, expected)
+    texts = [str(warning.message) for warning in caught if "repeated: " in str(warning.message)]
+    assert [text.endswith("the lowest") for text in texts] == [False, True]
+    assert got[2].num_raised == 2
 
 
 def test_plan_is_at_most_the_memory_budget():

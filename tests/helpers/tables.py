@@ -8,8 +8,7 @@ from itertools import product
 
 import numpy as np
 
-from graphckpt.planning.solve.chain import COVERED, ChainInterval, Move, peak, seconds
-from graphckpt.planning.solve.frontier import Frontier
+from graphckpt.planning.solve.frontier import COVERED, ChainInterval, Frontier, Move, peak, seconds
 
 
 @dataclass

@@ -15,7 +15,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from graphckpt import ConfigError
 from graphckpt.integrations.transformers import GraphckptCallback, fit_training_arguments
 from graphckpt.planning import PlanError
-from graphckpt.planning.fit import steps
 from graphckpt.planning.measure import real_step
 
 MIB = 2**20
@@ -25,7 +24,6 @@ MIB = 2**20
 def _timed_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(real_step, "_TIMED_RUNS", 1)
-        patch.setattr(steps, "_TIMED_RUNS", 1)
         yield
 
 

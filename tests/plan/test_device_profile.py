@@ -9,10 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphckpt.errors import ConfigError
-from graphckpt.planning.device import benchmarks
 from graphckpt.planning.device.fake_device import FakeDevice
 from graphckpt.planning.device.profile import DeviceProfile, load_profile, profile_names
-from graphckpt.planning.device.write_profile import copy_rates, profile, write_profile
+from graphckpt.planning.device.write_profile import DeviceBenchmark, copy_rates, profile, write_profile
 
 aten = torch.ops.aten
 
@@ -190,9 +189,9 @@ class TestExtraBytes:
 class TestProfileDevice:
     @pytest.fixture(autouse=True)
     def _small(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(benchmarks.DeviceBenchmark, "sizes", (32, 64))
-        monkeypatch.setattr(benchmarks.DeviceBenchmark, "block_bytes", 2**20)
-        monkeypatch.setattr(benchmarks.DeviceBenchmark, "disk_bytes", 2**20)
+        monkeypatch.setattr(DeviceBenchmark, "sizes", (32, 64))
+        monkeypatch.setattr(DeviceBenchmark, "block_bytes", 2**20)
+        monkeypatch.setattr(DeviceBenchmark, "disk_bytes", 2**20)
 
     def test_the_cpu_is_measured_and_its_file_can_be_read(self, tmp_path: Path) -> None:
         lines: list[str] = []

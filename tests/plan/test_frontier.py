@@ -9,8 +9,7 @@ import pytest
 from helpers.tables import Table, all_outcomes, cheapest, least_peak, pareto, random_table
 
 from graphckpt.errors import ConfigError
-from graphckpt.planning.solve.chain import ChainInterval, Move, binding, levels, peak, seconds
-from graphckpt.planning.solve.frontier import Frontier
+from graphckpt.planning.solve.frontier import ChainInterval, Frontier, Move, binding, levels, peak, seconds
 
 
 def keep_or_recompute(num_blocks: int) -> Table:

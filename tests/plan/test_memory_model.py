@@ -22,7 +22,7 @@ from graphckpt.planning.measure.instrument import Blocks
 from graphckpt.planning.measure.real_step import RealStep
 from graphckpt.planning.measure.sweep import measure
 from graphckpt.planning.planner import Planner
-from graphckpt.planning.solve.chain import COVERED, peak
+from graphckpt.planning.solve.frontier import COVERED, peak
 from graphckpt.planning.solve.step_chain import StepChain
 
 FEW = {

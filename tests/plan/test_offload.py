@@ -9,10 +9,8 @@ import pytest
 from helpers.tables import Table, cheapest
 
 from graphckpt.errors import ConfigError
-from graphckpt.planning.solve.chain import Move, levels, peak, seconds
-from graphckpt.planning.solve.copy_schedule import CopyTiming, schedule_copies
-from graphckpt.planning.solve.offload_chain import OffloadChain
-from graphckpt.planning.solve.offload_search import search_offload
+from graphckpt.planning.solve.frontier import Move, levels, peak, seconds
+from graphckpt.planning.solve.offload_search import CopyTiming, OffloadChain, schedule_copies, search_offload
 
 
 def a_timing(moved: list[list[int]], **settings: float) -> CopyTiming:

@@ -10,15 +10,13 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import graphckpt
 from graphckpt.ledger.live_memory import LiveBytes
+from graphckpt.planning import candidates
 from graphckpt.planning.api import find_blocks
-from graphckpt.planning.candidates import NEAR, options, with_levels
+from graphckpt.planning.candidates import NEAR, OpTimes, options, selective_levels, with_levels
 from graphckpt.planning.measure import real_step
 from graphckpt.planning.measure.instrument import Blocks
 from graphckpt.planning.measure.real_step import RealStep
 from graphckpt.planning.measure.sweep import measure
-from graphckpt.planning.model.op_times import OpTimes
-from graphckpt.planning.solve import op_levels
-from graphckpt.planning.solve.op_levels import selective_levels
 from graphckpt.rules import Selective
 from graphckpt.rules.ops.schedule import OpCall, OpGraph
 
@@ -50,7 +48,7 @@ def test_a_cut_is_the_cheapest_choice_for_its_price(seed):
             num_bytes = sum(round(price * log.calls[number].num_bytes) for number in kept)
             return num_bytes + sum(ticks[number] for number in again)
 
-        chosen = op_levels._cut(log, ticks, price)
+        chosen = candidates._cut(log, ticks, price)
         subsets = itertools.chain.from_iterable(itertools.combinations(able, n) for n in range(len(able) + 1))
         assert cost(chosen.kept) == min(cost(frozenset(subset)) for subset in subsets)
         again = log.needed(lambda call, kept=chosen.kept: call.number in kept) - chosen.kept
@@ -59,7 +57,7 @@ def test_a_cut_is_the_cheapest_choice_for_its_price(seed):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_front_falls_in_bytes_and_rises_ever_steeper_in_time(seed):
-    front = op_levels._cheapest(*drawn(seed))[:-1]
+    front = candidates._cheapest(*drawn(seed))[:-1]
     assert all(one.num_bytes > other.num_bytes for one, other in itertools.pairwise(front[1:]))
     assert all(one.ticks < other.ticks for one, other in itertools.pairwise(front[1:]))
     slopes = [(b.ticks - a.ticks) / (a.num_bytes - b.num_bytes) for a, b in itertools.pairwise(front[1:])]
@@ -91,7 +89,7 @@ def test_equal_layers_have_equal_levels_between_keep_and_full(known):
     assert all(own == known.options_of[0] for own in known.options_of)
     names = [option.name for option in known.options_of[0]]
     count = len(names) - 2
-    assert 2 <= count <= op_levels.MOST
+    assert 2 <= count <= candidates.MOST
     assert names == ["keep", "full", *(f"selective(level {n + 1} of {count})" for n in range(count))]
     peaks = [known.model.highest([option] * 6).peak for option in (0, *range(2, len(names)), 1)]
     assert peaks == sorted(set(peaks), reverse=True), "each level takes less than the one before"
@@ -132,7 +130,7 @@ def test_a_block_whose_ops_cannot_be_seen_has_the_presets():
 
 def test_an_op_that_two_processes_time_unlike_is_decided_by_one():
     log, ticks = drawn(3)
-    seen = [[OpTimes(log, [tick / op_levels._TICKS for tick in ticks])]]
+    seen = [[OpTimes(log, [tick / candidates._TICKS for tick in ticks])]]
     told = []
 
     def tell(value):

@@ -14,7 +14,7 @@ from graphckpt.planning.measure import real_step
 from graphckpt.planning.measure.instrument import Blocks
 from graphckpt.planning.measure.real_step import RealStep
 from graphckpt.planning.measure.sweep import measure
-from graphckpt.planning.solve.chain import peak
+from graphckpt.planning.solve.frontier import peak
 from graphckpt.planning.solve.step_chain import StepChain
 
 NUM_BLOCKS = 8

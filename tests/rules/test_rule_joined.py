@@ -155,15 +155,21 @@ def test_a_slab_is_made_for_the_first_input_alone(caplog: pytest.LogCaptureFixtu
     assert made == ["contiguous: a slab of 96.0 KiB on cpu", "contiguous: a slab of 16.0 KiB on cpu"]
 
 
+class Switch:
+    """Is not an attribute of any module: a recomputation finds it as it is by then."""
+
+    block: nn.Module | None = None
+
+
 class Returns(nn.Module):
-    """Returns something else beside its result, and something else again once ``flag`` is turned."""
+    """Returns something else beside its result, and something else again once the switch points to it."""
 
     def __init__(self, result: Any) -> None:
         super().__init__()
-        self.linear, self.result, self.flag = nn.Linear(16, 16), result, False
+        self.linear, self.result = nn.Linear(16, 16), result
 
     def forward(self, x: torch.Tensor) -> Any:
-        return self.result(self.linear(x).tanh(), self.flag)
+        return self.result(self.linear(x).tanh(), Switch.block is self)
 
 
 class Last(nn.Module):
@@ -199,11 +205,13 @@ def test_what_is_handed_on_may_be_returned_beside_inference_tensors() -> None:
     ],
     ids=["fewer", "another shape", "another type"],
 )
-def test_a_block_that_returns_something_else_again_is_named(result: Any, now: str) -> None:
+def test_a_block_that_returns_something_else_again_is_named(
+    result: Any, now: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = Last(result)
     with put(model, {"blocks.0": True, "blocks.[12]": "joined"}):
         loss = model(torch.randn(6, 16)).sum()
-        model.blocks[1].flag = True
+        monkeypatch.setattr(Switch, "block", model.blocks[1])
         message = rf"blocks\.1: tensor . that it returns: expected float32\[6, 16\], got {now} in the recomputation"
         with pytest.raises(graphckpt.RecomputeError, match=message):
             loss.backward()

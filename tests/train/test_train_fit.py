@@ -10,7 +10,6 @@ from omegaconf import OmegaConf
 
 from graphckpt.config.run import trainer_from
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning.fit import steps
 from graphckpt.planning.measure import real_step
 from graphckpt.train.snapshot.run_folder import CONFIG
 
@@ -23,7 +22,6 @@ LONG = ["model.config.n_layer=4", "data.seq_length=32", "train.evaluation.enable
 @pytest.fixture(autouse=True)
 def _timed_once(monkeypatch):
     monkeypatch.setattr(real_step, "_TIMED_RUNS", 1)
-    monkeypatch.setattr(steps, "_TIMED_RUNS", 1)
 
 
 def saved(folder):

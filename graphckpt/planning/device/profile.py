@@ -137,7 +137,6 @@ def load_profile(name_or_path: str | Path) -> DeviceProfile:
 
 
 def profile_names() -> list[str]:
-    """Returns the names of the packaged profiles."""
     return sorted(path.stem for path in _PROFILES.glob("*.yaml"))
 
 

@@ -1,20 +1,232 @@
-"""Measures a present device, and writes the profile that :func:`graphckpt.planning.device.profile.machine` reads."""
+"""Measures the rates of a device, and writes its profile."""
 
 from __future__ import annotations
 
 import os
+import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, final
 
 import torch
+from torch.nn import functional as F  # noqa: N812
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphckpt.errors import ConfigError
-from graphckpt.planning.device.benchmarks import CudaBenchmark, DeviceBenchmark
+from graphckpt.planning.device.op_costs import flops_of
 from graphckpt.planning.device.profile import DeviceProfile
 from graphckpt.units import format_bytes, format_seconds
+
+_MIB = 2**20
+_FEWEST_RUNS = 3
+_KERNELS = ("flash", "cudnn", "efficient")
+_SLOW_PRODUCT_SECONDS = 1e-3  # of 256 x 256 in float16; one of 4096 x 4096 would take 4 s
+_MAX_PRODUCTS = 64
+
+
+class DeviceBenchmark:
+    """The measurements of a CPU; subclasses measure other devices."""
+
+    name = "cpu"
+    dtypes: tuple[str, ...] = ("float32", "float64", "bfloat16", "float16")
+    sizes: tuple[int, ...] = (256, 512, 1024)
+    block_bytes = 64 * _MIB
+    disk_bytes = 64 * _MIB
+    rounding = 1
+    capability: tuple[int, int] | None = None
+
+    def __init__(self, device: torch.device, seconds: float) -> None:
+        self.device = device
+        self._seconds = seconds
+
+    @property
+    def memory_bytes(self) -> int:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def matmul(self, dtype: str) -> float:
+        """Returns the best rate over all sizes, each the median of its runs."""
+        best = 0.0
+        for size in self.sizes:
+            a = torch.zeros(size, size, dtype=getattr(torch, dtype), device=self.device)
+            took = self.time(lambda a=a: a @ a)  # type: ignore[misc]
+            best = max(best, 2 * size**3 / took)
+            if took > self._seconds:
+                break  # no fast units for the dtype: the next size takes eight times as long
+        return best
+
+    def bandwidth(self) -> float:
+        """Returns bytes per second that a copy reads and writes."""
+        one = torch.zeros(self.block_bytes, dtype=torch.uint8, device=self.device)
+        other = torch.zeros_like(one)
+        return 2 * self.block_bytes / self.time(lambda: other.copy_(one))
+
+    def host_copies(self) -> tuple[float, float]:
+        """Returns bytes per second to the host and back."""
+        rate = self.bandwidth() / 2
+        return rate, rate
+
+    def launch(self) -> float:
+        """Returns the seconds of an op on one element."""
+        x, count = torch.zeros(1, device=self.device), 1000
+
+        def many() -> None:
+            for _ in range(count):
+                x.add_(1)
+
+        return self.time(many) / count
+
+    def efficiency(self, flops: dict[str, float]) -> dict[str, float]:
+        """Returns the rates of attention and convolution relative to matrix products."""
+        dtype = "bfloat16" if self.device.type == "cuda" else "float32"
+        query = torch.zeros(2, 8, 4 * self.sizes[0], 64, dtype=getattr(torch, dtype), device=self.device)
+        image = torch.zeros(8, 64, 56, 56, dtype=getattr(torch, dtype), device=self.device)
+        weight = torch.zeros(64, 64, 3, 3, dtype=image.dtype, device=self.device)
+        rates = {
+            "attention": self._rate(lambda: F.scaled_dot_product_attention(query, query, query)),
+            "convolution": self._rate(lambda: F.conv2d(image, weight, padding=1)),
+        }
+        return {kind: min(1.0, rate / flops[dtype]) for kind, rate in rates.items() if rate}
+
+    def workspace(self) -> int:
+        """Returns the bytes that the matrix library keeps on a stream."""
+        return 0
+
+    def attention(self) -> tuple[str, ...]:
+        """Returns the kernels of attention in the order in which PyTorch prefers them."""
+        return ("flash", "math")
+
+    def time(self, run: Callable[[], Any]) -> float:
+        """Returns the median seconds of a few runs."""
+        run()
+        self.wait()
+        taken: list[float] = []
+        while len(taken) < _FEWEST_RUNS or sum(taken) < self._seconds:
+            begin = perf_counter()
+            run()
+            self.wait()
+            taken.append(perf_counter() - begin)
+        return median(taken)
+
+    def wait(self) -> None:
+        """Waits for the device."""
+
+    def _rate(self, run: Callable[[], Any]) -> float:
+        with _FlopCounter() as seen:
+            run()
+        return float(seen.flops / self.time(run))
+
+
+@final
+class CudaBenchmark(DeviceBenchmark):
+    """The measurements of a CUDA device."""
+
+    dtypes = ("float32", "tf32", "float64", "bfloat16", "float16")
+    sizes: tuple[int, ...] = (2048, 4096, 8192)
+    block_bytes = 512 * _MIB
+    disk_bytes = 512 * _MIB
+    rounding = 512
+
+    def __init__(self, device: torch.device, seconds: float) -> None:
+        super().__init__(device, seconds)
+        properties = torch.cuda.get_device_properties(device)
+        self.name = re.sub(r"[^a-z0-9]+", "-", properties.name.lower()).strip("-")
+        self.capability = (properties.major, properties.minor)
+        self._total = int(properties.total_memory)
+        small = torch.zeros(256, 256, dtype=torch.float16, device=device)
+        if self.time(lambda: small @ small) > _SLOW_PRODUCT_SECONDS:
+            self.sizes, self.block_bytes, self.disk_bytes = super().sizes, super().block_bytes, super().disk_bytes
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._total
+
+    def wait(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def matmul(self, dtype: str) -> float:
+        """Returns the best rate; ``"tf32"`` is float32 with fewer bits in the products."""
+        with _precision("high" if dtype == "tf32" else "highest"):
+            return super().matmul("float32" if dtype == "tf32" else dtype)
+
+    def host_copies(self) -> tuple[float, float]:
+        """Returns the rates while matrix products run, as in a step."""
+        there = torch.zeros(self.block_bytes, dtype=torch.uint8, device=self.device)
+        here = torch.zeros(self.block_bytes, dtype=torch.uint8, pin_memory=True)
+        a = torch.zeros(self.sizes[1], self.sizes[1], dtype=torch.float16, device=self.device)
+        copies = torch.cuda.Stream(self.device)
+        copy_seconds = self.time(lambda: here.copy_(there, non_blocking=True))
+        num_products = min(_MAX_PRODUCTS, 1 + int(2 * copy_seconds / self.time(lambda: a @ a)))
+        rates = []
+        for target, source in ((here, there), (there, here)):
+            taken = []
+            for _ in range(_FEWEST_RUNS + 1):
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                self.wait()
+                for _ in range(num_products):
+                    a @ a  # keeps the device busy
+                with torch.cuda.stream(copies):
+                    begin.record()
+                    target.copy_(source, non_blocking=True)
+                    end.record()
+                self.wait()
+                taken.append(begin.elapsed_time(end) / 1000)
+            rates.append(self.block_bytes / median(taken[1:]))
+        return rates[0], rates[1]
+
+    def workspace(self) -> int:
+        """Returns the bytes that a matrix product allocates on a new stream."""
+        a = torch.zeros(256, 256, dtype=torch.float16, device=self.device)
+        out = torch.empty_like(a)
+        self.wait()
+        with torch.cuda.stream(torch.cuda.Stream(self.device)):
+            before = torch.cuda.memory_allocated(self.device)
+            torch.mm(a, a, out=out)
+            self.wait()
+            return torch.cuda.memory_allocated(self.device) - before
+
+    def attention(self) -> tuple[str, ...]:
+        """Returns the kernel of the plain call first, then those of calls that it does not support."""
+        query = torch.zeros(2, 4, 128, 64, dtype=torch.float16, device=self.device, requires_grad=True)
+        mask = torch.zeros(2, 1, 128, 128, dtype=torch.float16, device=self.device)
+        wide = query.detach().float().requires_grad_()
+        order: dict[str, None] = {}
+        for given, bias in ((query, None), (query, mask), (wide, None)):
+            with _FlopCounter() as seen:
+                F.scaled_dot_product_attention(given, given, given, attn_mask=bias)
+            order.update(dict.fromkeys(k for k in _KERNELS if any(f"_{k}_attention" in op for op in seen.names)))
+        rest = (kernel for kernel in ("flash", "efficient") if kernel not in order)
+        return (*order, *rest, "math")
+
+
+@final
+class _FlopCounter(TorchDispatchMode):
+    """Records the names and the arithmetic of ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.flops = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.names.append(str(func))
+        self.flops += flops_of(func, args, kwargs or {}, result)
+        return result
+
+
+@contextmanager
+def _precision(wanted: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(wanted)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
 
 _MIB = 2**20
 _SECONDS_OF_A_COPY = 0.1

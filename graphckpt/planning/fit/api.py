@@ -18,7 +18,7 @@ from graphckpt.planning.options import PlanOptions
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from graphckpt.planning.fit.steps import MakeStep, StepSource
+    from graphckpt.planning.fit.search import MakeStep
 
 
 def fit(
@@ -33,23 +33,22 @@ def fit(
 ) -> Fit:
     """Finds the largest batch that fits into a memory budget, the fastest one, and the plan of each batch size.
 
-    The step is measured at a few sizes only. Where the bytes of every tensor are affine in the batch, which is verified
-    at a third size, the plans of all other sizes follow from two; elsewhere the step is measured at each size. The
-    largest and the fastest batch then run under their plans. A step that runs is measured only where it fits with
-    everything kept; beyond that, the peaks of a step that is not affine are estimates until it runs under its plan.
+    The step is measured at each size that is shown, and runs under its plan. The largest size is searched until it fits
+    and one more sample does not. A size at which the memory of the device is too small for the step with everything
+    kept runs under the plans of the largest size at which it is not.
 
     Args:
         make_step: called with a batch size; returns the model and a function that runs one training step of that many
             samples, as :func:`graphckpt.plan` takes them. The model may be the same each time, which takes less memory.
         batch_sizes: the micro-batch sizes to plan. A ``range`` are the bounds of a search for the largest that fits,
-            and ``None`` searches from 1 on; then there are rows for powers of two and for the sizes that were found.
+            and ``None`` searches from 1 on; then there are rows for the sizes of the search and some powers of two.
         memory_budget: the peak of the whole step in bytes, or as ``"12GiB"``; ``"max"`` is the memory of the device,
             and ``"50%"`` half of it.
         device: ``None`` runs the steps on the device of the model. The name of a device profile such as ``"h200"``, a
             profile file or a profile runs no step: ``make_step`` is called where tensors allocate no memory, and has to
             build the model there.
-        global_batch: samples of one update; the sizes that divide it are planned too, for
-            :meth:`~graphckpt.planning.fit.result.Fit.at_global_batch`.
+        global_batch: samples of one update; sizes that divide it are planned too, of a search the eight largest that
+            fit, for :meth:`~graphckpt.planning.fit.result.Fit.at_global_batch`.
         progress: called with a line about each measurement before it begins.
         options: fields of :class:`~graphckpt.planning.PlanOptions`, such as ``offload="cpu"``.
 
@@ -68,8 +67,7 @@ def fit(
     >>> found.largest.batch_size > found.largest_without_recompute.batch_size
     True
     """
-    from graphckpt.planning.fit.batch_search import fit_steps  # noqa: PLC0415 - loads what `import graphckpt` need not
-    from graphckpt.planning.fit.steps import FakeSteps, RealSteps  # noqa: PLC0415
+    from graphckpt.planning.fit.search import UserSteps, fit_steps  # noqa: PLC0415 - `import graphckpt` need not
 
     if isinstance(make_step, nn.Module) or not callable(make_step):
         fix = "def make_step(batch_size): ...; return model, step_fn"
@@ -80,10 +78,6 @@ def fit(
         fix = "fit in one process and pass the batch size on, or group=False"
         raise ConfigError(f"fit: expected one process, got a group of {dist.get_world_size()} · fix: {fix}")
     wanted = replace(wanted, group=False)
-    source: StepSource
-    if device is None:
-        source = RealSteps(make_step, wanted.blocks)
-    else:
-        machine = device if isinstance(device, DeviceProfile) else load_profile(device)
-        source = FakeSteps(make_step, machine, wanted.blocks)
+    machine = device if device is None or isinstance(device, DeviceProfile) else load_profile(device)
+    source = UserSteps(make_step, machine, wanted.blocks)
     return fit_steps(source, batch_sizes, memory_budget, wanted, global_batch=global_batch, progress=progress)

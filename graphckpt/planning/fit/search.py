@@ -1,93 +1,467 @@
-"""Searches for the largest batch size that fits. Integers only, no torch."""
+"""Measures the step at some batch sizes: those that are listed, or until the largest that fits is known."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from itertools import count
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Protocol, final
 
-_MOST_ON_LINES = 8  # sizes that are looked at before the search bisects
-_MOST = 2**20  # samples in a batch: what fits beyond this does not depend on the batch
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from graphckpt.blocks.select import Selector
+from graphckpt.errors import ConfigError
+from graphckpt.planning import budget as budgets
+from graphckpt.planning.device.fake_device import FakeDevice
+from graphckpt.planning.device.profile import DeviceProfile
+from graphckpt.planning.errors import PlanError
+from graphckpt.planning.fit.result import BatchFit, Fit
+from graphckpt.planning.measure.fake_step import FakeStep
+from graphckpt.planning.measure.real_step import RealStep, on_optimizer_step
+from graphckpt.planning.options import PlanOptions
+from graphckpt.planning.plan import Plan
+from graphckpt.planning.plan_group import PlanGroup
+from graphckpt.planning.planner import Planner, measure_all, plan_and_check
+
+MakeStep = Callable[[int], tuple[nn.Module, Callable[[], object]]]
+
+_FIRST_FAKE = 8  # larger than where kernels change with small batches
+_FIRST_REAL = 2  # with one sample some copies are views
+_MAX_ROWS = 8  # of sizes that were not listed
+_MAX_SPREAD = 32  # of these sizes, the ratio of the largest to the smallest
+_MAX_ON_LINES = 8  # sizes that are measured where a line leads before the search bisects
+_MAX_SIZE = 2**20  # samples in a batch: what fits beyond this does not depend on the batch
+_ROUNDING = 512  # bytes; CUDA's caching allocator
+_SLACK = 1.1  # of the available memory: a step that is predicted to need more is not run at all
 
 
-def largest(bytes_of: Callable[[int], int], limit: int, low: int, high: int | None = None) -> int:
-    """Returns the largest size from ``low`` to ``high`` whose bytes are within a limit, or ``low - 1`` if none is.
+@final
+@dataclass(frozen=True, slots=True)
+class SizedStep:
+    """The step of one batch size, with its model and the blocks to plan."""
 
-    The next size to look at is where the line through the last two reaches the limit, so that few are needed where the
+    step: RealStep | FakeStep
+    model: nn.Module
+    blocks: Sequence[tuple[str, nn.Module]]
+
+
+class StepSource(Protocol):
+    """Makes the step of each batch size."""
+
+    @property
+    def is_real(self) -> bool:
+        """Whether steps run, so that they may need more memory than there is."""
+
+    @property
+    def can_accumulate(self) -> bool:
+        """Whether a step can accumulate gradients."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What plans should mention."""
+
+    def step(self, size: int, accumulation: int = 1) -> SizedStep:
+        """Returns the step of a batch size."""
+
+
+@final
+class UserSteps:
+    """Steps that a function makes, on the device of their model or on one that need not be present.
+
+    Args:
+        make_step: returns the model and the step of a batch size; called inside of the device that is not present.
+        machine: the profile of that device; ``None`` runs real steps.
+        selectors: the blocks to plan; ``None`` finds the layers.
+    """
+
+    can_accumulate = False
+    notes = ()
+
+    def __init__(
+        self,
+        make_step: MakeStep,
+        machine: DeviceProfile | None = None,
+        selectors: Selector | Iterable[Selector] | None = None,
+    ) -> None:
+        self._make_step = make_step
+        self._selectors = selectors
+        self._fake = None if machine is None else FakeDevice(machine)
+        self.is_real = machine is None
+
+    def step(self, size: int, accumulation: int = 1) -> SizedStep:
+        from graphckpt.planning.api import find_blocks  # noqa: PLC0415 - imports what `graphckpt.config` need not
+
+        assert accumulation == 1
+        step: RealStep | FakeStep
+        if self._fake is None:
+            model, step_fn = self._model_and_step(size)
+            step = RealStep(model, step_fn)
+        else:
+            optimizers: dict[int, Optimizer] = {}
+            with self._fake, on_optimizer_step(lambda optimizer: optimizers.update({id(optimizer): optimizer})):
+                model, step_fn = self._model_and_step(size)
+                step_fn()  # creates the state of the optimizers
+            step = FakeStep(self._fake, model, step_fn, list(optimizers.values()))
+        return SizedStep(step, model, find_blocks(model, self._selectors))
+
+    def _model_and_step(self, size: int) -> tuple[nn.Module, Callable[[], object]]:
+        pair: Any = self._make_step(size)
+        kinds = type(pair).__name__
+        if isinstance(pair, tuple) and len(pair) == 2:
+            model, step_fn = pair
+            if isinstance(model, nn.Module) and callable(step_fn):
+                return model, step_fn
+            kinds = f"{type(model).__name__} and {type(step_fn).__name__}"
+        fix = "def make_step(batch_size): ...; return model, step_fn"
+        raise ConfigError(f"make_step: expected a model and a step function, got {kinds} · fix: {fix}")
+
+
+def fit_steps(
+    source: StepSource,
+    batch_sizes: Iterable[int] | None,
+    memory_budget: budgets.Budget,
+    options: PlanOptions,
+    *,
+    global_batch: int | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Fit:
+    """Fits the steps of a source; see :func:`graphckpt.fit`."""
+    budget = check_fit_budget(memory_budget)
+    sizes = _checked_sizes(batch_sizes, global_batch)
+    sized = _SizedRows(source, budget, options, progress or (lambda _: None))
+    if isinstance(sizes, list):
+        for size in sizes:
+            sized.row(size)
+        shown = sizes
+    else:
+        shown = _search(sized, sizes, global_batch)
+    fit = sized.fit(shown, global_batch)
+    _ = fit.largest  # raises if there is none
+    if global_batch is not None and source.can_accumulate:
+        sized.check_accumulating(fit, global_batch)
+        fit = sized.fit(shown, global_batch)
+    return fit
+
+
+def check_fit_budget(budget: budgets.Budget) -> int | str:
+    """Returns a budget that a fit can use.
+
+    Raises:
+        ConfigError: it cannot be read, or it is ``"min"``.
+    """
+    if budget == "min":
+        fix = "fix: memory_budget='12GiB', '50%' or 'max'"
+        raise ConfigError(f"memory_budget: 'min' is a different number of bytes for each batch size · {fix}")
+    return budgets.check_budget(budget)
+
+
+def _checked_sizes(sizes: Iterable[int] | None, global_batch: int | None) -> range | list[int] | None:
+    if global_batch is not None and (isinstance(global_batch, bool) or global_batch < 1):
+        raise ConfigError(f"global_batch: expected 1 or more, got {global_batch!r} · fix: global_batch=512")
+    if sizes is None:
+        return None
+    fix = "fix: batch_sizes=[1, 2, 4, 8], or range(1, 65)"
+    if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Iterable):
+        raise ConfigError(f"batch_sizes: expected whole numbers, got {sizes!r} · {fix}")
+    if isinstance(sizes, range):
+        if sizes.start < 1 or sizes.step != 1 or not sizes:
+            raise ConfigError(f"batch_sizes: expected a range from 1 or more with step 1, got {sizes!r} · {fix}")
+        return sizes
+    listed = list(sizes)
+    if not listed or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in listed):
+        raise ConfigError(f"batch_sizes: expected whole numbers of 1 or more, got {listed!r} · {fix}")
+    between = range(min(listed), max(listed) + 1) if global_batch is not None else ()
+    return sorted({*listed, *(size for size in between if (global_batch or 1) % size == 0)})
+
+
+def _search(sized: _SizedRows, sizes: range | None, global_batch: int | None) -> list[int]:
+    """Measures until the largest size that fits is known, and some below it; returns those that fit.
+
+    The largest with everything kept is searched first. It is often the fastest, and larger sizes may have to run under
+    its plans.
+    """
+    low, high = (1, None) if sizes is None else (sizes[0], sizes[-1])
+    first = max(low, min(sized.first_size, high or sized.first_size))
+    largest(sized.plain_bytes, low, high, [first, min(2 * first, high or 2 * first)])
+    top = largest(sized.needed_bytes, low, high, [sized.sizes[0], sized.sizes[-1]])  # far apart: their line errs least
+    if top < low:
+        return [low]
+    bottom = low if high is not None else max(min(first, top), top // _MAX_SPREAD)
+    if global_batch is not None:
+        more = [size for size in range(bottom, top + 1) if global_batch % size == 0][-_MAX_ROWS:]
+    else:
+        sizes_so_far = [size for size in sized.sizes if low <= size <= top]
+        powers = [2**power for power in range(bottom.bit_length() - 1, top.bit_length())]
+        more = [size for size in powers if bottom <= size <= top and size not in sizes_so_far]
+        more = more[max(0, len(more) + len(sizes_so_far) - _MAX_ROWS) :]
+    for size in [low, *more] if high is not None else more:
+        sized.row(size)
+    return [size for size in sized.sizes if low <= size <= top]
+
+
+@final
+class _SizedRows:
+    """The rows of batch sizes. Each step is measured, planned, and runs under its plan."""
+
+    def __init__(
+        self, source: StepSource, budget: int | str, options: PlanOptions, progress: Callable[[str], None]
+    ) -> None:
+        self._source = source
+        self._budget = budget
+        self._options = options
+        self._progress = progress
+        self._rows: dict[int, BatchFit] = {}
+        self._device_name = ""
+        self._available = 0
+        self._limit: int | None = None
+        self._static_bytes = 0
+        self._gradient_bytes = 0
+        self.first_size = _FIRST_REAL if source.is_real else _FIRST_FAKE
+
+    @property
+    def sizes(self) -> list[int]:
+        return sorted(self._rows)
+
+    @property
+    def limit(self) -> int:
+        assert self._limit is not None
+        return self._limit
+
+    def fit(self, sizes: Iterable[int], global_batch: int | None) -> Fit:
+        rows = tuple(self.row(size) for size in sizes)
+        notes = (note for row in rows if row.plan is not None for note in row.plan.notes)
+        return Fit(
+            rows=rows,
+            budget_bytes=self.limit,
+            device=self._device_name,
+            global_batch=global_batch,
+            measured_sizes=tuple(size for size in self.sizes if self._rows[size].is_measured),
+            notes=tuple(dict.fromkeys(notes)),
+        )
+
+    def needed_bytes(self, size: int) -> int:
+        """Returns the lowest peak at a size minus the budget: above 0 if the size does not fit."""
+        row = self.row(size)
+        return row.floor_bytes - self.limit if row.fits else max(1, row.floor_bytes - self.limit)
+
+    def plain_bytes(self, size: int) -> int:
+        """Returns the peak with everything kept minus the budget."""
+        row = self.row(size)
+        above = row.plain_peak_bytes - self.limit
+        return above if row.is_measured else max(1, above)
+
+    def row(self, size: int) -> BatchFit:
+        """Returns the row of a size, which is measured if it has none yet."""
+        if size not in self._rows:
+            self._rows[size] = self._new_row(size)
+        return self._rows[size]
+
+    def check_accumulating(self, fit: Fit, global_batch: int) -> None:
+        """Runs a step of two micro-batches, since any more take as much memory."""
+        try:
+            row = fit.at_global_batch(global_batch)
+        except PlanError:
+            return
+        size = row.batch_size
+        if row.accumulation == 1 or row.plan is None or _offloads(row.plan):
+            return
+        self._progress(f"running two steps of batch size {size} for one update")
+        sized = self._source.step(size, 2)
+        with row.plan.apply(sized.model):
+            peak, _ = sized.step.run()
+        self._rows[size] = replace(self._rows[size], checked_accumulating_bytes=peak)
+
+    def _new_row(self, size: int) -> BatchFit:
+        smaller = [self._rows[one] for one in self.sizes if one < size]
+        failed = next((row for row in smaller if not row.fits), None)
+        base = next((row for row in reversed(smaller) if row.fits and row.is_measured), None)
+        if self._source.is_real and failed is not None:
+            return replace(failed, batch_size=size, is_measured=False)
+        if not self._source.is_real or base is None:
+            return self._measured(size)
+        if self._scaled(base.plain_peak_bytes, base, size) <= self._available:
+            try:
+                return self._measured(size)
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()
+        return self._run_as(base, size)
+
+    def _scaled(self, num_bytes: int, base: BatchFit, size: int) -> int:
+        """Returns what a peak becomes at another size if all but the static bytes grow with the size."""
+        return self._static_bytes + (num_bytes - self._static_bytes) * size // base.batch_size
+
+    def _measured(self, size: int) -> BatchFit:
+        self._progress(f"measuring the step at batch size {size}")
+        sized = self._source.step(size)
+        step, model = sized.step, sized.model
+        with step.restoring(), _gradients_in_forward(model, sized.blocks[0][1]) as in_forward:
+            planners = measure_all(step, model, sized.blocks, self._options, PlanGroup(), self._source.notes)
+            self._set_limit(step, planners.plain.measured.model.static_bytes)
+            self._gradient_bytes = max(0, _trainable_bytes(model) - in_forward[-1])
+
+            def plan_of(planner: Planner) -> Plan:
+                if isinstance(step, FakeStep):
+                    return planner.plan(self.limit)
+                return plan_and_check(planner, model, step, self.limit, PlanGroup(), planners.policy_fields)
+
+            row = BatchFit(
+                batch_size=size,
+                plan=None,
+                plain_peak_bytes=planners.plain.plain.peak,
+                floor_bytes=planners.bytes_of("min", 0),
+                is_measured=True,
+                optimizer_seconds=planners.plain.measured.optimizer_seconds,
+            )
+            try:
+                row = self._with_plan(row, sized, planners.best_of(plan_of))
+                correction = self._gradient_bytes + (0 if row.plan is None else max(0, row.plan.correction_bytes))
+                more = planners.best_of(lambda planner: planner.plan(self.limit, correction=correction))
+            except PlanError:
+                return row
+        return replace(row, accumulating_plan=self._portable(more) if row.fits else None)
+
+    def _with_plan(self, row: BatchFit, sized: SizedStep, plan: Plan) -> BatchFit:
+        """Runs the step under its plan, unless it is a fake one that offloads: traces do not show what copies take."""
+        if isinstance(sized.step, FakeStep) and _offloads(plan):
+            return replace(row, plan=self._portable(plan))
+        with plan.apply(sized.model):
+            peak, seconds = sized.step.run()
+        if peak > self.limit:
+            return replace(row, floor_bytes=max(row.floor_bytes, self.limit + 1))
+        factor = seconds / plan.predicted_step_seconds if plan.predicted_step_seconds else 1.0
+        row = replace(row, plan=self._portable(plan), time_factor=factor)
+        return replace(row, checked_peak_bytes=peak, checked_seconds=seconds)
+
+    def _run_as(self, base: BatchFit, size: int) -> BatchFit:
+        """Runs the step of a size at which it does not fit with everything kept, under the plans of a smaller size.
+
+        The fastest that keeps the budget counts.
+        """
+        assert base.plan is not None
+        assert base.plan.front is not None
+        lowest, *others = base.plan.front()
+        row = replace(base, batch_size=size, plan=None, accumulating_plan=None, is_measured=False)
+        row = replace(row, checked_peak_bytes=None, checked_seconds=None, time_factor=1.0)
+        row = replace(row, floor_bytes=self._scaled(lowest.predicted_peak_bytes, base, size))
+        if row.floor_bytes > _SLACK * self._available:
+            return row
+        self._progress(f"running the step at batch size {size} under plans of batch size {base.batch_size}")
+        sized = self._source.step(size)
+
+        @cache
+        def run(number: int) -> Plan:
+            plan = [lowest, *others][number]
+            try:
+                with plan.apply(sized.model):
+                    peak, seconds = sized.step.run()
+            except torch.OutOfMemoryError:
+                peak, seconds = max(self._available, self.limit) + 1, float("inf")
+            return replace(
+                plan,
+                predicted_peak_bytes=peak,
+                predicted_step_seconds=seconds,
+                budget_bytes=self.limit,
+                model=sized.model,
+                stages=(),
+                front=None,
+            )
+
+        def fastest(limit: int) -> Plan | None:
+            fitting = [
+                n for n, plan in enumerate(others, 1) if self._scaled(plan.predicted_peak_bytes, base, size) <= limit
+            ]
+            return next((run(n) for n in [*reversed(fitting), 0] if run(n).predicted_peak_bytes <= limit), None)
+
+        with sized.step.restoring():
+            plan = fastest(self.limit)
+            more = None if plan is None else fastest(self.limit - self._gradient_bytes)
+        if plan is None:
+            return replace(row, floor_bytes=run(0).predicted_peak_bytes)
+        if more is not None:
+            more = replace(more, predicted_peak_bytes=more.predicted_peak_bytes + self._gradient_bytes)
+        peak, seconds = plan.predicted_peak_bytes, plan.predicted_step_seconds
+        row = replace(row, plan=plan, accumulating_plan=more, floor_bytes=min(row.floor_bytes, peak))
+        return replace(row, checked_peak_bytes=peak, checked_seconds=seconds)
+
+    def _set_limit(self, step: RealStep | FakeStep, static: int) -> None:
+        if self._limit is not None:
+            return
+        self._device_name, self._static_bytes = step.device_name, static
+        self._available = available = step.available_bytes(static)
+        self._limit = budgets.budget_bytes(self._budget, floor=0, static=0, plain_peak=available, available=available)
+
+    def _portable(self, plan: Plan) -> Plan:
+        """Returns a plan without the model, if that exists only while fake tensors do."""
+        return plan if self._source.is_real else replace(plan, model=None)
+
+
+def _offloads(plan: Plan) -> bool:
+    return any(row.moved_bytes for row in plan.rows)
+
+
+def _trainable_bytes(model: nn.Module) -> int:
+    return sum(_rounded(parameter) for parameter in model.parameters() if parameter.requires_grad)
+
+
+def _rounded(tensor: torch.Tensor) -> int:
+    return -(-tensor.nbytes // _ROUNDING) * _ROUNDING
+
+
+@contextmanager
+def _gradients_in_forward(model: nn.Module, block: nn.Module) -> Iterator[list[int]]:
+    """Yields a list that gets the bytes of the gradients that exist at each forward of a block.
+
+    A step with ``zero_grad(set_to_none=True)``, which is the default, has none there.
+    """
+    sizes = [0]
+
+    def add(*_: object) -> None:
+        sizes.append(sum(_rounded(p.grad) for p in model.parameters() if p.grad is not None))
+
+    hook = block.register_forward_pre_hook(add)
+    try:
+        yield sizes
+    finally:
+        hook.remove()
+
+
+def largest(bytes_of: Callable[[int], int], low: int, high: int | None, start: Iterable[int]) -> int:
+    """Returns the largest size from ``low`` to ``high`` that fits, or ``low - 1`` if none does.
+
+    The next size to measure is where the line through the last two reaches the limit, so that few are needed where the
     bytes are nearly affine.
 
     Args:
-        bytes_of: returns the bytes of a size; they do not become fewer with it.
-        limit: the most bytes.
+        bytes_of: returns the bytes above the limit, 0 or less if a size fits; they do not become fewer with it.
         low: the smallest size.
-        high: the largest size; ``None`` is no limit.
+        high: the largest size; ``None`` sets no limit.
+        start: the sizes to measure first.
 
-    >>> largest(lambda size: 100 + 7 * size, 1000, low=1), largest(lambda size: size, 83, low=1, high=64)
+    >>> largest(lambda size: 100 + 7 * size - 1000, 1, None, [8, 16]), largest(lambda size: size - 83, 1, 64, [8])
     (128, 64)
-    >>> largest(lambda size: size * size, 1000, low=1), largest(lambda size: size, 3, low=4)
+    >>> largest(lambda size: size * size - 1000, 1, None, [8, 16]), largest(lambda size: size - 3, 4, None, [8])
     (31, 3)
     """
-    most = _MOST if high is None else high
-    fits, above = low, most + 1
-    at_fits = bytes_of(low)
-    if at_fits > limit:
-        return low - 1
-    width, grown = 0, 0
-    for turn in count():
-        if above - fits <= 1:
-            break
-        if grown > 0 and turn < _MOST_ON_LINES:
-            guess = fits + (limit - at_fits) * width // grown
+    fits, above = low - 1, (_MAX_SIZE if high is None else high) + 1
+    points: list[tuple[int, int]] = []
+    queue = list(start)
+    while above - fits > 1:
+        if queue:
+            size = queue.pop(0)
+            if not fits < size < above:
+                continue
+        elif 2 <= len(points) <= _MAX_ON_LINES and points[-1][1] != points[-2][1]:
+            (before, value_before), (size, value) = points[-2:]
+            size -= value * (size - before) // (value - value_before)
         else:
-            guess = (fits + above) // 2 if above <= most else 2 * fits
-        guess = min(max(guess, fits + 1), above - 1)
-        value = bytes_of(guess)
-        width, grown = guess - fits, value - at_fits
-        if value <= limit:
-            fits, at_fits = guess, value
+            size = 2 * max(fits, 1) if above > _MAX_SIZE else (fits + above) // 2
+        size = min(max(size, fits + 1), above - 1)
+        points.append((size, bytes_of(size)))
+        if points[-1][1] <= 0:
+            fits = size
         else:
-            above = guess
+            above = size
     return fits
-
-
-def largest_of(fits: Callable[[int], bool], sizes: Sequence[int]) -> int | None:
-    """Returns the largest of some sizes, in ascending order, that fits; ``None`` if none does.
-
-    >>> largest_of(lambda size: size <= 10, [1, 2, 4, 8, 16]), largest_of(lambda size: False, [4])
-    (8, None)
-    """
-    number = bisect_left(sizes, True, key=lambda size: not fits(size))
-    return sizes[number - 1] if number else None
-
-
-def doubling(low: int, high: int) -> list[int]:
-    """Returns the powers of two from ``low`` to ``high``, and both ends.
-
-    >>> doubling(1, 20), doubling(3, 8), doubling(5, 5)
-    ([1, 2, 4, 8, 16, 20], [3, 4, 8], [5])
-    """
-    powers = (2**power for power in range(low.bit_length() - 1, high.bit_length()))
-    return sorted({low, high, *(size for size in powers if low <= size <= high)})
-
-
-def on_lines(points: Mapping[int, float], size: int) -> float:
-    """Returns the value at a size on the lines between neighbouring points, and that of the last point outside.
-
-    >>> on_lines({4: 1.0, 8: 2.0}, 6), on_lines({4: 1.0, 8: 2.0}, 16), on_lines({4: 1.0, 8: 2.0}, 2)
-    (1.5, 2.0, 1.0)
-    """
-    low = max((one for one in points if one <= size), default=min(points))
-    high = min((one for one in points if one >= size), default=max(points))
-    if low >= high:
-        return points[high] if size < high else points[low]
-    return points[low] + (points[high] - points[low]) * (size - low) / (high - low)
-
-
-def divisors(number: int) -> list[int]:
-    """Returns all divisors in ascending order.
-
-    >>> divisors(12)
-    [1, 2, 3, 4, 6, 12]
-    """
-    low = [one for one in range(1, int(number**0.5) + 1) if number % one == 0]
-    return sorted({*low, *(number // one for one in low)})

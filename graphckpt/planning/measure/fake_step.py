@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from graphckpt.planning.measure.op_trace import record_ops
-from graphckpt.planning.measure.trace import Trace
-from graphckpt.planning.measure.traced_store import TracedStore, traced
-from graphckpt.planning.model.measured_step import StepSample
-from graphckpt.planning.model.op_times import OpTimes
+from graphckpt.planning.candidates import OpTimes
+from graphckpt.planning.measure.clock import record_ops
+from graphckpt.planning.measure.trace import Trace, TracedStore, traced
+from graphckpt.planning.model.memory_model import StepSample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
+    from graphckpt.planning.candidates import Option
     from graphckpt.planning.device.fake_device import FakeDevice
     from graphckpt.planning.measure.instrument import Blocks
-    from graphckpt.planning.option import Option
     from graphckpt.stores.offload import Offload
 
 
@@ -52,7 +52,6 @@ class FakeStep:
 
     @property
     def device_name(self) -> str:
-        """The name of the device profile."""
         return self._device.machine.name
 
     @property
@@ -61,7 +60,6 @@ class FakeStep:
         return f"offload: {self.device_name} has no rates of copies in its profile"
 
     def copy_rates(self, target: Offload) -> tuple[float, float] | None:
-        """Returns the rates of the device profile; ``None`` if it has none."""
         rates = target.rates(self._device.machine)
         return rates if min(rates) > 0 else None
 
@@ -76,6 +74,14 @@ class FakeStep:
             with traced(stores.values(), trace), blocks.marked(trace), trace:
                 self._step_fn()
         return StepSample(trace, dict(stores[True].far_bytes), trace.seconds, sum(trace.seconds.values()))
+
+    def available_bytes(self, static: int) -> int:
+        del static
+        return self._device.machine.memory_bytes
+
+    def restoring(self) -> AbstractContextManager[None]:
+        """Does nothing: a fake step has no values."""
+        return nullcontext()
 
     def run(self) -> tuple[int, float]:
         """Runs the step with the policies that its model has; returns the peak in bytes and the seconds."""

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from graphckpt.planning.budget import available_bytes
+from graphckpt.planning.candidates import OpTimes, Option
 from graphckpt.planning.device.write_profile import copy_rates
-from graphckpt.planning.measure.clock import StepClock, fastest
+from graphckpt.planning.measure.clock import StepClock, fastest, now, record_ops
 from graphckpt.planning.measure.instrument import Blocks
-from graphckpt.planning.measure.op_trace import record_ops
-from graphckpt.planning.measure.part_store import PartitionStore, settle
-from graphckpt.planning.measure.trace import Trace
-from graphckpt.planning.measure.traced_store import TracedStore, traced
-from graphckpt.planning.model.measured_step import StepSample
-from graphckpt.planning.model.op_times import OpTimes
-from graphckpt.planning.option import Option
-from graphckpt.stores.base import Store
+from graphckpt.planning.measure.trace import Trace, TracedStore, traced
+from graphckpt.planning.model.memory_model import StepSample
+from graphckpt.stores.base import Store, TensorGroup
 from graphckpt.stores.offload import Offload
+from graphckpt.stores.partition.partition import parse_partition
+from graphckpt.stores.partition.sharded import ShardedStore, whole_bytes
+from graphckpt.stores.placement import Placement
+from graphckpt.stores.storage_pieces import Piece, TensorKey, WrappedKey, pieces_of
 from graphckpt.training_state import TrainingState
 
 _TIMED_RUNS = 2  # of which the fastest counts: other load only adds time
@@ -54,7 +56,6 @@ class RealStep:
 
     @property
     def device_name(self) -> str:
-        """The device of the model."""
         return str(self.device)
 
     def copy_rates(self, target: Offload) -> tuple[float, float] | None:
@@ -93,7 +94,6 @@ class RealStep:
         return StepSample(trace, far_bytes, fastest(clocks), total, fastest(plain), ahead_bytes)
 
     def _parts_of(self, options: Sequence[Option]) -> dict[str, PartitionStore]:
-        """Returns the stores of partitioned tensors, by option."""
         names = dict.fromkeys(option.name for option in options if option.is_part)
         for option in options:
             if option.is_part and option.name not in self._parts:
@@ -130,6 +130,19 @@ class RealStep:
             with trace:
                 self._step_fn()
         return trace.peak_bytes
+
+    def run(self) -> tuple[int, float]:
+        """Runs the step with the policies that its model has; returns the peak in bytes and the seconds."""
+        return self.peak(), min(self._seconds() for _ in range(_TIMED_RUNS))
+
+    def _seconds(self) -> float:
+        begin = now(self.device)
+        self._step_fn()
+        return now(self.device) - begin
+
+    def available_bytes(self, static: int) -> int:
+        """Returns the free memory of the device, and the ``static`` bytes that the step holds already."""
+        return available_bytes(self.device, static)
 
     def restoring(self) -> AbstractContextManager[None]:
         """Restores parameters, buffers, gradients, optimizers and random state at the end."""
@@ -213,3 +226,117 @@ def on_optimizer_step(see: Callable[[Optimizer], None]) -> Iterator[None]:
 
 def _rounded_on_cuda(num_bytes: int) -> int:
     return -(-num_bytes // 512) * 512  # what CUDA's caching allocator hands out
+
+
+_MOST_RUNS = 3  # of a step that keeps something new each time
+
+
+@final
+class PartitionStore(Store):
+    """Partitions saved tensors, with a store for each block, and records in a trace what blocks hold whole.
+
+    A step under a plan has one store for all such blocks, which prefetches the parts of the next block while a block's
+    backward runs. Here each block has its own, so that a trace shows what the block alone does;
+    :func:`~graphckpt.planning.model.memory_model.with_gathers` then adds what is prefetched.
+
+    Args:
+        partition: a value of the flag ``partition``.
+        min_elements: smaller tensors are not partitioned.
+    """
+
+    label = "part"
+
+    def __init__(self, partition: Any, min_elements: int = 1024) -> None:
+        self._partition = parse_partition(partition)
+        self._min_elements = min_elements
+        self._stores: dict[str, Store] = {}
+        self._trace: Trace | None = None
+        self._ahead_bytes: dict[int, int] = {}
+        self.has_compared = False
+        """Whether a tensor was kept whole until the ranks had compared it; they do so once for equal tensors."""
+
+    def listen(self, trace: Trace | None) -> dict[int, int]:
+        """Records in ``trace`` from now on; ``None`` stops recording.
+
+        Returns, by the number of a call, the bytes that were recorded for the all-gather of its parts.
+        """
+        self._trace = trace
+        found, self._ahead_bytes = self._ahead_bytes, {}
+        return found
+
+    def open_group(self, group: TensorGroup) -> TensorGroup | None:
+        if group.block not in self._stores:
+            self._stores[group.block] = Placement(None, self._partition, min_elements=self._min_elements).store
+        return self._stores[group.block].open_group(group)
+
+    def put(self, tensor: torch.Tensor, group: TensorGroup | None) -> object:
+        assert group is not None
+        store = self._stores[group.block]
+        return _PartitionKey(store, store.put(tensor, group), self._trace)
+
+    def get(self, key: object) -> torch.Tensor | None:
+        assert isinstance(key, _PartitionKey)
+        return key.store.get(key.key)
+
+    def close_group(self, group: TensorGroup | None) -> None:
+        """Closes the group."""
+        assert group is not None
+        num_whole = len(_pieces(group, is_cut=False))
+        with warnings.catch_warnings():  # an option that partitions little shows in its bytes
+            warnings.filterwarnings("ignore", message=".*already sharded, left whole")
+            self._stores[group.block].close_group(group)
+        self.has_compared |= len(_pieces(group, is_cut=False)) < num_whole
+        cut = _pieces(group, is_cut=True)
+        sizes = [
+            piece.store.gathered_bytes(piece.handle.num_bytes) for piece in cut if isinstance(piece.store, ShardedStore)
+        ]
+        if len(sizes) > 1:
+            sizes.append(sum(piece.store.stored_bytes(piece.handle.num_bytes) for piece in cut))  # as one buffer
+        if sizes and self._trace is not None:
+            call = len(self._trace.calls) - 1
+            self._ahead_bytes[call] = self._ahead_bytes.get(call, 0) + sum(sizes)
+
+
+def settle(stores: Collection[PartitionStore], step: Callable[[], object]) -> None:
+    """Runs a step until the ranks have compared all of its tensors; they do so equally often."""
+    for _ in range(_MOST_RUNS):
+        if not any(store.has_compared for store in stores):
+            break
+        for store in stores:
+            store.has_compared = False
+        step()
+
+
+def _pieces(group: TensorGroup, *, is_cut: bool) -> list[Piece]:
+    return [piece for piece in pieces_of(group) if (whole_bytes(piece.handle) is None) == is_cut]
+
+
+@final
+class _PartitionKey:
+    """A key, and the tensors that its block holds whole."""
+
+    __slots__ = ("__weakref__", "_held", "_trace", "key", "store")
+
+    def __init__(self, store: Store, key: object, trace: Trace | None) -> None:
+        self.store = store
+        self.key = key
+        self._trace = trace
+        self._held = [] if trace is None else [trace.hold(tensor) for tensor in _whole(key)]
+
+    def __del__(self) -> None:
+        for held in self._held:
+            assert self._trace is not None
+            self._trace.release(held)
+
+
+def _whole(key: object) -> Iterator[torch.Tensor]:
+    """Yields the tensors of a key that are not partitioned."""
+    if isinstance(key, torch.Tensor):
+        yield key
+    elif isinstance(key, WrappedKey):
+        for inner in key.keys:
+            yield from _whole(inner)
+    elif isinstance(key, TensorKey):
+        whole = whole_bytes(key.piece.handle)
+        if whole is not None:
+            yield whole

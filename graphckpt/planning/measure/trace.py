@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import compress
 from typing import Any, final
 from weakref import ref
 
 import torch
 
+from graphckpt._compat import unseen_by_modes
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.ledger.live_memory import LiveBytes
+from graphckpt.planning.measure.instrument import StepListener
 from graphckpt.planning.model.events import BlockCall, EventKind, Interval, OpSeconds, Phase, StorageEvent, TraceSpan
+from graphckpt.stores.base import Store, TensorGroup
 
 
 @final
-class Trace(LiveBytes):
+class Trace(LiveBytes, StepListener):
     """Counts live bytes op by op, as :class:`~graphckpt.ledger.live_memory.LiveBytes` does, and records each change.
 
     Args:
@@ -45,9 +50,8 @@ class Trace(LiveBytes):
         self._names: dict[int, int] = {}
         self._sizes: list[int] = []
         self._num_ops = 0
-        self._num_updates = 0
         self._returned: list[tuple[ref[torch.Tensor], int]] = []
-        self._running: list[int] = []
+        self._call = -1  # whose forward runs now
 
     @never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -64,68 +68,29 @@ class Trace(LiveBytes):
             self._pass_through(num_bytes)
         return result
 
-    @property
-    def is_in_block(self) -> bool:
-        """Whether the forward of a block runs now."""
-        return bool(self._running)
+    def mark(self, interval: Interval) -> None:
+        self.stretches.append(TraceSpan(interval))
 
-    @property
-    def sizes(self) -> Sequence[int]:
-        """The bytes of each storage by its number, as requested from the allocator."""
-        return self._sizes
-
-    def rounded(self, num_bytes: int) -> int:
-        """Returns the bytes that the allocator reserves for ``num_bytes``."""
-        return self._rounded(num_bytes)
-
-    def mark(self, phase: Phase, call: int = -1) -> None:
-        """Begins a new interval."""
-        self.stretches.append(TraceSpan(Interval(phase, call)))
-
-    def begin_call(self, block: int, tensors: Sequence[torch.Tensor], *, are_passed_on: bool) -> int:
-        """Begins the forward of a block; returns the number of the call."""
+    def begin_call(self, block: int, tensors: Sequence[torch.Tensor], *, are_passed_on: bool) -> None:
         arguments = [self.name_of(tensor) for tensor in tensors]
         same = [any(known() is t and version == t._version for known, version in self._returned) for t in tensors]
-        number = len(self.calls)
+        self._call = len(self.calls)
         self.calls.append(
             BlockCall(block, arguments, returned_before=[*compress(arguments, same)] if are_passed_on else [])
         )
-        self._running.append(number)
-        self.mark(Phase.FORWARD, number)
-        return number
 
-    def end_call(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Ends the forward of the last block."""
-        number = self._running.pop()
-        self.calls[number].outputs.extend(self.name_of(tensor) for tensor in tensors)
+    def end_call(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._call = -1
+        self.calls[-1].outputs.extend(self.name_of(tensor) for tensor in tensors)
         self._returned = [(ref(tensor), tensor._version) for tensor in tensors if not tensor.is_inference()]
-        self.mark(Phase.AFTER_FORWARD, number)
-        return number
 
     def gradient_of(self, call: int, output: int, gradient: torch.Tensor) -> None:
-        """Begins the backward of a block: the gradient of an output is known."""
-        known = self.calls[call].gradients
-        if not known:
-            self.mark(Phase.BACKWARD, call)
-        known.setdefault(output, self.name_of(gradient))
-
-    def backward_ends(self, call: int) -> None:
-        """Ends the backward of a block: the gradient of an argument is known."""
-        if self.stretches[-1].interval == (Phase.BACKWARD, call):
-            self.mark(Phase.AFTER_BACKWARD, call)
-
-    def parameter_done(self, call: int) -> None:
-        """Does nothing: what a block holds until the end of the step is its own."""
-
-    def optimizer_begins(self) -> None:
-        """Begins an optimizer step, or extends the one before."""
-        if self.stretches[-1].interval.phase is not Phase.OPTIMIZER:
-            self.mark(Phase.OPTIMIZER, self._num_updates)
-            self._num_updates += 1
+        """Names the gradient of an output."""
+        self.calls[call].gradients.setdefault(output, self.name_of(gradient))
 
     def hold(self, tensor: torch.Tensor) -> tuple[int, int]:
         """Records that the current block saves ``tensor``; returns the argument of :meth:`release`."""
-        entry = self.name_of(tensor), self._running[-1] if self._running else -1
+        entry = self.name_of(tensor), self._call
         self._log(EventKind.HELD, *entry)
         return entry
 
@@ -172,3 +137,138 @@ class Trace(LiveBytes):
     def _log(self, kind: EventKind, storage: int, call: int = -1) -> None:
         num_bytes = self._rounded(self._sizes[storage]) if storage >= 0 else 0
         self.stretches[-1].entries.append(StorageEvent(kind, storage, num_bytes, self._num_ops, call))
+
+
+@final
+class TracedStore(Store):
+    """Keeps tensors on the device, or simulates offloading them, and records how long blocks hold them.
+
+    Args:
+        trace: the trace to record in; ``None`` records nothing.
+        is_far: simulate offloading while a trace records: the bytes of a tensor do not count until it is reloaded. The
+            copies here are synchronous, to pageable memory, and must not be timed: plans add the time of copies from
+            the rates of the device.
+    """
+
+    label = "device"
+
+    def __init__(self, trace: Trace | None = None, *, is_far: bool = False, min_elements: int = 1024) -> None:
+        self.trace = trace
+        self.is_far = is_far
+        self.far_bytes: dict[int, int] = {}
+        """The bytes that each call has offloaded, by the number of the call."""
+        self._min_elements = min_elements
+        self._sent: dict[int, weakref.ref[_Far]] = {}
+
+    def open_group(self, group: TensorGroup) -> TensorGroup:
+        return group
+
+    def put(self, tensor: torch.Tensor, group: TensorGroup | None) -> object:
+        assert group is not None
+        if not self.is_far or self.trace is None or self._stays(tensor, group):
+            return _Near(tensor.detach(), self.trace)
+        storage = tensor.untyped_storage()
+        known = self._sent.get(id(storage))
+        far = known() if known is not None else None
+        if far is None or far.storage() is not storage:
+            far = _Far(tensor)
+            self._sent[id(storage)] = weakref.ref(far)
+            call = len(self.trace.calls) - 1
+            self.far_bytes[call] = self.far_bytes.get(call, 0) + far.num_bytes
+        return _View(far, tensor, self.trace)
+
+    def get(self, key: object) -> torch.Tensor | None:
+        if isinstance(key, _Near):
+            return key.tensor
+        assert isinstance(key, _View)
+        return key.take()
+
+    def close_group(self, group: TensorGroup | None) -> None:
+        """Closes the group."""
+
+    def _stays(self, tensor: torch.Tensor, group: TensorGroup) -> bool:
+        return (
+            tensor.numel() < self._min_elements
+            or isinstance(tensor, torch.nn.Parameter)
+            or any(tensor.untyped_storage() is own.untyped_storage() for own in group.own())
+        )
+
+
+@final
+class _Near:
+    """The key of a tensor that stays on the device."""
+
+    __slots__ = ("__weakref__", "_held", "_trace", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, trace: Trace | None) -> None:
+        self.tensor = tensor
+        self._trace = trace
+        self._held = trace.hold(tensor) if trace is not None else None
+
+    def __del__(self) -> None:
+        if self._trace is not None and self._held is not None:
+            self._trace.release(self._held)
+
+
+@final
+class _Far:
+    """An offloaded storage: a copy that no trace counts, until it is reloaded."""
+
+    __slots__ = ("__weakref__", "_back", "_copy", "num_bytes", "storage")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.storage = weakref.ref(storage)
+        self.num_bytes = storage.nbytes()
+        with unseen_by_modes():
+            self._copy = None if storage.device.type == "meta" else storage.cpu().clone()
+        self._back: weakref.ref[torch.Tensor] | None = None
+
+    def back(self, device: torch.device) -> torch.Tensor:
+        """Returns the bytes on the device; the same tensor as long as it is in use."""
+        flat = self._back() if self._back is not None else None
+        if flat is None:
+            flat = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+            if self._copy is not None:
+                with unseen_by_modes():
+                    flat.untyped_storage().copy_(self._copy)
+            self._back = weakref.ref(flat)
+        return flat
+
+
+@final
+class _View:
+    """The key of an offloaded tensor: which part of its storage it is."""
+
+    __slots__ = ("_call", "_device", "_dtype", "_far", "_flat", "_offset", "_stride", "_trace")
+
+    def __init__(self, far: _Far, tensor: torch.Tensor, trace: Trace) -> None:
+        self._far = far
+        self._trace = trace
+        self._call = len(trace.calls) - 1
+        self._device, self._dtype = tensor.device, tensor.dtype
+        self._offset, self._stride = tensor.storage_offset(), (tensor.shape, tensor.stride())
+        self._flat: torch.Tensor | None = None
+
+    def take(self) -> torch.Tensor:
+        """Returns the tensor on the device."""
+        self._flat = self._far.back(self._device)
+        shape, stride = self._stride
+        typed = self._flat.view(self._dtype)
+        return typed.as_strided(shape, stride, self._offset)
+
+    def __del__(self) -> None:
+        self._trace.release((-1, self._call))  # no bytes, but it shows when the graph of the call is dropped
+
+
+@contextmanager
+def traced(stores: Collection[TracedStore], trace: Trace) -> Iterator[None]:
+    """Records in ``trace`` what is put into ``stores`` within the ``with`` block."""
+    for store in stores:
+        store.trace = trace
+        store.far_bytes.clear()
+    try:
+        yield
+    finally:
+        for store in stores:
+            store.trace = None

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from math import fsum
 from typing import TypeAlias, final
 
+from graphckpt.planning.candidates import KEEP
 from graphckpt.planning.model.events import EventKind, Interval, Phase
-from graphckpt.planning.model.measured_step import MeasuredStep
+from graphckpt.planning.model.memory_model import MeasuredStep
 from graphckpt.planning.model.program import PrivateRun
 from graphckpt.planning.model.simulate import Change, EventSeq
-from graphckpt.planning.option import KEEP
 from graphckpt.rules.full import Full
 
 Runs: TypeAlias = "tuple[tuple[int, int], ...]"
@@ -84,7 +84,6 @@ class JoinedRuns:
         return self._full
 
     def lengths(self, block: int) -> Sequence[int]:
-        """Returns the possible lengths of a run that begins with this block."""
         longest = 1
         while longest < LENGTHS[-1] and block + longest < len(self._follows) and self._follows[block + longest]:
             longest += 1

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, final
 
 from graphckpt.planning.model.events import EventKind, Interval, Phase
 from graphckpt.planning.model.program import BlockProgram, PrivateRun, Role, StepLog
 from graphckpt.planning.model.simulate import Change, EventSeq, LiveState, OutcomeCache
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from graphckpt.planning.candidates import Option
+    from graphckpt.planning.model.events import Interval, TraceLog
 
 
 @final
@@ -135,3 +141,85 @@ class MemoryModel:
                 is_born = entry.kind is EventKind.BORN
                 yield PrivateRun(entry.num_bytes if is_born else 0, entry.num_bytes if is_born else -entry.num_bytes)
         yield from (Change(EventKind.GONE, storage, base.sizes[storage]) for _, storage in due)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StepSample:
+    """One run of the step with one option on each block."""
+
+    trace: TraceLog
+    far_bytes: dict[int, int]
+    """The offloaded bytes of each call, by its number."""
+    seconds: dict[Interval, float]
+    step_seconds: float
+    """Seconds of the step without policies, if it was run, or else with these."""
+    plain_seconds: dict[Interval, float] | None = None
+    """Seconds without policies, timed beside ``seconds``; ``None`` if times are estimated and do not vary."""
+    ahead_bytes: dict[int, int] = field(default_factory=dict)
+    """The bytes that an all-gather of a call's parts takes until they are used, by the number of the call."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """The measurements of a step, from which any plan can be predicted."""
+
+    names: tuple[str, ...]
+    options: tuple[Option, ...]
+    """The options in general; ``options_of`` holds those of each block."""
+    options_of: tuple[tuple[Option, ...], ...]
+    """The options by block."""
+    model: MemoryModel
+    forward_seconds: tuple[tuple[float, ...], ...]
+    """By block and option: the seconds of all its forwards in a step."""
+    backward_seconds: tuple[tuple[float, ...], ...]
+    """By block and option: the seconds of all its backwards in a step, with the recomputation."""
+    far_bytes: tuple[tuple[int, ...], ...]
+    """By block and option: the bytes that are offloaded in a step."""
+    step_seconds: float
+    """Seconds of the step with everything kept."""
+    optimizer_seconds: float
+    """Seconds of the optimizer in that step."""
+    num_runs: int
+    """The number of traced runs."""
+    ahead_bytes: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    """By call and option: the bytes of an all-gather that begins before the backward of the call."""
+    notes: tuple[str, ...] = ()
+    """Where the prediction is not exact, and why."""
+
+
+def with_gathers(
+    measured: MeasuredStep, plan: Sequence[int], joined: Mapping[Interval, Sequence[EventSeq]]
+) -> Mapping[Interval, Sequence[EventSeq]]:
+    """Returns the events of some intervals, with the all-gathers that begin one block ahead of their use.
+
+    A step under a plan prefetches the parts of the next block while a block's backward runs::
+
+        backward of   3         2         1      of these 3 and 1 keep parts
+        gathered      [ 1's ------------- ]
+
+    Args:
+        measured: the step.
+        plan: the option of each block.
+        joined: the events of those intervals without them.
+    """
+    model, ahead = measured.model, measured.ahead_bytes
+    if not ahead:
+        return joined
+    found = dict(joined)
+    before: Interval | None = None
+    for interval in model.intervals:
+        if interval.phase is not Phase.BACKWARD or interval.call in model.base.dropped:
+            continue
+        option = plan[model.block_of_call[interval.call]]
+        num_bytes = ahead.get((interval.call, option), 0)
+        if not num_bytes:
+            continue
+        if before is not None:
+            own = found.get(before) or [model.steps(before, plan[model.block_of_call[before.call]])]
+            found[before] = [model.steps_of([PrivateRun(num_bytes, num_bytes)]), *own]
+            own = found.get(interval) or [model.steps(interval, option)]
+            found[interval] = [model.steps_of([PrivateRun(0, -num_bytes)]), *own]
+        before = interval
+    return found

@@ -99,7 +99,6 @@ class StepLog:
 
     @property
     def has_backward(self) -> bool:
-        """Whether a backward goes through a call."""
         return any(phase is Phase.BACKWARD and call not in self.dropped for phase, call in self.intervals)
 
     def made(self, call: int) -> list[int]:
@@ -128,7 +127,6 @@ class StepLog:
         self.ends = dict(self._ends())
 
     def entries(self, interval: Interval) -> Sequence[StorageEvent]:
-        """Returns the events of an interval."""
         return self._entries.get(interval, ())
 
     def roles(self, call: int) -> Mapping[int, Role]:

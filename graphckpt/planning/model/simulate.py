@@ -124,7 +124,6 @@ class LiveState:
             self._holders[storage] = self._holders.get(storage, 0) + _BLOCK
 
     def advance(self, steps: EventSeq) -> None:
-        """Simulates an interval."""
         holders = self._holders
         peak, change, after = steps.outcome(tuple([holders.get(storage, 0) for storage in steps.storages]))
         self.peak = max(self.peak, self.level + peak)

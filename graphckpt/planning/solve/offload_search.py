@@ -2,16 +2,195 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 from graphckpt.errors import ConfigError
-from graphckpt.planning.solve.chain import Chain, ChainPlan, peak
-from graphckpt.planning.solve.copy_schedule import CopyTiming, schedule_copies
-from graphckpt.planning.solve.frontier import Frontier
-from graphckpt.planning.solve.offload_chain import CachedChain, OffloadChain
+from graphckpt.planning.solve.frontier import Chain, ChainPlan, Frontier, Move, peak
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyTiming:
+    """The seconds and offloaded bytes of options; the first index is the block, the second the option.
+
+    Note [The window counts blocks that offload]: a host store frees a block's tensors when the next block that offloads
+    ends its forward, and prefetches the previous block *that offloads* in backward. Blocks between them, which offload
+    nothing, trigger neither, and the bytes stay on the device while they run.
+
+    Raises:
+        ConfigError: A rate is not above 0.
+    """
+
+    forward_seconds: Sequence[Sequence[float]]
+    """Seconds of the block's forward."""
+    backward_seconds: Sequence[Sequence[float]]
+    """Seconds of the block's backward, with the recomputation, without waiting."""
+    moved_bytes: Sequence[Sequence[int]]
+    """Bytes that are offloaded; 0 if the option offloads nothing."""
+    out_rate: float
+    """Bytes per second to the host, during a computation."""
+    back_rate: float
+    """Bytes per second from the host."""
+
+    def __post_init__(self) -> None:
+        if not (self.out_rate > 0 and self.back_rate > 0):
+            got = f"{self.out_rate}, {self.back_rate}"
+            raise ConfigError(f"rates: expected above 0, got {got} · fix: give bytes per second")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CopySchedule:
+    """The ends of forwards, backwards and copies of a plan, in seconds from the first forward."""
+
+    forward_ends: tuple[float, ...]
+    backward_ends: tuple[float, ...]
+    out_ends: dict[int, float]
+    """Of the copies to the host, by block."""
+    back_ends: dict[int, float]
+    """Of the copies back. The last block that offloads has none: its bytes are still on the device."""
+    in_flight: tuple[int, ...]
+    """Bytes that other blocks hold on the device, in the order of :func:`~graphckpt.planning.solve.frontier.levels`."""
+    seconds: float
+
+
+def schedule_copies(timing: CopyTiming, plan: Sequence[int]) -> CopySchedule:
+    """Returns the times of a plan with one copy engine in each direction.
+
+    ::
+
+        compute  F0 |F1 |F2 .. wait |F3 |head |B3 |B2 .. wait |B1 |B0      F3 waits until block 1 has been copied
+        out         |o0 |o1      |o2 |                                     r1 begins when B2 would begin
+        back                                  |r2     |r1     |r0
+
+    A copy to the host begins when the block's forward and the copy before it have ended. After its forward, a block
+    that offloads waits for the copy of the previous one, see Note [The window counts blocks that offload]. When
+    backward reaches a block that offloads, it loads that block, unless it was prefetched, and prefetches the one before
+    it.
+    """
+    num_blocks = len(plan)
+    sizes = [timing.moved_bytes[block][option] for block, option in enumerate(plan)]
+    moving = [block for block in range(num_blocks) if sizes[block] > 0]
+    now = engine = 0.0
+    forward_ends, out_ends, in_flight, done = [], {}, [], 0
+    for block, option in enumerate(plan):
+        in_flight.append(sizes[moving[done - 1]] if done else 0)
+        now += timing.forward_seconds[block][option]
+        forward_ends.append(now)
+        if sizes[block] > 0:
+            out_ends[block] = engine = max(engine, now) + sizes[block] / timing.out_rate
+            done += 1
+            if done > 1:
+                now = max(now, out_ends[moving[done - 2]])
+    on_device = set(moving[-1:])  # of blocks whose backward is to come
+    in_flight.append(sum(sizes[other] for other in on_device))
+    backward_ends, back_ends, engine = [0.0] * num_blocks, {}, 0.0
+    for block in reversed(range(num_blocks)):
+        if sizes[block] > 0:
+            done -= 1
+            for other in reversed(moving[max(0, done - 1) : done + 1]):
+                if other not in on_device:
+                    on_device.add(other)
+                    back_ends[other] = engine = max(engine, now) + sizes[other] / timing.back_rate
+            on_device.remove(block)
+            now = max(now, back_ends.get(block, now))
+        in_flight.append(sum(sizes[other] for other in on_device))
+        now += timing.backward_seconds[block][plan[block]]
+        backward_ends[block] = now
+    return CopySchedule(tuple(forward_ends), tuple(backward_ends), out_ends, back_ends, tuple(in_flight), now)
+
+
+_NUM_SIZES = 6  # that are distinguished: each is a state, and the time grows with the states
+
+
+@final
+@dataclass
+class CachedChain:
+    inner: Chain
+    _moves: dict[tuple[int, int, Hashable], Move | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.num_blocks = self.inner.num_blocks
+        self.start, self.base, self.fixed_peak = self.inner.start, self.inner.base, self.inner.fixed_peak
+        self.options, self.head_peak = self.inner.options, self.inner.head_peak
+
+    def move(self, block: int, option: int, held: Hashable) -> Move | None:
+        key = block, option, held
+        if key not in self._moves:
+            self._moves[key] = self.inner.move(block, option, held)
+        return self._moves[key]
+
+
+@final
+class OffloadChain:
+    """A chain whose states include the bytes in flight and the remaining copy times.
+
+    The time that a block waits follows from the previous block that offloads::
+
+        forward    | i ...... | j |wait|        j ends after the copy of i, which began when i had ended (and waited)
+        out               | i          |
+        backward   | j ...... |wait| i |        i begins after its copy, which began when j did
+        back       | i             |
+
+    So block ``j`` waits ``out seconds of i - forward seconds of i+1..j``, and block ``i`` waits ``back seconds of i -
+    backward seconds of j..i+1``; both are known when ``j`` is chosen, and add up.
+
+    Bytes are rounded up to one of a few sizes, so a plan may need less than this, but never more.
+
+    Args:
+        inner: The chain.
+        timing: The seconds and offloaded bytes of options.
+        moves: Whether options may offload.
+        quantum: Remaining seconds are rounded to multiples of it, which limits the states; 0 does not round.
+    """
+
+    def __init__(self, inner: Chain, timing: CopyTiming, *, moves: bool = True, quantum: float = 0.0) -> None:
+        self._inner = inner
+        self._timing = timing
+        self._moves = moves
+        self._quantum = quantum
+        most = max((size for row in timing.moved_bytes for size in row), default=0)
+        sizes = {size for row in timing.moved_bytes for size in row if size > 0}
+        grid = [-(-most * (step + 1) // _NUM_SIZES) for step in range(_NUM_SIZES)]
+        self._grid = sorted(sizes) if len(sizes) <= _NUM_SIZES else grid
+        self.num_blocks = inner.num_blocks
+        self.base, self.fixed_peak = inner.base, inner.fixed_peak
+        self.start: Hashable = (inner.start, 0, 0.0, 0.0)
+
+    def options(self, block: int) -> list[float]:
+        """The seconds of forward and backward, without waiting."""
+        tables = self._timing.forward_seconds[block], self._timing.backward_seconds[block]
+        return [forward + backward for forward, backward in zip(*tables, strict=True)]
+
+    def move(self, block: int, option: int, held: Hashable) -> Move | None:
+        assert isinstance(held, tuple)
+        inner_held, in_flight, out_left, back_left = held
+        timing = self._timing
+        size = timing.moved_bytes[block][option]
+        move = None if size and not self._moves else self._inner.move(block, option, inner_held)
+        if move is None:
+            return None
+        out_left = max(0.0, out_left - timing.forward_seconds[block][option])
+        back_left = max(0.0, back_left - timing.backward_seconds[block][option])
+        waits, after = move.waits, in_flight
+        if size:
+            waits += out_left + back_left
+            out_left, back_left = size / timing.out_rate, size / timing.back_rate
+            after = next(level for level in self._grid if level >= size)
+        peaks = move.forward_peak + in_flight, move.kept, move.backward_peak + in_flight
+        return Move(*peaks, (move.held, after, self._rounded(out_left), self._rounded(back_left)), waits)
+
+    def head_peak(self, held: Hashable) -> int:
+        """The peak of the head, with the bytes in flight."""
+        assert isinstance(held, tuple)
+        return self._inner.head_peak(held[0]) + int(held[1])
+
+    def _rounded(self, left: float) -> float:
+        return round(left / self._quantum) * self._quantum if self._quantum else left
+
 
 _BLOCKS_PER_SECOND = 20_000  # that are evaluated, over all plans, for each second of a search
 _LABELS = 512  # fewer than usual, as there are many states
@@ -35,8 +214,8 @@ def search_offload(
     """Searches for a fast plan whose peak, with copies in flight, fits; ``None`` if there is none.
 
     The result is never slower than ``plan``, if that fits, and never over the budget: :func:`schedule_copies` and
-    :func:`~graphckpt.planning.solve.chain.peak` evaluate every candidate. Candidates come from the dynamic programme
-    over :class:`~graphckpt.planning.solve.offload_chain.OffloadChain`, and from changes of one block and swaps of near
+    :func:`~graphckpt.planning.solve.frontier.peak` evaluate every candidate. Candidates come from the dynamic programme
+    over :class:`~graphckpt.planning.solve.offload_search.OffloadChain`, and from changes of one block and swaps of near
     ones.
 
     The same input gives the same plan: the effort is counted in trials.

@@ -9,13 +9,10 @@ from itertools import permutations
 from typing import final
 
 from graphckpt.planning.model.events import Interval, Phase
-from graphckpt.planning.model.gathers import with_gathers
 from graphckpt.planning.model.joined_runs import JoinedRuns, Runs
-from graphckpt.planning.model.measured_step import MeasuredStep
-from graphckpt.planning.model.memory_model import IntervalLevel
-from graphckpt.planning.solve.copy_schedule import CopyTiming, schedule_copies
+from graphckpt.planning.model.memory_model import IntervalLevel, MeasuredStep, with_gathers
 from graphckpt.planning.solve.frontier import Frontier
-from graphckpt.planning.solve.offload_search import search_offload
+from graphckpt.planning.solve.offload_search import CopyTiming, schedule_copies, search_offload
 from graphckpt.planning.solve.step_chain import StepChain
 
 _CUTS = 16  # positions at which one option may end and another begin
@@ -141,7 +138,6 @@ class PolicySearch:
             yield option, self.evaluate((option,) * len(self.measured.names))
 
     def evaluate(self, plan: Sequence[int], runs: Runs = ()) -> PolicyChoice:
-        """Returns the predicted peak and time of any options."""
         plan = tuple(plan)
         seconds, flight = self._seconds(plan)
         highest = max(self.levels(plan, runs), key=lambda level: level.peak)

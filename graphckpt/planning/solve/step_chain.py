@@ -11,9 +11,9 @@ from typing import final
 
 from graphckpt.planning.model.events import EventKind, Interval, Phase
 from graphckpt.planning.model.joined_runs import LENGTHS, JoinedRuns, Runs
-from graphckpt.planning.model.measured_step import MeasuredStep
+from graphckpt.planning.model.memory_model import MeasuredStep
 from graphckpt.planning.model.simulate import Change, EventSeq, LiveState
-from graphckpt.planning.solve.chain import COVERED, Move
+from graphckpt.planning.solve.frontier import COVERED, Move
 
 Held = frozenset[int]
 

@@ -22,10 +22,10 @@ import torch
 from graphckpt._compat import WithoutValues, pytree, storage_of, version_sharing_detach
 from graphckpt._compat_autocast import call_with_autocast
 from graphckpt._compat_compiler import DispatchMode, never_compiled
+from graphckpt.engine.call_state import get_rng_state, set_rng_state
 from graphckpt.engine.frame import Recomputation, ScheduleMismatch, running
 from graphckpt.engine.objects import mutated_by
 from graphckpt.engine.saved import SavedResult, SavedTensor
-from graphckpt.engine.thread_state import get_rng_state, set_rng_state
 from graphckpt.errors import RecomputeError
 from graphckpt.rules.ops.schedule import CAST, METADATA_ONLY_OPS, Action, NamedOps, OpGraph, make_schedule
 

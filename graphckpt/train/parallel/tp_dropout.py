@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from graphckpt.engine.thread_state import RNGState, get_rng_state, rng_devices, set_rng_state
+from graphckpt.engine.call_state import RNGState, get_rng_state, rng_devices, set_rng_state
 
 # Note [One seed from the common stream]
 # The seed of the per-rank stream is drawn from the common one, so a recomputation, which starts from the RNG state
