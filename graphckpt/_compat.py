@@ -41,7 +41,7 @@ __all__ = [
     "has_function_modes", "is_fake", "is_transformed", "is_watched",
     "op_names", "override_stale_capture_stream", "packed_shard",
     "pop_saved_tensor_hooks", "push_saved_tensor_hooks", "pytree", "share_version_counter", "silence_capturable",
-    "storage_of", "torch_version", "unseen_by_modes", "version_sharing_detach", "what_is_not_plain",
+    "storage_of", "unseen_by_modes", "version_sharing_detach", "what_is_not_plain",
 ]  # fmt: skip
 
 TRUNCATED_NORMAL = "_no_grad_trunc_normal_"
@@ -290,21 +290,16 @@ def abandon_capture(
     with suppress(RuntimeError):  # says that it has been ended, where it has
         torch._C._cuda_endAllocateToPool(index, pool)
         holds_pool = True
-    if holds_pool and torch_version() < (2, 14):  # else this would give back what other graphs in the pool hold
+    if holds_pool and torch.__version__ < "2.14":  # else this would give back what other graphs in the pool hold
         with suppress(RuntimeError):
             torch._C._cuda_releasePool(index, pool)
-    if torch_version() < (2, 13):
+    if torch.__version__ < "2.13":
         with suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream(device)):
             healing = torch.cuda.CUDAGraph()  # the end of a capture that succeeds takes the generator out of it
             healing.capture_begin(capture_error_mode="thread_local")
             torch.zeros(1, device=device)
             healing.capture_end()
             healing.reset()
-
-
-def torch_version() -> tuple[int, ...]:
-    """Returns major and minor."""
-    return tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
 
 def forget_half_a_step(scaler: torch.amp.GradScaler) -> None:

@@ -14,7 +14,7 @@ from torch._C import (
     _SetExcludeDispatchKeyGuard,
 )
 
-__all__ = ["call_with_autocast", "computes_alike"]
+__all__ = ["call_with_autocast"]
 
 
 # Note [Autocast below a dispatch mode]
@@ -56,11 +56,6 @@ def call_with_autocast(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     other = _SetExcludeDispatchKeyGuard(others[0], False) if others else _NOTHING
     with _SetExcludeDispatchKeyGuard(key, False), other:
         return func(*args, **kwargs)
-
-
-def computes_alike(func: Any) -> bool:
-    """Whether an op computes the same below a dispatch mode as without one, whatever autocast is."""
-    return not _keys_without_casts(func)
 
 
 @functools.cache

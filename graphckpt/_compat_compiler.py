@@ -12,8 +12,6 @@ from torch._C._dynamo import eval_frame
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from graphckpt._compat import torch_version
-
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
@@ -89,7 +87,7 @@ def saving(share: float) -> Iterator[None]:
         marked = _not_repeatable(graph)
         for node in marked:
             node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)  # a checkpoint of the user's draws them again
-        heeds = not marked or torch_version() >= (2, 13)
+        heeds = not marked or torch.__version__ >= "2.13"
         saved = choose(graph, info, memory_budget=memory_budget if heeds else 1.0)
         return list(dict.fromkeys(each for node in saved for each in _results(node)))
 

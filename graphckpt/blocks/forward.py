@@ -22,6 +22,7 @@ from graphckpt.engine.call_state import policy_changes
 from graphckpt.engine.frame import running
 from graphckpt.errors import ConfigError
 from graphckpt.rules.base import Rule
+from graphckpt.rules.in_graph import ForwardInGraph, exclude_in_graph
 from graphckpt.rules.keep import Keep
 from graphckpt.stores.placement import Placement
 
@@ -151,12 +152,8 @@ class BlockForward:
         if not torch.compiler.is_compiling():
             return self._run(args, kwargs)
         module = self._module()
-        inner = self._inner
         assert module is not None
-
-        def function(*args: Any, **kwargs: Any) -> Any:  # the compiler knows no MethodType
-            return type(module).forward(module, *args, **kwargs) if inner is None else inner(*args, **kwargs)
-
+        function = ForwardInGraph(module, self._inner, has_excluded=self._has_excluded())
         if not self._is_on or checkpointing_is_off():
             return function(*args, **kwargs)
         why = self._graph_break(torch.is_grad_enabled())
@@ -164,13 +161,23 @@ class BlockForward:
             torch._dynamo.graph_break(msg=why)  # an error with `fullgraph=True`
         if self.is_part or not torch.is_grad_enabled():
             return function(*args, **kwargs)
+        if self.is_excluded:
+            return exclude_in_graph(function, args, kwargs)
         return self.rule.run_in_graph(module, function, args, kwargs)
+
+    @constant_in_graphs
+    def _has_excluded(self) -> bool:
+        return any(forward.is_excluded for forward in self._forwards_below())
+
+    def _forwards_below(self) -> list[BlockForward]:
+        module = self._module()
+        assert module is not None
+        forwards = [child.__dict__.get("forward") for child in list(module.modules())[1:]]
+        return [forward for forward in forwards if isinstance(forward, BlockForward) and forward._is_on]
 
     @constant_in_graphs
     def _graph_break(self, has_gradients: bool) -> str:
         """Says why the block cannot be a part of a graph of ``torch.compile``; empty if it can."""
-        module = self._module()
-        assert module is not None
         reasons: list[str | None] = []
         if SHARE in (self.compile_options or ()):
             reasons.append(f"{SHARE} is its own")
@@ -179,9 +186,9 @@ class BlockForward:
         if not self.is_part and has_gradients:
             if self.placement is not None and not self.placement.is_plain:
                 reasons.append("it has a store")
-            if self.is_excluded:
+            if self.is_excluded and running.get() is not None:  # that block is recomputed as it is
                 reasons.append("it is excluded from the block around it")
-            if not isinstance(self.rule, Keep) and any(map(_has_policy, list(module.modules())[1:])):
+            if not isinstance(self.rule, Keep) and not all(map(_is_checkpointable, self._forwards_below())):
                 reasons.append("a block within it has a policy")
         why = ", ".join(reason for reason in reasons if reason)
         if not why:
@@ -268,10 +275,10 @@ def checkpointing_is_off() -> bool:
     return _disabled.is_on or is_transformed()
 
 
-def _has_policy(module: nn.Module) -> bool:
-    """Whether a module in a recomputed block does anything else than being recomputed with it."""
-    forward = module.__dict__.get("forward")
-    return isinstance(forward, BlockForward) and forward._is_on and not forward.is_part and forward.rule.name != "full"
+def _is_checkpointable(forward: BlockForward) -> bool:
+    """Whether a block can be a part of a checkpoint in a graph."""
+    is_plain = forward.placement is None or forward.placement.is_plain
+    return forward.is_part or forward.rule.name == "full" or (forward.rule.name == "keep" and is_plain)
 
 
 def _unwrapped(forward: Callable[..., Any] | None) -> Callable[..., Any] | None:

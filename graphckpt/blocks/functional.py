@@ -27,6 +27,7 @@ from graphckpt.stores.host import Host
 from graphckpt.stores.placement import Placement
 
 
+@never_compiled
 def checkpoint(
     function: Callable[..., Any],
     *args: Any,
@@ -91,6 +92,7 @@ def _run_in_graph(function: Any, args: Any, kwargs: dict[str, Any], context_fn: 
     return checkpoint_in_graph(function, args, kwargs, context_fn)
 
 
+@never_compiled
 def checkpoint_sequential(
     functions: nn.Sequential | Sequence[Callable[..., Any]],
     segments: int,

@@ -11,7 +11,7 @@ from torch import nn
 from graphckpt.engine.block import BlockContext
 from graphckpt.engine.frame import Frame, running
 from graphckpt.rules.base import Rule
-from graphckpt.rules.in_graph import checkpoint_in_graph
+from graphckpt.rules.in_graph import checkpoint_in_graph, contexts_around
 
 
 @final
@@ -35,4 +35,4 @@ class Full(Rule):
     def run_in_graph(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs the block under PyTorch's own checkpoint."""
         del module
-        return checkpoint_in_graph(function, args, kwargs)
+        return checkpoint_in_graph(function, args, kwargs, contexts_around(function))

@@ -1,12 +1,43 @@
-"""Recomputation within a graph of ``torch.compile``, which knows PyTorch's own checkpoint and does the recomputing."""
+"""Recomputation within a graph of ``torch.compile``, which knows PyTorch's own checkpoint and does the recomputing.
+
+The compiler marks each op of a checkpoint as one to recompute, or asks the policy of ``context_fn`` about it. Ops of an
+excluded child carry an annotation, by which that policy leaves it to the compiler what to save, as outside.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, final
 
+from torch import nn
+from torch.fx.traceback import annotate, get_current_meta
 from torch.utils import checkpoint as torch_checkpoint
-from torch.utils.checkpoint import noop_context_fn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts, noop_context_fn
+
+_ANNOTATION = "graphckpt_excluded"
+
+
+@final
+class ForwardInGraph:
+    """The forward of a block, as the compiler traces it: it knows no ``MethodType``.
+
+    Args:
+        module: The block.
+        inner: What another library has put in place of the forward of its class; ``None`` without one.
+        has_excluded: Whether a child of the block is excluded from its recomputation.
+    """
+
+    def __init__(self, module: nn.Module, inner: Callable[..., Any] | None, *, has_excluded: bool) -> None:
+        self._module = module
+        self._inner = inner
+        self.has_excluded = has_excluded
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs it."""
+        if self._inner is not None:
+            return self._inner(*args, **kwargs)
+        return type(self._module).forward(self._module, *args, **kwargs)
 
 
 def checkpoint_in_graph(
@@ -22,3 +53,32 @@ def checkpoint_in_graph(
     if context_fn is noop_context_fn:  # which the compiler takes for contexts that it cannot trace
         return checkpoint(call, *args, use_reentrant=False)
     return checkpoint(call, *args, use_reentrant=False, context_fn=context_fn)
+
+
+def exclude_in_graph(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Runs ``function(*args, **kwargs)`` so that the checkpoints around it do not recompute it."""
+    with annotate({_ANNOTATION: True}):
+        return function(*args, **kwargs)
+
+
+def contexts_of(policy: Callable[..., CheckpointPolicy]) -> Callable[[], Any]:
+    """Returns the ``context_fn`` of a policy, which decides about all ops but those of excluded children."""
+    return partial(create_selective_checkpoint_contexts, partial(_decide, policy))
+
+
+def contexts_around(function: Callable[..., Any]) -> Callable[[], Any]:
+    """Returns the ``context_fn`` that recomputes ``function``, except for its excluded children."""
+    return _EXCLUDING if getattr(function, "has_excluded", False) else noop_context_fn
+
+
+def _decide(policy: Callable[..., CheckpointPolicy], context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+    if get_current_meta().get("custom", {}).get(_ANNOTATION):
+        return CheckpointPolicy.PREFER_SAVE
+    return policy(context, func, *args, **kwargs)
+
+
+def _recompute(*_: Any, **__: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_EXCLUDING = contexts_of(_recompute)

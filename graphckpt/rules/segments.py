@@ -16,12 +16,13 @@ from itertools import pairwise
 from typing import Any, ClassVar, TypeAlias, final
 
 from torch import nn
+from torch.utils.checkpoint import noop_context_fn
 
 from graphckpt.engine.block import BlockContext
 from graphckpt.engine.frame import Frame
 from graphckpt.errors import ConfigError
 from graphckpt.rules.base import Rule
-from graphckpt.rules.in_graph import checkpoint_in_graph
+from graphckpt.rules.in_graph import checkpoint_in_graph, contexts_around
 
 Wrap: TypeAlias = "Callable[[Callable[..., Any]], Callable[..., Any]]"
 
@@ -84,7 +85,7 @@ class Segments(Rule):
         """Runs each segment but the last under PyTorch's own checkpoint."""
         if kwargs or len(args) != 1:
             return function(*args, **kwargs)
-        return run_segments_in_graph(list(module.children()), self.num_segments, args[0])
+        return run_segments_in_graph(list(module.children()), self.num_segments, args[0], contexts_around(function))
 
 
 def run_segments(
@@ -109,11 +110,16 @@ def run_segments(
     return value
 
 
-def run_segments_in_graph(children: Sequence[Callable[..., Any]], num_segments: int | str, value: Any) -> Any:
+def run_segments_in_graph(
+    children: Sequence[Callable[..., Any]],
+    num_segments: int | str,
+    value: Any,
+    context_fn: Callable[[], Any] = noop_context_fn,
+) -> Any:
     """Does what :func:`run_segments` does, while ``torch.compile`` traces it."""
     starts = (*segment_starts(num_children=len(children), num_segments=num_segments), len(children))
     for first, end in pairwise(starts[:-1]):
-        value = checkpoint_in_graph(_call_in_order, (children[first:end], value), {})
+        value = checkpoint_in_graph(_call_in_order, (children[first:end], value), {}, context_fn)
     return _call_in_order(children[starts[-2] :], value)
 
 

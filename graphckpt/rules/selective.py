@@ -11,18 +11,14 @@ from typing import Any, ClassVar, final
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    SelectiveCheckpointContext,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from graphckpt._compat import op_names
 from graphckpt.engine.block import BlockContext
 from graphckpt.engine.frame import Frame
 from graphckpt.errors import ConfigError, did_you_mean
 from graphckpt.rules.base import Rule
-from graphckpt.rules.in_graph import checkpoint_in_graph
+from graphckpt.rules.in_graph import checkpoint_in_graph, contexts_of
 from graphckpt.rules.ops.contexts import SelectiveContexts
 from graphckpt.rules.ops.schedule import NamedOps, Op, Policy
 from graphckpt.tree import flatten_call
@@ -80,9 +76,9 @@ class Selective(Rule):
 
     def __post_init__(self) -> None:
         policy = _policy(self.save)
-        ops = list(policy.whole) if isinstance(policy, NamedOps) else partial(_decision, self.save)
+        in_graph = partial(_decision, policy.decide if isinstance(policy, NamedOps) else self.save)
         object.__setattr__(self, "_policy", policy)
-        object.__setattr__(self, "_contexts_in_graph", partial(create_selective_checkpoint_contexts, ops))
+        object.__setattr__(self, "_contexts_in_graph", contexts_of(in_graph))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Selective, (self.save, self.label)  # the policy made from `save` need not be picklable

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Self, TypeAlias, final
 import torch
 
 from graphckpt._compat import WithoutValues, is_fake, pytree
-from graphckpt._compat_autocast import computes_alike
 from graphckpt.engine.objects import mutated_by
 from graphckpt.engine.saved import may_be_filled_later
 
@@ -122,8 +121,8 @@ class OpGraph:
         else:
             mine = {id(tensor.untyped_storage()) for tensor in given}
             call.is_view = any(id(result.untyped_storage()) in mine for result in results)
-        call.must_run |= not results or func.namespace in _COLLECTIVE_NAMESPACES
         call.is_random = torch.Tag.nondeterministic_seeded in func.tags
+        call.must_run |= not results or func.namespace in _COLLECTIVE_NAMESPACES
         if call.can_be_kept:
             storages = {id(s := result.untyped_storage()): s for result in results}
             call.num_bytes = sum(storage.nbytes() for storage in storages.values())
@@ -209,7 +208,7 @@ Policy: TypeAlias = Callable[[Any, Any, Any, dict[str, Any], int], bool]
 class NamedOps:
     """The policy that keeps the results of named ops."""
 
-    whole: Collection[Op]
+    ops: Collection[Op]
     """Ops of which every result is kept."""
     numbered: Mapping[Op, Collection[int]] = field(default_factory=dict)
     """Ops of which the results with these numbers are kept."""
@@ -218,7 +217,11 @@ class NamedOps:
 
     def __call__(self, output: Any, func: Op, args: Any, kwargs: dict[str, Any], number: int) -> bool:
         """Returns whether the result is named."""
-        return func in self.whole or number in self.numbered.get(func, ())
+        return func in self.ops or number in self.numbered.get(func, ())
+
+    def decide(self, _: Any, func: Op, *__: Any, **___: Any) -> bool:
+        """Does the same as a policy function of PyTorch's, without numbers."""
+        return func in self.ops
 
     def missing(self, keys: Collection[Key]) -> list[str]:
         """Returns the names that mean a result which is not among ``keys``, or none of them."""
@@ -243,20 +246,25 @@ class Action(Enum):
 class OpSchedule:
     """The ops of a block's forward in order, and what a recomputation does with each."""
 
-    ops: list[Op]
     keys: list[Key]
     actions: list[Action]
     skipped: dict[int, OpCall]
     num_saved: int
     """How many tensors autograd saves."""
-    plain: list[Op | None] = field(default_factory=list)
-    """The ops again, where both executions call them and need to know no more of them; ``None`` for the others."""
     is_valid: bool = True
     """``False``: calls did not follow it, or not all ops of the block are visible."""
 
-    def is_like(self, position: int, output: Any) -> bool:
-        """Whether an op that the recomputation will skip has returned what it did when this was recorded."""
-        call = self.skipped[position]
+    def has(self, position: int, func: Op) -> bool:
+        """Whether an op is the one at a position."""
+        return position < len(self.keys) and self.keys[position][0] is func
+
+    def is_like(self, position: int, func: Op, output: Any) -> bool:
+        """Whether an op is the one that was recorded, and has returned the like if the recomputation will skip it."""
+        if not self.has(position, func):
+            return False
+        call = self.skipped.get(position)
+        if call is None:
+            return True
         if call.spec is None:
             return bool(call.outputs[0] == TensorMeta.of(output))
         leaves, spec = pytree.tree_flatten(output)
@@ -281,7 +289,7 @@ def make_schedule(graph: OpGraph, kept: set[Key], num_saved: int) -> OpSchedule:
     """
     keys = [(call.func, call.number) for call in graph.calls]
     needed = graph.needed(lambda call: (call.func, call.number) in kept)
-    schedule = OpSchedule([call.func for call in graph.calls], keys, [], {}, num_saved)
+    schedule = OpSchedule(keys, [], {}, num_saved)
     for position, call in enumerate(graph.calls):
         is_late = position >= graph.num_saving  # no recomputation comes this far
         if call.is_view:
@@ -295,16 +303,7 @@ def make_schedule(graph: OpGraph, kept: set[Key], num_saved: int) -> OpSchedule:
             schedule.skipped[position] = call
         else:
             schedule.actions.append(Action.RUN)
-        runs = schedule.actions[position] is Action.RUN
-        schedule.plain.append(call.func if runs and _computes_alike(call.func) else None)
     return schedule
-
-
-def _computes_alike(func: Op) -> bool:
-    schema = getattr(func, "_schema", None)
-    if schema is None or schema.is_mutable or func is CAST or func in METADATA_ONLY_OPS:
-        return False
-    return computes_alike(func)
 
 
 def _is_same(leaf: Any, known: Any) -> bool:
