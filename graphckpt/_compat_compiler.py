@@ -9,13 +9,23 @@ from typing import Any, TypeVar
 
 import torch
 from torch._C._dynamo import eval_frame
+from torch.fx.traceback import annotate, get_current_meta  # documented, but "not backward compatible"
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
-__all__ = ["DispatchMode", "compiler_of", "constant_in_graphs", "has_compiled_call", "never_compiled", "saving"]
+__all__ = [
+    "DispatchMode",
+    "annotate",
+    "compiler_of",
+    "constant_in_graphs",
+    "get_current_meta",
+    "has_compiled_call",
+    "never_compiled",
+    "saving",
+]
 
 _PYTORCHS = ("aten", "prims", "prim", "inductor", "_inductor_test", "c10d_functional", "_c10d_functional", "rngprims")
 """Where PyTorch's own ops stand, which say of themselves whether they draw numbers."""

@@ -11,9 +11,10 @@ from functools import partial
 from typing import Any, final
 
 from torch import nn
-from torch.fx.traceback import annotate, get_current_meta
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts, noop_context_fn
+
+from graphckpt._compat_compiler import annotate, get_current_meta
 
 _ANNOTATION = "graphckpt_excluded"
 
