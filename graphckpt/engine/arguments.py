@@ -179,11 +179,9 @@ class Arguments:
 
     @property
     def leaves(self) -> Sequence[Any]:
-        """The arguments, without the containers around them."""
         return self._leaves
 
     def name(self, position: int) -> str:
-        """Names the argument that leaf number ``position`` belongs to."""
         return self._shape.name(position, self._function)
 
     def keep(self, call: Call, returned: BlockOutput | None, *, learning: bool) -> None:

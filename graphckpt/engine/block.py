@@ -107,5 +107,4 @@ class BlockContext:
             warn_once(self.title, text)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Returns the block's parameters and buffers."""
         return self.state.tensors()

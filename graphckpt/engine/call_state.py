@@ -154,7 +154,6 @@ class ModuleState:
         return list(map(list, owners)) != keys
 
     def modes(self) -> Modes:
-        """Returns whether each module is in training mode."""
         return tuple([ref().training for ref in self._modules])  # type: ignore[union-attr]
 
     def has_learnt(self, modes: Modes) -> bool:
@@ -162,15 +161,12 @@ class ModuleState:
         return modes in self._scopes
 
     def attribute_ids(self) -> set[int]:
-        """Returns the ids of the modules' dictionaries of attributes."""
         return {id(_fields(ref)) for ref in self._modules}
 
     def buffer_ids(self) -> set[int]:
-        """Returns the ids of the buffers in place now."""
         return {id(t) for owner, key in self._slots[self._num_parameters :] if (t := owner.get(key)) is not None}
 
     def tensors(self) -> list[torch.Tensor]:
-        """Returns the parameters and buffers in place now."""
         return [t for owner, key in self._slots if (t := owner.get(key)) is not None]
 
     def devices(self, leaves: Iterable[Any]) -> tuple[torch.device, ...]:
@@ -284,7 +280,6 @@ class ModuleState:
         return state, later._replace(copied=cloned, objects=names)
 
     def remember(self, modes: Modes, scope: _Scope) -> None:
-        """Has later calls in these modes copy what ``scope`` says."""
         self._scopes[modes] = scope
 
     def finish(self, state: CallState) -> CallState:
@@ -493,12 +488,10 @@ class HostRNGState(NamedTuple):
 
     @classmethod
     def read(cls) -> HostRNGState:
-        """Returns the present state; nothing is drawn."""
         numpy = _numpy_random()
         return cls(random.getstate(), None if numpy is None else numpy.get_state(legacy=False))
 
     def restore(self) -> None:
-        """Sets the state."""
         random.setstate(self.python)
         if self.numpy is not None:
             _numpy_random().set_state(self.numpy)
@@ -509,7 +502,6 @@ class HostRNGState(NamedTuple):
         return [library for library, number in self.fingerprints().items() if now[library] != number]
 
     def fingerprints(self) -> dict[str, int]:
-        """Returns a hash of each library's state."""
         hashes = {"Python's random": hash(self.python)}
         if self.numpy is not None:
             values = (*self.numpy.values(), *self.numpy["state"].values())  # the key of MT19937 is an array
@@ -534,7 +526,6 @@ def get_rng_state(devices: tuple[torch.device, ...], *, host: bool = False) -> R
 
 
 def set_rng_state(state: RNGState) -> None:
-    """Sets the RNG state that :func:`get_rng_state` returned."""
     cpu_state, device_states, host_state = state
     torch.default_generator.set_state(cpu_state)
     for device, device_state in device_states:
@@ -590,7 +581,6 @@ def enter_ambient(stack: ExitStack, wanted: Ambient, now: Ambient) -> None:
 
 
 def is_autocast(ambient: Ambient) -> bool:
-    """Whether autocast is enabled for a type of device."""
     return any(autocast[1] for autocast in ambient[2:])  # type: ignore[index]
 
 

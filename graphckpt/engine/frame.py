@@ -236,7 +236,6 @@ class Frame(Call):
             call.random = (*call.random[:2], None)
 
     def rng_state(self) -> RNGState:
-        """Returns the present state of the generators that the call may draw from."""
         return get_rng_state(self.devices, host=self._random[2] is not None)
 
     def add_excluded(self, block: BlockContext, output: Any, *, is_repeated: bool) -> None:

@@ -123,7 +123,6 @@ class SavedResult:
     random: RNGState | None  # after an op that draws random numbers, for the ops behind it
 
     def is_mutated(self) -> bool:
-        """Whether a tensor of it was modified in place since."""
         return are_mutated(self.versions)
 
     def take(self) -> list[Any] | None:
@@ -137,7 +136,6 @@ class SavedResult:
         return None if is_mutated else leaves
 
     def release(self, call: Call) -> None:
-        """Drops it."""
         for leaf in self.leaves:
             if isinstance(leaf, SavedTensor):
                 leaf.release(call)
@@ -149,7 +147,6 @@ def versions_of(leaves: Iterable[Any]) -> list[tuple[torch.Tensor, int]]:
 
 
 def are_mutated(versions: Iterable[tuple[torch.Tensor, int]]) -> bool:
-    """Whether one of the tensors was modified in place since its version was read."""
     return any(tensor._version != version for tensor, version in versions)
 
 
@@ -291,17 +288,14 @@ class ExcludedCall:
 
     @property
     def name(self) -> str:
-        """Path of the child."""
         return self._block.name
 
     @property
     def buffer_ids(self) -> set[int]:
-        """The ids of the child's buffers."""
         return self._block.state.buffer_ids()
 
     @property
     def parameter_ids(self) -> set[int]:
-        """The ids of the child's parameters."""
         return {id(tensor) for tensor in self._block.tensors() if isinstance(tensor, nn.Parameter)}
 
     def decide(self, call_state: CallState) -> None:
@@ -373,7 +367,6 @@ class UnreadParameter(WithoutValues):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Refuses every op."""
         leaves, _ = flatten_call(args, kwargs or {})
         raise MutatedError(next(leaf.message for leaf in leaves if isinstance(leaf, UnreadParameter)))
 

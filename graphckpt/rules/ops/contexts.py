@@ -70,7 +70,6 @@ class SelectiveContexts:
         self._num_used = 0  # of them: no recomputation reads what is kept after the last saved tensor
 
     def original_forward(self, frame: Frame) -> OpMode:
-        """Returns the context that keeps the chosen results."""
         # The hooks around must see the same tensors in each call.
         if frame.outer_hooks is None and self._signature is not None:
             schedule: OpSchedule | None = frame.block.schedules.get(self._signature)

@@ -29,7 +29,6 @@ class TensorMeta(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Self:
-        """Returns the metadata of ``tensor``."""
         return cls(tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
 
 
@@ -98,7 +97,6 @@ class OpGraph:
     _producer: dict[int, int] = field(default_factory=dict)  # by id of a storage: the call that has written it last
 
     def add(self, func: Op, number: int, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """Adds an op that has run."""
         schema = getattr(func, "_schema", None)
         given = list(_tensors(chain(args, kwargs.values())))
         leaves, spec = ([output], None) if isinstance(output, torch.Tensor) else pytree.tree_flatten(output)
@@ -216,7 +214,6 @@ class NamedOps:
     """The names that the user has given, the ops that each means, and which of their results, if not all."""
 
     def __call__(self, output: Any, func: Op, args: Any, kwargs: dict[str, Any], number: int) -> bool:
-        """Returns whether the result is named."""
         return func in self.ops or number in self.numbered.get(func, ())
 
     def decide(self, _: Any, func: Op, *__: Any, **___: Any) -> bool:
