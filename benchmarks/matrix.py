@@ -1,8 +1,9 @@
 """What works: models of four libraries x rules x stores x excluded children x drop-in functions x compilation.
 
 Each case runs two steps under its policy and compares losses, gradients, buffers and the RNG state with those of two
-plain steps of the same kind (eager, layers compiled one by one, or the model compiled, by ``aot_eager``), and measures
-what its forward keeps, by the CPU's allocator. Rows are written one by one; ``--resume`` goes on where a run has ended.
+plain steps of the same kind (eager, layers compiled one by one, or the model compiled, by ``aot_eager``), or of the
+model's own checkpointing with PyTorch's function, and measures what its forward keeps, by the CPU's allocator. Rows are
+written one by one; ``--resume`` goes on where a run has ended.
 ``--check`` runs a part and fails if a case is worse than in ``results/matrix.csv``, unless a decision record allows it.
 """
 
@@ -343,6 +344,13 @@ def run_case(case: Model, mode: str, policy: str, plain: dict[str, Any]) -> dict
             handle = None
             if policy in FUNCTIONS:
                 if policy == FUNCTIONS[-1]:
+                    # The model's own checkpointing switches its cache off, and may so reach other kernels: the bits
+                    # are those of the same step with PyTorch's function.
+                    peer = case.build()
+                    if not _set_function(case, policy, peer, layers):
+                        return None
+                    runs_peer = torch.compile(peer, **COMPILED) if mode == "whole" else peer  # type: ignore[call-overload]
+                    plain = plain | {"found": _steps(peer, runs_peer, case.loss)}
                     stack.enter_context(_replaced())
                 if not _set_function(case, policy, model, layers):
                     return None
