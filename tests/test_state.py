@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import graphckpt
 from graphckpt._compat import FakeTensorMode
 from graphckpt.engine.call_state import CallState, ModuleState
 from graphckpt.engine.objects import Objects, copy_objects, drop_unchanged_tensors, put_back, swap
@@ -105,8 +106,26 @@ def test_a_large_buffer_that_does_not_move_is_not_copied() -> None:
     for _ in range(2):
         assert [copied.numel() for copied in call(state, lambda: None).copies.values()] == [3]
     with pytest.raises(StopIteration):
-        next(iter(state.mutated_buffers(call(state, lambda: None))))
+        next(iter(state.mutated_buffers(call(state, lambda: None), lambda _: True)))
     assert state.mutated(call(state, lambda: module.large.add_(1))) == "`large` of its Holder"
+
+
+def test_a_later_call_that_edits_its_argument_compares_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That would wait for an accelerator in each call, and end a capture."""
+
+    class Edits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x.mul_(2) * self.scale).sin()
+
+    model, x = nn.Sequential(Edits()), torch.ones(3, requires_grad=True)
+    with graphckpt.apply(model, {"0": True}):
+        model(x * 1).sum().backward()
+        monkeypatch.setattr(torch, "equal", lambda *_: pytest.fail("compares a buffer"))
+        model(x * 1).sum().backward()
 
 
 def test_an_attribute_that_is_changed_after_the_forward_is_what_it_was() -> None:

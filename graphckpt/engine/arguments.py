@@ -9,7 +9,7 @@ right before returns is not kept: the recomputation of that block returns it aga
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, final
 
@@ -230,7 +230,7 @@ class Arguments:
             call.block.mutated = self.mutated
         message = None
         if moved or learning:
-            message = self._shared_memory(call, state.mutated_buffers(call_state), originals)
+            message = self._shared_memory(call, state, call_state, originals)
         if message is None and not moved <= self.mutated:
             message = mutates_argument(call.block.title, self.name(min(moved - self.mutated)))
         if message is not None:
@@ -310,7 +310,7 @@ class Arguments:
         return JoinedInput(number, tensor)
 
     def _shared_memory(
-        self, call: Call, buffers: Iterable[tuple[str, torch.Tensor]], originals: Sequence[_OriginalArgument]
+        self, call: Call, state: ModuleState, call_state: CallState, originals: Sequence[_OriginalArgument]
     ) -> str | None:
         """Returns the error if arguments that share memory with others, or with buffers, were modified in place."""
         owners: dict[int, list[str]] = {}
@@ -321,9 +321,12 @@ class Arguments:
         for storage in (id(tensor.untyped_storage()) for tensor in moved if has_storage(tensor)):
             if len(names := owners[storage]) > 1:
                 return shares_memory(call.block.title, names)
-        for name, buffer in buffers:
-            if has_storage(buffer) and (shared := owners.get(id(buffer.untyped_storage()))):
-                return shares_memory(call.block.title, [shared[0], name])
+
+        def is_shared(buffer: torch.Tensor) -> bool:
+            return has_storage(buffer) and id(buffer.untyped_storage()) in owners
+
+        for name, buffer in state.mutated_buffers(call_state, is_shared):
+            return shares_memory(call.block.title, [owners[id(buffer.untyped_storage())][0], name])
         return None
 
 

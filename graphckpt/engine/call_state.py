@@ -236,7 +236,7 @@ class ModuleState:
             containers=[(ref, key) for ref, key, value in attributes if isinstance(value, CONTAINERS)],
             objects=[],
             plain={
-                ref: tuple([key for other, key, value in attributes if other is ref and type(value) in ATOMS])
+                ref: tuple([key for key, value in _fields(ref).items() if key not in _OWN and type(value) in ATOMS])
                 for ref in modules
             },
         )
@@ -391,10 +391,13 @@ class ModuleState:
                 return f"`{key}` of its {type(module).__name__}"
         return f"`{key}`"
 
-    def mutated_buffers(self, state: CallState) -> Iterable[tuple[str, torch.Tensor]]:
-        """Yields the names of buffers that differ from their copies, and the buffers."""
+    def mutated_buffers(
+        self, state: CallState, is_wanted: Callable[[torch.Tensor], bool]
+    ) -> Iterable[tuple[str, torch.Tensor]]:
+        """Yields the names of wanted buffers that differ from their copies, and the buffers."""
         for index in state.copies:
-            if _has_changed(state, index):
+            # Compared last: that waits for an accelerator, which a capture forbids.
+            if is_wanted(state.tensors[index]) and _has_changed(state, index):
                 yield self._name(index, state), state.tensors[index]
 
 
