@@ -55,10 +55,14 @@ def constant_in_graphs(method: _Hook) -> _Hook:
 
 
 class DispatchMode(TorchDispatchMode):
-    """A dispatch mode whose ``__torch_dispatch__`` is :func:`never_compiled`.
+    """A dispatch mode whose ``__torch_dispatch__`` is :func:`never_compiled`, and which does not see compiled ops.
 
     PyTorch wraps that of every mode in ``torch.compiler.disable``, which costs 2 us an op.
     """
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -605,6 +605,3 @@ class Guard:
         if self._run is not None:
             self._run.is_active = False
         running.set(self._outer)
-
-
-_NOTHING = nullcontext()

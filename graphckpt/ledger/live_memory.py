@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphckpt._compat import storage_of
 from graphckpt._compat_autocast import call_with_autocast
-from graphckpt._compat_compiler import never_compiled
+from graphckpt._compat_compiler import DispatchMode, never_compiled
 from graphckpt.ledger.record import Event
 
 
@@ -30,7 +29,7 @@ class _Alive(weakref.ref[torch.UntypedStorage]):
 # freed, never later (both tested). A look-up takes 50 ns.
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(DispatchMode):
     """Sums the bytes of living tensor storages while it is active, and records when they are allocated and freed.
 
     A storage counts once, however many tensors view it, from the first op that takes or returns it until it
@@ -81,15 +80,6 @@ class LiveBytes(TorchDispatchMode):
         self._alive: dict[int, _Alive] = {}
         self._depth = 0
         self._free: Callable[[weakref.ref[torch.UntypedStorage]], None] = self._subtract
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Returns True: compiled blocks stay compiled, and only their inputs and outputs are counted."""
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # the guard would cost 1 us per op and load the compiler; compiled code never gets here
 
     @property
     def timeline(self) -> list[Event]:

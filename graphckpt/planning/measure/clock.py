@@ -15,10 +15,9 @@ from typing import Any, ClassVar, TypeAlias, final
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphckpt._compat_autocast import call_with_autocast
-from graphckpt._compat_compiler import never_compiled
+from graphckpt._compat_compiler import DispatchMode, never_compiled
 from graphckpt.engine.block import BlockContext
 from graphckpt.engine.saved import KEEP_ON_DEVICE
 from graphckpt.planning.candidates import OpTimes, Option
@@ -140,17 +139,12 @@ class OpObserver(Rule, is_registered=False):
 
 
 @final
-class _OpTimer(TorchDispatchMode):
+class _OpTimer(DispatchMode):
     def __init__(self, ops: OpTimes, observer: OpObserver) -> None:
         super().__init__()
         self._ops = ops
         self._observer = observer
         self._calls: dict[Any, int] = defaultdict(int)
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Returns True: compiled code runs as such, and its ops are not visible."""
-        return True
 
     @never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:

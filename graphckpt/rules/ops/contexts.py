@@ -255,11 +255,6 @@ class OpMode(DispatchMode):
         self._position = 0  # in the schedule
         self._numbers: Counter[Op] = Counter()
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Returns ``True``: the mode ignores ops that are compiled by ``torch.compile``."""
-        return True
-
     @never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
