@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import torch
 from torch import nn
 
-from graphckpt._compat import WithoutValues
+from graphckpt._compat import WithoutValues, version_sharing_detach
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.engine.mismatch import modified_in_place, runs_backward
 from graphckpt.errors import MutatedError, RecomputeError
@@ -80,7 +80,7 @@ class SavedTensor:
                     recorder.tensor_saved(block.name, tensor, self)
         else:
             pack, self._unpack = outer_hooks
-            tensor = tensor.detach()  # as one with history is saved by an op, which may fill another one after that
+            tensor = version_sharing_detach(tensor)  # one with history is saved by an op, which may fill another one
             if recorder is None:
                 self._entry = pack(tensor)
             else:

@@ -178,7 +178,7 @@ def generate(seed: int) -> Programme:
 
 
 def is_left_out(programme: Programme) -> bool:
-    """Whether nothing can be said about a programme on CUDA, as the plain step is not determined.
+    """Whether nothing can be said about a programme, as its plain step is not determined.
 
     Hooks that copy get the noise of `rrelu` before it is drawn.
     """

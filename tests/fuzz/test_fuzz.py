@@ -117,7 +117,7 @@ def test_workers_share_the_seeds_of_a_run() -> None:
         (Node("Activation", "'RReLU'"), Step("plain"), False),
     ],
 )
-def test_what_is_left_out_on_a_device(root: Node, step: Step, is_out: bool) -> None:
+def test_what_is_left_out(root: Node, step: Step, is_out: bool) -> None:
     assert is_left_out(Programme(Node("Chain", "", (root,)), (step,))) is is_out
 
 

@@ -238,6 +238,32 @@ def test_a_kept_result_that_later_code_edits_is_made_again() -> None:
         assert all(torch.equal(a, b) for a, b in zip(grads, results[0], strict=True))
 
 
+class _EditsChildsResult(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.child(x)
+        y += x
+        return y
+
+
+def test_a_kept_result_that_the_recomputed_block_around_edits_is_recomputed() -> None:
+    """The plain step is legal under hooks that copy what is saved."""
+    grads = []
+    for policies in ({}, {"0": True, "0.child": graphckpt.Selective(lambda *_, **__: True)}):
+        torch.manual_seed(0)
+        model = nn.Sequential(_EditsChildsResult())
+        x = torch.randn(2, 4, requires_grad=True)
+        with graphckpt.apply(model, policies):
+            with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda copied: copied):
+                loss = model(x).pow(2).sum()
+            loss.backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads)
+
+
 def test_a_parameter_that_is_edited_before_backward() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
     with graphckpt.apply(model, {"1": True}):
