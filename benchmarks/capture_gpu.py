@@ -79,7 +79,7 @@ def captures_of(graph: Graph) -> dict[str, Any]:
     text = {"capture": graph._step.capture_text}
     if captured is None:
         return text
-    return {**text, "notes": captured.captures.notes, "pool_bytes": captured.captures.backend.pool_bytes()}
+    return {**text, "notes": captured.notes, "pool_bytes": captured.backend.pool_bytes()}
 
 
 def failure(error: Exception) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphckpt.capture import Capture, CaptureBackend
+from graphckpt.graph.capture import Capture, CaptureBackend
 
 
 class Bytes(NamedTuple):

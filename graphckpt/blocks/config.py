@@ -72,7 +72,7 @@ class BlockConfig:
     >>> config = BlockConfig("layers.0")
     >>> config.activation_checkpointing, config.offload = True, "disk"
     >>> config
-    BlockConfig(activation_checkpointing=True, offload='disk', )
+    BlockConfig(activation_checkpointing=True, offload='disk')
     """
 
     __slots__ = ("_changed", "_own", "_rule", "_values", "block")
@@ -143,8 +143,12 @@ class BlockConfig:
         """The rule that the fields mean together; ``None`` if the enclosing block decides."""
         return self._rule  # type: ignore[no-any-return]
 
+    def describe(self) -> str:
+        """Returns the fields that are set, as in a call."""
+        return ", ".join(f"{key}={value!r}" for key, value in self._values.items())
+
     def __repr__(self) -> str:
-        return f"BlockConfig({''.join(f'{key}={value!r}, ' for key, value in self._values.items())})"
+        return f"BlockConfig({self.describe()})"
 
 
 _FIX = "fix: use one of " + ", ".join(FIELDS)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, ItemsView, Iterator, Mapping, MutableMapping, ValuesView
+from functools import wraps
 from types import MethodType
 from typing import Any, final
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -12,33 +13,47 @@ from torch import nn
 
 from graphckpt.blocks.config import FIELDS, BlockConfig, check_attribute
 
-_EDITS = frozenset({"add_module", "append", "extend", "insert", "register_module", "set_submodule", "update"})
-_RETURNS_SELF = _EDITS | {
-    "apply", "bfloat16", "cpu", "cuda", "double", "eval", "float", "half", "requires_grad_", "share_memory", "to_empty",
-    "train", "type", "xpu",
-}  # fmt: skip
-
 
 @final
 class BlockTree:
-    """The blocks of one Graph: one per module, made when they are asked for."""
+    """The blocks of one Graph: one per module, created on demand."""
 
-    def __init__(self, changed: Callable[[], None]) -> None:
+    def __init__(self, roots: Mapping[str, nn.Module], changed: Callable[[], None]) -> None:
         self.configs: MutableMapping[nn.Module, BlockConfig] = WeakKeyDictionary()
-        self._blocks: MutableMapping[nn.Module, Block] = WeakValueDictionary()  # a block holds its tree
-        self.mark_changed = changed  # to be called when a module was replaced, added or removed
+        self._blocks: MutableMapping[nn.Module, Block] = WeakValueDictionary()  # a block references its tree
+        self._paths: MutableMapping[nn.Module, str] = WeakKeyDictionary()
+        self._roots = roots
+        self._changed = changed  # to be called when a policy or a module was changed
 
-    def block(self, module: nn.Module, prefix: str, name: str) -> Block:
-        """Returns the block of ``module``; a module with two names goes by the first."""
-        found = self._blocks.get(module)
-        if found is None:
-            found = self._blocks[module] = Block(module, prefix, name, self)
-        return found
+    def mark_changed(self) -> None:
+        """Notes that a module was replaced, added or removed."""
+        self._paths = WeakKeyDictionary()
+        self._changed()
+
+    def wrap(self, value: Any) -> Any:
+        """Returns blocks instead of the Graph's modules: of one, or of those in a list, tuple, view or iterator."""
+        if isinstance(value, nn.Module):
+            return self._blocks.get(value) or self._block(value)
+        if type(value) in (list, tuple):
+            return type(value)(map(self.wrap, value))
+        if isinstance(value, (ItemsView, ValuesView)):
+            return list(map(self.wrap, value))
+        return map(self.wrap, value) if isinstance(value, Iterator) else value
+
+    def _block(self, module: nn.Module) -> Any:
+        if module not in self._paths:
+            for root, top in self._roots.items():
+                for path, each in top.named_modules():
+                    self._paths.setdefault(each, f"{root}.{path}" if path else root)
+        if module not in self._paths:
+            return module
+        block = self._blocks[module] = Block(module, self._paths[module], self)
+        return block
 
     def config(self, module: nn.Module, path: str) -> BlockConfig:
         """Returns the config of ``module``."""
         if module not in self.configs:
-            self.configs[module] = BlockConfig(path, self.mark_changed, getattr(module, "config", None))
+            self.configs[module] = BlockConfig(path, self._changed, getattr(module, "config", None))
         return self.configs[module]
 
     def policies(self) -> list[tuple[nn.Module, str, dict[str, Any]]]:
@@ -53,10 +68,10 @@ class Block:
     ``forward`` the real modules are in place, so a module's own ``self.config`` is its own there.
     """
 
-    __slots__ = ("__weakref__", "_name", "_origin", "_prefix", "_tree")
+    __slots__ = ("__weakref__", "_origin", "_path", "_tree")
 
-    def __init__(self, origin: nn.Module, prefix: str, name: str, tree: BlockTree) -> None:
-        for slot, value in (("_origin", origin), ("_prefix", prefix), ("_name", name), ("_tree", tree)):
+    def __init__(self, origin: nn.Module, path: str, tree: BlockTree) -> None:
+        for slot, value in (("_origin", origin), ("_path", path), ("_tree", tree)):
             object.__setattr__(self, slot, value)
 
     @property
@@ -75,17 +90,17 @@ class Block:
     @property
     def name(self) -> str:
         """The last part of the block's path."""
-        return self._name  # type: ignore[no-any-return]
+        return self._path.rpartition(".")[2]  # type: ignore[no-any-return]
 
     @property
     def name_prefix(self) -> str:
         """The path before the name, with a dot at its end if there is one."""
-        return self._prefix  # type: ignore[no-any-return]
+        return self._path.removesuffix(self.name)  # type: ignore[no-any-return]
 
     @property
     def config(self) -> BlockConfig:
         """The block's policy. Fields that it does not have are read from the module's own ``config``."""
-        return self._tree.config(self._origin, self._prefix + self._name)  # type: ignore[no-any-return]
+        return self._tree.config(self._origin, self._path)  # type: ignore[no-any-return]
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """``to(GraphModule)`` is the policy in OneFlow's later spelling, ``to(nn.Module)`` the module; else moves."""
@@ -101,20 +116,29 @@ class Block:
         return self._origin(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name in Block.__slots__:  # a block that is being made
+        if name in Block.__slots__:  # a block that is being created
             raise AttributeError(name)
         value = getattr(self._origin, name)
-        if isinstance(value, nn.Module):
-            return self._child(name, value)
-        if not isinstance(value, MethodType):
-            return value
-        if name in ("items", "values") and isinstance(self._origin, nn.ModuleDict):
-            return self._items if name == "items" else self._values
-        return self._passing(name, value) if name in _RETURNS_SELF else value
+        if isinstance(value, MethodType) and value.__self__ is self._origin:
+            return self._wrapped(value)
+        return self._tree.wrap(value) if isinstance(value, nn.Module) else value
+
+    def _wrapped(self, method: MethodType) -> Callable[..., Any]:
+        """Returns a method that takes and returns blocks, and notes whether it has changed the modules below."""
+
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            modules = list(self._origin.modules())
+            result = method(*map(_unwrapped, args), **{key: _unwrapped(value) for key, value in kwargs.items()})
+            if modules != list(self._origin.modules()):
+                self._tree.mark_changed()
+            return self._tree.wrap(result)
+
+        return call
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not isinstance(value, nn.Module):
-            check_attribute(self._prefix + self._name, self._origin, name)
+            check_attribute(self._path, self._origin, name)
         setattr(self._origin, name, unwrap(value))
         if isinstance(value, nn.Module):
             self._tree.mark_changed()
@@ -135,12 +159,8 @@ class Block:
     def __getitem__(self, key: Any) -> Any:
         value = self._origin[key]
         if isinstance(key, slice):
-            start, stop, step = key.indices(len(self._origin))
-            return BlockSlice(value, [self[i] for i in range(start, stop, step)], f"{self._prefix}{self._name}", key)
-        if not isinstance(value, nn.Module):
-            return value
-        name = next(name for name, child in self._origin._modules.items() if child is value)
-        return self._child(name, value)
+            return BlockSlice(value, [self._tree.wrap(child) for child in value], self._path, key)
+        return self._tree.wrap(value)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._origin[key] = unwrap(value)
@@ -157,9 +177,7 @@ class Block:
         return True
 
     def __iter__(self) -> Iterator[Any]:
-        if isinstance(self._origin, nn.ModuleDict):
-            return iter(self._origin)
-        return (self._child_of(value) for value in self._origin)
+        return map(self._tree.wrap, self._origin)
 
     def __contains__(self, item: Any) -> bool:
         return unwrap(item) in self._origin
@@ -169,57 +187,6 @@ class Block:
 
     def __repr__(self) -> str:
         return repr(self._origin)
-
-    def named_children(self) -> Iterator[tuple[str, Any]]:
-        """Yields the names and blocks of the direct children."""
-        for name, child in self._origin.named_children():
-            yield name, self._child(name, child)
-
-    def children(self) -> Iterator[Any]:
-        """Yields the blocks of the direct children."""
-        return (child for _, child in self.named_children())
-
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Any]]:
-        """Yields every module below and this one, once each, as blocks, with their paths."""
-        for path, module in self._origin.named_modules(memo, prefix, remove_duplicate):
-            yield path, self._below(path.removeprefix(prefix).removeprefix("."), module)
-
-    def modules(self) -> Iterator[Any]:
-        """Yields every module below and this one, once each, as blocks."""
-        return (block for _, block in self.named_modules())
-
-    def get_submodule(self, target: str) -> Any:
-        """Returns the block at a path below this one."""
-        return self._below(target, self._origin.get_submodule(target))
-
-    def _below(self, path: str, module: nn.Module) -> Any:
-        head, _, name = path.rpartition(".")
-        start = f"{self._prefix}{self._name}."
-        return self._tree.block(module, start + head + "." if head else start, name) if path else self
-
-    def _passing(self, name: str, method: MethodType) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            result = method(*map(_unwrapped, args), **{key: _unwrapped(value) for key, value in kwargs.items()})
-            if name in _EDITS:
-                self._tree.mark_changed()
-            return self if result is self._origin else result
-
-        return call
-
-    def _values(self) -> list[Any]:
-        return [self._child_of(value) for value in self._origin.values()]
-
-    def _items(self) -> list[tuple[str, Any]]:
-        return [(key, self._child_of(value)) for key, value in self._origin.items()]
-
-    def _child(self, name: str, module: nn.Module) -> Block:
-        return self._tree.block(module, f"{self._prefix}{self._name}.", name)  # type: ignore[no-any-return]
-
-    def _child_of(self, value: Any) -> Any:
-        name = next((name for name, child in self._origin._modules.items() if child is value), None)
-        return value if name is None else self._child(name, value)
 
 
 @final
@@ -260,8 +227,7 @@ class GraphModule:
         setattr(self._block.config, field, value)
 
     def __repr__(self) -> str:
-        fields = repr(self._block.config).partition("(")[2]
-        return f"(GraphModule:{self.name_prefix}{self.name}({fields})"
+        return f"GraphModule({self._block.config.describe()})"
 
 
 @final

@@ -58,16 +58,16 @@ class AutoPlan:
         options: PlanOptions | Mapping[str, Any],
     ) -> Plan:
         """Returns a plan for inputs like these, which is not applied yet."""
-        found = self._plan(partial(self._step.call, fields, build, args, kwargs), memory_budget, options)
+        plan = self._plan(partial(self._step.call, fields, build, args, kwargs), memory_budget, options)
         self._is_unapplied = True
         self._step.setup.is_done = False
-        return replace(found, apply_to_graph=self._apply)
+        return replace(plan, apply_to_graph=self._apply)
 
     def _plan(
         self, call: Callable[[], object], memory_budget: Budget, options: PlanOptions | Mapping[str, Any]
     ) -> Plan:
-        given = options.group if isinstance(options, PlanOptions) else options.get("group")
-        with planning_group(given) as group:
+        group_option = options.group if isinstance(options, PlanOptions) else options.get("group")
+        with planning_group(group_option) as group:
             wanted = PlanOptions.of(options, f"{self._step.name}.plan")
             real = RealStep(_Roots(self._step.roots), call)
             return self._plan_step(real, memory_budget, wanted, group)
@@ -243,13 +243,13 @@ def _lower_plan(
     Raises:
         PlanError: There is none.
     """
-    least = planners.bytes_of("min", 0)
-    if least >= failed:
+    lowest_bytes = planners.bytes_of("min", 0)
+    if lowest_bytes >= failed:
         raise PlanError(
-            f"the lowest predicted peak of any plan is {format_bytes(least)}, and the policies in use have "
+            f"the lowest predicted peak of any plan is {format_bytes(lowest_bytes)}, and the policies in use have "
             f"{format_bytes(failed)} · fix: a smaller batch"
         )
-    limit = least if is_lowest or available >= failed else max(least, available)
+    limit = lowest_bytes if is_lowest or available >= failed else max(lowest_bytes, available)
     if memory_budget is not None:
         limit = min(limit, planners.bytes_of(check_budget(memory_budget), available))
     return planners.plan(limit)

@@ -1,8 +1,12 @@
-"""A Graph's step as a capture needs it: what the device does, apart from what Python does in every call."""
+"""Decides for each call of a Graph's step whether it runs eagerly, is captured, or replays a capture."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import gc
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, final
 from weakref import WeakMethod
 
@@ -12,18 +16,86 @@ from torch.backends import cuda, cudnn
 from torch.nn.parallel import DistributedDataParallel
 
 from graphckpt._compat import silence_capturable
-from graphckpt.capture.choose import backend_for
-from graphckpt.capture.learning_rates import LearningRates, capturable_fix, constant_settings, is_capturable
-from graphckpt.capture.manager import CaptureManager, Program
 from graphckpt.engine.call_state import take_ambient
+from graphckpt.errors import GraphError
+from graphckpt.graph.capture import Capture, CaptureBackend, StaticInputs, backend_for, input_key
+from graphckpt.graph.capture_checks import AttentionMasks, ModuleAttributes, capture_failure
 from graphckpt.graph.config import GraphConfig
 from graphckpt.graph.update import Update, clip, step_scaled, zero
+from graphckpt.tree import build_value, flatten_value
 from graphckpt.units import format_bytes
 
 _WARM_UP, _WARM_UP_DDP = 3, 11  # calls before a capture; DDP settles its buckets and communicators in its first ten
+_MIN_REPLAYS = 3  # a capture takes the time of about ten steps: with fewer replays it was not worth it
+_MAX_WASTED = 3  # captures in a row
 _CUDA = (torch.device("cuda"),)
 
 _Gradients = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def is_capturable(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step of ``optimizer`` reads no values on the host: its groups are marked capturable or fused."""
+    groups = optimizer.param_groups
+    return bool(groups) and all(_is_group_capturable(group) for group in groups)
+
+
+def capturable_fix(optimizer: torch.optim.Optimizer) -> str | None:
+    """Returns the setting that lets a capture hold ``optimizer``; ``None`` if it has it, or there is none."""
+    settings = [_capturable_setting(group) for group in optimizer.param_groups if not _is_group_capturable(group)]
+    return next((f"{setting}=True" for setting in settings if setting is not None), None)
+
+
+def _is_group_capturable(group: dict[str, Any]) -> bool:
+    setting = _capturable_setting(group)
+    return setting is not None and bool(group[setting])
+
+
+def _capturable_setting(group: dict[str, Any]) -> str | None:
+    on_cuda = any(parameter.is_cuda for parameter in group["params"])
+    if on_cuda and "capturable" in group:
+        return "capturable"  # of Adam and its like, whose fused step alone still reads the step count on the host
+    return "fused" if "fused" in group else None
+
+
+@final
+class LearningRates:
+    """The learning rates of some optimizers, each in its own tensor, which is never replaced."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._tensors: dict[tuple[int, int], torch.Tensor] = {}
+
+    def update_tensors(self) -> None:
+        """Writes the current values of the groups into the tensors, and puts the tensors into the groups."""
+        for number, optimizer in enumerate(self._optimizers):
+            for position, group in enumerate(optimizer.param_groups):
+                if "lr" not in group:
+                    continue
+                rate, tensor = group["lr"], self._tensors.get((number, position))
+                if tensor is None:
+                    device = next((p.device for p in group["params"]), torch.device("cpu"))
+                    tensor = torch.as_tensor(rate, dtype=torch.float32).to(device, copy=True)
+                    self._tensors[number, position] = tensor
+                elif rate is not tensor:
+                    tensor.copy_(rate) if isinstance(rate, torch.Tensor) else tensor.fill_(float(rate))
+                group["lr"] = tensor
+
+
+def constant_settings(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[Hashable, ...]:
+    """Returns all settings of param groups but parameters and learning rates: they are baked into a capture."""
+    return tuple(
+        (key, _value(value))
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for key, value in group.items()
+        if key not in ("params", "lr", "initial_lr")
+    )
+
+
+def _value(value: Any) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        return id(value)
+    return tuple(value) if isinstance(value, (list, tuple)) else repr(value)
 
 
 @final
@@ -72,9 +144,9 @@ class CapturedUpdate:
             parameter.grad = None
         return gradients, scale
 
-    def after(self, kept: tuple[_Gradients, torch.Tensor | None]) -> None:
+    def after(self, result: tuple[_Gradients, torch.Tensor | None]) -> None:
         """Steps what is outside, and the schedules."""
-        gradients, scale = kept
+        gradients, scale = result
         update = self._update
         if self.outside:
             for parameter, gradient in gradients:
@@ -114,62 +186,239 @@ class CapturedUpdate:
         return [optimizer.state for optimizer in self.inside]
 
 
+def _can_be_inside(optimizer: torch.optim.Optimizer, *, scaled: bool) -> bool:
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    skips = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return is_capturable(optimizer) and not hooks and (skips or not scaled)
+
+
+@dataclass(frozen=True, slots=True)
+class _CachedCapture:
+    capture: Capture
+    inputs: StaticInputs
+    constants: Any
+    """The objects whose identity is baked in."""
+
+
+@dataclass(slots=True)
+class _CallKind:
+    """Calls with the same kind of inputs, in the same modes."""
+
+    num_calls: int = 0
+    num_captures: int = 0
+    num_replays: int = 0
+    """Since the last capture."""
+    num_wasted: int = 0
+    """Captures in a row, up to the last, with too few replays before the next one was needed."""
+    masks: AttentionMasks = field(default_factory=AttentionMasks)
+
+    def count_capture(self) -> bool:
+        """Counts a capture that is needed now. Returns whether to make it, which depends on those before."""
+        is_wasted = self.num_captures > 0 and self.num_replays < _MIN_REPLAYS
+        self.num_wasted = self.num_wasted + 1 if is_wasted else 0
+        self.num_captures += 1
+        self.num_replays = 0
+        return not self.is_eager
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether these calls are not captured any more."""
+        return self.num_wasted >= _MAX_WASTED
+
+
 @final
-class GraphProgram(Program):
-    """One Graph's step."""
+class CapturedStep:
+    """The step of one Graph, and its captures.
+
+    The first calls of each kind are warm-up: real steps that run eagerly. The next call is captured and replayed. No
+    step runs twice, and none is discarded.
+
+    Args:
+        name: The Graph's name, for messages.
+        roots: The modules of the step.
+        backend: Captures the step.
+        config: Whether a step that cannot be captured is an error (else it runs eagerly, with one warning), and the
+            number of captures that are cached; the least recently used one is released first.
+        update: The optimizers.
+        run: A method that runs the whole step eagerly.
+        forward_backward: A method that runs what of it precedes the update.
+    """
 
     def __init__(
         self,
         name: str,
         roots: Sequence[tuple[str, nn.Module]],
+        backend: CaptureBackend,
+        config: GraphConfig,
         update: CapturedUpdate,
-        run: WeakMethod[Callable[..., Any]],
-        forward_backward: WeakMethod[Callable[..., Any]],
+        run: Callable[..., Any],
+        forward_backward: Callable[..., Any],
     ) -> None:
-        self.name = name
-        self.build: Callable[..., Any] | None = None
-        self.update = update
+        self.backend = backend
+        self.num_captured = 0
+        self.num_replays = 0
+        self.reason: str | None = None
+        """Why no calls are captured any more."""
+        self._name = name
         self._roots = roots
-        self._known: list[nn.Module] = []
-        self._children: list[nn.Module | None] | None = None  # of those, when they were listed
-        self._run = run
-        self._forward_backward = forward_backward
+        self._update = update
+        self._run_method, self._forward_backward = WeakMethod(run), WeakMethod(forward_backward)
+        self._build: Callable[..., Any] | None = None
+        self._modules: list[nn.Module] = []
+        self._children: list[nn.Module | None] | None = None  # of the modules, when they were listed
+        is_ddp = any(isinstance(module, DistributedDataParallel) for _, root in roots for module in root.modules())
+        self._num_warm_up = _WARM_UP_DDP if is_ddp else _WARM_UP
+        self._max_captures = config.max_captures
+        self._must_capture = config.capture != "auto"
+        self._entries: OrderedDict[tuple[Hashable, Hashable, Hashable], _CachedCapture] = OrderedDict()
+        self._kinds: dict[Hashable, _CallKind] = {}
+        self._has_warned = False
 
-    def roots(self) -> Sequence[tuple[str, nn.Module]]:
-        """Returns the modules of the step."""
-        return self._roots
+    @classmethod
+    def make(
+        cls,
+        name: str,
+        roots: Sequence[tuple[str, nn.Module]],
+        config: GraphConfig,
+        update: Update,
+        run: Callable[..., Any],
+        forward_backward: Callable[..., Any],
+    ) -> CapturedStep | None:
+        """Returns ``None`` where ``config.capture`` does not ask for captures, or the device cannot make them.
 
-    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Runs the whole step as it is."""
-        return self._called(self._run, args, kwargs)
+        Raises:
+            ConfigError: ``config.capture`` asks for what the device cannot do.
+        """
+        devices = list(dict.fromkeys(p.device for _, root in roots for p in root.parameters()))
+        backend = backend_for(config.capture, devices)
+        if backend is None:
+            return None
+        return cls(name, roots, backend, config, CapturedUpdate(update), run, forward_backward)
 
-    def _called(self, method: WeakMethod[Callable[..., Any]], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    @property
+    def num_cached(self) -> int:
+        return len(self._entries)
+
+    @property
+    def notes(self) -> list[str]:
+        """How captures differ from the eager step, each difference once."""
+        kinds = self._kinds.values()
+        notes = list(dict.fromkeys(kind.masks.note for kind in kinds if kind.masks.note is not None))
+        num_eager = sum(kind.is_eager for kind in kinds)
+        if num_eager:
+            notes.append(f"{num_eager} of {len(kinds)} kinds of calls run without capture: captured too often")
+        return notes
+
+    def describe(self) -> str:
+        """Says how many captures there are, what they take, which optimizers step outside of them; or why none."""
+        if self.reason is not None:
+            return f"none, {self.reason}"
+        text = f"{self.backend.name}, {self.num_cached} {'capture' if self.num_cached == 1 else 'captures'}"
+        text += f", {self.num_replays} replays"
+        if (pool_bytes := self.backend.pool_bytes()) is not None:
+            text += f", pool of {format_bytes(pool_bytes)}"
+        if outside := self._update.outside:
+            names = ", ".join(type(optimizer).__name__ for optimizer in outside)
+            fixes = dict.fromkeys(fix for o in outside if (fix := capturable_fix(o)) is not None)
+            text += f"; {names} steps after it" + (f" (fix: {' or '.join(fixes)})" if fixes else "")
+        return "; ".join([text, *self.notes])
+
+    def call(
+        self, build: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, must_run: bool = False
+    ) -> tuple[Any, bool]:
+        """Runs one step. Returns its output, and whether that has its own memory, as after a replay.
+
+        Args:
+            build: The Graph's method.
+            args: Positional arguments of the step.
+            kwargs: Its keyword arguments.
+            must_run: Whether Python must run, because the step is recorded; the call then counts as a warm-up.
+        """
+        self._build = build
+        try:
+            return self._call(args, kwargs, must_run=must_run)
+        finally:
+            self._build = None  # it is a method of the Graph, which holds this
+
+    def _call(self, args: Sequence[Any], kwargs: dict[str, Any], *, must_run: bool) -> tuple[Any, bool]:
+        if self.reason is not None:
+            return self._run(args, kwargs), False
+        self._update.before()
+        inputs, cannot = input_key(args, kwargs, self.backend.device)
+        if cannot is not None:
+            self._give_up(cannot, None)
+            return self._run(args, kwargs), False
+        modes, identity, constants = self._fingerprint()
+        key = inputs, modes, identity
+        entry = self._entries.get(key)
+        kind = self._kinds.setdefault((inputs, modes), _CallKind())
+        if entry is not None and not must_run:
+            self._entries.move_to_end(key)
+            entry.inputs.load(args, kwargs)
+            return self._replay(entry, kind), True
+        kind.num_calls += 1
+        runs_eager = must_run or kind.num_calls <= self._num_warm_up or kind.is_eager
+        if not runs_eager and not kind.count_capture():
+            self._stop_capturing(inputs, modes)
+            runs_eager = True
+        if runs_eager:
+            with kind.masks.observing(), self.backend.warmup():
+                output = self._run(args, kwargs)
+            self.backend.pass_on(output)
+            return output, False
+        entry = self._try_capture(args, kwargs, kind, constants)
+        if entry is None:
+            return self._run(args, kwargs), False
+        self._entries[key] = entry
+        while len(self._entries) > self._max_captures:
+            _, oldest = self._entries.popitem(last=False)
+            oldest.capture.release()
+        return self._replay(entry, kind), True
+
+    def until_replayed(self, call: Callable[[], Any]) -> None:
+        """Repeats ``call`` until the step is replayed, or cannot be captured."""
+        replays = self.num_replays
+        for _ in range(self._num_warm_up + 1):
+            if self.num_replays == replays and self.reason is None:
+                call()
+
+    def count_steps(self) -> None:
+        """Makes the count of steps exact, which waits for the device."""
+        self._update.count_steps()
+
+    def release(self) -> None:
+        """Releases all captures; later calls start with the warm-up again."""
+        self.count_steps()
+        for entry in self._entries.values():
+            entry.capture.release()
+        self._entries.clear()
+        self._kinds.clear()
+
+    def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return self._method(self._run_method)(self._build, args, kwargs)
+
+    def _body(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Runs the device work: `build`, and what of the update can be captured."""
+        output = self._method(self._forward_backward)(self._build, args, kwargs)
+        result = self._update.work()
+        leaves, spec = flatten_value(output)  # detached: the autograd graph would live as long as the capture
+        return build_value(spec, [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves]), result
+
+    @staticmethod
+    def _method(method: WeakMethod[Callable[..., Any]]) -> Callable[..., Any]:
         function = method()
-        assert function is not None  # the step that holds this program calls it
-        return function(self.build, args, kwargs)
+        assert function is not None  # the step that holds this calls it
+        return function
 
-    def pre_replay(self) -> None:
-        """Applies what was changed outside."""
-        self.update.before()
+    def _fingerprint(self) -> tuple[Hashable, Hashable, Any]:
+        """Returns what the device work depends on besides its inputs.
 
-    def body(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Runs `build`, and what of the update can be captured."""
-        output = self._called(self._forward_backward, args, kwargs)
-        return output, self.update.work()
-
-    def post_replay(self, kept: Any) -> None:
-        """Does the rest of the update."""
-        self.update.after(kept)
-
-    def abandon(self) -> None:
-        """Drops what half a step has left behind."""
-        self.update.abandon()
-
-    def fingerprint(self) -> tuple[Hashable, Hashable, Any]:
-        """Returns the active modes, the identity of tensors and optimizer states, and these themselves."""
-        modules = self._modules()
+        First the modes, each of which needs its own warm-up; then what is baked into a capture, such as the addresses
+        of parameters; then the objects whose identity is part of that.
+        """
+        modules = self._list_modules()
         tensors = [t for m in modules for own in (m._parameters, m._buffers) for t in own.values() if t is not None]
-        states = self.update.states()
+        states = self._update.states()
         modes = (
             tuple(module.training for module in modules),
             take_ambient(_CUDA),
@@ -180,97 +429,87 @@ class GraphProgram(Program):
         identity = (
             tuple((id(t), t.data_ptr(), t.requires_grad) for t in tensors),
             tuple((id(state), len(state)) for state in states),
-            self.update.settings(),
+            self._update.settings(),
         )
-        return modes, identity, (tensors, states)  # held, so that no other object gets their identity
+        return modes, identity, (tensors, states)  # so that no other object gets their identity
 
-    def _modules(self) -> list[nn.Module]:
+    def _list_modules(self) -> list[nn.Module]:
         """Returns all modules; to walk them anew takes most of a replay's time on the host."""
-        if self._children is None or self._children != _children(self._known):
-            self._known = [module for _, root in self._roots for module in root.modules()]
-            self._children = _children(self._known)
-        return self._known
+        if self._children is None or self._children != _children(self._modules):
+            self._modules = [module for _, root in self._roots for module in root.modules()]
+            self._children = _children(self._modules)
+        return self._modules
 
-
-@final
-class CapturedStep:
-    """The step of one Graph, and its captures."""
-
-    def __init__(self, program: GraphProgram, captures: CaptureManager) -> None:
-        self._program = program
-        self.captures = captures
-
-    @classmethod
-    def make(
-        cls,
-        name: str,
-        roots: Sequence[tuple[str, nn.Module]],
-        config: GraphConfig,
-        update: Update,
-        run: Callable[..., Any],
-        work: Callable[..., Any],
-    ) -> CapturedStep | None:
-        """Gets ready to record, where ``config.capture`` asks for it and the device can; else returns ``None``.
-
-        Raises:
-            ConfigError: ``config.capture`` asks for what the device cannot.
-        """
-        devices = list(dict.fromkeys(p.device for _, root in roots for p in root.parameters()))
-        backend = backend_for(config.capture, devices)
-        if backend is None:
-            return None
-        program = GraphProgram(name, roots, CapturedUpdate(update), WeakMethod(run), WeakMethod(work))
-        is_ddp = any(isinstance(module, DistributedDataParallel) for _, root in roots for module in root.modules())
-        captures = CaptureManager(
-            program,
-            backend,
-            num_warm_up=_WARM_UP_DDP if is_ddp else _WARM_UP,
-            max_captures=config.max_captures,
-            must_capture=config.capture != "auto",
-        )
-        return cls(program, captures)
-
-    def call(
-        self, build: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, must_run: bool
-    ) -> tuple[Any, bool]:
-        """Runs one step. See :meth:`graphckpt.capture.CaptureManager.call`."""
-        self._program.build = build
+    def _try_capture(
+        self, args: Sequence[Any], kwargs: dict[str, Any], kind: _CallKind, constants: Any
+    ) -> _CachedCapture | None:
+        """Returns ``None`` if it fails; all that the attempt held is freed, including the error."""
+        rng_state = torch.get_rng_state()
         try:
-            return self.captures.call(args, kwargs, must_run=must_run)
-        finally:
-            self._program.build = None  # it is a method of the Graph, which holds this
+            with kind.masks.capturing():
+                return self._capture(args, kwargs, constants)
+        except Exception as error:  # any error of the step or the device
+            torch.set_rng_state(rng_state)
+            self._update.abandon()
+            self._give_up(capture_failure(error, self._roots), error)
+        gc.collect()  # the error's frames held the step's tensors
+        return None
 
-    def describe(self) -> str:
-        """Says how many captures there are, what they take, which optimizers step outside of them; or why none."""
-        captures = self.captures
-        if captures.reason is not None:
-            return f"none, {captures.reason}"
-        num_held = captures.num_held
-        text = f"{captures.backend.name}, {num_held} {'capture' if num_held == 1 else 'captures'}"
-        text += f", {captures.num_replays} replays"
-        if (pool_bytes := captures.backend.pool_bytes()) is not None:
-            text += f", pool of {format_bytes(pool_bytes)}"
-        if self._program.update.outside:
-            names = ", ".join(type(optimizer).__name__ for optimizer in self._program.update.outside)
-            fixes = dict.fromkeys(fix for o in self._program.update.outside if (fix := capturable_fix(o)) is not None)
-            text += f"; {names} steps after it" + (f" (fix: {' or '.join(fixes)})" if fixes else "")
-        return "; ".join([text, *captures.notes])
+    def _capture(self, args: Sequence[Any], kwargs: dict[str, Any], constants: Any) -> _CachedCapture:
+        inputs = StaticInputs(args, kwargs)
+        attributes = ModuleAttributes(self._roots, self.backend.device)
+        try:
+            capture = self.backend.capture(lambda: self._body(inputs.args, inputs.kwargs))
+        except BaseException:
+            attributes.restore()
+            raise
+        changed = attributes.changed()
+        if changed is not None:
+            capture.release()
+            attributes.restore()
+            raise GraphError(
+                f"{changed}: forward changes it, which a replay would not · fix: use a buffer, modified in place"
+            )
+        self.num_captured += 1
+        return _CachedCapture(capture, inputs, (constants, attributes))
 
-    def count_steps(self) -> None:
-        """Makes the count of steps exact, which waits for the device."""
-        self._program.update.count_steps()
+    def _replay(self, entry: _CachedCapture, kind: _CallKind) -> Any:
+        entry.capture.replay()
+        self.num_replays += 1
+        kind.num_replays += 1
+        output, result = entry.capture.output
+        leaves, spec = flatten_value(output)
+        fresh = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._update.after(result)
+        return build_value(spec, fresh)
 
-    def release(self) -> None:
-        """Frees the memory of the captures."""
-        self.count_steps()
-        self.captures.release()
+    def _stop_capturing(self, inputs: Hashable, modes: Hashable) -> None:
+        """Runs calls of one kind without capture from now on, since capturing them repeatedly takes longer."""
+        own = [key for key in self._entries if key[:2] == (inputs, modes)]
+        for key in own:
+            self._entries.pop(key).capture.release()
+        if own:
+            why = "settings baked into a capture change between calls, such as an optimizer's betas or momentum"
+            fix = "keep them fixed (cycle_momentum=False for OneCycleLR and CyclicLR)"
+        else:
+            why = f"more than max_captures={self._max_captures} kinds of inputs alternate"
+            fix = "pad batches to fewer shapes, or set a larger config.max_captures"
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{self._name}: the step was captured {_MAX_WASTED} times in a row for fewer than "
+                f"{_MIN_REPLAYS} replays: {why}; such calls run without capture · fix: {fix}",
+                stacklevel=5,
+            )
+
+    def _give_up(self, why: str, error: Exception | None) -> None:
+        text = f"{self._name}: the step cannot be captured: {why}"
+        if self._must_capture:
+            raise GraphError(text) from error
+        self.release()
+        self.reason = why
+        warnings.warn(f"{text} · the step runs without capture", stacklevel=6)
 
 
 def _children(modules: Sequence[nn.Module]) -> list[nn.Module | None]:
     return [child for module in modules for child in module._modules.values()]
-
-
-def _can_be_inside(optimizer: torch.optim.Optimizer, *, scaled: bool) -> bool:
-    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    skips = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return is_capturable(optimizer) and not hooks and (skips or not scaled)

@@ -7,8 +7,8 @@ from typing import Any, final
 
 import torch
 
-from graphckpt.capture.backend import CHOICES, CaptureBackend
 from graphckpt.errors import ConfigError, did_you_mean
+from graphckpt.graph.capture import CHOICES, CaptureBackend
 from graphckpt.planning.budget import check_budget
 from graphckpt.planning.options import PlanOptions
 
@@ -78,13 +78,12 @@ class GraphConfig:
         return {name: getattr(self, name) for name in _FIELDS}
 
     def __setattr__(self, name: str, value: Any) -> None:
-        known = _FIELDS
-        if name not in known:
-            choices = [*known[4:], *dict.fromkeys(_METHOD_FOR.values())]  # the first are set by methods
-            fix, near = f"use {', '.join(choices)}", did_you_mean(name, known)
+        if name not in _FIELDS:
+            choices = [*_FIELDS[4:], *dict.fromkeys(_METHOD_FOR.values())]  # the first are set by methods
+            fix, hint = f"use {', '.join(choices)}", did_you_mean(name, _FIELDS)
             if name in _METHOD_FOR:
-                fix, near = f"config.{_METHOD_FOR[name]}", ""
-            raise ConfigError(f"Graph.config has no field {name!r}{near} · fix: {fix}")
+                fix, hint = f"config.{_METHOD_FOR[name]}", ""
+            raise ConfigError(f"Graph.config has no field {name!r}{hint} · fix: {fix}")
         if name in ("training", "strict_static", "measure") and not isinstance(value, bool):
             raise ConfigError(f"Graph.config.{name}: expected a bool, got {value!r} · fix: use True or False")
         if name == "capture" and not isinstance(value, CaptureBackend) and value not in CHOICES:
@@ -97,9 +96,9 @@ class GraphConfig:
         if name == "memory_budget" and value is not None:
             value = check_budget(value)
         if name == "on_out_of_memory" and value not in _ON_OUT_OF_MEMORY:
-            near = did_you_mean(str(value), _ON_OUT_OF_MEMORY)
+            hint = did_you_mean(str(value), _ON_OUT_OF_MEMORY)
             raise ConfigError(
-                f"Graph.config.{name}: expected 'raise' or 'replan', got {value!r}{near} · fix: use one of these"
+                f"Graph.config.{name}: expected 'raise' or 'replan', got {value!r}{hint} · fix: use one of these"
             )
         if name == "plan_options":
             value = PlanOptions.of(value, "Graph.config.plan_options")
@@ -122,7 +121,7 @@ class GraphConfig:
             dtype: ``torch.float16`` (with :meth:`~graphckpt.Graph.set_grad_scaler`) or ``torch.bfloat16``.
 
         Raises:
-            ConfigError: ``mode`` is no bool or ``dtype`` is another one.
+            ConfigError: ``mode`` is not a bool, or ``dtype`` is another one.
         """
         if not isinstance(mode, bool):
             raise ConfigError(f"enable_amp: expected a bool as mode, got {mode!r} · fix: use True or False")
@@ -138,7 +137,7 @@ class GraphConfig:
         ``[value]``, other tensors are concatenated on dim 0.
 
         Raises:
-            ConfigError: ``value`` is no positive int.
+            ConfigError: ``value`` is not a positive int.
         """
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"set_gradient_accumulation_steps: expected a positive int, got {value!r} · fix: use 4")
@@ -149,17 +148,21 @@ class GraphConfig:
         """Whether ``build`` runs as it is: once a call, without autocast or scaling."""
         return self.amp_dtype is None and self.num_micro_batches == 1 and not self.has_scaler
 
-    def __repr__(self) -> str:
-        settings = f"training={self.training}, "
+    def describe(self) -> str:
+        """Returns the settings that are not the default ones, as in a call."""
+        settings = [f"training={self.training}"]
         if self.amp_dtype is not None:
-            settings += f"amp={str(self.amp_dtype).removeprefix('torch.')}, "
+            settings.append(f"amp={str(self.amp_dtype).removeprefix('torch.')}")
         if self.num_micro_batches > 1:
-            settings += f"gradient_accumulation_steps={self.num_micro_batches}, "
+            settings.append(f"gradient_accumulation_steps={self.num_micro_batches}")
         if self.capture != "auto":
-            settings += f"capture={self.capture if isinstance(self.capture, str) else self.capture.name!r}, "
+            settings.append(f"capture={self.capture if isinstance(self.capture, str) else self.capture.name!r}")
         if self.strict_static:
-            settings += "strict_static=True, "
-        return f"GraphConfig({settings})"
+            settings.append("strict_static=True")
+        return ", ".join(settings)
+
+    def __repr__(self) -> str:
+        return f"GraphConfig({self.describe()})"
 
 
 _FIELDS = (

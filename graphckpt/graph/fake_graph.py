@@ -77,36 +77,36 @@ class _Fakes:
     """Fake copies of tensors, one for each."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the copy of a tensor; on the CPU, where the tensors of a :class:`FakeDevice` are."""
-        known = self._known.get(id(tensor))
-        if known is not None:
-            return known[1]
+        entry = self._fakes.get(id(tensor))
+        if entry is not None:
+            return entry[1]
         if type(tensor) not in (torch.Tensor, nn.Parameter):
             raise PlanError(f"a tensor of type {type(tensor).__name__} cannot be planned without memory")
-        made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
-        made.requires_grad_(tensor.requires_grad)
-        made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-        self._known[id(tensor)] = tensor, made
-        return made
+        fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+        fake.requires_grad_(tensor.requires_grad)
+        fake = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+        self._fakes[id(tensor)] = tensor, fake
+        return fake
 
 
 def _fake_optimizer(optimizer: Optimizer, fakes: _Fakes) -> Optimizer:
     """Returns a copy of an optimizer for fake parameters, without its hooks."""
-    made = copy.copy(optimizer)
+    fake = copy.copy(optimizer)
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        setattr(made, name, OrderedDict())
+        setattr(fake, name, OrderedDict())
     to_fake = partial(pytree.tree_map_only, torch.Tensor, fakes.of)
-    made.param_groups = [to_fake(dict(group)) for group in optimizer.param_groups]
-    made.state = defaultdict(dict, {fakes.of(p): to_fake(dict(state)) for p, state in optimizer.state.items()})
-    return made
+    fake.param_groups = [to_fake(dict(group)) for group in optimizer.param_groups]
+    fake.state = defaultdict(dict, {fakes.of(p): to_fake(dict(state)) for p, state in optimizer.state.items()})
+    return fake
 
 
 def _profile_of(device: torch.device) -> DeviceProfile:
     """Returns the profile of a present device, or of a similar one."""
     if device.type != "cuda":
         return load_profile("cpu")
-    words = torch.cuda.get_device_name(device).lower().replace(" ", "")
-    return load_profile(next((name for name in profile_names() if name.split("-")[0] in words), _ANY_CUDA))
+    device_name = torch.cuda.get_device_name(device).lower().replace(" ", "")
+    return load_profile(next((name for name in profile_names() if name.split("-")[0] in device_name), _ANY_CUDA))

@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from graphckpt.blocks.proxy import BlockTree, unwrap
-from graphckpt.errors import GraphError
+from graphckpt.errors import GraphError, bullets
 from graphckpt.graph.config import GraphConfig
 from graphckpt.graph.out_of_memory import call_or_replan
-from graphckpt.graph.state_dict import load_state, saved_state
 from graphckpt.graph.step import Setup, Step, running_graph
 from graphckpt.graph.text import DebugLog, graph_text
 from graphckpt.graph.update import Update
@@ -88,7 +87,7 @@ class Graph:
         fields["config"] = GraphConfig(setup.mark_stale, **(settings or {}))
         fields["_name"] = name
         fields["_roots"] = roots
-        fields["_tree"] = BlockTree(setup.mark_stale)
+        fields["_tree"] = BlockTree(roots, setup.mark_stale)
         fields["_update"] = Update(name)
         fields["_debug"] = DebugLog()
         fields["_step"] = Step(name, roots, self._tree, self._update, self.config, self._debug, setup)
@@ -144,7 +143,7 @@ class Graph:
         if "_roots" not in fields:
             raise AttributeError(f"{type(self).__name__} is not initialised · fix: call super().__init__() first")
         if name in fields["_roots"]:
-            return fields["_tree"].block(fields["_roots"][name], "", name)
+            return fields["_tree"].wrap(fields["_roots"][name])
         raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
     def __delattr__(self, name: str) -> None:
@@ -171,7 +170,7 @@ class Graph:
             is_sparse: Without meaning here.
 
         Raises:
-            GraphError: It is no optimizer, the scheduler is not its own, it shares a parameter with another, or a
+            GraphError: It is not an optimizer, the scheduler is not its own, it shares a parameter with another, or a
                 clipping key is misspelt.
         """
         del is_sparse
@@ -183,7 +182,7 @@ class Graph:
         """Scales the losses whose ``backward()`` is called in ``build``; an overflow skips the step and the schedule.
 
         Raises:
-            GraphError: It is no ``torch.amp.GradScaler``.
+            GraphError: It is not a ``torch.amp.GradScaler``.
         """
         if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
             raise GraphError(
@@ -312,7 +311,12 @@ class Graph:
     def state_dict(self, destination: Any = None) -> OrderedDict[str, Any]:
         """Returns each module's state under its attribute name, and that of optimizers, schedulers and scaler."""
         self._step.count_steps()
-        return saved_state(self._roots, self._update, destination)
+        state: OrderedDict[str, Any] = OrderedDict() if destination is None else destination
+        for name, module in self._roots.items():
+            state[name] = module.state_dict()
+        if self._update.optimizers:
+            state.update(self._update.state_dict())
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Loads what :meth:`state_dict` returned, before the first call or after any.
@@ -320,8 +324,26 @@ class Graph:
         Raises:
             GraphError: ``strict``, and a key is missing or unknown. Nothing has been loaded then.
         """
-        self._step.count_steps()
-        load_state(self._name, self._roots, self._update, state_dict, strict=strict)
+        roots, own = self._roots, self.state_dict()
+        missing, unknown = sorted(set(own) - set(state_dict)), sorted(set(state_dict) - set(own))
+        for name in [name for name in roots if name in state_dict]:
+            missing += [f"{name}.{key}" for key in own[name] if key not in state_dict[name]]
+            unknown += [f"{name}.{key}" for key in state_dict[name] if key not in own[name]]
+        shapes = [
+            f"{name}.{key}: expected shape {tuple(own[name][key].shape)}, got {tuple(value.shape)}"
+            for name in roots
+            for key, value in (state_dict.get(name) or {}).items()
+            if isinstance(value, torch.Tensor) and key in own[name] and value.shape != own[name][key].shape
+        ]
+        named = {"missing": missing, "unexpected": unknown} if strict else {}
+        faults = [f"{word} {', '.join(map(str, keys))}" for word, keys in named.items() if keys] + shapes
+        if faults:
+            fix = "fix: load a state of this Graph" + (", or strict=False" if strict and not shapes else "")
+            raise GraphError(bullets(f"{self._name}.load_state_dict: nothing is loaded", [*faults, fix]))
+        for name, module in roots.items():
+            if name in state_dict:
+                module.load_state_dict(state_dict[name], strict=strict)
+        self._update.load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a copy or a pickle needs: it starts as if it had not been called, under a name of its own."""

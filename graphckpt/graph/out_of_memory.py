@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from graphckpt.graph.step import Step
 
 _LINES_OF_TRACEBACK = 10
-_WORDS = (
+_PHRASES = (
     *("can't allocate memory", "not enough memory", "bad_alloc"),  # the CPU allocators raise RuntimeErrors
     # So does CUDA outside of PyTorch's allocator: when it loads a kernel, or a library allocates its workspace.
     *("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
@@ -33,7 +33,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     (True, False)
     """
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
+        isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _PHRASES)
     )
 
 
@@ -67,7 +67,7 @@ class StepBackup:
 
     def _count_replays(self) -> int:
         captured = self._step.captured
-        return 0 if captured is None else captured.captures.num_replays
+        return 0 if captured is None else captured.num_replays
 
     def lasting_change(self) -> str | None:
         """Returns what the step has changed that cannot be restored, or ``None``."""
@@ -128,7 +128,7 @@ def call_or_replan(
         try:
             texts.append(replan(backup, fields, build, args, kwargs, is_lowest=is_lowest))
         except Exception as fault:  # user code on fake tensors may raise anything
-            if texts:  # there is no lower plan
+            if texts:  # the plan that failed was the lowest one
                 break
             failure.add_note(f"{step.name}: not replanned: {first_line(fault)}")
             raise failure from None
@@ -161,10 +161,10 @@ def _free(step: Step, error: BaseException) -> None:
     one around it, such as the inputs of a module with hooks. A note keeps the last lines.
     """
     error.add_note("where memory ran out:\n" + "".join(traceback.format_tb(error.__traceback__)[-_LINES_OF_TRACEBACK:]))
-    seen: BaseException | None = error
-    while seen is not None:
-        seen.__traceback__ = None
-        seen = seen.__cause__ or seen.__context__
+    cause: BaseException | None = error
+    while cause is not None:
+        cause.__traceback__ = None
+        cause = cause.__cause__ or cause.__context__
     if step.captured is not None:
         step.captured.release()
     gc.collect()

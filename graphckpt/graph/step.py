@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any, final
@@ -18,13 +18,11 @@ from graphckpt.blocks.step_recorder import StepRecorder
 from graphckpt.errors import GraphError, warn_once
 from graphckpt.graph.captured_step import CapturedStep
 from graphckpt.graph.config import GraphConfig
-from graphckpt.graph.inputs import InputCheck
-from graphckpt.graph.micro_batches import fresh_outputs, is_new, micro_batches, pack_outputs
-from graphckpt.graph.text import DebugLog
+from graphckpt.graph.text import DebugLog, InputCheck
 from graphckpt.graph.update import ScaledBackward, Update, preserve_grads
 from graphckpt.ledger.live_memory import inner_tensors
 from graphckpt.training_state import ModuleTree
-from graphckpt.tree import tensors_in
+from graphckpt.tree import build_value, flatten_call, flatten_value, tensors_in
 
 _WATCHED_OPS, _WATCHED_TIMES = 2, 3  # calls 1 and 2 are watched op by op (2 is the first like all others), 3 for time
 
@@ -86,7 +84,7 @@ class Step:
         self._is_plain = False
         self._num_groups = 0
         self._num_watched = 0
-        self._seen: tuple[list[Any], dict[str, str], list[str], list[tuple[str, nn.Module]]] = ([], {}, [], [])
+        self._prepared: tuple[list[Any], dict[str, str], list[str], list[tuple[str, nn.Module]]] = ([], {}, [], [])
         self._policies = ResolvedPolicies([], {}, [])
         self._trains = False
         self._wrappers: list[BlockForward] = []
@@ -122,10 +120,12 @@ class Step:
         is_watched = config.training and (self._is_measured or (config.measure and self._num_watched < _WATCHED_TIMES))
         with ExitStack() as stack:
             if self._debug.level >= 0:
-                stack.enter_context(self._debug.around(self.name, self.roots))
+                stack.enter_context(self._debug.logging(self.name, self.roots))
             if is_watched:
                 stack.enter_context(self._watch(args, kwargs))
-            self._is_watched = is_watched or self._debug.level >= 0  # a replay runs no Python: nothing would be seen
+            self._is_watched = (
+                is_watched or self._debug.level >= 0
+            )  # a replay runs no Python to observe
             output = self.call(fields, build, args, kwargs)
         self._is_watched = False
         self.inputs = inputs
@@ -210,9 +210,9 @@ class Step:
             for w in plan.wrappers
             if w.module is not None
         ]
-        seen = blocks, plan.idle, plan.selected, list(self.roots.items())
-        if seen != self._seen:  # what the wrappers have learnt, and what was watched, is still true otherwise
-            self._seen = seen
+        prepared = blocks, plan.idle, plan.selected, list(self.roots.items())
+        if prepared != self._prepared:  # what the wrappers have learnt, and what was watched, is still true otherwise
+            self._prepared = prepared
             self._policies = plan
             self._wrappers = plan.wrappers
             self._num_watched = 0
@@ -230,16 +230,16 @@ class Step:
     def sort_parameters(self) -> None:
         """Sorts the parameters into those that the optimizers own and the others."""
         own = {id(p) for p in self.update.parameters()}
-        held = [p for module in self.roots.values() for p in module.parameters()]
-        self._unmanaged_parameters = [p for p in held if p.requires_grad and id(p) not in own]
+        parameters = [p for module in self.roots.values() for p in module.parameters()]
+        self._unmanaged_parameters = [p for p in parameters if p.requires_grad and id(p) not in own]
         self._num_groups = self.update.num_groups()
         self._trains = bool(own)
-        self.update.is_of_graph = not own.isdisjoint(map(id, held))
+        self.update.is_of_graph = not own.isdisjoint(map(id, parameters))
         self._is_plain = self.config.is_plain and not (self._trains and self._unmanaged_parameters)
 
     def _watch(self, args: Any, kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
         if self.watcher is None:
-            self.watcher = StepRecorder(self.name, self._seen[-1], self._policies)
+            self.watcher = StepRecorder(self.name, self._prepared[-1], self._policies)
         if self._num_watched >= _WATCHED_OPS and not self._is_measured:
             return self.watcher.time()
         return self.watcher.measure(tensors_in((args, kwargs)))
@@ -314,3 +314,73 @@ class Step:
                     tensors += [value for value in own.values() if isinstance(value, torch.Tensor)]
         plain = [p for t in tensors for p in (inner_tensors(t) if hasattr(t, "__tensor_flatten__") else (t,))]
         return {t.untyped_storage().data_ptr() for t in plain if t.layout is torch.strided}
+
+
+def micro_batches(
+    build: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], count: int
+) -> Iterator[tuple[Sequence[Any], dict[str, Any]]]:
+    """Yields the arguments of each micro-batch: every tensor's part of dim 0, all else as it is.
+
+    Raises:
+        GraphError: A tensor's dim 0 is not a multiple of ``count``.
+    """
+    leaves, shape = flatten_call(args, kwargs)
+    parts: dict[int, Sequence[torch.Tensor]] = {}
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            if leaf.shape[0] % count or not leaf.shape[0]:
+                raise GraphError(
+                    f"input `{shape.name(position, build)}` of shape {list(leaf.shape)} cannot be cut into {count} "
+                    f"micro-batches · fix: make its dim 0 a multiple of {count}, the gradient accumulation steps"
+                )
+            parts[position] = leaf.chunk(count)
+    for number in range(count):
+        yield shape.assemble([parts[i][number] if i in parts else leaf for i, leaf in enumerate(leaves)])
+
+
+def pack_outputs(outputs: Iterable[Any]) -> Any:
+    """Joins the outputs of the micro-batches: stacks what has no dimension, concatenates the rest on dim 0.
+
+    Raises:
+        GraphError: They are not of one structure.
+    """
+    flat = [flatten_value(output) for output in outputs]
+    detached = [[x.detach() if isinstance(x, torch.Tensor) else x for x in leaves] for leaves, _ in flat]
+    if len({len(leaves) for leaves in detached}) > 1:
+        counts = ", ".join(str(len(leaves)) for leaves in detached)
+        raise GraphError(f"build returned {counts} values for the micro-batches · fix: return the same ones for each")
+    return build_value(flat[0][1], [_pack(leaves) for leaves in zip(*detached, strict=True)])
+
+
+def fresh_outputs(output: Any, alive: Callable[[], set[int]]) -> Any:
+    """Cuts the tensors of ``output`` off from the graph, and copies those that share memory with its inputs or state.
+
+    Args:
+        output: What ``build`` returned.
+        alive: Returns the addresses of storages that belong to inputs, parameters and buffers.
+    """
+    if type(output) is dict and all(isinstance(value, torch.Tensor) and is_new(value) for value in output.values()):
+        return {name: value.detach() for name, value in output.items()}  # in a third of the time
+    leaves, spec = flatten_value(output)
+    addresses: set[int] | None = None
+    fresh = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and not is_new(leaf):
+            addresses = alive() if addresses is None else addresses
+            shared = leaf.layout is torch.strided and leaf.untyped_storage().data_ptr() in addresses
+            fresh.append(leaf.detach().clone() if shared else leaf.detach())
+        else:
+            fresh.append(leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
+    return build_value(spec, fresh)
+
+
+def is_new(tensor: torch.Tensor) -> bool:
+    """Whether an op has made the memory of ``tensor``; where this is not sure, it returns False."""
+    return tensor.grad_fn is not None and not tensor._version and not tensor._is_view()
+
+
+def _pack(leaves: tuple[Any, ...]) -> Any:
+    first = leaves[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(leaves) if first.dim() else torch.stack(leaves)
+    return first if all(leaf is first or leaf == first for leaf in leaves) else list(leaves)

@@ -1,11 +1,11 @@
-"""The text of a Graph: `print(graph)` in OneFlow's format, and the debug log of its calls."""
+"""The text of a Graph: its inputs, `print(graph)`, and the debug log of its calls."""
 
 from __future__ import annotations
 
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, final
@@ -18,8 +18,35 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphckpt.blocks.proxy import BlockTree
 from graphckpt.errors import GraphError
 from graphckpt.graph.config import GraphConfig
-from graphckpt.graph.inputs import InputCheck
-from graphckpt.tree import flatten_value
+from graphckpt.tree import flatten_call, flatten_value
+
+
+@final
+class InputCheck:
+    """Shapes, dtypes, devices and values of the arguments of the first call, to compare later ones with."""
+
+    def __init__(self, build: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        leaves, shape = flatten_call(args, kwargs)
+        self.names = shape.names(build)
+        """The paths of the arguments, as the user would write them."""
+        self.described = [_describe_input(leaf) for leaf in leaves]
+
+    def difference(self, build: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
+        """Returns what is not as in the first call, naming the argument by its path, or ``None``."""
+        now = InputCheck(build, args, kwargs)
+        if now.names != self.names:
+            return f"the arguments were ({', '.join(self.names)}) and are ({', '.join(now.names)})"
+        for name, was, described in zip(self.names, self.described, now.described, strict=True):
+            if was != described:
+                return f"input `{name}` was {was} and is {described}"
+        return None
+
+
+def _describe_input(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        dtype = str(leaf.dtype).removeprefix("torch.")
+        return f"{dtype}{list(leaf.shape)} on {leaf.device}"
+    return repr(leaf)
 
 
 def graph_text(
@@ -30,28 +57,41 @@ def graph_text(
     tree: BlockTree,
     inputs: InputCheck | None,
 ) -> str:
-    """Returns the nested text of a graph: config, inputs after a first call, modules, parameters, buffers, policies."""
-    lines = [f"(GRAPH:{name}:{kind}): (", f"  (CONFIG:config:{config!r})"]
+    """Returns a line for the Graph, each input of its first call, and each block with its policy.
+
+    Consecutive children of one kind and policy share a line, as in the text of an ``nn.ModuleList``.
+    """
+    lines = [f"{name}: {kind}({config.describe()})"]
     if inputs is not None:
         pairs = zip(inputs.names, inputs.described, strict=True)
-        lines += [f"  (INPUT:_{name}_input.{path}:{what})" for path, what in pairs]
-    for key, module in roots.items():
-        lines += _module_lines(key, key, module, tree, "  ")
-    return "\n".join([*lines, ")"])
+        lines += [f"  input {path}: {described}" for path, described in pairs]
+    lines += _children_lines(roots.items(), tree)
+    return "\n".join(lines)
 
 
-def _module_lines(path: str, key: str, module: nn.Module, tree: BlockTree, indent: str) -> list[str]:
-    inner: list[str] = []
-    for tag, named in (("PARAMETER", module.named_parameters), ("BUFFER", module.named_buffers)):
-        inner += [f"{indent}  ({tag}:{path}.{n}:{_describe(t)}): ()" for n, t in named(recurse=False)]
-    for name, child in module.named_children():
-        inner += _module_lines(f"{path}.{name}", name, child, tree, indent + "  ")
-    config = tree.configs.get(module)
-    if config is not None and "=" in repr(config):
-        inner.append(f"{indent}  (GraphModule:{path}({repr(config).partition('(')[2]}): ()")
+def _children_lines(children: Iterable[tuple[str, nn.Module]], tree: BlockTree) -> list[str]:
+    alike: list[tuple[list[str], list[str]]] = []  # the names of consecutive children with the same lines, and these
+    for key, child in children:
+        lines = [_kind(child) + _policy(child, tree), *_children_lines(child.named_children(), tree)]
+        if key.isdigit() and alike and alike[-1][1] == lines:
+            alike[-1][0].append(key)
+        else:
+            alike.append(([key], lines))
+    result = []
+    for keys, (head, *nested) in alike:
+        name = f"{keys[0]}: " if len(keys) == 1 else f"{keys[0]}-{keys[-1]}: {len(keys)} x "
+        result += [f"  {name}{head}", *(f"  {line}" for line in nested)]
+    return result
+
+
+def _kind(module: nn.Module) -> str:
     settings = module.extra_repr()
-    head = f"{indent}(MODULE:{path}:{type(module).__name__}({settings})): ("
-    return [head, *inner, f"{indent})"] if inner else [head + ")"]
+    return f"{type(module).__name__}({settings})" if settings and "\n" not in settings else type(module).__name__
+
+
+def _policy(module: nn.Module, tree: BlockTree) -> str:
+    config = tree.configs.get(module)
+    return f" · {config.describe()}" if config is not None and config.fields() else ""
 
 
 def _describe(value: Any) -> str:
@@ -85,7 +125,7 @@ class DebugLog:
         self._with_stack = with_stack
 
     @contextmanager
-    def around(self, name: str, roots: Mapping[str, nn.Module]) -> Iterator[None]:
+    def logging(self, name: str, roots: Mapping[str, nn.Module]) -> Iterator[None]:
         """Prints the stages of one call and, by level, the blocks and ops in it."""
         begin = time.perf_counter()
         self._say(f"(GRAPH:{name}) start running the step.")

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
-from graphckpt.capture.diagnose import modules_of
 from graphckpt.errors import GraphError
+from graphckpt.graph.capture_checks import modules_of
 from graphckpt.training_state import ModuleTree, TrainingState
 from graphckpt.tree import flatten_value
 
@@ -44,7 +44,7 @@ def verify(graph_step: Step, call: Callable[[], Any], steps: int) -> Verificatio
             that two plain steps differ as well.
     """
     graph_step.prepare()
-    captures = graph_step.captured.captures if graph_step.captured is not None else None
+    captures = graph_step.captured
 
     def run() -> dict[str, Any]:
         return {**_outputs(call()), **_State(graph_step).values()}
@@ -65,8 +65,8 @@ def verify(graph_step: Step, call: Callable[[], Any], steps: int) -> Verificatio
             if difference is not None:
                 before.put_back()
                 with graph_step.without_policies():
-                    again = run()
-                what = _two_plain_steps(_difference(again, plain)) or f"{difference} · {_FIX}"
+                    repeated = run()
+                what = _two_plain_steps(_difference(repeated, plain)) or f"{difference} · {_FIX}"
                 raise GraphError(f"{graph_step.name}.verify: step {number}: {what}")
             tensors = [value for value in plain.values() if isinstance(value, torch.Tensor)]
             num_tensors += len(tensors)

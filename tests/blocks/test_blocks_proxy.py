@@ -231,7 +231,7 @@ def test_dicts(net: Net, graph: Holds) -> None:
     assert net.dict["w"] is net.chain[1]
     del block["w"]
     assert list(net.dict) == ["x", "y", "z"]
-    assert block.pop("z") is net.chain[0]
+    assert block.pop("z").origin is net.chain[0]
 
 
 def test_slices(net: Net, graph: Holds) -> None:

@@ -75,7 +75,7 @@ def batch(seed: int = 1) -> Tensor:
 
 
 def captures(graph: Graph) -> Any:
-    return graph._step.captured.captures
+    return graph._step.captured
 
 
 # --- a block outside of the loss

@@ -351,12 +351,12 @@ def test_unknown_settings_and_wrong_values() -> None:
 def test_the_config_reads_as_oneflows() -> None:
     model = mlp()
     graph = Train(model)
-    assert repr(graph.config) == "GraphConfig(training=False, )"
+    assert repr(graph.config) == "GraphConfig(training=False)"
     graph.add_optimizer(adamw(model))
-    assert repr(graph.config) == "GraphConfig(training=True, )"
+    assert repr(graph.config) == "GraphConfig(training=True)"
     graph.config.enable_amp(dtype=torch.bfloat16)
     graph.config.set_gradient_accumulation_steps(4)
     graph.config.strict_static = True
     assert repr(graph.config) == (
-        "GraphConfig(training=True, amp=bfloat16, gradient_accumulation_steps=4, strict_static=True, )"
+        "GraphConfig(training=True, amp=bfloat16, gradient_accumulation_steps=4, strict_static=True)"
     )

@@ -60,7 +60,7 @@ class Train(Graph):
 
 
 def captured(graph: Graph) -> Any:
-    return graph._step.captured.captures
+    return graph._step.captured
 
 
 def num_alive(captures: Any) -> int:

@@ -27,7 +27,7 @@ from transformers import (
 
 import graphckpt
 from graphckpt.errors import ConfigError
-from graphckpt.graph.clip import clip_grad_norm
+from graphckpt.graph.update import clip_grad_norm
 from graphckpt.train.parallel.tp_plan import shard_model, tensor_parallel_plan
 
 pytestmark = [pytest.mark.multi_process]

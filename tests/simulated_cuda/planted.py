@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphckpt.capture.cuda_graph import CudaGraphBackend, _CapturedCudaGraph
+from graphckpt.graph.capture import CudaGraphBackend, _CapturedCudaGraph
 from graphckpt.stores import Host, TensorGroup
 from graphckpt.stores.disk import CudaTransfer
 from graphckpt.stores.host import CopyEngine, HostStore
@@ -250,7 +250,7 @@ def _replay_that_is_not_joined(patch: pytest.MonkeyPatch) -> None:
 
 
 def _workspaces_not_cleared(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("graphckpt.capture.cuda_graph.clear_cublas_workspaces", lambda: None)
+    patch.setattr("graphckpt.graph.capture.clear_cublas_workspaces", lambda: None)
 
 
 FAULTS: dict[str, tuple[Plant, Callable[[], bool]]] = {

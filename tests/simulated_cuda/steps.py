@@ -103,7 +103,7 @@ def bits_of_steps(
         losses += steps(2)
     if is_captured:
         assert graph._step.captured is not None
-        assert graph._step.captured.captures.num_replays == NUM_STEPS - 3 + 2 * len(then)
+        assert graph._step.captured.num_replays == NUM_STEPS - 3 + 2 * len(then)
     return [*(t.detach().cpu() for t in (*losses, *graph.model.parameters())), torch.cuda.get_rng_state()]
 
 

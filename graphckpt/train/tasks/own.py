@@ -8,7 +8,7 @@ from typing import final
 from torch import Tensor, nn
 
 from graphckpt.errors import ConfigError
-from graphckpt.graph.micro_batches import is_new
+from graphckpt.graph.step import is_new
 from graphckpt.train.tasks.base import Task, summed
 
 _FIX = "return the loss, a dict such as {'lm_loss': ...}, or an object with .loss"

@@ -14,9 +14,8 @@ from helpers.hard_modules import chain
 from torch import Tensor, nn
 
 from graphckpt import ConfigError, GraphError
-from graphckpt.capture.diagnose import ModuleAttributes, capture_failure
-from graphckpt.capture.host_random import HostRandom
-from graphckpt.capture.inputs import is_on
+from graphckpt.graph.capture import is_on
+from graphckpt.graph.capture_checks import HostRandom, ModuleAttributes, capture_failure
 
 
 def test_verify_before_the_first_call_changes_nothing_of_what_follows(device: str) -> None:

@@ -1,21 +1,90 @@
-"""Captures steps as CUDA graphs. The only module of this package that calls CUDA."""
+"""Captures a step on a device: the interface of back ends, CUDA graphs, and the inputs that replays read."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, final
 
 import torch
 
 from graphckpt._compat import abandon_capture, clear_cublas_workspaces, override_stale_capture_stream
-from graphckpt.capture.backend import Capture, CaptureBackend
-from graphckpt.capture.host_random import HostRandom
-from graphckpt.errors import GraphError
+from graphckpt.errors import ConfigError, GraphError
+from graphckpt.graph.capture_checks import HostRandom
 from graphckpt.stores.streams import streams_of
-from graphckpt.tree import tensors_in
+from graphckpt.tree import ATOMS, flatten_call, tensors_in
+
+CHOICES = ("auto", "cuda_graph", "eager")
+"""The values of ``config.capture``."""
+
+_FIX = "fix: pass tensors without gradient, numbers and strings"
+
+
+class Capture(ABC):
+    """The captured device work of one step, and its output: tensors that each replay overwrites."""
+
+    output: Any
+
+    @abstractmethod
+    def replay(self) -> None:
+        """Runs the work again, on the current stream, at the same addresses. No Python of the step runs."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Releases the memory of the capture."""
+
+
+class CaptureBackend(ABC):
+    """Captures steps on one kind of device."""
+
+    name: str
+    """The word for ``config.capture`` and in messages."""
+    device: torch.device | None = None
+    """The device of the captured work. Tensors elsewhere are read once, at capture; ``None``: there are none."""
+
+    @abstractmethod
+    def warmup(self) -> AbstractContextManager[None]:
+        """Returns a context for the eager steps before a capture, such as the stream of the capture."""
+
+    @abstractmethod
+    def capture(self, step: Callable[[], Any]) -> Capture:
+        """Captures ``step``. It changes nothing on the device: the first replay runs the work.
+
+        Raises:
+            Exception: Any error of ``step``, or of the device for work that cannot be captured. Nothing is left behind.
+        """
+
+    @abstractmethod
+    def pass_on(self, output: Any) -> None:
+        """Prepares the output of a warm-up call for use outside of :meth:`warmup`."""
+
+    def pool_bytes(self) -> int | None:
+        """Returns the bytes that captures hold on the device, or ``None`` if they have no memory of their own."""
+        return None
+
+
+def backend_for(capture: Any, devices: Sequence[torch.device]) -> CaptureBackend | None:
+    """Returns the backend that ``config.capture`` means for modules on ``devices``; ``None`` runs every step eagerly.
+
+    Raises:
+        ConfigError: ``"cuda_graph"`` is requested, but the modules are not on exactly one CUDA device.
+    """
+    if isinstance(capture, CaptureBackend):
+        return capture
+    if capture == "eager":
+        return None
+    if len(devices) == 1 and devices[0].type == "cuda":
+        return CudaGraphBackend(devices[0])
+    if capture == "cuda_graph":
+        raise ConfigError(
+            "Graph.config.capture: 'cuda_graph' expected modules on one CUDA device, got "
+            f"{', '.join(str(device) for device in devices) or 'none'} · fix: move them, or use 'auto'"
+        )
+    return None
+
 
 # Note [A pool lives as long as a graph in it]
 # Graphs share a memory pool by its handle. Once the last of them is gone, the allocator destroys the pool and refuses
@@ -150,3 +219,68 @@ class _CapturedCudaGraph(Capture):
         self.output = None
         self.is_alive = False
         self._graph.reset()
+
+
+def input_key(args: Sequence[Any], kwargs: dict[str, Any], device: torch.device | None) -> tuple[Hashable, str | None]:
+    """Returns the key of a capture: shapes, strides, dtypes and devices of tensors, and all other values.
+
+    The second value is the reason if these arguments cannot be captured on ``device``.
+    """
+    leaves, shape = flatten_call(args, kwargs)
+    key: list[Hashable] = [shape.num_args, shape.keywords, repr(shape.spec)]
+    first_positions: dict[int, int] = {}
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            if leaf.requires_grad:
+                return None, f"input {position} requires a gradient, which a replay would give to a copy of it · {_FIX}"
+            if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided:
+                return None, f"input {position} is a {type(leaf).__name__} of layout {leaf.layout} · {_FIX}"
+            if device is not None and not is_on(leaf.device, device):  # its value would be baked in
+                return None, f"input {position} is on {leaf.device} · fix: pass tensors on {device}"
+            first = first_positions.setdefault(id(leaf), position)
+            key.append((first, leaf.shape, leaf.stride(), leaf.dtype, leaf.device))
+        elif type(leaf) in ATOMS:
+            key.append((type(leaf), leaf))
+        else:
+            return None, f"input {position} is a {type(leaf).__name__}, whose value may change unnoticed · {_FIX}"
+    return tuple(key), None
+
+
+def is_on(place: torch.device, device: torch.device) -> bool:
+    """Whether a tensor on ``place`` is on ``device``, which is any of its type if it has no index."""
+    return place.type == device.type and device.index in (None, place.index)
+
+
+@final
+class StaticInputs:
+    """Buffers that hold the arguments of a captured step.
+
+    Args:
+        args: Positional arguments of the call that is captured.
+        kwargs: Its keyword arguments.
+    """
+
+    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        leaves, shape = flatten_call(args, kwargs)
+        buffers: dict[int, torch.Tensor] = {}
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in buffers:
+                buffers[id(leaf)] = _buffer(leaf)
+        static = [buffers[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._buffers = [leaf if isinstance(leaf, torch.Tensor) else None for leaf in static]
+        self.args, self.kwargs = shape.assemble(static)
+        """The arguments of the captured step."""
+
+    def load(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Copies the arguments of this call into the buffers."""
+        leaves, _ = flatten_call(args, kwargs)
+        for buffer, leaf in zip(self._buffers, leaves, strict=True):
+            if buffer is not None:
+                buffer.copy_(leaf, non_blocking=True)
+
+
+def _buffer(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a buffer with the layout of ``tensor``; contiguous if it is expanded, as its elements share memory."""
+    if 0 in tensor.stride() and tensor.numel() > 1:
+        return tensor.detach().contiguous().clone()
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)

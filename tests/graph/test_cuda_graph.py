@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphckpt.capture import Capture
-from graphckpt.capture.cuda_graph import CudaGraphBackend
+from graphckpt.graph.capture import Capture, CudaGraphBackend
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 

@@ -139,7 +139,7 @@ def test_a_mask_that_only_the_recording_has_is_not_offloaded(name: str, masks: l
     ours, graph = run(architecture, "cuda_graph", rule=True, more=more, offload=True)
     assert any(masks)
     assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(ours, plain, strict=True))
-    assert graph._step.captured.captures.num_replays == 3
+    assert graph._step.captured.num_replays == 3
     assert any("stay on the device" in row.note for row in graph.explain(show=False).rows)
 
 

@@ -232,7 +232,7 @@ def test_a_step_that_is_captured_in_every_call_goes_on_without() -> None:
         ours, graph = run("cuda_graph", between=cycled_betas)
     assert same(ours, plain)
     assert captured(graph).num_captured == captured(graph).num_replays == 3
-    assert captured(graph).num_held == 0
+    assert captured(graph).num_cached == 0
     assert "1 of 1 kinds of calls run without capture" in graph.explain(show=False).capture
 
 
@@ -345,7 +345,7 @@ def test_planning_gives_the_memory_of_captures_back_first() -> None:
     x = batches(1)[0]
     for _ in range(5):
         graph(x)
-    assert captured(graph).num_held == 1
+    assert captured(graph).num_cached == 1
     managers.append(captured(graph))
     graph.plan(x, memory_budget="min", blocks="model.0.*").apply()
     assert set(alive) == {0}
