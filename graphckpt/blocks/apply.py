@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from os import PathLike
 from pathlib import Path
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, final
 
 from torch import nn
 
-from graphckpt.blocks.config import FIELDS, OTHER_NAMES, BlockConfig, fields_of
+from graphckpt.blocks.config import FIELDS, OTHER_NAMES, PLACEMENT, BlockConfig, fields_of
 from graphckpt.blocks.find_layers import layers
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.blocks.proxy import unwrap
-from graphckpt.blocks.resolve import ResolvedPolicies, resolve_policies
+from graphckpt.blocks.resolve import UNCALLED, ResolvedPolicies, resolve_policies
 from graphckpt.blocks.select import Selector, describe, select
 from graphckpt.blocks.step_recorder import StepRecorder
 from graphckpt.errors import ConfigError, shown, without_repeats
@@ -120,8 +120,9 @@ def apply(model: nn.Module, policies: Policies, *, replace: bool = False) -> Han
         replace: Whether the policies that the model has are taken off first, as by :func:`remove`.
 
     Raises:
-        ConfigError: A selector matches nothing, a field or value is wrong, a block has a policy already, or no layers
-            were found. All faults are reported at once, and nothing is set.
+        ConfigError: A selector matches nothing, or has no effect (on containers without a forward, or since later ones
+            replace it on every block); a field or value is wrong, a block has a policy already, or no layers were
+            found. All faults are reported at once, and nothing is set.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
@@ -135,13 +136,21 @@ def apply(model: nn.Module, policies: Policies, *, replace: bool = False) -> Han
         raise ConfigError(f"apply: expected an nn.Module, got {shown(model)} · fix: apply(model, policies)")
     configs: dict[nn.Module, BlockConfig] = {}
     faults: list[str] = []
-    for selector, fields in policies_of(model, policies).items():
+    matches: dict[Selector, tuple[list[nn.Module], set[str]]] = {}
+    for selector, policy in policies_of(model, policies).items():
         try:
-            for name, module in select(model, selector):
+            fields = fields_of(policy)
+            blocks = select(model, selector)
+            for name, module in blocks:
                 config = configs.setdefault(module, BlockConfig(name or type(model).__name__))
-                config.update(fields_of(fields))
+                config.update(fields)
         except ConfigError as error:
             faults.append(f"{describe(selector)!r}: {error}" if str(error)[:1] not in "'\"" else str(error))
+            continue
+        if (fault := _without_effect(blocks, fields)) is not None:
+            faults.append(f"{describe(selector)!r}: {fault}")
+        matches[selector] = [module for _, module in blocks], set(fields)
+    faults += _replaced_policies(matches)
     plan = None
     if not faults:
         try:
@@ -158,6 +167,31 @@ def apply(model: nn.Module, policies: Policies, *, replace: bool = False) -> Han
     if replace:
         remove(model)
     return Handle(model, plan)
+
+
+def _without_effect(blocks: list[tuple[str, nn.Module]], fields: Mapping[str, Any]) -> str | None:
+    """Says why the fields of one selector have no effect on any of its blocks; ``None`` if they have one."""
+    placed = PLACEMENT & fields.keys()  # which the blocks inside inherit
+    is_kept = all(value is None or value is False for value in fields.values())
+    if placed or is_kept or not all(isinstance(module, UNCALLED) for _, module in blocks):
+        return None
+    name, module = blocks[0]
+    kind = type(module).__name__
+    return f"{kind} has no forward, so this policy has no effect · fix: use {f'{name}.*'.removeprefix('.')!r}"
+
+
+def _replaced_policies(matches: Mapping[Selector, tuple[list[nn.Module], set[str]]]) -> Iterator[str]:
+    """Yields the selectors all of whose fields later ones replace."""
+    last = {(module, field): s for s, (modules, fields) in matches.items() for module in modules for field in fields}
+    for selector, (modules, fields) in matches.items():
+        by = dict.fromkeys(last[module, field] for module in modules for field in fields)
+        if by and selector not in by:
+            later, name = " and ".join(repr(describe(each)) for each in by), repr(describe(selector))
+            verb = "replaces" if len(by) == 1 else "replace"
+            yield (
+                f"{name}: this policy has no effect, since {later} {verb} it on every block · fix: put {name} last, or "
+                "remove it"
+            )
 
 
 def remove(model: nn.Module) -> None:

@@ -101,7 +101,7 @@ class _Resolver:
             return self._decide_kept(name, module, config, placement, around)
         if isinstance(module, UNCALLED):
             what = type(module).__name__
-            self.plan.idle[name] = f"a flag on {what} does nothing, as it has no forward; set it on its items"
+            self.plan.idle[name] = f"{what} has no forward, so this policy does nothing; set it on its items"
             return around
         fault = rule.check(module)
         if fault is not None:
@@ -134,7 +134,7 @@ class _Resolver:
         if isinstance(module, UNCALLED):
             if options is not None:
                 what = type(module).__name__
-                self.plan.idle[name] = f"compile on {what} does nothing, as it has no forward; set it on its items"
+                self.plan.idle[name] = f"{what} has no forward, so compile does nothing; set it on its items"
             return replace(around, rule=None)
         is_placed = placement is not None and placement != (around.covering or _PLAIN)
         if is_hole or is_placed or options is not None:

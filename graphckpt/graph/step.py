@@ -123,9 +123,7 @@ class Step:
                 stack.enter_context(self._debug.logging(self.name, self.roots))
             if is_watched:
                 stack.enter_context(self._watch(args, kwargs))
-            self._is_watched = (
-                is_watched or self._debug.level >= 0
-            )  # a replay runs no Python to observe
+            self._is_watched = is_watched or self._debug.level >= 0  # a replay runs no Python to observe
             output = self.call(fields, build, args, kwargs)
         self._is_watched = False
         self.inputs = inputs

@@ -599,14 +599,52 @@ def test_a_shared_module_is_one_block_with_two_runs() -> None:
 
 def test_flags_that_do_nothing_are_told() -> None:
     model = build()
-    with graphckpt.apply(model, {"encoder": True, "decoder.0": True, "decoder.0.up": True}) as handle:
+    with graphckpt.apply(model, {"re:encoder|decoder.0": True, "decoder.0.up": True}) as handle:
         run(model)
         explanation = handle.explain(show=False)
     assert (
-        "encoder: a flag on ModuleList does nothing, as it has no forward; set it on its items" in explanation.warnings
+        "encoder: ModuleList has no forward, so this policy does nothing; set it on its items" in explanation.warnings
     )
     (inner,) = [row for row in explanation.rows if row.block == "decoder.0.up"]
     assert inner.note == "is recomputed as a part of the block around it"
+
+
+@pytest.mark.parametrize(
+    ("policies", "message"),
+    [
+        (
+            {"encoder": True},
+            r"^'encoder': ModuleList has no forward, so this policy has no effect · fix: use 'encoder\.\*'$",
+        ),
+        ({nn.ModuleList: "selective"}, r"^'ModuleList': ModuleList has no forward.*use 'encoder\.\*'$"),
+        (
+            {"encoder.0": False, "encoder.*": True},
+            (
+                r"^'encoder\.0': this policy has no effect, since 'encoder\.\*' replaces it on every block · "
+                r"fix: put 'encoder\.0' last, or remove it$"
+            ),
+        ),
+        (
+            {"encoder.[01]": {"offload": "disk"}, "encoder.0": {"offload": None}, "encoder.1": {"offload": False}},
+            r"since 'encoder\.0' and 'encoder\.1' replace it",
+        ),
+    ],
+)
+def test_a_selector_without_effect_is_an_error(policies: Any, message: str) -> None:
+    model = build()
+    with pytest.raises(ConfigError, match=message):
+        graphckpt.apply(model, policies)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_selectors_with_an_effect_on_some_blocks_or_fields() -> None:
+    for policies in (
+        {"encoder": {"offload": "disk"}, "encoder.*": True},  # inherited by the items
+        {"encoder.*": True, "encoder.0": False},
+        {"encoder.0": {"activation_checkpointing": True, "offload": "disk"}, "encoder.*": "selective"},
+        {"encoder": False, "encoder.0": True},
+    ):
+        graphckpt.apply(build(), policies).remove()
 
 
 def test_no_rules_and_an_empty_model() -> None:
@@ -701,7 +739,8 @@ def test_the_advice_names_all_last_blocks_whose_recomputation_does_not_pay() -> 
     second = measured({"*": True, **dict.fromkeys(names, False)})
     assert second.peak_bytes <= first.peak_bytes
     assert second.warnings == ()
-    assert measured({"*": True, **dict.fromkeys([str(4 - len(names)), *names], False)}).peak_bytes > first.peak_bytes
+    fewer = {str(number): True for number in range(4 - len(names))}
+    assert measured(fewer).peak_bytes > first.peak_bytes
 
 
 @pytest.mark.parametrize(

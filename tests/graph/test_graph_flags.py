@@ -275,8 +275,8 @@ def test_flags_on_containers_without_a_forward_do_nothing_and_say_so() -> None:
     assert set(runs_of(graph).values()) == {1}
     explanation = graph.explain(show=False)
     assert explanation.warnings[:2] == (
-        "model.layers: a flag on ModuleList does nothing, as it has no forward; set it on its items",
-        "model.named: a flag on ModuleDict does nothing, as it has no forward; set it on its items",
+        "model.layers: ModuleList has no forward, so this policy does nothing; set it on its items",
+        "model.named: ModuleDict has no forward, so this policy does nothing; set it on its items",
     )
 
 
