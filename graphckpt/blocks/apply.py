@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, final
 from torch import nn
 
 from graphckpt.blocks.config import FIELDS, OTHER_NAMES, PLACEMENT, BlockConfig, fields_of
+from graphckpt.blocks.explain import StepRecorder
 from graphckpt.blocks.find_layers import layers
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.blocks.proxy import unwrap
 from graphckpt.blocks.resolve import UNCALLED, ResolvedPolicies, resolve_policies
 from graphckpt.blocks.select import Selector, describe, select
-from graphckpt.blocks.step_recorder import StepRecorder
 from graphckpt.errors import ConfigError, shown, without_repeats
 from graphckpt.extras import LazyPackage
 from graphckpt.ledger.group_rows import group_rows
@@ -253,11 +253,11 @@ def policies_of(model: nn.Module, policies: Policies) -> Mapping[Selector, Any]:
         raise ConfigError(f"apply: {error} · {fix}") from None
     if rule is None:
         raise ConfigError("apply: expected policies, got None · fix: use True for all layers, or a mapping")
-    found = layers(model)
-    if not found:
+    layer_names = layers(model)
+    if not layer_names:
         fix = "name the blocks, such as apply(model, {'blocks.*': True})"
         raise ConfigError(f"apply: no list of layers was found in {type(model).__name__} · fix: {fix}")
-    return dict.fromkeys(found, rule)
+    return dict.fromkeys(layer_names, rule)
 
 
 def policies_from_file(path: str | PathLike[str]) -> Mapping[Selector, Any]:

@@ -159,7 +159,7 @@ def _combine(block: str, values: dict[str, Any]) -> Rule | None:
         if field not in FIELDS:
             ours = f" · fix: write {OTHER_NAMES[field]}, which means the same" if field in OTHER_NAMES else None
             raise ConfigError(
-                f"{block}.{field}: there is no such field{ours or did_you_mean(str(field), FIELDS) + f' · {_FIX}'}"
+                f"{block}.{field}: unknown field{ours or did_you_mean(str(field), FIELDS) + f' · {_FIX}'}"
             )
         if field == "stage_id" and value is not None and not (type(value) is int and value >= 0):
             raise ConfigError(f"{block}.stage_id: expected an int from 0 on, got {shown(value)} · fix: use its number")
@@ -178,19 +178,19 @@ def _combine(block: str, values: dict[str, Any]) -> Rule | None:
         raise ConfigError(
             f"{block}.{field}: it needs activation_checkpointing = True or None, which is {flag!r} · fix: unset one"
         )
-    cut: Rule = _parsed(block, field, rule_classes()[field], values[field])
-    return cut
+    slicing: Rule = _parsed(block, field, rule_classes()[field], values[field])
+    return slicing
 
 
 def check_attribute(block: str, origin: object, name: str) -> None:
     """Raises a :class:`ConfigError` if a field is set as an attribute of a module, where it would have no effect."""
     if name != "compile" and hasattr(origin, name):  # torch.compile in place is a method of every module
         return
-    near = [OTHER_NAMES[name]] if name in OTHER_NAMES else get_close_matches(name, FIELDS, n=1, cutoff=0.9)
-    if near:
+    names = [OTHER_NAMES[name]] if name in OTHER_NAMES else get_close_matches(name, FIELDS, n=1, cutoff=0.9)
+    if names:
         raise ConfigError(
             f"{block}.{name}: expected an attribute of {type(origin).__name__}, got a field of its policy · "
-            f"fix: write {block}.config.{near[0]}"
+            f"fix: write {block}.config.{names[0]}"
         )
 
 

@@ -1,16 +1,31 @@
-"""Makes the table that `explain()` shows out of what was seen of a step."""
+"""Records a step of a model by hooks, and makes the table of `explain()` from the record."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, final
+from weakref import WeakMethod
 
+import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from graphckpt._compat import is_transformed
 from graphckpt.blocks.compiled import share_of
+from graphckpt.blocks.find_layers import layers
+from graphckpt.blocks.forward import NOT_SCRIPTABLE, BlockForward
+from graphckpt.blocks.native_checkpointing import NativeCheckpointing
+from graphckpt.blocks.resolve import UNCALLED, ResolvedPolicies
+from graphckpt.errors import ConfigError, GraphError
 from graphckpt.ledger.explanation import Explanation
+from graphckpt.ledger.plot import draw
 from graphckpt.ledger.record import Row
 from graphckpt.ledger.recorder import REST, Recorder
+from graphckpt.ledger.storage_log import StorageLog
+from graphckpt.ledger.table import print_table
 from graphckpt.rules.full import Full
 from graphckpt.rules.joined import Joined
 from graphckpt.rules.keep import Keep
@@ -18,95 +33,310 @@ from graphckpt.rules.segments import Segments
 from graphckpt.rules.selective import Selective
 from graphckpt.rules.tiles import Tiles
 from graphckpt.stores.base import Traffic
+from graphckpt.tree import tensors_in
 from graphckpt.units import format_bytes
 
-if TYPE_CHECKING:
-    from graphckpt.blocks.forward import BlockForward
-    from graphckpt.blocks.resolve import ResolvedPolicies
-
-IN_GRAPH = "torch.compile has made it a part of a larger graph, and what it saves there is not counted"
+_IN_GRAPH = "torch.compile has made it a part of a larger graph, and what it saves there is not counted"
 
 
-def explain_step(
-    title: str,
-    roots: Sequence[tuple[str, nn.Module]],
-    policies: ResolvedPolicies,
-    recorder: Recorder,
-    times: Recorder | None,
-) -> Explanation:
-    """Returns a row for each block, the totals, and what to know about them.
+@final
+class StepRecorder:
+    """Records steps of a model, and holds the last records."""
 
-    Args:
-        title: Name of the model or graph.
-        roots: The modules that were watched, with their names.
-        policies: Those of the blocks.
-        recorder: Has seen what a step keeps, and its live bytes if it was watched op by op.
-        times: Has seen how long the blocks of a step took, if one was watched for that.
-    """
-    elsewhere = {w.name for w in policies.wrappers if w.module is not None and is_elsewhere(w.module)}
-    wrappers = [w for w in policies.wrappers if w.name not in elsewhere]
-    idle = policies.idle
-    empty = {name for name in recorder.weightless if not (recorder.bytes_before(name) or recorder.bytes_after(name))}
-    omitted = elsewhere | (empty - {*policies.selected})
-    rows = [row for row in _rows(title, wrappers, idle, recorder, times) if row.block not in omitted]
-    live, levels = recorder.live, _plain_levels(wrappers, recorder)
-    return Explanation(
-        title=title,
-        rows=tuple(rows),
-        bytes_before=recorder.plain_total.largest,
-        bytes_after=recorder.totals["device"].largest,
-        bytes_host=recorder.totals["host"].largest,
-        bytes_disk=recorder.totals["disk"].largest,
-        peak_bytes=live.peak_bytes if live else None,
-        plain_peak_bytes=max(levels) if levels else None,
-        static_bytes=live.static_bytes if live else 0,
-        has_optimizer_states=recorder.has_optimizer_states,
-        timeline=tuple(live.timeline) if live else (),
-        plain_levels=levels,
-        tensors=tuple(live.tensors) if live else (),
-        legend=_legend(wrappers),
-        warnings=tuple(_warnings(title, roots, wrappers, idle, recorder, max(levels, default=None))),
-    )
+    def __init__(self, title: str, roots: list[tuple[str, nn.Module]], policies: ResolvedPolicies) -> None:
+        self.title = title
+        self._roots = roots
+        self._wrappers = policies.wrappers
+        self._policies = policies
+        self._bytes: Recorder | None = None
+        self._times: Recorder | None = None
+        self._endings: list[Callable[[], object]] = []  # of a record in progress
 
+    @contextmanager
+    def measure(self, inputs: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+        """Records one step op by op: saved bytes, live bytes."""
+        self.close()
+        inputs = list(inputs)
+        existing = [*self._state(), *inputs]
+        live = StorageLog()
+        live.mark_static(self._state())
+        live.track([*existing, *(t.grad for t in existing if t.is_leaf)])
+        live.label((t.grad for t in existing if t.is_leaf), "gradients")  # no list, which would keep them alive
+        live.label(inputs, "inputs")
+        live.label(self._state(), "weights")
+        recorder = Recorder(existing, live)
+        new: list[torch.optim.Optimizer] = []
 
-def _rows(
-    title: str, wrappers: Sequence[BlockForward], idle: Mapping[str, str], recorder: Recorder, times: Recorder | None
-) -> Iterator[Row]:
-    wrapped = {wrapper.name: wrapper for wrapper in wrappers}
-    names = dict.fromkeys((*recorder.order, *wrapped))
-    if recorder.bytes_before(REST) or recorder.bytes_after(REST):
-        names[REST] = None
-    for name in names:
-        wrapper = wrapped.get(name)
-        notes = list(wrapper.context.notes) if wrapper is not None else []
-        if name in recorder.own_checkpointing:
-            notes.append("the model's own gradient checkpointing recomputes it")
-        if name in idle:
-            notes.insert(0, idle[name])
-        if wrapper is None and recorder.bytes_after(name) > recorder.bytes_before(name):
-            notes.append("it keeps tensors that a recomputed block keeps without policies")
-        stored = (recorder.traffic.get(name) or Traffic()).bytes_at
-        timed = (times or recorder).traffic.get(name) or Traffic()
-        yield Row(
-            block=name or title,
-            rule="own checkpointing" if name in recorder.own_checkpointing else _rule(wrapper),
-            place=wrapper.context.store.label if wrapper is not None else "device",
-            bytes_before=recorder.bytes_before(name),
-            bytes_after=recorder.bytes_after(name),
-            bytes_host=stored["host"],
-            bytes_disk=stored["disk"],
-            runs=recorder.runs[name],
-            reruns=recorder.reruns[name],
-            is_own=name in recorder.own_checkpointing,
-            forward_seconds=times.seconds[name] if times is not None and name in times.seconds else None,
-            recompute_seconds=times.again_seconds[name] if times and name in times.again_seconds else None,
-            copy_seconds=timed.copy_seconds or None,
-            wait_seconds=timed.wait_seconds if timed.copy_seconds else None,
-            note=" · ".join(notes),
+        def see_optimizer(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            state = _state_of(optimizer)
+            recorder.optimizer_steps(state, (w for group in optimizer.param_groups for w in group["params"]))
+            if not state:
+                new.append(optimizer)
+
+        hook = register_optimizer_step_pre_hook(see_optimizer)
+        try:
+            with (
+                _rows_for_modules(recorder, self._wrappers, self._plain_modules()),
+                recorder.watching(),
+                self._inputs_of_root(recorder),
+            ):
+                yield
+        finally:
+            hook.remove()
+        live.label((t.grad for t in self._state() if t.is_leaf), "gradients")
+        for optimizer in new:
+            live.label(_state_of(optimizer), "optimizer states")
+        recorder.has_optimizer_states = not any(map(_state_of, new))
+        self._bytes = recorder
+
+    @contextmanager
+    def time(self) -> Iterator[Recorder]:
+        """Records the seconds of each block in one step, without its ops."""
+        recorder = Recorder()
+        with _rows_for_modules(recorder, self._wrappers, self._plain_modules()):
+            yield recorder
+        self._times = recorder
+
+    def watch_next_forward(self) -> None:
+        """Records the next forward of the model and what its backward recomputes, at the cost of a few hooks."""
+        root = self._roots[0][1]
+        begin = _Hook(WeakMethod(self._begin), passes_on=True)
+        self._endings.append(root.register_forward_pre_hook(begin, with_kwargs=True).remove)
+
+    def _begin(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled() or is_transformed():
+            return
+        self.close()
+        recorder = self._bytes = Recorder([*self._state(), *tensors_in((args, kwargs))])
+        rows = _rows_for_modules(recorder, self._wrappers, self._plain_modules())
+        rows.__enter__()
+        end = root.register_forward_hook(_Hook(lambda: recorder.end), always_call=True)
+        stop = root.register_forward_pre_hook(_Hook(WeakMethod(self.close)))
+        self._endings += [end.remove, stop.remove, partial(rows.__exit__, None, None, None)]
+        recorder.begin()
+
+    def close(self) -> None:
+        """Ends a record in progress, including one that an interrupt has left behind."""
+        if self._bytes is not None:
+            self._bytes.end()
+        endings, self._endings = self._endings, []
+        for end in endings:
+            end()
+
+    def explain(self, plot: str | None, *, show: bool, capture: str = "") -> Explanation:
+        """Returns the explanation of the last recorded steps; ``capture`` says how the step runs now."""
+        recorder = self._bytes
+        if recorder is None or not recorder.runs:
+            if any(wrapper.is_in_graph for wrapper in self._wrappers):
+                raise GraphError(f"{self.title}: {_IN_GRAPH} · fix: run one step of the model itself")
+            raise GraphError(f"{self.title}: expected a step to explain, got none yet · fix: run one step")
+        explanation = self._explanation(recorder, capture)
+        if plot is not None:
+            draw(explanation, plot)
+        if show:
+            print_table(explanation)
+        return explanation
+
+    def _explanation(self, recorder: Recorder, capture: str) -> Explanation:
+        elsewhere = {w.name for w in self._wrappers if w.module is not None and _is_elsewhere(w.module)}
+        wrappers = [w for w in self._wrappers if w.name not in elsewhere]
+        empty = {
+            name for name in recorder.weightless if not (recorder.bytes_before(name) or recorder.bytes_after(name))
+        }
+        omitted = elsewhere | (empty - {*self._policies.selected})
+        live, levels = recorder.live, _plain_levels(wrappers, recorder)
+        return Explanation(
+            title=self.title,
+            rows=tuple(row for row in self._rows(wrappers, recorder) if row.block not in omitted),
+            bytes_before=recorder.plain_total.largest,
+            bytes_after=recorder.totals["device"].largest,
+            bytes_host=recorder.totals["host"].largest,
+            bytes_disk=recorder.totals["disk"].largest,
+            peak_bytes=live.peak_bytes if live else None,
+            plain_peak_bytes=max(levels) if levels else None,
+            static_bytes=live.static_bytes if live else 0,
+            has_optimizer_states=recorder.has_optimizer_states,
+            timeline=tuple(live.timeline) if live else (),
+            plain_levels=levels,
+            tensors=tuple(live.tensors) if live else (),
+            legend=_legend(wrappers),
+            warnings=tuple(self._warnings(wrappers, recorder, max(levels, default=None))),
+            capture=capture,
         )
 
+    def _rows(self, wrappers: Sequence[BlockForward], recorder: Recorder) -> Iterator[Row]:
+        idle, times = self._policies.idle, self._times
+        wrapped = {wrapper.name: wrapper for wrapper in wrappers}
+        names = dict.fromkeys((*recorder.order, *wrapped))
+        if recorder.bytes_before(REST) or recorder.bytes_after(REST):
+            names[REST] = None
+        for name in names:
+            wrapper = wrapped.get(name)
+            notes = list(wrapper.context.notes) if wrapper is not None else []
+            if name in recorder.own_checkpointing:
+                notes.append("the model's own gradient checkpointing recomputes it")
+            if name in idle:
+                notes.insert(0, idle[name])
+            if wrapper is None and recorder.bytes_after(name) > recorder.bytes_before(name):
+                notes.append("it keeps tensors that a recomputed block keeps without policies")
+            stored = (recorder.traffic.get(name) or Traffic()).bytes_at
+            timed = (times or recorder).traffic.get(name) or Traffic()
+            yield Row(
+                block=name or self.title,
+                rule="own checkpointing" if name in recorder.own_checkpointing else _rule(wrapper),
+                place=wrapper.context.store.label if wrapper is not None else "device",
+                bytes_before=recorder.bytes_before(name),
+                bytes_after=recorder.bytes_after(name),
+                bytes_host=stored["host"],
+                bytes_disk=stored["disk"],
+                runs=recorder.runs[name],
+                reruns=recorder.reruns[name],
+                is_own=name in recorder.own_checkpointing,
+                forward_seconds=times.seconds[name] if times is not None and name in times.seconds else None,
+                recompute_seconds=times.again_seconds[name] if times and name in times.again_seconds else None,
+                copy_seconds=timed.copy_seconds or None,
+                wait_seconds=timed.wait_seconds if timed.copy_seconds else None,
+                note=" · ".join(notes),
+            )
 
-def is_elsewhere(module: nn.Module) -> bool:
+    def _warnings(self, wrappers: Sequence[BlockForward], recorder: Recorder, plain_peak: int | None) -> Iterator[str]:
+        flagged = [w for w in wrappers if not isinstance(w.rule, Keep) or w.placement is not None]
+        for wrapper in flagged:
+            if not recorder.runs[wrapper.name] and wrapper.is_in_graph:
+                yield f"{wrapper.name or self.title}: {_IN_GRAPH}"
+            elif not recorder.runs[wrapper.name] and wrapper.name not in self._policies.idle:
+                yield f"{wrapper.name or self.title}: it never ran with gradients, so its flag did nothing"
+        yield from self._useless_flags(flagged)
+        ran = [w for w in flagged if recorder.reruns[w.name]]
+        tops = {id(root) for _, root in self._roots}
+        is_as_high = recorder.live is None or plain_peak is None or plain_peak <= 1.02 * recorder.live.peak_bytes
+        for wrapper in ran:
+            if id(wrapper.module) in tops and not isinstance(wrapper.rule, (Segments, Tiles)) and is_as_high:
+                yield (
+                    f"{wrapper.name or self.title}: it is one block as a whole, so all of it is alive again when it "
+                    "is recomputed, and the peak hardly falls · fix: set the flag on its layers"
+                )
+        if not any(isinstance(w.rule, Joined) for w in wrappers) and tops.isdisjoint(id(w.module) for w in ran):
+            yield from _last_blocks(wrappers, recorder, ran)
+
+    def _useless_flags(self, wrappers: Sequence[BlockForward]) -> Iterator[str]:
+        """Yields why fields have no effect, once for all blocks with the same reason."""
+        blocks: dict[str, list[str]] = {}
+        notes = [(w.name, note) for w in wrappers for note in w.context.notes]
+        for name, note in (*self._policies.idle.items(), *notes):
+            if "does nothing" in note:
+                blocks.setdefault(note, []).append(name or self.title)
+        for note, names in blocks.items():
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            yield f"{names[0]}{more}: {note}"
+
+    def _state(self) -> list[torch.Tensor]:
+        return [t for _, root in self._roots for t in (*root.parameters(), *root.buffers()) if not is_lazy(t)]
+
+    @contextmanager
+    def _inputs_of_root(self, recorder: Recorder) -> Iterator[None]:
+        """Ignores the model's inputs, which the caller keeps alive anyway."""
+
+        def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            recorder.ignore(tensors_in((args, kwargs)))
+
+        name, root = self._roots[0]
+        hook = None if name else root.register_forward_pre_hook(see, with_kwargs=True)
+        try:
+            yield
+        finally:
+            if hook is not None:
+                hook.remove()
+
+    def _plain_modules(self) -> list[tuple[str, nn.Module]]:
+        """Returns the modules without a wrapper that get a row: selected blocks, and the modules next to them.
+
+        If no block is selected, it is as if the layers of the model were.
+        """
+        wrapped = {w.name for w in self._wrappers}
+        selected = {*self._policies.selected, *wrapped} or {
+            f"{name}.{layer}" if name else layer for name, root in self._roots for layer in layers(root)
+        }
+        rows: list[tuple[str, nn.Module]] = []
+        for name, root in self._roots:
+            _rows_below(name, root, selected, rows)
+        return [(name, module) for name, module in rows if name not in wrapped and not _is_elsewhere(module)]
+
+
+def _rows_below(name: str, module: nn.Module, selected: set[str], rows: list[tuple[str, nn.Module]]) -> None:
+    is_selected = name in selected
+    is_split = any((f"{name}.{key}" if name else key) in selected for key, _ in module.named_modules() if key)
+    is_split |= isinstance(module, UNCALLED) and not is_selected
+    if is_selected or not is_split:
+        rows.append((name, module))
+    if is_split:
+        inner: list[tuple[str, nn.Module]] = []
+        for key, child in module.named_children():
+            path = f"{name}.{key}" if name else key
+            _rows_below(path, child, selected, inner)
+        rows += [row for row in inner if not is_selected or row[0] in selected]
+
+
+class _Hook:
+    """A module hook that returns nothing, does nothing on copies of the module, and can be pickled with it.
+
+    ``find`` returns what to call, or ``None`` if it is gone: a hook must not keep what watches its module alive.
+    """
+
+    def __init__(self, find: Callable[[], Callable[..., Any] | None], *args: Any, passes_on: bool = False) -> None:
+        self._find = find
+        self._args = args
+        self._passes_on = passes_on
+
+    def __call__(self, *arguments: Any) -> None:
+        call = None if torch.compiler.is_compiling() else self._find()
+        if call is not None:
+            call(*(arguments if self._passes_on else self._args))
+
+    __name__ = "graphckpt"
+
+    @property
+    def __globals__(self) -> dict[str, Any]:
+        """Raises an error for ``torch.jit.script``, which alone reads this attribute of hooks."""
+        raise ConfigError(NOT_SCRIPTABLE)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (_nothing,)
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+
+
+def _nothing() -> None:
+    return None
+
+
+@contextmanager
+def _rows_for_modules(
+    recorder: Recorder, wrappers: list[BlockForward], plain: list[tuple[str, nn.Module]]
+) -> Iterator[None]:
+    hooks = []
+    recorder.own_checkpointing = {name for name, module in plain if NativeCheckpointing(module).is_enabled()}
+    recorder.weightless = {name for name, module in plain if next(module.parameters(), None) is None}
+    try:
+        for wrapper in wrappers:
+            wrapper.context.recorder = recorder
+        while plain:  # emptied: what waits here for the end of the step must not keep the model alive
+            name, module = plain.pop()
+            hooks.append(module.register_forward_pre_hook(_Hook(lambda: recorder.enter_plain, name), prepend=True))
+            hooks.append(module.register_forward_hook(_Hook(lambda: recorder.leave_plain, name), always_call=True))
+        module = None  # type: ignore[assignment]
+        yield
+    finally:
+        for wrapper in wrappers:
+            if wrapper.module is not None:
+                wrapper.context.recorder = None
+        for hook in hooks:
+            hook.remove()
+
+
+def _is_elsewhere(module: nn.Module) -> bool:
     """Returns whether a module belongs to another pipeline stage: all its weights are on the meta device."""
     weights = list(module.parameters())
     return bool(weights) and all(weight.is_meta for weight in weights)
@@ -128,46 +358,6 @@ def _rule(wrapper: BlockForward | None) -> str:
     return f"{rule}{share_of(wrapper.compile_options)}, compiled"
 
 
-def _warnings(
-    title: str,
-    roots: Sequence[tuple[str, nn.Module]],
-    wrappers: Sequence[BlockForward],
-    idle: Mapping[str, str],
-    recorder: Recorder,
-    plain_peak: int | None,
-) -> Iterator[str]:
-    flagged = [w for w in wrappers if not isinstance(w.rule, Keep) or w.placement is not None]
-    for wrapper in flagged:
-        if not recorder.runs[wrapper.name] and wrapper.is_in_graph:
-            yield f"{wrapper.name or title}: {IN_GRAPH}"
-        elif not recorder.runs[wrapper.name] and wrapper.name not in idle:
-            yield f"{wrapper.name or title}: it never ran with gradients, so its flag did nothing"
-    yield from _useless_flags(title, flagged, idle)
-    ran = [w for w in flagged if recorder.reruns[w.name]]
-    tops = {id(root) for _, root in roots}
-    is_as_high = recorder.live is None or plain_peak is None or plain_peak <= 1.02 * recorder.live.peak_bytes
-    for wrapper in ran:
-        if id(wrapper.module) in tops and not isinstance(wrapper.rule, (Segments, Tiles)) and is_as_high:
-            yield (
-                f"{wrapper.name or title}: it is one block as a whole, so all of it is alive again when it "
-                "is recomputed, and the peak hardly falls · fix: set the flag on its layers"
-            )
-    if not any(isinstance(w.rule, Joined) for w in wrappers) and tops.isdisjoint(id(w.module) for w in ran):
-        yield from _last_blocks(wrappers, recorder, ran)
-
-
-def _useless_flags(title: str, wrappers: Sequence[BlockForward], idle: Mapping[str, str]) -> Iterator[str]:
-    """Yields why fields have no effect, once for all blocks with the same reason."""
-    blocks: dict[str, list[str]] = {}
-    notes = [(w.name, note) for w in wrappers for note in w.context.notes]
-    for name, note in (*idle.items(), *notes):
-        if "does nothing" in note:
-            blocks.setdefault(note, []).append(name or title)
-    for note, names in blocks.items():
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        yield f"{names[0]}{more}: {note}"
-
-
 def _last_blocks(wrappers: Sequence[BlockForward], recorder: Recorder, ran: Sequence[BlockForward]) -> Iterator[str]:
     """Advises not to recompute the last blocks if the peak would not rise; only a prediction can tell.
 
@@ -181,9 +371,9 @@ def _last_blocks(wrappers: Sequence[BlockForward], recorder: Recorder, ran: Sequ
     names: list[str] = []
     least_bytes = 0
     for wrapper in sorted(ran, key=lambda w: order.get(w.name, -1), reverse=True):
-        around = (w.name for w in wrappers if w is not wrapper)
+        others = (w.name for w in wrappers if w is not wrapper)
         rules = Full if names else (Full, Selective)  # of several selective blocks the prediction is not exact
-        if not isinstance(wrapper.rule, rules) or any(_overlap(wrapper.name, name) for name in around):
+        if not isinstance(wrapper.rule, rules) or any(_overlap(wrapper.name, name) for name in others):
             break
         trial = {wrapper.name, *names}
         peak_bytes = max(live.levels_if_kept(lambda block, trial=trial: block in trial), default=0)  # type: ignore[misc]

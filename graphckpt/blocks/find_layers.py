@@ -28,7 +28,7 @@ def _stacked(prefix: str, module: nn.Module) -> list[str]:
     if is_list and 2 * kinds.count(max(kinds, key=kinds.count)) > len(kinds):
         inner = [_stacked(name, child) for name, child in children]
         deep = [names for names in inner if names]
-        if len(deep) == 1 and 2 * sum(map(_size, map(module.get_submodule, _below(prefix, deep[0])))) > _size(module):
+        if len(deep) == 1 and 2 * _size_of(module, _relative(prefix, deep[0])) > _size(module):
             return deep[0]  # a stack between a first and a last layer
         sizes = [_size(child) for _, child in children if _size(child)]
         if not all(inner) or 2 * max(map(sizes.count, sizes)) >= len(sizes):
@@ -37,19 +37,19 @@ def _stacked(prefix: str, module: nn.Module) -> list[str]:
     return [name for path, child in children for name in _stacked(path, child)]
 
 
-def _below(prefix: str, names: list[str]) -> list[str]:
+def _relative(prefix: str, names: list[str]) -> list[str]:
     return [name.removeprefix(f"{prefix}.") if prefix else name for name in names]
 
 
 def marked_layers(model: nn.Module) -> list[str]:
     """Returns the layers that Transformers recomputes, in the ways in which its models have marked them over time."""
-    if found := _flagged(model):
-        return found
+    if names := _flagged(model):
+        return names
     pretrained, _ = _classes_of_transformers()
     named = list(model.named_modules())
-    whole = set(getattr(model, "_no_split_modules", None) or ())
-    if found := [name for name, module in named if name and type(module).__name__ in whole]:
-        return _without_nested(model, found)
+    classes = set(getattr(model, "_no_split_modules", None) or ())
+    if names := [name for name, module in named if name and type(module).__name__ in classes]:
+        return _without_nested(model, names)
     lists = [name for name, module in named if isinstance(module, nn.ModuleList) and _size(module)]
     if not isinstance(model, pretrained) or not lists:
         return []
@@ -61,15 +61,15 @@ def _flagged(model: nn.Module) -> list[str]:
     """Returns the layers whose class says that they are recomputed, or whose owner's flag does."""
     _, layer = _classes_of_transformers()
     named = list(model.named_modules())
-    if found := [name for name, module in named if isinstance(module, layer)]:
-        return _without_nested(model, found)
-    found = []
+    if names := [name for name, module in named if isinstance(module, layer)]:
+        return _without_nested(model, names)
+    names = []
     for owner, module in named:  # before 2025: a flag on the module that loops over a list of layers
         if hasattr(module, "gradient_checkpointing"):
             for child, layers_list in module.named_children():
                 if isinstance(layers_list, nn.ModuleList):
-                    found += [".".join(filter(None, (owner, child, str(n)))) for n in range(len(layers_list))]
-    return found
+                    names += [".".join(filter(None, (owner, child, str(n)))) for n in range(len(layers_list))]
+    return names
 
 
 def _without_nested(model: nn.Module, layers: list[str]) -> list[str]:
@@ -77,10 +77,14 @@ def _without_nested(model: nn.Module, layers: list[str]) -> list[str]:
     dropped: set[str] = set()
     for name in layers:
         inner = [other for other in layers if other.startswith(f"{name}.")]
-        held = sum(_size(model.get_submodule(other)) for other in inner)
+        inner_size = _size_of(model, inner)
         if inner and name not in dropped:
-            dropped |= {name} if 2 * held > _size(model.get_submodule(name)) else set(inner)
+            dropped |= {name} if 2 * inner_size > _size(model.get_submodule(name)) else set(inner)
     return [name for name in layers if name not in dropped]
+
+
+def _size_of(module: nn.Module, names: list[str]) -> int:
+    return sum(_size(module.get_submodule(name)) for name in names)
 
 
 def _size(module: nn.Module) -> int:

@@ -210,11 +210,11 @@ def _context(function: Any) -> BlockContext:
         name = type(modules[0] if modules else function).__name__
     if not modules:
         return BlockContext(name, (), learns=False)
-    known = _SITES.setdefault(modules[0], {})
+    sites = _SITES.setdefault(modules[0], {})
     key = tuple(weakref.ref(module) for module in modules)  # not ids: those of the dead are given anew
-    if key not in known:
-        known[key] = BlockContext(name, modules)
-    return known[key]
+    if key not in sites:
+        sites[key] = BlockContext(name, modules)
+    return sites[key]
 
 
 def _modules_of(function: Any, depth: int = 0) -> Iterable[nn.Module]:

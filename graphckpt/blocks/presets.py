@@ -42,7 +42,7 @@ def every_k(model: nn.Module, k: int, policy: Any = True) -> Policies:
         ConfigError: ``k`` is below 1, or no layers were found.
     """
     _check("every_k: k", k)
-    return dict.fromkeys(_found(model)[::k], policy)
+    return dict.fromkeys(_layers(model)[::k], policy)
 
 
 def first_k(model: nn.Module, k: int, policy: Any = True) -> Policies:
@@ -52,10 +52,10 @@ def first_k(model: nn.Module, k: int, policy: Any = True) -> Policies:
         ConfigError: ``k`` is below 1, or there are fewer layers.
     """
     _check("first_k: k", k)
-    found = _found(model)
-    if k > len(found):
-        raise ConfigError(f"first_k: expected k up to {len(found)}, got {k} · fix: use 1 to {len(found)}")
-    return dict.fromkeys(found[:k], policy)
+    names = _layers(model)
+    if k > len(names):
+        raise ConfigError(f"first_k: expected k up to {len(names)}, got {k} · fix: use 1 to {len(names)}")
+    return dict.fromkeys(names[:k], policy)
 
 
 def uniform(model: nn.Module, n: int) -> Policies:
@@ -101,7 +101,7 @@ def memory(model: nn.Module) -> Policies:
     try:
         return sqrt(model)
     except ConfigError:
-        return dict.fromkeys(_found(model), True)
+        return dict.fromkeys(_layers(model), True)
 
 
 def speed(model: nn.Module) -> Policies:
@@ -110,22 +110,22 @@ def speed(model: nn.Module) -> Policies:
     Raises:
         ConfigError: no layers were found.
     """
-    return {name: {"rule": "selective", "save": "matmul"} for name in _found(model)}
+    return {name: {"rule": "selective", "save": "matmul"} for name in _layers(model)}
 
 
-def _found(model: nn.Module) -> list[str]:
-    found = layers(model)
-    if not found:
+def _layers(model: nn.Module) -> list[str]:
+    names = layers(model)
+    if not names:
         raise ConfigError(
             f"{type(model).__name__}: no list of layers was found · fix: name the blocks, as graphckpt.apply takes them"
         )
-    return found
+    return names
 
 
 def _stacks(model: nn.Module) -> list[list[str]]:
     """Returns the layers, those of one list together."""
     owners: dict[str, list[str]] = {}
-    for name in _found(model):
+    for name in _layers(model):
         owners.setdefault(name.rpartition(".")[0], []).append(name)
     return list(owners.values())
 

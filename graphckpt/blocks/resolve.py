@@ -69,13 +69,13 @@ class _Resolver:
         self.plan = ResolvedPolicies([], {}, [])
         self.faults: list[str] = []
         self._configs = configs
-        self._seen: dict[nn.Module, None] = {}
+        self._visited: dict[nn.Module, None] = {}
         self._placements: list[Placement] = []
 
-    def visit(self, name: str, module: nn.Module, around: _Inherited) -> None:
-        if module in self._seen:
+    def visit(self, name: str, module: nn.Module, outer: _Inherited) -> None:
+        if module in self._visited:
             return
-        self._seen[module] = None
+        self._visited[module] = None
         config = self._configs.get(module)
         if config is not None and config.fields() and not isinstance(module, UNCALLED):
             self.plan.selected.append(name)
@@ -83,46 +83,46 @@ class _Resolver:
             offload = parse_offload(fields.get("offload"))
             if offload is not None and (fault := offload.check()) is not None:
                 self.faults.append(f"{name or '(model)'}: {fault}")
-            around = replace(around, fields={**around.fields, **fields})
+            outer = replace(outer, fields={**outer.fields, **fields})
         first = len(self.plan.wrappers)
-        inside = self._decide(name, module, config, around)
+        inside = self._decide(name, module, config, outer)
         for key, child in module.named_children():
             self.visit(f"{name}.{key}" if name else key, child, inside)
         if config is not None and "min_elements" in config.placement() and name not in self.plan.idle:
-            stores = [w.placement for w in self.plan.wrappers[first:]] + [around.covering]
+            stores = [w.placement for w in self.plan.wrappers[first:]] + [outer.covering]
             if all(store is None or store.is_plain for store in stores):
                 self.plan.idle[name] = "min_elements does nothing here: saved tensors stay on their device in any case"
 
-    def _decide(self, name: str, module: nn.Module, config: BlockConfig | None, around: _Inherited) -> _Inherited:
-        """Returns what is around the children."""
+    def _decide(self, name: str, module: nn.Module, config: BlockConfig | None, outer: _Inherited) -> _Inherited:
+        """Returns what the children inherit."""
         rule = config.rule if config is not None else None
-        placement = self._placement(around.fields)
+        placement = self._placement(outer.fields)
         if rule is None or isinstance(rule, Keep):
-            return self._decide_kept(name, module, config, placement, around)
+            return self._decide_kept(name, module, config, placement, outer)
         if isinstance(module, UNCALLED):
             what = type(module).__name__
             self.plan.idle[name] = f"{what} has no forward, so this policy does nothing; set it on its items"
-            return around
+            return outer
         fault = rule.check(module)
         if fault is not None:
             self.faults.append(f"{name or '(model)'}: {fault}")
-            return around
-        if isinstance(rule, Full) and around.rule is not None:
+            return outer
+        if isinstance(rule, Full) and outer.rule is not None:
             # Nested True is one segment. The wrapper still acts where the module is called from elsewhere.
-            self.plan.idle[name] = "is recomputed as a part of the block around it"
+            self.plan.idle[name] = "is recomputed as part of the block around it"
         options = config.compile_options if config is not None else None
         if options is not None and isinstance(rule, Selective):
             self.plan.idle[name] = "selective does nothing more than full here: it cannot see the ops of compiled code"
         self.plan.wrappers.append(BlockForward(module, name, rule, placement, compile_options=options))
-        return replace(around, rule=rule)
+        return replace(outer, rule=rule)
 
     def _decide_kept(
-        self, name: str, module: nn.Module, config: BlockConfig | None, placement: Placement | None, around: _Inherited
+        self, name: str, module: nn.Module, config: BlockConfig | None, placement: Placement | None, outer: _Inherited
     ) -> _Inherited:
         """Decides about a module that is not recomputed by itself."""
-        is_hole = config is not None and config.rule is not None and around.rule is not None
+        is_hole = config is not None and config.rule is not None and outer.rule is not None
         options = config.compile_options if config is not None else None
-        if around.rule is not None and not is_hole:
+        if outer.rule is not None and not is_hole:
             if options is not None and not isinstance(module, UNCALLED):
                 self.plan.wrappers.append(BlockForward(module, name, Keep(), compile_options=options, is_part=True))
             if config is not None and config.placement():
@@ -130,19 +130,19 @@ class _Resolver:
                 self.plan.idle[name] = (
                     f"{fields} does nothing here: it is recomputed with the block around it, and keeps nothing"
                 )
-            return around
+            return outer
         if isinstance(module, UNCALLED):
             if options is not None:
                 what = type(module).__name__
                 self.plan.idle[name] = f"{what} has no forward, so compile does nothing; set it on its items"
-            return replace(around, rule=None)
-        is_placed = placement is not None and placement != (around.covering or _PLAIN)
+            return replace(outer, rule=None)
+        is_placed = placement is not None and placement != (outer.covering or _PLAIN)
         if is_hole or is_placed or options is not None:
             own = placement if is_hole or is_placed else None
             self.plan.wrappers.append(
                 BlockForward(module, name, Keep(), own, compile_options=options, is_excluded=is_hole)
             )
-        return replace(around, rule=None, covering=placement)
+        return replace(outer, rule=None, covering=placement)
 
     def _placement(self, fields: Mapping[str, Any]) -> Placement | None:
         """Returns what the fields mean, the same object for the same fields: blocks that share it share its store."""

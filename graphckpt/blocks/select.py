@@ -28,22 +28,22 @@ def select(model: nn.Module, selector: Selector) -> list[tuple[str, nn.Module]]:
     """
     named = list(model.named_modules(remove_duplicate=False))
     if isinstance(selector, nn.Module):
-        found = [(name, module) for name, module in named if module is selector][:1]
+        matches = [(name, module) for name, module in named if module is selector][:1]
     elif isinstance(selector, type):
-        found = [(name, module) for name, module in named if isinstance(module, selector)]
+        matches = [(name, module) for name, module in named if isinstance(module, selector)]
     elif isinstance(selector, (str, re.Pattern)):
         pattern = _pattern(selector)
-        found = [(name, module) for name, module in named if pattern.fullmatch(name) and (name or selector == "")]
-        if not found and isinstance(selector, str):
-            found = [(name, module) for name, module in named if name and selector in _class_names(module)]
+        matches = [(name, module) for name, module in named if pattern.fullmatch(name) and (name or selector == "")]
+        if not matches and isinstance(selector, str):
+            matches = [(name, module) for name, module in named if name and selector in _class_names(module)]
     else:
         raise ConfigError(
             f"expected a name pattern, a regular expression, a class or a module, got {shown(selector)} · "
             "fix: a name of model.named_modules(), such as 'layers.0', or 'layers.*'"
         )
-    if not found:
+    if not matches:
         raise ConfigError(_matches_nothing(model, selector, named))
-    return _outermost(found)
+    return _outermost(matches)
 
 
 def _class_names(module: nn.Module) -> Iterator[str]:
@@ -59,13 +59,13 @@ def _matches_nothing(model: nn.Module, selector: Selector, named: Sequence[tuple
     classes = {type(module).__name__ for _, module in named}
     word = describe(selector)
     if isinstance(selector, type):
-        described, known, near = f"class {word}", classes, did_you_mean(word, classes)
+        described, names, hint = f"class {word}", classes, did_you_mean(word, classes)
     else:
-        described, known = repr(word), {_with_stars(name) for name, _ in named}
-        known |= {name for name, _ in named if "*" not in word}
-        near = did_you_mean(word, known) or did_you_mean(word, classes)
-    near = near or f" · the model has {', '.join(map(repr, sorted(known)[:8]))}{', ...' if len(known) > 8 else ''}"
-    return f"{described} matches no module of {owner}{near} · fix: use a name or class of model.named_modules()"
+        described, names = repr(word), {_with_stars(name) for name, _ in named}
+        names |= {name for name, _ in named if "*" not in word}
+        hint = did_you_mean(word, names) or did_you_mean(word, classes)
+    hint = hint or f" · the model has {', '.join(map(repr, sorted(names)[:8]))}{', ...' if len(names) > 8 else ''}"
+    return f"{described} matches no module of {owner}{hint} · fix: use a name or class of model.named_modules()"
 
 
 def _pattern(selector: str | re.Pattern[str]) -> re.Pattern[str]:
@@ -79,9 +79,9 @@ def _pattern(selector: str | re.Pattern[str]) -> re.Pattern[str]:
         raise ConfigError(f"{selector!r} is not a valid regular expression: {error} · fix: correct it") from None
 
 
-def _outermost(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    inner = {id(below) for _, module in found for below in module.modules() if below is not module}
-    return [(name, module) for name, module in found if id(module) not in inner]
+def _outermost(matches: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    inner = {id(child) for _, module in matches for child in module.modules() if child is not module}
+    return [(name, module) for name, module in matches if id(module) not in inner]
 
 
 def _with_stars(name: str) -> str:

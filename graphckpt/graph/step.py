@@ -11,10 +11,10 @@ from weakref import ref
 import torch
 from torch import nn
 
+from graphckpt.blocks.explain import StepRecorder
 from graphckpt.blocks.forward import BlockForward, disable_checkpointing
 from graphckpt.blocks.proxy import BlockTree
 from graphckpt.blocks.resolve import ResolvedPolicies, resolve_policies
-from graphckpt.blocks.step_recorder import StepRecorder
 from graphckpt.errors import GraphError, warn_once
 from graphckpt.graph.captured_step import CapturedStep
 from graphckpt.graph.config import GraphConfig

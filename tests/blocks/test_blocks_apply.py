@@ -167,8 +167,8 @@ def test_policies_from_a_file(tmp_path: Path, name: str, text: str) -> None:
             ),
         ),
         ([{"encoder.0": True}], r"^apply: expected selectors in the list, got \{.*\} · fix: one mapping"),
-        ({"encoder.0": {1: True}}, r"encoder\.0\.1: there is no such field · fix: use one of"),
-        ({"encoder.0": {None: True}}, r"encoder\.0\.None: there is no such field · "),
+        ({"encoder.0": {1: True}}, r"encoder\.0\.1: unknown field · fix: use one of"),
+        ({"encoder.0": {None: True}}, r"encoder\.0\.None: unknown field · "),
         ({"encoder.0": {"offload": "disk:/no/dir"}}, r"^encoder\.0: offload: expected an existing folder, got '/no"),
         ({"encoder.0": "True"}, "expected a rule, got 'True' · did you mean True?"),
         ({"encoder.0": "FULL"}, "expected a rule, got 'FULL' · did you mean 'full'?"),
@@ -293,7 +293,7 @@ def test_all_faults_are_told_at_once_and_nothing_is_set() -> None:
         lines,
         [
             "- 'encodr.*' matches no module of Model · did you mean 'encoder.*'",
-            "- 'encoder.1': encoder.1.activation_checkpoint: there is no such field · did you mean 'activation_che",
+            "- 'encoder.1': encoder.1.activation_checkpoint: unknown field · did you mean 'activation_che",
             "- 'encoder.2': encoder.2.activation_checkpointing: expected a rule, got 'ful' · did you mean 'full'?",
             "- 'encoder.3': encoder.3.segments: expected a positive int, 'sqrt' or 'log', got 0 · fix:",
             "- 'Mlp': encoder.0.tiles: expected a positive int, got 'many' · fix: use the number of slices",
@@ -606,7 +606,7 @@ def test_flags_that_do_nothing_are_told() -> None:
         "encoder: ModuleList has no forward, so this policy does nothing; set it on its items" in explanation.warnings
     )
     (inner,) = [row for row in explanation.rows if row.block == "decoder.0.up"]
-    assert inner.note == "is recomputed as a part of the block around it"
+    assert inner.note == "is recomputed as part of the block around it"
 
 
 @pytest.mark.parametrize(

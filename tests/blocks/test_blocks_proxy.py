@@ -332,7 +332,7 @@ def test_a_models_own_config_is_read_and_set_beside_the_policy() -> None:
     assert graph(lambda net: net.config) is own
     with pytest.raises(AttributeError, match=r"net.config has no field 'vocab_sice' · fix: use one of activation"):
         graph.net.config.vocab_sice
-    with pytest.raises(ConfigError, match=r"net.vocab_sice: there is no such field · fix: use one of"):
+    with pytest.raises(ConfigError, match=r"net.vocab_sice: unknown field · fix: use one of"):
         graph.net.config.vocab_sice = 1
 
 

@@ -221,7 +221,7 @@ WRONG: list[tuple[str, Any, str]] = [
     (
         "activation_checkpoint",
         True,
-        "there is no such field · did you mean 'activation_checkpointing'? · fix: use one of",
+        "unknown field · did you mean 'activation_checkpointing'? · fix: use one of",
     ),
 ]
 

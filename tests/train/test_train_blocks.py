@@ -123,7 +123,7 @@ def test_blocks_come_on_top_of_the_rule():
         ({"rule": "ful"}, [r"body\.0\.activation_checkpointing: expected a rule, got 'ful' · did you mean 'full'\?"]),
         ({"blocks": {"x": True, "y": 1}}, ["blocks: 'x' matches no module", "blocks: 'y' matches no module"]),
         ({"rule": {"rule": "selective", "kep": 1}}, ["rule 'selective': expected one of its settings, got 'kep'"]),
-        ({"blocks": {"body.*": {"tilse": 2}}}, ["there is no such field · did you mean 'tiles'"]),
+        ({"blocks": {"body.*": {"tilse": 2}}}, ["unknown field · did you mean 'tiles'"]),
     ],
 )
 def test_faults_name_key_and_fix(fields, messages):
