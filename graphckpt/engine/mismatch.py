@@ -86,12 +86,14 @@ class _OpFinder(TorchFunctionMode):
 def differs(block: str, fault: Fault) -> str:
     """The message for a recomputation that differs from the original forward."""
     where = f", saved by {fault.op} at {fault.line}," if fault.op else ""
+    # The compiler uses code that it has made for another block, with dynamic shapes or numbers, for this one too.
+    fix = f"{_FIX}; if it is compiled, compile={{'dynamic': False}}" if "torch._dynamo" in sys.modules else _FIX
     if isinstance(fault.first, int):
         number = f"the original forward saved {fault.first} tensors, the recomputation {fault.second}"
-        return f"{block}: {number}; the last one{where} differs · {_FIX}"
+        return f"{block}: {number}; the last one{where} differs · {fix}"
     assert not isinstance(fault.second, int)
     was, now = _describe(*fault.first), _describe(*fault.second)
-    return f"{block}: saved tensor {fault.position}{where}: expected {was}, got {now} in the recomputation · {_FIX}"
+    return f"{block}: saved tensor {fault.position}{where}: expected {was}, got {now} in the recomputation · {fix}"
 
 
 def returns_differ(block: str, number: int, was: _Kind, second: Sequence[_Kind]) -> str:

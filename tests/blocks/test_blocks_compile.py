@@ -25,7 +25,7 @@ from transformers import (
 )
 
 import graphckpt
-from graphckpt import ConfigError
+from graphckpt import ConfigError, RecomputeError
 
 pytestmark = [  # the compiler reads `.grad` of what it is given, and says so
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
@@ -124,6 +124,31 @@ def test_flags_that_cannot_act_say_so() -> None:
         assert any("cannot see the ops of compiled code" in w for w in handle.explain(show=False).warnings)
     with pytest.raises(ConfigError, match=r"1\.compile: expected a bool or a dict of options, got 'yes'"):
         graphckpt.apply(model, {"1": {"compile": "yes"}})
+
+
+class _DropsPath(nn.Module):
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.linear, self.rate = nn.Linear(16, 16), rate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.rand(len(x), 1).add(1 - self.rate).floor() / (1 - self.rate)
+        return x + torch.sin(self.linear(x) * self.rate) * mask
+
+
+def test_layers_that_share_compiled_code_with_dynamic_numbers() -> None:
+    """The code of a later layer may be used in the recomputation of an earlier one: see docs/limits.md."""
+    for options in ({}, {"dynamic": False}):
+        torch._dynamo.reset()
+        model = nn.Sequential(*(_DropsPath(rate) for rate in (0.1, 0.2, 0.3, 0.4)))
+        plain, ours = copy.deepcopy(model), model
+        graphckpt.apply(plain, {"*": {"compile": {"backend": "aot_eager", **options}}})
+        graphckpt.apply(ours, {"*": {"activation_checkpointing": True, "compile": {"backend": "aot_eager", **options}}})
+        if options:
+            assert differing(run_steps(plain), run_steps(ours)) == []
+        else:
+            with pytest.raises(RecomputeError, match=r"if it is compiled, compile=\{'dynamic': False\}"):
+                run_steps(ours)
 
 
 @pytest.mark.parametrize("policy", [True, "selective", {"offload": "disk", "min_elements": 1}])
