@@ -40,7 +40,6 @@ class Registry(Generic[T]):
         self._classes[name] = cls
 
     def classes(self) -> dict[str, type[T]]:
-        """Returns the classes that are loaded, by name."""
         return dict(sorted(self._classes.items()))
 
     def names(self) -> list[str]:

@@ -144,11 +144,9 @@ class ModuleTree:
         return values
 
     def parameters(self) -> list[torch.Tensor]:
-        """Returns the parameters, those that several modules share several times."""
         return [p for module in self.modules for p in module._parameters.values() if p is not None]
 
     def buffers(self) -> list[torch.Tensor]:
-        """Returns the buffers."""
         return [b for module in self.modules for b in module._buffers.values() if b is not None]
 
 

@@ -88,7 +88,6 @@ class CompiledForward:
         self._run = _compiled(self._function, options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs it compiled."""
         return self._run(*args, **kwargs)
 
 

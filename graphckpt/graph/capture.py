@@ -135,13 +135,11 @@ class CudaGraphBackend(CaptureBackend):
                 tensor.record_stream(current)
 
     def pool_bytes(self) -> int:
-        """Returns the bytes of the segments of the captures' pools."""
         pools = {tuple(capture.pool) for capture in self._captures if capture.is_alive}
         segments = torch.cuda.memory_snapshot()
         return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) in pools)
 
     def capture(self, step: Callable[[], Any]) -> Capture:
-        """Captures ``step`` as one graph."""
         if torch.cuda.is_current_stream_capturing():
             raise GraphError("it is called inside another capture · fix: config.capture = 'eager'")
         if not any(capture.is_alive for capture in self._captures):
@@ -272,7 +270,6 @@ class StaticInputs:
         """The arguments of the captured step."""
 
     def load(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Copies the arguments of this call into the buffers."""
         leaves, _ = flatten_call(args, kwargs)
         for buffer, leaf in zip(self._buffers, leaves, strict=True):
             if buffer is not None:

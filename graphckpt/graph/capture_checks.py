@@ -61,13 +61,11 @@ class ModuleAttributes:
         self._state = TrainingState([tensor for _, tensor, _ in self._elsewhere], tree=tree, has_random=False)
 
     def changed(self) -> str | None:
-        """Returns the path of an attribute that has changed, or ``None``."""
         for module, key in self._state.changed_attributes():
             return f"{self._paths[module]}.{key}"
         return next((name for name, tensor, version in self._elsewhere if tensor._version != version), None)
 
     def restore(self) -> None:
-        """Restores all attributes."""
         self._state.restore()
 
 
@@ -140,7 +138,6 @@ class HostRandom:
             )
 
     def restore(self) -> None:
-        """Restores the state."""
         set_rng_state(self._state)
 
 
@@ -173,7 +170,6 @@ class AttentionMasks:
 
     @contextmanager
     def observing(self) -> Iterator[None]:
-        """Observes a step before the capture."""
 
         def packed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             indices = original(*args, **kwargs)

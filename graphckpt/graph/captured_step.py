@@ -145,7 +145,6 @@ class CapturedUpdate:
         return gradients, scale
 
     def after(self, result: tuple[_Gradients, torch.Tensor | None]) -> None:
-        """Steps what is outside, and the schedules."""
         gradients, scale = result
         update = self._update
         if self.outside:
@@ -170,7 +169,6 @@ class CapturedUpdate:
             self._num_skipped = None
 
     def abandon(self) -> None:
-        """Drops the gradients of half a step."""
         self._update.abandon()
 
     def settings(self) -> tuple[Hashable, ...]:

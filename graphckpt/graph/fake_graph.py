@@ -94,7 +94,6 @@ class _Fakes:
 
 
 def _fake_optimizer(optimizer: Optimizer, fakes: _Fakes) -> Optimizer:
-    """Returns a copy of an optimizer for fake parameters, without its hooks."""
     fake = copy.copy(optimizer)
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(fake, name, OrderedDict())
@@ -105,7 +104,6 @@ def _fake_optimizer(optimizer: Optimizer, fakes: _Fakes) -> Optimizer:
 
 
 def _profile_of(device: torch.device) -> DeviceProfile:
-    """Returns the profile of a present device, or of a similar one."""
     if device.type != "cuda":
         return load_profile("cpu")
     device_name = torch.cuda.get_device_name(device).lower().replace(" ", "")

@@ -78,7 +78,6 @@ class StepBackup:
         return None
 
     def restore(self) -> None:
-        """Restores all of it. May be called several times."""
         self._state.restore()
 
 

@@ -170,7 +170,6 @@ class Step:
         return self.captured.describe() if self.captured is not None else ""
 
     def count_steps(self) -> None:
-        """Makes the count of steps exact, which waits for the device."""
         if self.captured is not None:
             self.captured.count_steps()
 
@@ -197,7 +196,6 @@ class Step:
             yield
 
     def prepare(self) -> None:
-        """Applies what was set since the last call."""
         if self.setup.is_stale:
             self._prepare()
 

@@ -134,7 +134,6 @@ class Update:
         return True
 
     def schedule(self) -> None:
-        """Counts the step, and moves the schedules on."""
         for scheduler in self.schedulers:
             if scheduler is not None:
                 scheduler.step()
@@ -156,12 +155,10 @@ class Update:
         return overflowed
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """Yields the parameters of all optimizers."""
         for optimizer in self.optimizers:
             yield from _parameters_of(optimizer)
 
     def num_groups(self) -> int:
-        """Returns how many param groups there are now."""
         return sum(len(optimizer.param_groups) for optimizer in self.optimizers)
 
     def parts(self) -> tuple[Any, ...]:
@@ -230,7 +227,6 @@ class ScaledBackward(TorchFunctionMode):
 
 
 def has_gradient(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a parameter of ``optimizer`` has a gradient."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
@@ -248,7 +244,6 @@ def step_scaled(scaler: torch.amp.GradScaler, optimizers: Iterable[torch.optim.O
 
 
 def zero(optimizer: torch.optim.Optimizer) -> None:
-    """Drops the gradients of ``optimizer``."""
     if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad or "zero_grad" in optimizer.__dict__:
         optimizer.zero_grad()
         return

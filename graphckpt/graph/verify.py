@@ -118,7 +118,6 @@ class _State:
         self._scaler = copy.deepcopy(update.scaler.state_dict()) if update.scaler is not None else None
 
     def values(self) -> dict[str, Any]:
-        """Returns the copies by name, in the order of the modules."""
         assert self._state.random is not None
         cpu, devices, host = self._state.random
         random = {f"RNG state {number}": t for number, t in enumerate([cpu, *(t for _, t in devices)])}

@@ -90,14 +90,12 @@ class SelectiveContexts:
         return RecomputationMode(self, frame)
 
     def saves(self, tensor: torch.Tensor) -> None:
-        """Is called when autograd saves a tensor of the original forward."""
         self._num_saved += 1
         self._num_used = len(self._keys)
         if self.graph is not None:
             self.graph.saves(tensor)
 
     def keep(self, key: Key, output: Any, frame: Frame) -> None:
-        """Keeps the result of an op."""
         leaves, spec = ([output], None) if isinstance(output, torch.Tensor) else pytree.tree_flatten(output)
         aliases = [version_sharing_detach(x) if isinstance(x, torch.Tensor) else x for x in leaves]
         versions = [(x, x._version) for x in aliases if isinstance(x, torch.Tensor)]
