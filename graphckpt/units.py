@@ -59,7 +59,7 @@ def parse_bytes(size: str | int) -> int:
     (True, 1500, 640, 640)
     >>> parse_bytes("12 G")
     Traceback (most recent call last):
-    ValueError: memory size '12 G': no unit is called 'G' · fix: write 'GiB' (of 1024) or 'GB' (of 1000)
+    ValueError: memory size '12 G': unknown unit 'G' · fix: write 'GiB' (of 1024) or 'GB' (of 1000)
     """
     if isinstance(size, int) and not isinstance(size, bool):
         if size < 0:
@@ -67,13 +67,13 @@ def parse_bytes(size: str | int) -> int:
         return size
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     if match is None:
-        raise ValueError(f"memory size {size!r}: is no size · fix: write one such as '12GiB'")
+        raise ValueError(f"{size!r} is not a memory size · fix: write one such as '12GiB'")
     number, unit = match.groups()
     factor = _BYTES_OF.get((unit or "B").lower())
     if factor is None:
         letter = unit[0].upper() if unit[0].upper() in "KMGTPE" else "G"
         fix = f"write '{letter}iB' (of 1024) or '{letter}B' (of 1000)"
-        raise ValueError(f"memory size {size!r}: no unit is called {unit!r} · fix: {fix}")
+        raise ValueError(f"memory size {size!r}: unknown unit {unit!r} · fix: {fix}")
     whole, _, fraction = number.partition(".")
     digits = int((whole or "0") + fraction)  # integers throughout: a float loses bytes above 8 PiB
     scale: int = 10 ** len(fraction)

@@ -43,7 +43,7 @@ def checkpoint(
 
     Beyond PyTorch's: tensors in keyword arguments and containers are kept and checked like positional ones, random
     state is restored on every device in use, and buffers of the modules that ``function`` is bound to, wraps, closes
-    over or names move once.
+    over or names are updated once.
 
     Args:
         function: Any callable.

@@ -42,7 +42,7 @@ sections of a config:
 (quickstart, bert_large_pretrain, gpt2_pretrain, llama_pretrain, text_classification) are found by name from any folder:
 --config-file quickstart.py. Unknown keys and values of the wrong type are reported before anything runs.
 
-exit codes: 0 done, 2 error of the user, 130 stopped by Ctrl-C after a snapshot
+exit codes: 0 done, 2 invalid input, 130 stopped by Ctrl-C after a snapshot
 """
 
 

@@ -26,7 +26,7 @@ examples:
 The device need not be present, and no tensor allocates memory. The step is simulated at each batch size of the table,
 under all policies and then under its plan. The largest batch is exact: with one sample more, no plan fits.
 
-exit codes: 0 done, 2 error of the user, such as a budget that no batch fits, 130 stopped by Ctrl-C
+exit codes: 0 done, 2 invalid input, such as a budget that no batch fits, 130 stopped by Ctrl-C
 """
 
 

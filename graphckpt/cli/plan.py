@@ -35,7 +35,7 @@ examples:
 The device need not be present, and no tensor allocates memory. The file of --save has a section `blocks` for
 train.activation_checkpoint.
 
-exit codes: 0 done, 2 error of the user, such as a budget that no plan fits, 130 stopped by Ctrl-C
+exit codes: 0 done, 2 invalid input, such as a budget that no plan fits, 130 stopped by Ctrl-C
 """
 
 _PROFILE_EXAMPLES = """\
@@ -44,7 +44,7 @@ examples:
   graphckpt profile-device my_cpu.yaml --device cpu --seconds 0.1
   graphckpt plan --config-file quickstart.py --device my_gpu.yaml
 
-exit codes: 0 done, 2 error of the user, 130 stopped by Ctrl-C
+exit codes: 0 done, 2 invalid input, 130 stopped by Ctrl-C
 """
 
 

@@ -123,7 +123,7 @@ def test_what_is_left_out(root: Node, step: Step, is_out: bool) -> None:
 
 def test_what_is_left_out_stands_in_the_documentation() -> None:
     text = (Path(__file__).parents[2] / "docs" / "limits.md").read_text(encoding="utf-8")
-    assert "autograd hands its noise to the store before it is drawn" in text
+    assert "autograd passes the noise tensor to the store before it is filled" in text
 
 
 def test_documented_refusals_stand_in_the_documentation() -> None:

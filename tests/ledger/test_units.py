@@ -48,15 +48,15 @@ def test_sizes_are_read_in_binary_and_decimal_units(text, num_bytes):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("12G", r"no unit is called 'G' · fix: write 'GiB' .* or 'GB'"),
+        ("12G", r"unknown unit 'G' · fix: write 'GiB' .* or 'GB'"),
         ("5 m", r"fix: write 'MiB'"),
-        ("12 apples", r"no unit is called 'apples' · fix: write 'GiB'"),
-        ("much", r"'much': is no size · fix: write one such as '12GiB'"),
-        ("-5 GiB", r"is no size"),
-        ("", r"is no size"),
+        ("12 apples", r"unknown unit 'apples' · fix: write 'GiB'"),
+        ("much", r"'much' is not a memory size · fix: write one such as '12GiB'"),
+        ("-5 GiB", r"is not a memory size"),
+        ("", r"is not a memory size"),
         (-1, r"-1: is below 0"),
-        (True, r"True: is no size"),
-        (1.5, r"1.5: is no size"),
+        (True, r"True is not a memory size"),
+        (1.5, r"1.5 is not a memory size"),
     ],
 )
 def test_a_wrong_size_says_what_to_write(text, message):

@@ -19,11 +19,11 @@ WORDS += ["train.dist.timeout_seconds=20"]
 
 
 def refuse_then_replace(rank: int, folder: Path) -> None:
-    with pytest.raises(GraphckptError, match="holds a run already" if rank == 0 else "rank 0 ended with ConfigError"):
+    with pytest.raises(GraphckptError, match="already contains a run" if rank == 0 else "rank 0 ended with ConfigError"):
         trainer_from("tiny.py", WORDS)
     trainer = trainer_from("tiny.py", [*WORDS, "train.output_dir=fresh"])
     trainer.train()
-    with pytest.raises(ConfigError, match="fresh holds a run already"):  # on both of them
+    with pytest.raises(ConfigError, match="fresh already contains a run"):  # on both of them
         trainer.train()
     trainer_from("tiny.py", [*WORDS, "train.overwrite=True"]).train()
     tempfile.tempdir = str(folder)

@@ -301,8 +301,8 @@ def test_plan_takes_budgets_of_every_kind(budget):
         ("a%", r"memory_budget: expected a percentage, got 'a%' · fix: '50%', or '12GiB'"),
         (True, r"memory_budget: expected bytes, '12GiB', '50%', 'max' or 'min', got True · fix: "),
         (None, r"memory_budget: expected bytes, .* got None"),
-        ("12 G", r"memory_budget: .*no unit is called 'G' · fix: write 'GiB'.*; or '50%', 'max', 'min'"),
-        ("most", r"memory_budget: .*'most': is no size"),
+        ("12 G", r"memory_budget: .*unknown unit 'G' · fix: write 'GiB'.*; or '50%', 'max', 'min'"),
+        ("most", r"memory_budget: .*'most' is not a memory size"),
         (-1, r"memory_budget: .*below 0"),
     ],
 )

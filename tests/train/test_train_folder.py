@@ -58,7 +58,7 @@ def test_a_run_is_not_replaced_unasked(place, capsys, words, is_finished):
     assert train(*words) == 2
     error = capsys.readouterr().err
     assert error.startswith(
-        f"error: train.output_dir: out holds a run already: model_{'final' if is_finished else '0'}"
+        f"error: train.output_dir: out already contains a run: model_{'final' if is_finished else '0'}"
     )
     assert "fix: --resume to continue it, another train.output_dir, or train.overwrite=True to replace it" in error
     assert len(error.splitlines()) == 1
@@ -70,7 +70,7 @@ def test_a_run_that_has_no_snapshot_yet_is_not_replaced_either(place, capsys):
     before = content(place / "out")
     assert train() == 2
     error = capsys.readouterr().err
-    assert "out holds a run already: metrics.json, log.txt, config.yaml · fix: another train.output_dir, or" in error
+    assert "out already contains a run: metrics.json, log.txt, config.yaml · fix: another train.output_dir, or" in error
     assert error.endswith("train.overwrite=True to replace it (--resume needs a snapshot, and there is none)\n")
     assert content(place / "out") == before
 
@@ -82,7 +82,7 @@ def test_a_snapshot_alone_is_a_run(place, capsys):
             path.unlink()
     before = content(place / "out")
     assert train() == 2
-    assert "holds a run already: model_final · fix" in capsys.readouterr().err
+    assert "already contains a run: model_final · fix" in capsys.readouterr().err
     assert content(place / "out") == before
 
 
@@ -99,7 +99,7 @@ def test_the_same_trainer_does_not_train_over_its_own_run(place):
     trainer = trainer_from("tiny.py", BRIEF)
     trainer.train()
     before = content(place / "out")
-    with pytest.raises(ConfigError, match="out holds a run already"):
+    with pytest.raises(ConfigError, match="out already contains a run"):
         trainer.train()
     assert content(place / "out") == before
 
@@ -122,7 +122,7 @@ def test_overwrite_is_not_in_the_saved_config(place, capsys):
     assert train(*BRIEF, "train.overwrite=True") == 0
     assert OmegaConf.load("out/config.yaml").train.overwrite is False
     assert main(["train", "--config-file", "out/config.yaml"]) == 2
-    assert "holds a run already" in capsys.readouterr().err
+    assert "already contains a run" in capsys.readouterr().err
 
 
 def test_overwrite_does_not_go_with_resume(place, capsys):

@@ -82,7 +82,7 @@ def test_nothing_is_left_to_resume_and_then_more_is(place, capsys):
     assert train() == 0
     before = (place / "out" / "metrics.json").read_text()
     assert train("--resume") == 0
-    assert "nothing is left to do · fix: raise train.train_iter" in capsys.readouterr().out
+    assert "already finished · fix: raise train.train_iter" in capsys.readouterr().out
     assert (place / "out" / "metrics.json").read_text() == before
     assert train("--resume", "train.train_iter=12") == 0
     assert [row["iteration"] for row in rows_of(place / "out")][-3:] == [8, 9, 11]

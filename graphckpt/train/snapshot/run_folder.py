@@ -114,7 +114,7 @@ class RunFolder:
         fixes = "another train.output_dir, or train.overwrite=True to replace it"
         go_on = "--resume to continue it, " if LAST in held else ""
         none = "" if LAST in held else " (--resume needs a snapshot, and there is none)"
-        raise ConfigError(f"train.output_dir: {self.path} holds a run already: {listed} · fix: {go_on}{fixes}{none}")
+        raise ConfigError(f"train.output_dir: {self.path} already contains a run: {listed} · fix: {go_on}{fixes}{none}")
 
 
 @final

@@ -155,7 +155,7 @@ class SavedRun:
             text = f"the machine or the processes changed since: {_changes(then, now)}"
             report.line(f"{text}; sums may be rounded differently, so results may not be bitwise equal", "yellow")
         if loop.is_last:
-            report.line("nothing is left to do · fix: raise train.train_iter to train on", "yellow")
+            report.line("already finished · fix: raise train.train_iter to train on", "yellow")
 
     def _graph_state(self, graph: dict[str, Any], source: Path, state: RunState) -> dict[str, Any]:
         graph = state.local_part(graph)
