@@ -212,7 +212,8 @@ class _Generator:
             if kind == "Chain":
                 return Node(kind, arguments, children, self._policies((), is_chain=True))
             chains = () if kind in ("Listed", "Caches", "Retries") else ("inner",)
-            return Node(kind, arguments, children, self._policies(("inner",), chains=chains))
+            parts = () if kind == "Listed" else ("inner",)  # an nn.ModuleList, on which a policy has no effect
+            return Node(kind, arguments, children, self._policies(parts, chains=chains))
         kind = rng.choice(self._kinds)
         arguments = rng.choice(LAYERS[kind])
         return Node(kind, arguments, (), self._policies(parts_of(kind, arguments)))
