@@ -22,7 +22,6 @@ from graphckpt.blocks.native_checkpointing import NativeCheckpointing
 from graphckpt.blocks.resolve import UNCALLED, ResolvedPolicies
 from graphckpt.errors import ConfigError, GraphError
 from graphckpt.ledger.explanation import Explanation
-from graphckpt.ledger.plot import draw
 from graphckpt.ledger.recorder import Recorder
 from graphckpt.ledger.storage_log import StorageLog
 from graphckpt.ledger.table import print_table
@@ -123,7 +122,7 @@ class StepRecorder:
         explanation = explain_step(self.title, self._roots, self._policies, recorder, self._times)
         explanation = replace(explanation, capture=capture)
         if plot is not None:
-            draw(explanation, plot)
+            explanation.plot(plot)
         if show:
             print_table(explanation)
         return explanation

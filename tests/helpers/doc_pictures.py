@@ -1,6 +1,6 @@
 """Takes the screenshots of the interactive pages for the docs.
 
-``PYTHONPATH=.:tests python tests/helpers/report_shots.py docs/images`` writes ``step_report.png`` and
+``PYTHONPATH=.:tests python tests/helpers/doc_pictures.py docs/images`` writes ``step_report.png`` and
 ``plan_report.png``.
 """
 
