@@ -38,7 +38,8 @@ _RULES = {
     "own": "#86a83b",
 }
 _OTHER_RULES = ("#6b7fd7", "#4fb3b0", "#3d8fc4", "#7a9e57")
-_LEVEL = re.compile(r"level (\d+) of (\d+)")
+_LEVEL = re.compile(r"\(level (\d+)")
+_LEVELS = "#f3e08a", "#a87f00"  # of selective, between which the more is recomputed, the darker
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a component of a path that is a number
 _COUNTS = ("bytes_before", "bytes_after", "bytes_host", "bytes_disk", "runs", "reruns")
 _TIMES = ("forward_seconds", "recompute_seconds", "copy_seconds", "wait_seconds")
@@ -61,13 +62,15 @@ def rule_colour(option: str) -> str:
     rule, _, store = option.partition(" + ")
     name = re.split(r"[(, ]", rule)[0]
     colour = _RULES.get(name) or _OTHER_RULES[zlib.crc32(name.encode()) % len(_OTHER_RULES)]
-    level = _LEVEL.search(rule)
-    dark = 0.4 * min(1, (int(level[1]) - 1) / max(1, int(level[2]) - 1)) if level else 0.0
-    return scaled(colour, (1 - dark) * (0.75 if store else 1))
+    if level := _LEVEL.search(rule):
+        colour = mixed(*_LEVELS, 1 - 0.75 ** (int(level[1]) - 1))
+    return mixed(colour, "#000000", 0.25) if store else colour
 
 
-def scaled(colour: str, light: float) -> str:
-    return "#" + "".join(f"{round(light * channel):02x}" for channel in bytes.fromhex(colour[1:]))
+def mixed(colour: str, other: str, share: float) -> str:
+    """Returns a colour that is ``share`` of ``other``."""
+    pairs = zip(bytes.fromhex(colour[1:]), bytes.fromhex(other[1:]), strict=True)
+    return "#" + "".join(f"{round((1 - share) * one + share * two):02x}" for one, two in pairs)
 
 
 def sorted_rules(options: Iterable[str]) -> list[str]:
@@ -88,25 +91,27 @@ def sorted_rules(options: Iterable[str]) -> list[str]:
 # ---- blocks
 
 
-def group_names(names: Sequence[str], values: Sequence[object]) -> Iterator[tuple[str, range]]:
+def group_names(
+    names: Sequence[str], values: Sequence[object], max_period: int = _MAX_PERIOD
+) -> Iterator[tuple[str, range]]:
     """Groups consecutive layers that have equal values and differ only in their number.
 
-    Works on periods too: ``h.0, h.0.attn, h.1, h.1.attn`` becomes ``h.0-1, h.0-1.attn``. Yields the name of each
-    group, with the range of its numbers, and the positions of its members.
+    Works on periods up to ``max_period`` too: ``h.0, h.0.attn, h.1, h.1.attn`` becomes ``h.0-1, h.0-1.attn``. Yields
+    the name of each group, with the range of its numbers, and the positions of its members.
 
     >>> [name for name, _ in group_names(["wte", "h.0", "h.1", "h.2"], ["keep", "full", "full", "keep"])]
     ['wte', 'h.0-1', 'h.2']
     """
     start = 0
     while start < len(names):
-        period, repeats = _best_period(names, values, start)
+        period, repeats = _best_period(names, values, start, max_period)
         for offset in range(period):
             members = range(start + offset, start + period * repeats, period)
             yield _range_name([names[at] for at in members]), members
         start += period * repeats
 
 
-def _best_period(names: Sequence[str], values: Sequence[object], start: int) -> tuple[int, int]:
+def _best_period(names: Sequence[str], values: Sequence[object], start: int, max_period: int) -> tuple[int, int]:
     """Returns the period and the number of repeats at ``start`` that remove the most rows.
 
     ::
@@ -125,7 +130,7 @@ def _best_period(names: Sequence[str], values: Sequence[object], start: int) -> 
         )
 
     best, num_removed = (1, 1), 0
-    for period in range(1, min(_MAX_PERIOD, (len(names) - start) // 2) + 1):
+    for period in range(1, min(max_period, (len(names) - start) // 2) + 1):
         step = _number_step(names[start], names[start + period])
         repeats = 1
         while step is not None and is_repeated(period, repeats, *step):
@@ -136,11 +141,7 @@ def _best_period(names: Sequence[str], values: Sequence[object], start: int) -> 
 
 
 def _number_step(first: str, later: str) -> tuple[int, int] | None:
-    """Returns where and by how much one number in a path grew, if nothing else differs.
-
-    >>> _number_step("h.0.attn", "h.1.attn"), _number_step("h.0.attn", "h.0.mlp")
-    ((1, 1), None)
-    """
+    """Returns where and by how much one number in a path grew, if nothing else differs."""
     ours, theirs = first.split("."), later.split(".")
     if len(ours) != len(theirs):
         return None
@@ -152,11 +153,7 @@ def _number_step(first: str, later: str) -> tuple[int, int] | None:
 
 
 def _range_name(names: Sequence[str]) -> str:
-    """Returns one name for equal layers.
-
-    >>> _range_name(["h.0", "h.1", "h.2"]), _range_name(["h.0", "h.2", "h.4"]), _range_name(["h.0", "h.2"])
-    ('h.0-2', 'h.0,2,..,4', 'h.0,2')
-    """
+    """Returns one name for equal layers, such as ``h.0-2`` or ``h.0,2,..,6``."""
     step = _number_step(names[0], names[1]) if len(names) > 1 else None
     if step is None:
         return names[0]
@@ -168,12 +165,7 @@ def _range_name(names: Sequence[str]) -> str:
 
 
 def group_rows(rows: Sequence[Row]) -> Iterator[Row]:
-    """Groups consecutive layers that differ only in their number and times into one row of sums.
-
-    >>> row = Row(block="h.0", rule="full", bytes_before=8, bytes_after=2, runs=1, reruns=1)
-    >>> [(r.block, r.bytes_before) for r in group_rows([replace(row, block=f"h.{i}") for i in range(12)])]
-    [('h.0-11 (12x)', 96)]
-    """
+    """Groups consecutive layers that differ only in their number and times into one row of sums."""
     no_times: dict[str, Any] = dict.fromkeys(_TIMES)
     for name, members in group_names([r.block for r in rows], [replace(r, block="", **no_times) for r in rows]):
         same = [rows[at] for at in members]
@@ -184,12 +176,7 @@ def group_rows(rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def sums(rows: Sequence[Row], *fields: str) -> dict[str, Any]:
-    """Returns the sum of each field over rows; ``None`` if no row has a value.
-
-    >>> row = Row(block="h.0", rule="full", bytes_before=8, bytes_after=2, runs=1, reruns=1)
-    >>> sums([row, replace(row, copy_seconds=0.5)], "runs", "copy_seconds", "wait_seconds")
-    {'runs': 2, 'copy_seconds': 0.5, 'wait_seconds': None}
-    """
+    """Returns the sum of each field over rows; ``None`` if no row has a value."""
     columns = {field: [value for row in rows if (value := getattr(row, field)) is not None] for field in fields}
     return {field: sum(values) if values else None for field, values in columns.items()}
 
@@ -259,14 +246,10 @@ def spans(values: Sequence[_T], starts: Sequence[float], end: float) -> Iterator
 
 
 def block_spans(runs: Iterable[tuple[tuple[str, str | None], float, float]], names: Iterable[str]) -> Iterator[Span]:
-    """Yields the parts of the strip of running blocks, from runs of a layer and its policy.
-
-    Every other part is a little darker, so that layers with the same policy can be told apart.
-    """
+    """Yields the parts of the strip of running blocks, from runs of a layer and its policy."""
     prefix = common_prefix(names)
-    for number, ((layer, policy), begin, end) in enumerate(runs):
-        colour = GREY if policy is None else scaled(rule_colour(policy), 0.92 if number % 2 else 1)
-        yield Span(layer.removeprefix(prefix), colour, begin, end)
+    for (layer, policy), begin, end in runs:
+        yield Span(layer.removeprefix(prefix), GREY if policy is None else rule_colour(policy), begin, end)
 
 
 def fitting_label(span: Span, room: float) -> str:
@@ -285,11 +268,7 @@ def fitting_label(span: Span, room: float) -> str:
 
 
 def thin(levels: Sequence[int], limit: int) -> list[tuple[int, int]]:
-    """Returns at most ``limit`` points: where each begins, and the highest level from there to the next.
-
-    >>> thin([1, 5, 2, 3], limit=2)
-    [(0, 1), (2, 3)]
-    """
+    """Returns at most ``limit`` points: where each begins, and where the highest level is from there to the next."""
     size = -(-len(levels) // limit)
     runs = (range(at, min(at + size, len(levels))) for at in range(0, len(levels), size))
     return [(run.start, max(run, key=levels.__getitem__)) for run in runs]
@@ -305,15 +284,7 @@ def kind_of(life: TensorLife, at: int) -> str:
 
 
 def levels_by_kind(record: StepRecord) -> dict[str, list[int]]:
-    """Returns the live bytes of each kind after each event; they sum to the level.
-
-    >>> from graphckpt.ledger.record import Event
-    >>> lives = (TensorLife(num_bytes=3, begin=0, end=None, kind="weights"),)
-    >>> events = (Event(3, "", "forward"), Event(5, "", "forward"))
-    >>> step = StepRecord(title="", rows=(), bytes_before=0, bytes_after=0, timeline=events, tensors=lives)
-    >>> {kind: levels for kind, levels in levels_by_kind(step).items() if any(levels)}
-    {'weights': [3, 3], 'transient': [0, 2]}
-    """
+    """Returns the live bytes of each kind after each event; they sum to the level."""
     num_events = len(record.timeline)
     changes = {kind: [0] * (num_events + 1) for kind in KINDS}
     for life in record.tensors:
@@ -347,15 +318,7 @@ def peak_index(record: StepRecord) -> int:
 
 
 def composition(record: StepRecord) -> Part:
-    """Returns the peak as kinds, their blocks and the largest tensors of those, each with its exact bytes.
-
-    >>> from graphckpt.ledger.record import Event
-    >>> lives = (TensorLife(num_bytes=3, begin=0, end=None, kind="weights"), TensorLife(num_bytes=2, begin=1, end=2))
-    >>> levels = (Event(3, "", "forward"), Event(5, "", "forward"), Event(3, "", "forward"))
-    >>> step = StepRecord(title="Net", rows=(), bytes_before=0, bytes_after=0, timeline=levels, tensors=lives)
-    >>> composition(step).num_bytes, [(part.name, part.num_bytes) for part in composition(step).parts]
-    (5, [('weights', 3), ('transient', 2)])
-    """
+    """Returns the peak as kinds, their blocks and the largest tensors of those, each with its exact bytes."""
     at = peak_index(record)
     groups: dict[str, dict[str, list[Part]]] = {kind: defaultdict(list) for kind in KINDS}
     for life in record.tensors:
@@ -371,11 +334,6 @@ def composition(record: StepRecord) -> Part:
 
 
 def tensor_name(life: TensorLife) -> str:
-    """Returns shape and type of a tensor.
-
-    >>> tensor_name(TensorLife(num_bytes=24, begin=0, end=None, shape=(2, 3), dtype="float32"))
-    'float32[2, 3]'
-    """
     return f"{life.dtype}[{', '.join(map(str, life.shape))}]"
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from graphckpt.ledger.groups import KINDS, SAVED, Part, Span, composition, fitting_label, kind_of, tensor_name
-from graphckpt.ledger.plot import INK, StepLevels, shorten, step_totals
+from graphckpt.ledger.plot import EDGE, INK, MAX_EDGES, StepLevels, shorten, step_totals
 from graphckpt.ledger.record import StepRecord, TensorLife
 from graphckpt.ledger.table import Column, prefix_note, step_table
 from graphckpt.units import format_bytes
@@ -161,9 +161,11 @@ def strip(parts: Iterable[Span], axis: str) -> dict[str, Any]:
     """Returns the trace of a row of coloured parts, with their labels where they fit."""
     listed = list(parts)
     room = _STRIP_CHARACTERS / listed[-1].end
+    edges = {"color": EDGE, "width": 0.5 if len(listed) <= MAX_EDGES else 0}
     return {
         "type": "bar", "x": [part.begin for part in listed], "width": [part.end - part.begin for part in listed],
-        "offset": 0, "y": [1] * len(listed), "yaxis": axis, "marker": {"color": [part.colour for part in listed]},
+        "offset": 0, "y": [1] * len(listed), "yaxis": axis,
+        "marker": {"color": [part.colour for part in listed], "line": edges},
         "text": [escape(fitting_label(part, room)) for part in listed], "textposition": "inside", "textangle": 0,
         "insidetextanchor": "middle", "insidetextfont": {"size": 11, "color": INK}, "constraintext": "none",
         "hovertext": [escape(part.label) for part in listed], "hovertemplate": "%{hovertext}<extra></extra>",

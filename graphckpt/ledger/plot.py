@@ -38,6 +38,9 @@ from graphckpt.units import format_bytes, parse_bytes
 INK = "#2b2f36"
 ACCENT = "#f2922f"
 PAGE = ".html"
+EDGE = "#2b2f3655"
+"""Between two parts of a strip."""
+MAX_EDGES = 150  # parts; the edges of more would hide them
 DASHES = (0, (4, 3))
 _SUFFIXES = (".png", ".svg")
 _SETTINGS: dict[str, Any] = {
@@ -118,7 +121,8 @@ def strip(axes: Any, parts: Iterable[Span], label: str) -> None:
     room = _STRIP_CHARACTERS / axes.get_xlim()[1]
     # Without smoothing, since neighbours that share a pixel would leave a pale line between them.
     bars = [(part.begin, part.end - part.begin) for part in listed]
-    axes.broken_barh(bars, (0, 1), facecolors=[part.colour for part in listed], linewidth=0, antialiased=False)
+    edges = {"edgecolor": EDGE, "linewidth": 0.5 if len(bars) <= MAX_EDGES else 0}
+    axes.broken_barh(bars, (0, 1), facecolors=[part.colour for part in listed], antialiased=False, **edges)
     for part in listed:
         if name := fitting_label(part, room):
             axes.text((part.begin + part.end) / 2, 0.46, name, ha="center", va="center", fontsize=7, color=INK)

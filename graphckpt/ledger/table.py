@@ -45,18 +45,23 @@ class _Name:
         return self.text
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(max(map(len, self._parts()), default=0), len(self.text)).with_maximum(options.max_width)
+        return Measurement(max(map(len, self._parts(self.text))), len(self.text)).with_maximum(options.max_width)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        lines = [""]
-        for part in self._parts():
-            if lines[-1] and len(lines[-1] + part.rstrip()) > options.max_width:
-                lines.append("  ")
-            lines[-1] += part
-        yield Text("\n".join(line.rstrip() for line in lines), overflow="fold")
+        lines, width = [""], options.max_width
+        for word in self.text.split(" "):
+            parts = [word] if len(word) <= width - 2 else self._parts(word)
+            for number, part in enumerate(parts):
+                space = " " if number == 0 and lines[-1].strip() else ""
+                if lines[-1].strip() and len(lines[-1] + space + part) > width:
+                    lines.append("  ")
+                    space = ""
+                lines[-1] += space + part
+        yield Text("\n".join(lines), overflow="fold")
 
-    def _parts(self) -> list[str]:
-        return re.split(r"(?<=[. +,])|(?<=\w\()", self.text)
+    @staticmethod
+    def _parts(text: str) -> list[str]:
+        return re.split(r"(?<=[. +,])|(?<=\w\()", text)
 
 
 def table_of(columns: Sequence[Column], rows: Iterable[Sequence[str]], total: Sequence[str] | None = None) -> Table:
@@ -171,14 +176,7 @@ _COLUMNS = (
 
 
 def print_table(explanation: StepRecord, file: TextIO | None = None) -> None:
-    """Prints the rows, the totals, the peak and the warnings.
-
-    Equal consecutive layers are printed as one line of sums; the rows of the explanation are not changed.
-    Columns that say the same in all rows (one run, no times) are omitted.
-
-    Args:
-        explanation: what ``explain()`` returned.
-        file: where to print; ``None`` means the current ``sys.stdout``.
+    """Prints the rows, the totals, the peak and the warnings; columns that say the same in all rows are omitted.
 
     >>> from dataclasses import replace
     >>> row = Row(block="layers.0", rule="full", bytes_before=4096, bytes_after=1024, runs=1, reruns=1)
@@ -294,11 +292,7 @@ def _total(explanation: StepRecord) -> Row:
 
 
 def _is_inside(block: str, names: Collection[str]) -> bool:
-    """Whether a block is inside another one of ``names``, which counts its runs and seconds already.
-
-    >>> _is_inside("h.0.attn", {"h.0", "h.0.attn"}), _is_inside("h.10", {"h.1", "h.10"})
-    (True, False)
-    """
+    """Whether a block is inside another one of ``names``, which counts its runs and seconds already."""
     parts = block.split(".")
     outer = {".".join(parts[:length]) for length in range(len(parts))}
     return block != "" and not outer.isdisjoint(names)

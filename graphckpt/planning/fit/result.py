@@ -353,7 +353,7 @@ def _draw(fit: Fit, rows: Sequence[BatchFit], target: Path) -> Path:
         frame(policies, "share of the blocks")
         legend(policies, {"policy of the block": patches(colour_of)})
         policies.set_xscale("log", base=2)
-        policies.set_xticks(sizes, _labels(sizes))
+        policies.set_xticks(sizes, _labels(sizes, fit.largest.batch_size, fit.fastest.batch_size))
         policies.minorticks_off()
         policies.set_xlabel("micro-batch size (logarithmic)", color=INK)
         best = f"largest: {fit.largest.batch_size} · fastest: {fit.fastest.batch_size}"
@@ -361,18 +361,18 @@ def _draw(fit: Fit, rows: Sequence[BatchFit], target: Path) -> Path:
     return target
 
 
-def _labels(sizes: Sequence[int]) -> list[str]:
-    """Names sizes that are not too close on a logarithmic axis, from the largest down.
+def _labels(sizes: Sequence[int], *first: int) -> list[str]:
+    """Names sizes that are not too close to each other on a logarithmic axis, ``first`` before all others.
 
-    >>> _labels([2, 4, 109, 110, 111, 128, 256])
-    ['2', '4', '', '', '', '128', '256']
+    >>> _labels([2, 4, 109, 110, 111, 128, 256], 256, 110)
+    ['2', '4', '', '110', '', '', '256']
     """
     gap = (sizes[-1] / sizes[0]) ** (1 / 20)
-    labels, limit = [], float("inf")
-    for size in reversed(sizes):
-        labels.append(str(size) if size * gap <= limit else "")
-        limit = size if labels[-1] else limit
-    return labels[::-1]
+    labelled: list[int] = []
+    for size in (*first, *reversed(sizes)):
+        if all(max(size, other) / min(size, other) >= gap for other in labelled if other != size):
+            labelled.append(size)
+    return [str(size) if size in labelled else "" for size in sizes]
 
 
 def _policies_of(plan: Plan) -> dict[str, int]:

@@ -27,13 +27,7 @@ _AT_ONCE = {"mode": "immediate", "frame": {"duration": 0, "redraw": True}, "tran
 
 
 def write_plans(chosen: ShownPlan, front: Sequence[ShownPlan], target: Path) -> Path:
-    """Writes the page: peak and time of all plans, and of one of them the levels over the step and its policies.
-
-    Args:
-        chosen: the plan at which the slider begins.
-        front: the Pareto-optimal plans; without any, the slider has one position.
-        target: the file to write, or to replace.
-    """
+    """Writes peak and time of the Pareto-optimal plans, and of one, at first ``chosen``, its levels and policies."""
     plans, start = _positions(chosen, front)
     summary = chosen.summary
     text = (

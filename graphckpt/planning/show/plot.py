@@ -106,16 +106,7 @@ def block_of(stage: str) -> str | None:
 
 
 def draw_sweep(front: Sequence[tuple[int, float]], uniform: Sequence[tuple[str, int, float]], path: str | Path) -> Path:
-    """Draws peak and step time of the Pareto-optimal plans and of uniform policies.
-
-    Args:
-        front: peak in bytes and seconds of each plan.
-        uniform: name, peak in bytes and seconds of each uniform policy.
-        path: the file to write, or to replace; its suffix, ``.png`` or ``.svg``, is the format.
-
-    Raises:
-        ConfigError: the suffix is another one, the folder does not exist, or there is nothing to draw.
-    """
+    """Draws peak in bytes and seconds of the Pareto-optimal plans and of uniform policies."""
     target = file_of(path)
     if not front and not uniform:
         raise ConfigError(f"{target}: there is no plan to draw · fix: sweep over budgets from the lowest peak up")

@@ -57,7 +57,8 @@ def plan_cells(rows: Sequence[PlanRow], prefix: str, *, has_moves: bool) -> Iter
 
 def _groups(rows: Sequence[PlanRow], prefix: str = "") -> Iterator[tuple[str, str, list[PlanRow]]]:
     names = [row.block.removeprefix(prefix) for row in rows]
-    for name, members in group_names(names, [row.option for row in rows]):
+    # No periods: that a joined block belongs to the one before it shows in their order.
+    for name, members in group_names(names, [row.option for row in rows], max_period=1):
         yield name, rows[members[0]].option, [rows[at] for at in members]
 
 
