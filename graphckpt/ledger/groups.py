@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeVar, final
@@ -40,7 +40,6 @@ _RULES = {
 _OTHER_RULES = ("#6b7fd7", "#4fb3b0", "#3d8fc4", "#7a9e57")
 _LEVEL = re.compile(r"\(level (\d+)")
 _LEVELS = "#f3e08a", "#a87f00"  # of selective, between which the more is recomputed, the darker
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a component of a path that is a number
 _COUNTS = ("bytes_before", "bytes_after", "bytes_host", "bytes_disk", "runs", "reruns")
 _TIMES = ("forward_seconds", "recompute_seconds", "copy_seconds", "wait_seconds")
 _MAX_PERIOD = 32  # rows; a layer with more policies inside is printed ungrouped
@@ -131,6 +130,8 @@ def _best_period(names: Sequence[str], values: Sequence[object], start: int, max
 
     best, num_removed = (1, 1), 0
     for period in range(1, min(max_period, (len(names) - start) // 2) + 1):
+        if names[start + period - 1].count(".") < names[start].count("."):
+            break  # it would begin inside a layer, and part the rest of it from its first row
         step = _number_step(names[start], names[start + period])
         repeats = 1
         while step is not None and is_repeated(period, repeats, *step):
@@ -190,11 +191,7 @@ def nest(rows: Sequence[Row]) -> list[Row]:
     """Puts each block below the one that contains it; otherwise the order stays."""
     order = {row.block: number for number, row in enumerate(rows)}
 
-    def key(row: Row) -> list[int]:
-        outer = accumulate(row.block.split("."), lambda path, part: f"{path}.{part}")
-        return [order[path] for path in outer if path in order]
-
-    return sorted(rows, key=key)
+    return sorted(rows, key=lambda row: [order[path] for path in paths_to(row.block) if path in order])
 
 
 def common_prefix(names: Iterable[str]) -> str:
@@ -215,14 +212,13 @@ def common_prefix(names: Iterable[str]) -> str:
     return ".".join(paths[0][:num_parts]) + "." if num_parts > 1 and len(paths) > 1 else ""
 
 
-def layer_of(block: str) -> str:
-    """Returns the layer that contains a block: the path up to its first number.
+def paths_to(block: str) -> Iterator[str]:
+    """Yields the paths of the modules that contain a block, from the outermost to its own.
 
-    >>> layer_of("h.3.mlp"), layer_of("embed.norm")
-    ('h.3', 'embed.norm')
+    >>> list(paths_to("h.3.mlp"))
+    ['h', 'h.3', 'h.3.mlp']
     """
-    number = _NUMBER.search(block)
-    return block if number is None else block[: number.end()]
+    return accumulate(block.split("."), lambda path, part: f"{path}.{part}")
 
 
 class Span(NamedTuple):
@@ -245,23 +241,26 @@ def spans(values: Sequence[_T], starts: Sequence[float], end: float) -> Iterator
         yield values[at], starts[at], end if until == len(values) else starts[until]
 
 
-def block_spans(runs: Iterable[tuple[tuple[str, str | None], float, float]], names: Iterable[str]) -> Iterator[Span]:
-    """Yields the parts of the strip of running blocks, from runs of a layer and its policy."""
-    prefix = common_prefix(names)
-    for (layer, policy), begin, end in runs:
-        yield Span(layer.removeprefix(prefix), GREY if policy is None else rule_colour(policy), begin, end)
+def block_spans(
+    blocks: Sequence[str], policies: Mapping[str, str], starts: Sequence[float], end: float
+) -> Iterator[Span]:
+    """Yields which of the outermost blocks with a policy run when, in the colours of their policies."""
+    outermost = {block: next((path for path in paths_to(block) if path in policies), block) for block in set(blocks)}
+    for block, begin, until in spans([outermost[block] for block in blocks], starts, end):
+        yield Span(block, rule_colour(policies[block]) if block in policies else GREY, begin, until)
 
 
 def fitting_label(span: Span, room: float) -> str:
-    """Returns as many of the last parts of a path as fit; ``room`` is in characters per unit of the axis.
+    """Returns the last name of a path with its number, or what of it fits; ``room`` is in characters per unit.
 
-    >>> fitting_label(Span("transformer.h.3", "", 0, 8), 1), fitting_label(Span("lm_head", "", 0, 8), 0.5)
-    ('h.3', '')
+    >>> [fitting_label(Span("transformer.h.3", "", 0, size), room=1) for size in (20, 2, 0)]
+    ['h.3', '3', '']
     """
-    path = span.label
-    while len(path) > room * (span.end - span.begin):
-        path = path.partition(".")[2]
-    return path
+    parts = span.label.split(".")
+    label = ".".join(parts[-2:] if parts[-1].isdecimal() else parts[-1:])
+    while len(label) > room * (span.end - span.begin):
+        label = label.partition(".")[2]
+    return label
 
 
 # ---- bytes

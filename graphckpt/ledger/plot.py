@@ -22,7 +22,6 @@ from graphckpt.ledger.groups import (
     Span,
     block_spans,
     fitting_label,
-    layer_of,
     levels_by_kind,
     peak_index,
     rule_and_place,
@@ -213,11 +212,8 @@ class StepLevels:
             yield Span(phase, PHASES.get(phase, GREY), begin, end)
 
     def blocks(self) -> Iterator[Span]:
-        """Yields which layers run when, in the colours of their policies."""
         policies = {row.block: rule_and_place(row) for row in self.record.rows}
-        blocks = [self.record.timeline[at].block for at in self.events]
-        layers = [(layer_of(block), policies.get(layer_of(block), policies.get(block))) for block in blocks]
-        return block_spans(spans(layers, self.xs, self.end), policies)
+        return block_spans([self.record.timeline[at].block for at in self.events], policies, self.xs, self.end)
 
     def policies(self) -> dict[str, str]:
         """Returns the colours of the policies in :meth:`blocks`."""

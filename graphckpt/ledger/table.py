@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter
 from typing import TextIO, final
 
 from rich.box import Box
@@ -15,7 +17,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from graphckpt.ledger.groups import common_prefix, group_rows, nest, rule_and_place, sums
+from graphckpt.ledger.groups import common_prefix, group_rows, nest, paths_to, rule_and_place, sums
 from graphckpt.ledger.record import Row, StepRecord
 from graphckpt.units import format_bytes, format_seconds
 
@@ -77,7 +79,8 @@ def table_of(columns: Sequence[Column], rows: Iterable[Sequence[str]], total: Se
             style=column.style,
         )
     for row in rows:
-        table.add_row(*map(_Name, row))
+        cells = zip(columns, row, strict=True)
+        table.add_row(*(Text(cell) if column.is_number else _Name(cell) for column, cell in cells))
     return table
 
 
@@ -128,11 +131,10 @@ def html_of(parts: Iterable[RenderableType]) -> str:
 # ---- the table of a step
 
 
-@dataclass(frozen=True, slots=True)
-class _Cells:
-    """A column of the table, and how its cells come from rows."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RowColumn(Column):
+    """A column, and how its cells come from rows."""
 
-    column: Column
     cell: Callable[[Row], str]
     is_time: bool = False
 
@@ -156,22 +158,25 @@ def _hidden(row: Row) -> str:
     return percent_of(max(0.0, 1 - row.wait_seconds / row.copy_seconds))
 
 
-_BLOCK = _Cells(Column("block"), lambda row: row.block or "(model)")
-_RUNS = _Cells(Column("runs", is_number=True), lambda row: str(row.runs))
-_OFFLOADED = _Cells(Column("offloaded", is_number=True), lambda row: bytes_or_dash(row.bytes_host + row.bytes_disk))
-_NOTE = _Cells(Column("note"), lambda row: row.note)
+_number = partial(_RowColumn, is_number=True)
+_time = partial(_number, is_time=True)
+_BLOCK = _RowColumn(name="block", cell=lambda row: row.block or "(model)")
+_RUNS = _number(name="runs", cell=lambda row: str(row.runs))
+_OFFLOADED = _number(name="offloaded", cell=lambda row: bytes_or_dash(row.bytes_host + row.bytes_disk))
+_NOTE = _RowColumn(name="note", cell=attrgetter("note"))
 _COLUMNS = (
     _BLOCK,
-    _Cells(Column("rule"), rule_and_place),
-    _Cells(Column("before", is_number=True), lambda row: format_bytes(row.bytes_before)),
-    _Cells(Column("after", is_number=True, style="bold green"), lambda row: format_bytes(row.bytes_after)),
+    _RowColumn(name="rule", cell=rule_and_place),
+    _number(name="before", cell=lambda row: format_bytes(row.bytes_before)),
+    _number(name="after", style="bold green", cell=lambda row: format_bytes(row.bytes_after)),
     _OFFLOADED,
     _RUNS,
-    _Cells(Column("recomputed", is_number=True), lambda row: "-" if row.is_own and not row.reruns else str(row.reruns)),
-    _Cells(Column("forward", is_number=True), lambda row: _seconds(row.forward_seconds), is_time=True),
-    _Cells(Column("recompute", is_number=True), lambda row: _seconds(row.recompute_seconds), is_time=True),
-    _Cells(Column("copies", is_number=True), lambda row: _seconds(row.copy_seconds), is_time=True),
-    _Cells(Column("hidden", is_number=True), _hidden, is_time=True),
+    _number(name="recomputed", cell=lambda row: "-" if row.is_own and not row.reruns else str(row.reruns)),
+    _time(name="forward", cell=lambda row: _seconds(row.forward_seconds)),
+    _time(name="recompute", cell=lambda row: _seconds(row.recompute_seconds)),
+    _time(name="copies", cell=lambda row: _seconds(row.copy_seconds)),
+    _time(name="hidden", cell=_hidden),
+    _NOTE,
 )
 
 
@@ -196,17 +201,19 @@ def print_table(explanation: StepRecord, file: TextIO | None = None) -> None:
 def parts_of(explanation: StepRecord) -> Iterator[RenderableType]:
     """Yields what :func:`print_table` prints."""
     yield Text(f"{explanation.title}: bytes kept for backward, before and after", style="bold")
-    rows, prefix, legend = _prepared(explanation)
+    prefix = common_prefix(row.block for row in explanation.rows)
+    short, legend = _short_rules(explanation)
+    rows = [replace(row, rule=short.get(row.rule, row.rule)) for row in _nested(explanation, prefix)]
     groups = tuple(group_rows([replace(row, note="") for row in rows]))
-    used = [cells for cells in _COLUMNS if _has_content(cells, rows)]
+    used = [column for column in _columns(rows) if column is not _NOTE]
     together = _table(used, groups, explanation)
-    if not is_too_wide(together) or not any(cells.is_time for cells in used):
+    if not is_too_wide(together) or not any(column.is_time for column in used):
         yield together
     else:
-        yield _table([cells for cells in used if not cells.is_time], groups, explanation)
+        yield _table([column for column in used if not column.is_time], groups, explanation)
         yield Text("")
-        times = [cells for cells in used if cells.is_time]
-        timed = [row for row in groups if any(cells.cell(row) != "-" for cells in times)]
+        times = [column for column in used if column.is_time]
+        timed = [row for row in groups if any(column.cell(row) != "-" for column in times)]
         yield _table([_BLOCK, *times], timed, explanation)
     yield from map(Text, _summary(explanation))
     if prefix:
@@ -219,28 +226,22 @@ def parts_of(explanation: StepRecord) -> Iterator[RenderableType]:
         yield bullet(warning)
 
 
-def step_table(explanation: StepRecord) -> tuple[list[Column], list[list[str]], str]:
+def step_table(explanation: StepRecord) -> tuple[Sequence[Column], list[list[str]], str]:
     """Returns columns and cells of the table of a page, and the prefix that paths lack in it."""
-    rows, prefix, _ = _prepared(explanation)
-    used = [*(cells for cells in _COLUMNS if _has_content(cells, rows)), _NOTE]
-    return [c.column for c in used], [[c.cell(row) for c in used] for row in group_rows(rows)], prefix
-
-
-def _prepared(explanation: StepRecord) -> tuple[list[Row], str, list[tuple[str, str]]]:
-    """Returns the rows with short names and blocks below their parents, the prefix that paths lack, and the legend."""
-    short, legend = _short_rules(explanation)
     prefix = common_prefix(row.block for row in explanation.rows)
-    rows = [
-        replace(row, block=row.block.removeprefix(prefix), rule=short.get(row.rule, row.rule))
-        for row in nest(explanation.rows)
-    ]
-    return rows, prefix, legend
+    rows = _nested(explanation, prefix)
+    columns = _columns(rows)
+    return columns, [[column.cell(row) for column in columns] for row in group_rows(rows)], prefix
 
 
-def _table(columns: Sequence[_Cells], rows: Sequence[Row], explanation: StepRecord) -> Table:
+def _nested(explanation: StepRecord, prefix: str) -> list[Row]:
+    return [replace(row, block=row.block.removeprefix(prefix)) for row in nest(explanation.rows)]
+
+
+def _table(columns: Sequence[_RowColumn], rows: Sequence[Row], explanation: StepRecord) -> Table:
     total = _total(explanation)
     cells = [[column.cell(row) for column in columns] for row in rows]
-    return table_of([c.column for c in columns], cells, [column.cell(total) for column in columns])
+    return table_of(columns, cells, [column.cell(total) for column in columns])
 
 
 def _short_rules(explanation: StepRecord) -> tuple[dict[str, str], list[tuple[str, str]]]:
@@ -265,17 +266,22 @@ def _notes(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
         yield groups[0].block.partition(" (")[0] if not more else f"{about[0].block}{more}", note
 
 
-def _has_content(cells: _Cells, rows: Sequence[Row]) -> bool:
-    if cells is _RUNS:
-        return any(row.runs > 1 for row in rows)
-    is_optional = cells.is_time or cells is _OFFLOADED
-    return not is_optional or any(cells.cell(row) not in ("", "-") for row in rows)
+def _columns(rows: Sequence[Row]) -> list[_RowColumn]:
+    """Returns the columns that say something."""
+
+    def has_content(column: _RowColumn) -> bool:
+        if column is _RUNS:
+            return any(row.runs > 1 for row in rows)
+        is_optional = column.is_time or column in (_OFFLOADED, _NOTE)
+        return not is_optional or any(column.cell(row) not in ("", "-") for row in rows)
+
+    return [column for column in _COLUMNS if has_content(column)]
 
 
 def _total(explanation: StepRecord) -> Row:
     """Returns the last line: bytes of the explanation, other sums over outermost rows."""
     names = {row.block for row in explanation.rows}
-    rows = [row for row in explanation.rows if not _is_inside(row.block, names)]
+    rows = [r for r in explanation.rows if not r.block or names.isdisjoint(["", *paths_to(r.block)][:-1])]
     return Row(
         block="total",
         rule="",
@@ -289,13 +295,6 @@ def _total(explanation: StepRecord) -> Row:
         **sums(rows, "forward_seconds", "recompute_seconds"),
         **sums(explanation.rows, "copy_seconds", "wait_seconds"),
     )
-
-
-def _is_inside(block: str, names: Collection[str]) -> bool:
-    """Whether a block is inside another one of ``names``, which counts its runs and seconds already."""
-    parts = block.split(".")
-    outer = {".".join(parts[:length]) for length in range(len(parts))}
-    return block != "" and not outer.isdisjoint(names)
 
 
 def _summary(explanation: StepRecord) -> Iterator[str]:

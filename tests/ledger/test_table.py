@@ -316,6 +316,15 @@ def test_every_other_layer_folds_too():
     assert names(rows[:4]) == ["h.0,2 (2x)", "h.1,3 (2x)"]
 
 
+def test_a_nested_block_stays_with_its_layer_where_the_first_layer_differs():
+    rows = [
+        replace(LAYER, block=f"h.{i}{part}", bytes_before=(i > 0) + 2 * (part != ""))
+        for i in range(3)
+        for part in ("", ".mlp")
+    ]
+    assert names(rows) == ["h.0", "h.0.mlp", "h.1-2 (2x)", "h.1-2.mlp (2x)"]
+
+
 def test_two_stacks_do_not_mix():
     rows = [replace(LAYER, block=f"{side}.{i}") for side in ("encoder", "decoder") for i in range(2)]
     assert names(rows) == ["encoder.0-1 (2x)", "decoder.0-1 (2x)"]

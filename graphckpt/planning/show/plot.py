@@ -55,7 +55,8 @@ def draw_plan(stages: Sequence[Stage], rows: Sequence[PlanRow], summary: PlanSum
         axes.set_xlim(0, edges[-1])
         axes.set_xticks([])
         strip(phases, _phases(stages, edges), "phase")
-        strip(blocks, _blocks(stages, rows, edges), "block")
+        policies = {row.block: row.option for row in rows}
+        strip(blocks, block_spans([block_of(s.name) or "" for s in stages], policies, edges, edges[-1]), "block")
         peaks = [stage.peak_bytes / scale for stage in stages]
         starts = [stage.start_bytes / scale for stage in stages]
         axes.fill_between(edges, [*peaks, peaks[-1]], step="post", color=LEVEL, linewidth=0)
@@ -87,12 +88,6 @@ def _phases(stages: Sequence[Stage], edges: Sequence[float]) -> Iterator[Span]:
     ]  # fmt: skip
     for phase, begin, end in spans(names, edges, edges[-1]):
         yield Span(phase, PHASES[phase], begin, end)
-
-
-def _blocks(stages: Sequence[Stage], rows: Sequence[PlanRow], edges: Sequence[float]) -> Iterator[Span]:
-    policies = {row.block: row.option for row in rows}
-    blocks = [block_of(stage.name) or "" for stage in stages]
-    return block_spans(spans([(block, policies.get(block)) for block in blocks], edges, edges[-1]), policies)
 
 
 def block_of(stage: str) -> str | None:
