@@ -161,11 +161,13 @@ def strip(parts: Iterable[Span], axis: str) -> dict[str, Any]:
     """Returns the trace of a row of coloured parts, with their labels where they fit."""
     listed = list(parts)
     room = _STRIP_CHARACTERS / listed[-1].end
-    edges = {"color": EDGE, "width": 0.5 if len(listed) <= MAX_EDGES else 0}
+    colours = [part.colour for part in listed]
+    # Edges of their own colour close the pale gaps that browsers leave between neighbours.
+    edges = {"color": EDGE, "width": 0.5} if len(listed) <= MAX_EDGES else {"color": colours, "width": 1}
     return {
         "type": "bar", "x": [part.begin for part in listed], "width": [part.end - part.begin for part in listed],
         "offset": 0, "y": [1] * len(listed), "yaxis": axis,
-        "marker": {"color": [part.colour for part in listed], "line": edges},
+        "marker": {"color": colours, "line": edges},
         "text": [escape(fitting_label(part, room)) for part in listed], "textposition": "inside", "textangle": 0,
         "insidetextanchor": "middle", "insidetextfont": {"size": 11, "color": INK}, "constraintext": "none",
         "hovertext": [escape(part.label) for part in listed], "hovertemplate": "%{hovertext}<extra></extra>",
