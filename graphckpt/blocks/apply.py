@@ -20,9 +20,8 @@ from graphckpt.blocks.resolve import UNCALLED, ResolvedPolicies, resolve_policie
 from graphckpt.blocks.select import Selector, describe, select
 from graphckpt.errors import ConfigError, shown, without_repeats
 from graphckpt.extras import LazyPackage
-from graphckpt.ledger.group_rows import group_rows
+from graphckpt.ledger.groups import group_rows, rule_and_place
 from graphckpt.ledger.record import Row
-from graphckpt.ledger.table import rule_and_place
 from graphckpt.rules.base import Rule
 from graphckpt.rules.registry import parse_rule
 from graphckpt.yaml_text import compose

@@ -21,7 +21,6 @@ from graphckpt.blocks.native_checkpointing import NativeCheckpointing
 from graphckpt.blocks.resolve import UNCALLED, ResolvedPolicies
 from graphckpt.errors import ConfigError, GraphError
 from graphckpt.ledger.explanation import Explanation
-from graphckpt.ledger.plot import draw
 from graphckpt.ledger.record import Row
 from graphckpt.ledger.recorder import REST, Recorder
 from graphckpt.ledger.storage_log import StorageLog
@@ -132,7 +131,7 @@ class StepRecorder:
             raise GraphError(f"{self.title}: expected a step to explain, got none yet · fix: run one step")
         explanation = self._explanation(recorder, capture)
         if plot is not None:
-            draw(explanation, plot)
+            explanation.plot(plot)
         if show:
             print_table(explanation)
         return explanation
@@ -384,8 +383,8 @@ def _last_blocks(wrappers: Sequence[BlockForward], recorder: Recorder, ran: Sequ
     if names:
         which = ", ".join(names)
         yield (
-            f"{which}: {'its' if len(names) == 1 else 'their'} recomputation takes nothing off the peak, which would "
-            f"be {format_bytes(least_bytes)} (predicted) without it · "
+            f"{which}: recomputing {'it' if len(names) == 1 else 'them'} does not lower the peak "
+            f"({format_bytes(least_bytes)} predicted if kept) · "
             f"fix: set activation_checkpointing = False on {which}"
         )
 

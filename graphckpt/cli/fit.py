@@ -77,7 +77,7 @@ def _fit(parsed: argparse.Namespace) -> int:
     sizes = None if parsed.batch_sizes is None else batch_sizes_of(parsed.batch_sizes)
     lengths = [None] if parsed.sequence_lengths is None else _numbers(parsed.sequence_lengths, "--sequence-lengths")
     if parsed.plot is not None:
-        from graphckpt.ledger.plot_style import file_of  # noqa: PLC0415
+        from graphckpt.ledger.plot import file_of  # noqa: PLC0415
 
         file_of(parsed.plot)  # raises now, not after the measurements
     found: list[tuple[int | None, Fit]] = []

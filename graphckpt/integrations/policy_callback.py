@@ -18,7 +18,8 @@ from graphckpt.engine.call_state import HostRNGState
 from graphckpt.engine.objects import replaced
 from graphckpt.errors import ConfigError, GraphError, did_you_mean, shown
 from graphckpt.ledger.explanation import Explanation
-from graphckpt.ledger.plot_style import file_of
+from graphckpt.ledger.plot import file_of
+from graphckpt.ledger.table import offloaded_bytes
 from graphckpt.planning.budget import Budget, check_budget
 from graphckpt.planning.options import PlanOptions
 from graphckpt.planning.plan import Plan
@@ -211,15 +212,12 @@ def restored_rng() -> Iterator[None]:
 
 def saved_line(seen: Explanation) -> str:
     """Returns what the policies saved, in one line."""
-    parts = [f"{format_bytes(seen.bytes_before)} -> {format_bytes(seen.bytes_after)}"]
-    parts += [
-        f"{format_bytes(num_bytes)} {where}"
-        for num_bytes, where in ((seen.bytes_host, "in host memory"), (seen.bytes_disk, "on disk"))
-        if num_bytes
-    ]
+    change = f"{format_bytes(seen.bytes_before)} -> {format_bytes(seen.bytes_after)}"
+    offloaded = offloaded_bytes(seen)
     blocks = sum(1 for row in seen.rows if (row.reruns and not row.is_own) or row.place != "device")
     count = f"{blocks} block{'s' if blocks != 1 else ''}"
-    return f"graphckpt: policies act on {count}; kept for backward: {', '.join(parts)}"
+    effect = f"policies act on {count}" if blocks else "everything fits; no block is recomputed"
+    return f"graphckpt: {effect}; kept for backward: {change}{f'; offloaded: {offloaded}' if offloaded else ''}"
 
 
 def saved_metrics(seen: Explanation) -> dict[str, float]:

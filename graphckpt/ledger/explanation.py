@@ -6,10 +6,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
 
-from graphckpt.ledger.plot import draw
+from graphckpt.errors import ConfigError
+from graphckpt.ledger.page import write_step
+from graphckpt.ledger.plot import PAGE, draw_step, file_of
 from graphckpt.ledger.record import StepRecord
-from graphckpt.ledger.table import parts_of
-from graphckpt.ledger.table_style import html_of, text_of
+from graphckpt.ledger.table import html_of, parts_of, text_of
 from graphckpt.units import format_bytes
 
 _LONG = ("timeline", "plain_levels", "tensors")
@@ -30,8 +31,8 @@ class Explanation(StepRecord):
 
     def __repr__(self) -> str:
         """Returns one line."""
-        kept = f"{format_bytes(self.bytes_before)} -> {format_bytes(self.bytes_after)}"
-        return f"<Explanation of {self.title}: {len(self.rows)} rows, kept for backward {kept}>"
+        change = f"{format_bytes(self.bytes_before)} -> {format_bytes(self.bytes_after)}"
+        return f"<Explanation of {self.title}: {len(self.rows)} rows, kept for backward {change}>"
 
     def _repr_html_(self) -> str:
         return html_of(parts_of(self))
@@ -44,9 +45,13 @@ class Explanation(StepRecord):
         return {**values, **lists, "rows": rows, "peak_at": self.peak_at, "bytes_saved": self.bytes_saved}
 
     def plot(self, path: str | Path) -> Path:
-        """Draws the live bytes over the step; ``path`` ends in ``.png``, ``.svg`` or ``.html``.
+        """Draws the live bytes over the step, by kind; ``path`` ends in ``.png``, ``.svg`` or ``.html``.
 
         Raises:
             ConfigError: the suffix is another, the folder does not exist, or the step was not measured.
         """
-        return draw(self, path)
+        target = file_of(path, has_page=True)
+        if not self.timeline:
+            what = f"the record of {self.title!r} has none"
+            raise ConfigError(f"{target}: expected a timeline, {what} · fix: `with handle.measure(): step()`")
+        return write_step(self, target) if target.suffix.lower() == PAGE else draw_step(self, target)

@@ -1,148 +1,274 @@
-"""Plots the live bytes of one step as PNG, SVG or HTML. Knows the record only.
+"""Plots: one style for all of them, and the live bytes of a step by kind as PNG or SVG.
 
-Matplotlib takes half a second to import, so only a call of :func:`draw` does.
+Matplotlib takes half a second to import, so only :func:`figure_of` does.
 """
 
 # ruff: noqa: PLC0415
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from graphckpt.errors import ConfigError
-from graphckpt.ledger.legend import legend_names, shades
-from graphckpt.ledger.levels import FLOOR, MAX_STEPS, Steps, phase_colour, plain_steps, policies_of, runs, thin, totals
-from graphckpt.ledger.plot_style import INK, PAGE, figure_of, file_of, frame, legend, mark, shorten, unit_of
+from graphckpt.extras import require
+from graphckpt.ledger.groups import (
+    GREY,
+    KINDS,
+    OUTSIDE,
+    PHASES,
+    Span,
+    block_spans,
+    fitting_label,
+    levels_by_kind,
+    peak_index,
+    rule_and_place,
+    rule_colour,
+    sorted_rules,
+    spans,
+    thin,
+)
 from graphckpt.ledger.record import StepRecord
-from graphckpt.units import format_bytes
+from graphckpt.ledger.table import offloaded_bytes
+from graphckpt.units import format_bytes, parse_bytes
 
-_LABEL = 38  # characters of an entry of the legend, which takes a quarter of the width then
+INK = "#2b2f36"
+ACCENT = "#f2922f"
+PAGE = ".html"
+EDGE = "#2b2f3655"
+"""Between two parts of a strip."""
+MAX_EDGES = 150  # parts; the edges of more would hide them
+DASHES = (0, (4, 3))
+_SUFFIXES = (".png", ".svg")
+_SETTINGS: dict[str, Any] = {
+    "font.size": 9,
+    "text.color": INK,
+    "text.parse_math": False,  # names may contain dollar signs
+    "svg.hashsalt": "graphckpt",  # otherwise each file has different ids
+}
+_MAX_STEPS = 3000  # points on a curve; a plot is 1650 pixels wide
+_STRIP_CHARACTERS = 120  # that fit into a strip
 _PEAK_LABEL = 56
 _TITLE = 30
+_MAX_RULES = 8  # in a legend
 
 
-def draw(explanation: StepRecord, path: str | Path) -> Path:
-    """Plots the live bytes after each allocation and free of the step.
-
-    The area has the colour of the running block; layers of one stack have shades of one colour. The grey floor are
-    weights and optimizer states, the line is the step without policies, if it can be predicted. The strip on top
-    shows the phase. The same record gives the same file.
-
-    Args:
-        explanation: a record with a timeline.
-        path: the file to write; its suffix is ``.png``, ``.svg`` or, for an interactive page, ``.html``.
-
-    Returns:
-        The path written.
+def file_of(path: str | Path, *, has_page: bool = False) -> Path:
+    """Returns the file that a plot is written to; ``has_page`` also allows ``.html``.
 
     Raises:
-        ConfigError: the suffix is another, the folder does not exist, or the record has no timeline.
+        ConfigError: its suffix is none of ``.png``, ``.svg`` and, with ``has_page``, ``.html``, or its folder does not
+            exist.
+        MissingPackageError: matplotlib is not installed, or for ``.html`` plotly.
     """
-    target = file_of(path, has_page=True)
-    if not explanation.timeline:
-        record = f"the record of {explanation.title!r}"
-        raise ConfigError(f"{target}: expected a timeline, {record} has none · fix: `with handle.measure(): step()`")
-    if target.suffix.lower() == PAGE:
-        from graphckpt.ledger.report.step import write_report
-
-        return write_report(explanation, target)
-    steps = thin(explanation.timeline, MAX_STEPS)
-    end = len(explanation.timeline)
-    with figure_of(target) as figure:
-        strip, axes = figure.subplots(2, 1, sharex=True, height_ratios=(1, 20))
-        _draw_phases(strip, steps, end)
-        _draw_levels(axes, steps, explanation)
-        _mark_peak(axes, steps, explanation.peak_at)
-        axes.set_xlabel(f"allocations and frees, in order ({end:,})", color=INK)
-        strip.set_title(shorten(explanation.title, _TITLE), loc="left", fontsize=11.5, fontweight="bold", pad=8)
-        strip.set_title(totals(explanation), loc="right", fontsize=9, pad=8)
+    target = Path(path)
+    suffix = target.suffix.lower()
+    allowed = (*_SUFFIXES, PAGE) if has_page else _SUFFIXES
+    require(*(("report", "plotly") if suffix == PAGE and has_page else ("plot", "matplotlib")))
+    if suffix not in allowed:
+        names = f"{', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}"
+        raise ConfigError(f"{target}: expected a file ending in {names}, got {suffix!r} · fix: rename it")
+    if not target.parent.is_dir():
+        raise ConfigError(f"{target}: expected an existing folder, got {str(target.parent)!r} · fix: create it first")
     return target
 
 
-def _draw_phases(strip: Any, steps: Steps, end: int) -> None:
+@contextmanager
+def figure_of(target: Path, *, inches: tuple[float, float] = (11, 5.2)) -> Iterator[Any]:
+    """Yields a figure to draw on, and writes it at the end. The same plot gives the same file."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(_SETTINGS):
+        figure = Figure(figsize=inches, dpi=150, layout="constrained", facecolor="white")
+        yield figure
+        no_date: dict[str, Any] = {"Date": None} if target.suffix.lower() == ".svg" else {"Software": None}
+        figure.savefig(target, metadata=no_date)
+
+
+def patches(colour_of: Mapping[str, str]) -> list[Any]:
+    """Returns the entries of a legend for areas."""
     from matplotlib.patches import Patch
 
-    seen = {}
-    for phase, stop, run in runs(steps, end, "phase"):
-        seen[phase] = phase_colour(phase)
-        strip.axvspan(run[0][0], stop, color=seen[phase], linewidth=0)
-    strip.set_axis_off()
-    handles = [Patch(color=colour, label=phase) for phase, colour in seen.items()]
-    legend(strip, handles, "phase", anchor=1.0, is_in_layout=False)  # covers the free corner below
+    return [Patch(facecolor=colour, label=label) for label, colour in colour_of.items()]
 
 
-def _draw_levels(axes: Any, steps: Steps, explanation: StepRecord) -> None:
-    from matplotlib.collections import PolyCollection
+def legend(owner: Any, entries: Mapping[str, Sequence[Any]]) -> None:
+    """Places a legend to the right of a figure or of axes: titles, and the entries below each."""
     from matplotlib.patches import Patch
-    from matplotlib.ticker import MaxNLocator
 
-    end = len(explanation.timeline)
-    names = legend_names(event.block for _, event in steps)
-    colours = shades(names)
-    areas: dict[str, list[list[tuple[float, float]]]] = {block: [] for block in names}
-    peak_bytes = max(event.live_bytes for _, event in steps)
-    scale, unit = unit_of(peak_bytes)
-    for block, stop, run in runs(steps, end, "block"):
-        starts = [at for at, _ in run]
-        ends = zip(run, [*starts[1:], stop], strict=True)
-        top = [(x, event.live_bytes / scale) for (at, event), end_of in ends for x in (at, end_of)]
-        areas[block].append([(starts[0], 0), *top, (stop, 0)])
-    for block, polygons in areas.items():
-        axes.add_collection(PolyCollection(polygons, facecolor=colours[block], edgecolor="face", linewidth=0.4))
-    memory = [*_draw_floor(axes, explanation, scale), *_draw_plain(axes, explanation, scale)]
-    top_bytes = max(peak_bytes, 1, *explanation.plain_levels)
-    axes.set_xlim(0, end)
-    axes.set_ylim(0, 1.18 * top_bytes / scale)
-    frame(axes, f"live bytes of all tensors ({unit})")
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 2.5, 5, 10]))
-    axes.grid(axis="y", color="white", linewidth=0.6, alpha=0.5)
-    middle = {name: [block for block in names if names[block] == name] for name in dict.fromkeys(names.values())}
-    policies = policies_of(explanation)
-    handles = [
-        Patch(
-            color=colours[blocks[len(blocks) // 2]],
-            label=_label(name, dict.fromkeys(policies[b] for b in blocks if b in policies)),
-        )
-        for name, blocks in middle.items()
-    ]
-    is_stack = any(len(blocks) > 1 for blocks in middle.values())
-    title = "running block · policy" if policies else "running block"
-    title += "\n(pale: first layer)" if is_stack else ""
-    if memory:
-        box = axes.add_artist(legend(axes, memory, "memory", anchor=0.81, is_in_layout=True))
-        box.set_clip_on(False)  # else the layout takes it for a part of the axes
-    legend(axes, handles, title, anchor=0.81 - 0.05 * (len(memory) + 1.6) * bool(memory), is_in_layout=True)
+    handles = [h for title, group in entries.items() if group for h in (Patch(alpha=0, label=title), *group)]
+    where: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "borderaxespad": 0}
+    if not hasattr(owner, "spines"):
+        where = {"loc": "outside right upper"}
+    box = owner.legend(handles=handles, frameon=False, fontsize=8.5, alignment="left", handlelength=1.2, **where)
+    for text in box.get_texts():
+        if text.get_text() in entries:
+            text.set_fontweight("bold")
 
 
-def _label(name: str, policies: Iterable[str]) -> str:
-    """Returns an entry of the legend; of a long name, the end says most."""
-    policy = shorten(", ".join(policies), _LABEL - 12)
-    room = _LABEL - len(policy) - 3 * bool(policy)
-    name = name if len(name) <= room else f"…{name[1 - room :]}"
-    return f"{name} · {policy}" if policy else name
+def title_of(axes: Any, title: str, remark: str = "") -> None:
+    axes.set_title(title, loc="left", fontsize=11.5, fontweight="bold", pad=8)
+    axes.set_title(remark, loc="right", fontsize=9, pad=8)
 
 
-def _draw_floor(axes: Any, explanation: StepRecord, scale: int) -> Iterator[Any]:
-    """Draws weights and optimizer states, and yields their entry in the legend."""
-    if explanation.static_bytes:
-        label = f"weights, optimizer ({format_bytes(explanation.static_bytes)})"
-        yield axes.axhspan(0, explanation.static_bytes / scale, color=FLOOR, linewidth=0, label=label)
+def strip(axes: Any, parts: Iterable[Span], label: str) -> None:
+    """Draws a row of coloured parts, with their labels where they fit; ``axes`` have the limits of the x axis."""
+    listed = list(parts)
+    room = _STRIP_CHARACTERS / axes.get_xlim()[1]
+    # Without smoothing, since neighbours that share a pixel would leave a pale line between them.
+    bars = [(part.begin, part.end - part.begin) for part in listed]
+    edges = {"edgecolor": EDGE, "linewidth": 0.5 if len(bars) <= MAX_EDGES else 0}
+    axes.broken_barh(bars, (0, 1), facecolors=[part.colour for part in listed], antialiased=False, **edges)
+    for part in listed:
+        if name := fitting_label(part, room):
+            axes.text((part.begin + part.end) / 2, 0.46, name, ha="center", va="center", fontsize=7, color=INK)
+    axes.set_ylim(0, 1)
+    axes.set_axis_off()
+    axes.annotate(label, (0, 0.46), (-4, 0), "axes fraction", "offset points", ha="right", va="center", fontsize=8)
 
 
-def _draw_plain(axes: Any, explanation: StepRecord, scale: int) -> Iterator[Any]:
-    """Draws the step without policies, and yields its entry in the legend."""
-    steps = plain_steps(explanation)
-    if steps:
-        xs, ys = [at for at, _ in steps], [event.live_bytes / scale for _, event in steps]
-        end = len(explanation.plain_levels)
-        label = "without policies (predicted)"
-        yield from axes.plot([*xs, end], [*ys, ys[-1]], drawstyle="steps-post", color=INK, lw=0.8, label=label)
+def shorten(text: str, length: int) -> str:
+    """Leaves out the middle of a text that is too long.
+
+    >>> shorten("encoder.layers.17.attention", 15)
+    'encoder…tention'
+    """
+    half = (length - 1) // 2
+    return text if len(text) <= length else f"{text[:half]}…{text[-half:]}"
 
 
-def _mark_peak(axes: Any, steps: Steps, peak_at: str) -> None:
-    at, peak = max(steps, key=lambda step: step[1].live_bytes)
-    scale, _ = unit_of(max(event.live_bytes for _, event in steps))
-    text = f"peak {format_bytes(peak.live_bytes)}\n{shorten(peak_at, _PEAK_LABEL)}"
-    mark(axes, at, peak.live_bytes / scale, text)
+def mark(axes: Any, at: float, level: float, text: str) -> None:
+    """Marks a point, and writes ``text`` beside it, towards the middle of the plot, or above it in the middle."""
+    share = at / (axes.get_xlim()[1] or 1)
+    side = "left" if share < 0.3 else "right" if share > 0.7 else "center"
+    axes.plot([at], [level], marker="o", markersize=4, color=INK, clip_on=False)
+    axes.annotate(
+        text,
+        xy=(at, level),
+        xytext=({"left": 10, "right": -10, "center": 0}[side], 10),
+        textcoords="offset points",
+        ha=side,
+        fontweight="bold",
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1},
+    )
+
+
+def frame(axes: Any, label: str) -> None:
+    """Labels the y axis, and leaves the upper and right border of ``axes`` open."""
+    axes.set_ylabel(label, color=INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=INK)
+
+
+def unit_of(num_bytes: int) -> tuple[int, str]:
+    """Returns the bytes of the unit in which ``num_bytes`` is printed, and its name.
+
+    >>> unit_of(3 * 2**20)
+    (1048576, 'MiB')
+    """
+    unit = format_bytes(num_bytes).split()[1]
+    return parse_bytes(f"1 {unit}"), unit
+
+
+# ---- a step
+
+
+class StepLevels:
+    """What a picture of a step shows, with at most ``limit`` points: the highest level between two of them."""
+
+    def __init__(self, record: StepRecord, limit: int) -> None:
+        self.record = record
+        timeline = record.timeline
+        self.end = len(timeline)
+        levels = [event.live_bytes for event in timeline]
+        points = thin(levels, limit)
+        self.xs = [x for x, _ in points]
+        self.events = [event for _, event in points]
+        """The index of the event that is drawn at each point."""
+        self.scale, self.unit = unit_of(max(levels))
+        self.levels = [levels[at] / self.scale for at in self.events]
+        self.peak = peak_index(record)
+        self.peak_x, self.peak_bytes = next(x for x, at in points if at == self.peak), levels[self.peak]
+        self.top = 1.18 * max(1, self.peak_bytes, *record.plain_levels) / self.scale
+        kinds = {kind: at for kind, at in levels_by_kind(record).items() if any(at)}
+        self.colour_of = {kind: KINDS[kind] for kind in kinds}
+        self.at_peak = {kind: format_bytes(levels[self.peak]) for kind, levels in kinds.items()}
+        self.bands: dict[str, list[float]] = {}
+        """The sum of each kind and those below it, at each point, the highest first: drawn in this order, each covers
+        what is not its own, without a gap between two of them."""
+        sums = [0] * len(points)
+        for kind, bytes_at in kinds.items():
+            sums = [total + bytes_at[at] for total, at in zip(sums, self.events, strict=True)]
+            self.bands = {kind: [total / self.scale for total in sums], **self.bands}
+        has_plain = bool(record.plain_levels) and max(record.plain_levels) != record.peak_bytes
+        self.plain = thin(record.plain_levels, limit) if has_plain else []
+
+    def phases(self) -> Iterator[Span]:
+        phases = [self.record.timeline[at].phase for at in self.events]
+        for phase, begin, end in spans(phases, self.xs, self.end):
+            yield Span(phase, PHASES.get(phase, GREY), begin, end)
+
+    def blocks(self) -> Iterator[Span]:
+        policies = {row.block: rule_and_place(row) for row in self.record.rows}
+        return block_spans([self.record.timeline[at].block for at in self.events], policies, self.xs, self.end)
+
+    def policies(self) -> dict[str, str]:
+        """Returns the colours of the policies in :meth:`blocks`."""
+        options = sorted_rules(map(rule_and_place, self.record.rows))
+        colours = {option: rule_colour(option) for option in options[:_MAX_RULES]}
+        return colours | {OUTSIDE: GREY} if any(not event.block for event in self.record.timeline) else colours
+
+
+def step_totals(record: StepRecord) -> list[str]:
+    """Returns what policies change of the saved bytes and of the peak."""
+    plain, peak = record.plain_peak_bytes, record.peak_bytes
+    texts = [_change("kept for backward", record.bytes_before, record.bytes_after)]
+    if plain is not None and peak is not None:
+        texts.append(_change("peak", plain, peak, " (predicted)" if plain != peak else ""))
+    if offloaded := offloaded_bytes(record):
+        texts.append(f"offloaded: {offloaded}")
+    return texts
+
+
+def _change(what: str, before: int, after: int, remark: str = "") -> str:
+    texts = [format_bytes(before), format_bytes(after)]
+    return f"{what}: {texts[0]}{remark} → {texts[1]}" if texts[0] != texts[1] else f"{what}: {texts[0]}"
+
+
+def draw_step(explanation: StepRecord, target: Path) -> Path:
+    """Plots the live bytes after each allocation and free of the step, by kind.
+
+    The strips on top show the phase and the running block, in the colour of its policy; the line is the step without
+    policies, if it can be predicted. The same record gives the same file.
+    """
+    step = StepLevels(explanation, _MAX_STEPS)
+    with figure_of(target) as figure:
+        phases, blocks, axes = figure.subplots(3, 1, sharex=True, height_ratios=(1, 1, 20))
+        axes.set_xlim(0, step.end)
+        strip(phases, step.phases(), "phase")
+        strip(blocks, step.blocks(), "block")
+        for kind, levels in step.bands.items():
+            xs, ys = [*step.xs, step.end], [*levels, levels[-1]]
+            axes.fill_between(xs, ys, step="post", color=KINDS[kind], linewidth=0)
+        lines = []
+        if step.plain:
+            xs = [x for x, _ in step.plain]
+            ys = [explanation.plain_levels[at] / step.scale for _, at in step.plain]
+            label = "without policies (predicted)"
+            lines = axes.plot(
+                [*xs, step.end], [*ys, ys[-1]], drawstyle="steps-post", color=INK, linewidth=0.8, label=label
+            )
+        axes.set_ylim(0, step.top)
+        frame(axes, f"live bytes of all tensors ({step.unit})")
+        axes.set_xlabel(f"allocations and frees, in order ({step.end:,})", color=INK)
+        text = f"peak {format_bytes(step.peak_bytes)}\n{shorten(explanation.peak_at, _PEAK_LABEL)}"
+        mark(axes, step.peak_x, step.peak_bytes / step.scale, text)
+        title_of(phases, shorten(explanation.title, _TITLE), "   ".join(step_totals(explanation)))
+        kinds = {f"{kind}: {step.at_peak[kind]}": KINDS[kind] for kind in step.bands}
+        phase_colours = {part.label: part.colour for part in step.phases()}
+        entries = {"bytes, at the peak": [*lines, *patches(kinds)], "phase": patches(phase_colours)}
+        legend(figure, {**entries, "policy of the block": patches(step.policies())})
+    return target

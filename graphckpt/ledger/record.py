@@ -149,7 +149,7 @@ class StepRecord:
         if phase == "optimizer":
             return "optimizer step"
         block = peak.block or (self.title if peak.phase == "recompute" else "")  # the model itself is recomputed
-        return f"{phase} of {block}" if block else f"{phase} outside of blocks"
+        return f"{phase} of {block}" if block else f"{phase}, outside any block"
 
     @property
     def bytes_saved(self) -> int:

@@ -13,8 +13,8 @@ from typing import Any, final
 import torch
 
 from graphckpt.ledger.live_memory import LiveBytes, storages_of
-from graphckpt.ledger.other_policies import Hold, Origin, StorageLife, levels_if_kept
 from graphckpt.ledger.record import TensorLife
+from graphckpt.ledger.saved_bytes import Hold, Origin, StorageLife, levels_if_kept
 
 _LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", "<")
 

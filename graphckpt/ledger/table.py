@@ -1,90 +1,198 @@
-"""The table of an explanation: in colour on a terminal, as plain text of 80 columns anywhere else."""
+"""All tables: plain text of 80 columns, and colour on a terminal; and the table of a step."""
 
 from __future__ import annotations
 
+import io
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TextIO
+from functools import partial
+from operator import attrgetter
+from typing import TextIO, final
 
-from rich.console import RenderableType
+from rich.box import Box
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from graphckpt.ledger.group_rows import group_rows, sums
+from graphckpt.ledger.groups import common_prefix, group_rows, nest, paths_to, rule_and_place, sums
 from graphckpt.ledger.record import Row, StepRecord
-from graphckpt.ledger.table_style import WIDTH, Column, bullet, show, table_of, width_of
 from graphckpt.units import format_bytes, format_seconds
 
+WIDTH = 80
+"""Columns of plain text."""
+_DASHES = Box("    \n    \n -- \n    \n    \n -- \n    \n    \n", ascii=True)
 _LONG = 28  # characters of a rule; a list of ops that is longer is put below the table
 
 
 @dataclass(frozen=True, slots=True)
-class _Cells:
-    """A column of the table, and how its cells come from rows."""
+class Column:
+    """A column: its title, whether it has numbers, which never break, and its colour on a terminal."""
 
-    column: Column
+    name: str
+    is_number: bool = False
+    style: str | None = None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Name:
+    """The path of a block or the name of a policy. It breaks behind dots and the like, never within a word."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(max(map(len, self._parts(self.text))), len(self.text)).with_maximum(options.max_width)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        lines, width = [""], options.max_width
+        for word in self.text.split(" "):
+            parts = [word] if len(word) <= width - 2 else self._parts(word)
+            for number, part in enumerate(parts):
+                space = " " if number == 0 and lines[-1].strip() else ""
+                if lines[-1].strip() and len(lines[-1] + space + part) > width:
+                    lines.append("  ")
+                    space = ""
+                lines[-1] += space + part
+        yield Text("\n".join(lines), overflow="fold")
+
+    @staticmethod
+    def _parts(text: str) -> list[str]:
+        return re.split(r"(?<=[. +,])|(?<=\w\()", text)
+
+
+def table_of(columns: Sequence[Column], rows: Iterable[Sequence[str]], total: Sequence[str] | None = None) -> Table:
+    """Returns a table, with sums below it if there are any. Where it is too wide, text breaks, but no name does."""
+    table = Table(box=_DASHES, show_footer=total is not None, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for number, column in enumerate(columns):
+        table.add_column(
+            Text(column.name),
+            footer=Text("" if total is None else total[number]),
+            justify="right" if column.is_number else "left",
+            no_wrap=column.is_number,
+            overflow="fold",
+            style=column.style,
+        )
+    for row in rows:
+        cells = zip(columns, row, strict=True)
+        table.add_row(*(Text(cell) if column.is_number else _Name(cell) for column, cell in cells))
+    return table
+
+
+def is_too_wide(table: Table) -> bool:
+    cells = ([column.header, column.footer, *column.cells] for column in table.columns)
+    return sum(max(len(str(cell)) for cell in column) + 2 for column in cells) - 2 > WIDTH
+
+
+def bullet(text: str, mark: str = "-") -> Table:
+    """Returns a line that continues under its beginning."""
+    grid = Table.grid(padding=(0, 1, 0, 0))
+    grid.add_row(Text(mark, style="yellow"), Text(text))
+    return grid
+
+
+def prefix_note(prefix: str) -> str:
+    """Says once which prefix the paths of a table lack; empty if there is none."""
+    return f"Names of blocks are relative to {prefix[:-1]}." if prefix else ""
+
+
+def show(parts: Iterable[RenderableType], file: TextIO | None = None) -> None:
+    """Prints tables and lines, in colour on a terminal, as plain text of :data:`WIDTH` columns anywhere else."""
+    stream = sys.stdout if file is None else file
+    if stream.isatty():
+        console = Console(file=stream, highlight=False)
+        for part in parts:
+            console.print(part)
+    else:
+        stream.write(text_of(parts))
+
+
+def text_of(parts: Iterable[RenderableType]) -> str:
+    lines = io.StringIO()
+    console = Console(file=lines, width=WIDTH, color_system=None, force_terminal=False, highlight=False)
+    for part in parts:
+        console.print(part)
+    return "".join(f"{line.rstrip()}\n" for line in lines.getvalue().splitlines())
+
+
+def html_of(parts: Iterable[RenderableType]) -> str:
+    """Returns tables and lines for a notebook."""
+    console = Console(file=io.StringIO(), width=WIDTH, record=True, force_terminal=True, highlight=False)
+    for part in parts:
+        console.print(part)
+    return console.export_html(inline_styles=True, code_format='<pre style="line-height: 1.2">{code}</pre>')
+
+
+# ---- the table of a step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RowColumn(Column):
+    """A column, and how its cells come from rows."""
+
     cell: Callable[[Row], str]
     is_time: bool = False
-
-
-def rule_and_place(row: Row) -> str:
-    """Returns the rule of a block, and the store of its saved tensors if they leave the device."""
-    return row.rule if row.place in ("", "device") else f"{row.rule} + {row.place}"
 
 
 def _seconds(value: float | None) -> str:
     return "-" if value is None else format_seconds(value)
 
 
-def _bytes(value: int) -> str:
+def bytes_or_dash(value: int) -> str:
     return format_bytes(value) if value else "-"
+
+
+def percent_of(value: float) -> str:
+    return f"{value:.0%}".replace("%", " %")
 
 
 def _hidden(row: Row) -> str:
     """Returns the share of the copies' time that overlapped with computation."""
     if not row.copy_seconds or row.wait_seconds is None:
         return "-"
-    return f"{max(0.0, 1 - row.wait_seconds / row.copy_seconds):.0%}".replace("%", " %")
+    return percent_of(max(0.0, 1 - row.wait_seconds / row.copy_seconds))
 
 
-_BLOCK = _Cells(Column("block"), lambda row: row.block or "(model)")
-_RUNS = _Cells(Column("runs", is_number=True), lambda row: str(row.runs))
+_number = partial(_RowColumn, is_number=True)
+_time = partial(_number, is_time=True)
+_BLOCK = _RowColumn(name="block", cell=lambda row: row.block or "(model)")
+_RUNS = _number(name="runs", cell=lambda row: str(row.runs))
+_OFFLOADED = _number(name="offloaded", cell=lambda row: bytes_or_dash(row.bytes_host + row.bytes_disk))
+_NOTE = _RowColumn(name="note", cell=attrgetter("note"))
 _COLUMNS = (
     _BLOCK,
-    _Cells(Column("rule"), rule_and_place),
-    _Cells(Column("before", is_number=True), lambda row: format_bytes(row.bytes_before)),
-    _Cells(Column("after", is_number=True, style="bold green"), lambda row: format_bytes(row.bytes_after)),
-    _Cells(Column("moved", is_number=True), lambda row: _bytes(row.bytes_host + row.bytes_disk)),
+    _RowColumn(name="rule", cell=rule_and_place),
+    _number(name="before", cell=lambda row: format_bytes(row.bytes_before)),
+    _number(name="after", style="bold green", cell=lambda row: format_bytes(row.bytes_after)),
+    _OFFLOADED,
     _RUNS,
-    _Cells(Column("reruns", is_number=True), lambda row: "-" if row.is_own and not row.reruns else str(row.reruns)),
-    _Cells(Column("forward", is_number=True), lambda row: _seconds(row.forward_seconds), is_time=True),
-    _Cells(Column("recompute", is_number=True), lambda row: _seconds(row.recompute_seconds), is_time=True),
-    _Cells(Column("copies", is_number=True), lambda row: _seconds(row.copy_seconds), is_time=True),
-    _Cells(Column("hidden", is_number=True), _hidden, is_time=True),
+    _number(name="recomputed", cell=lambda row: "-" if row.is_own and not row.reruns else str(row.reruns)),
+    _time(name="forward", cell=lambda row: _seconds(row.forward_seconds)),
+    _time(name="recompute", cell=lambda row: _seconds(row.recompute_seconds)),
+    _time(name="copies", cell=lambda row: _seconds(row.copy_seconds)),
+    _time(name="hidden", cell=_hidden),
+    _NOTE,
 )
 
 
 def print_table(explanation: StepRecord, file: TextIO | None = None) -> None:
-    """Prints the rows, the totals, the peak and the warnings.
-
-    Equal consecutive layers are printed as one line of sums; the rows of the explanation are not changed.
-    Columns that say the same in all rows (one run, no times) are omitted.
-
-    Args:
-        explanation: what ``explain()`` returned.
-        file: where to print; ``None`` means the current ``sys.stdout``.
+    """Prints the rows, the totals, the peak and the warnings; columns that say the same in all rows are omitted.
 
     >>> from dataclasses import replace
     >>> row = Row(block="layers.0", rule="full", bytes_before=4096, bytes_after=1024, runs=1, reruns=1)
     >>> rows = (row, replace(row, block="layers.1"))
     >>> print_table(StepRecord(title="TrainStep", rows=rows, bytes_before=8192, bytes_after=2048))
     TrainStep: bytes kept for backward, before and after
-    block            rule    before     after  reruns
-    -------------------------------------------------
-    layers.0-1 (2x)  full  8.00 KiB  2.00 KiB       2
-    -------------------------------------------------
-    total                  8.00 KiB  2.00 KiB       2
+    block            rule    before     after  recomputed
+    -----------------------------------------------------
+    layers.0-1 (2x)  full  8.00 KiB  2.00 KiB           2
+    -----------------------------------------------------
+    total                  8.00 KiB  2.00 KiB           2
     kept for backward: 8.00 KiB -> 2.00 KiB, 6.00 KiB less (75 %)
     """
     show(parts_of(explanation), file)
@@ -93,32 +201,47 @@ def print_table(explanation: StepRecord, file: TextIO | None = None) -> None:
 def parts_of(explanation: StepRecord) -> Iterator[RenderableType]:
     """Yields what :func:`print_table` prints."""
     yield Text(f"{explanation.title}: bytes kept for backward, before and after", style="bold")
+    prefix = common_prefix(row.block for row in explanation.rows)
     short, legend = _short_rules(explanation)
-    plain = [replace(row, rule=short.get(row.rule, row.rule)) for row in explanation.rows]
-    rows = tuple(group_rows([replace(row, note="") for row in plain]))
-    used = [cells for cells in _COLUMNS if _has_content(cells, explanation.rows)]
-    together = _table(used, rows, explanation)
-    if width_of(together) <= WIDTH or not any(cells.is_time for cells in used):
+    rows = [replace(row, rule=short.get(row.rule, row.rule)) for row in _nested(explanation, prefix)]
+    groups = tuple(group_rows([replace(row, note="") for row in rows]))
+    used = [column for column in _columns(rows) if column is not _NOTE]
+    together = _table(used, groups, explanation)
+    if not is_too_wide(together) or not any(column.is_time for column in used):
         yield together
     else:
-        yield _table([cells for cells in used if not cells.is_time], rows, explanation)
+        yield _table([column for column in used if not column.is_time], groups, explanation)
         yield Text("")
-        times = [cells for cells in used if cells.is_time]
-        timed = [row for row in rows if any(cells.cell(row) != "-" for cells in times)]
+        times = [column for column in used if column.is_time]
+        timed = [row for row in groups if any(column.cell(row) != "-" for column in times)]
         yield _table([_BLOCK, *times], timed, explanation)
     yield from map(Text, _summary(explanation))
+    if prefix:
+        yield bullet(prefix_note(prefix), "*")
     for name, text in legend:
         yield bullet(f"{name} {text}", "*")
-    for names, note in _notes(plain):
+    for names, note in _notes(rows):
         yield bullet(f"{names}: {note}", "*")
     for warning in explanation.warnings:
         yield bullet(warning)
 
 
-def _table(columns: Sequence[_Cells], rows: Sequence[Row], explanation: StepRecord) -> Table:
+def step_table(explanation: StepRecord) -> tuple[Sequence[Column], list[list[str]], str]:
+    """Returns columns and cells of the table of a page, and the prefix that paths lack in it."""
+    prefix = common_prefix(row.block for row in explanation.rows)
+    rows = _nested(explanation, prefix)
+    columns = _columns(rows)
+    return columns, [[column.cell(row) for column in columns] for row in group_rows(rows)], prefix
+
+
+def _nested(explanation: StepRecord, prefix: str) -> list[Row]:
+    return [replace(row, block=row.block.removeprefix(prefix)) for row in nest(explanation.rows)]
+
+
+def _table(columns: Sequence[_RowColumn], rows: Sequence[Row], explanation: StepRecord) -> Table:
     total = _total(explanation)
     cells = [[column.cell(row) for column in columns] for row in rows]
-    return table_of([c.column for c in columns], cells, [column.cell(total) for column in columns])
+    return table_of(columns, cells, [column.cell(total) for column in columns])
 
 
 def _short_rules(explanation: StepRecord) -> tuple[dict[str, str], list[tuple[str, str]]]:
@@ -143,17 +266,22 @@ def _notes(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
         yield groups[0].block.partition(" (")[0] if not more else f"{about[0].block}{more}", note
 
 
-def _has_content(cells: _Cells, rows: Sequence[Row]) -> bool:
-    if cells is _RUNS:
-        return any(row.runs > 1 for row in rows)
-    is_optional = cells.is_time or cells.column.name == "moved"
-    return not is_optional or any(cells.cell(row) not in ("", "-") for row in rows)
+def _columns(rows: Sequence[Row]) -> list[_RowColumn]:
+    """Returns the columns that say something."""
+
+    def has_content(column: _RowColumn) -> bool:
+        if column is _RUNS:
+            return any(row.runs > 1 for row in rows)
+        is_optional = column.is_time or column in (_OFFLOADED, _NOTE)
+        return not is_optional or any(column.cell(row) not in ("", "-") for row in rows)
+
+    return [column for column in _COLUMNS if has_content(column)]
 
 
 def _total(explanation: StepRecord) -> Row:
     """Returns the last line: bytes of the explanation, other sums over outermost rows."""
     names = {row.block for row in explanation.rows}
-    rows = [row for row in explanation.rows if not _is_inside(row.block, names)]
+    rows = [r for r in explanation.rows if not r.block or names.isdisjoint(["", *paths_to(r.block)][:-1])]
     return Row(
         block="total",
         rule="",
@@ -169,40 +297,49 @@ def _total(explanation: StepRecord) -> Row:
     )
 
 
-def _is_inside(block: str, names: Collection[str]) -> bool:
-    """Whether a block is inside another one of ``names``, which counts its runs and seconds already.
-
-    >>> _is_inside("h.0.attn", {"h.0", "h.0.attn"}), _is_inside("h.10", {"h.1", "h.10"})
-    (True, False)
-    """
-    parts = block.split(".")
-    outer = {".".join(parts[:length]) for length in range(len(parts))}
-    return block != "" and not outer.isdisjoint(names)
-
-
 def _summary(explanation: StepRecord) -> Iterator[str]:
     yield _change("kept for backward", explanation.bytes_before, explanation.bytes_after)
-    places = ((explanation.bytes_host, "in host memory"), (explanation.bytes_disk, "on disk"))
-    if moved := [f"{format_bytes(num_bytes)} {where}" for num_bytes, where in places if num_bytes]:
-        yield f"moved away: {', '.join(moved)}"
+    if offloaded := offloaded_bytes(explanation):
+        yield f"offloaded: {offloaded}"
     peak_bytes, plain_bytes = explanation.peak_bytes, explanation.plain_peak_bytes
     if peak_bytes is not None:
         if plain_bytes is None or plain_bytes == peak_bytes:
-            yield f"peak of the step: {format_bytes(peak_bytes)}"
+            yield f"peak memory: {format_bytes(peak_bytes)}"
         else:
-            yield _change("peak of the step", plain_bytes, peak_bytes, " (predicted)")
+            yield _change("peak memory", plain_bytes, peak_bytes, " (predicted)")
     if explanation.timeline:
         static = explanation.static_bytes
         which = "weights and optimizer states"
         if not explanation.has_optimizer_states:
             which = "weights, as optimizer states did not exist yet"
-        of_it = f"; {format_bytes(static)} are {which}" if static else ""
-        yield f"set by the {explanation.peak_at}{of_it}"
+        share = f"; {format_bytes(static)} are {which}" if static else ""
+        yield f"reached {time_of(explanation.peak_at)}{share}"
     if explanation.capture:
         yield f"capture: {explanation.capture}"
 
 
+def offloaded_bytes(explanation: StepRecord) -> str:
+    """Returns how much is offloaded where: ``"10.5 MiB to disk"``; empty if nothing is."""
+    tiers = ((explanation.bytes_host, "host memory"), (explanation.bytes_disk, "disk"))
+    return ", ".join(f"{format_bytes(num_bytes)} to {name}" for num_bytes, name in tiers if num_bytes)
+
+
+def time_of(interval: str) -> str:
+    """Returns when a part of the step runs, to go on in a sentence.
+
+    >>> time_of("backward of h.3"), time_of("the head and the loss, after h.5"), time_of("before the first block")
+    ('during the backward of h.3', 'in the head and the loss, after h.5', 'before the first block')
+    """
+    if interval.startswith(("before ", "after ")):
+        return interval
+    if interval.startswith(("forward of ", "backward of ", "recomputation of ")):
+        return f"during the {interval}"
+    if interval.startswith("optimizer"):
+        return "in the optimizer step"
+    return f"in {interval}" if interval.startswith("the ") else f"during {interval}"
+
+
 def _change(what: str, before: int, after: int, remark: str = "") -> str:
     change = f"{format_bytes(abs(before - after))} {'less' if before >= after else 'more'}"
-    percent = f" ({abs(before - after) / before:.0%})".replace("%", " %") if before else ""
+    percent = f" ({percent_of(abs(before - after) / before)})" if before else ""
     return f"{what}: {format_bytes(before)}{remark} -> {format_bytes(after)}, {change}{percent}"

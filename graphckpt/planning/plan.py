@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, final
 from graphckpt.blocks.apply import apply
 from graphckpt.errors import ConfigError
 from graphckpt.extras import LazyPackage
-from graphckpt.ledger.plot_style import PAGE, file_of
-from graphckpt.ledger.table_style import html_of, text_of
+from graphckpt.ledger.plot import PAGE, file_of
+from graphckpt.ledger.table import html_of, text_of
+from graphckpt.ledger.table import show as show_parts
 from graphckpt.planning.rows import PlanRow, PlanSummary, ShownPlan, Stage
-from graphckpt.planning.show.table import parts_of, print_plan, summary_lines
+from graphckpt.planning.show.table import parts_of, summary_lines
 from graphckpt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class Plan(PlanSummary):
     def explain(self, *, show: bool = True) -> Self:
         """Prints the policies and their cost unless ``show`` is false; returns the plan, which prints the same."""
         if show:
-            print_plan(self.rows, self, self.notes)
+            show_parts(parts_of(self.rows, self, self.notes))
         return self
 
     def to_dict(self) -> dict[str, Any]:
@@ -121,8 +122,8 @@ class Plan(PlanSummary):
         Raises:
             ConfigError: the plan is from a file, which does not contain them.
         """
-        from graphckpt.planning.show.plot import draw_plan  # noqa: PLC0415 - loads matplotlib
-        from graphckpt.planning.show.report import write_plans  # noqa: PLC0415
+        from graphckpt.planning.show.page import write_plans  # noqa: PLC0415
+        from graphckpt.planning.show.plot import draw_plan  # noqa: PLC0415
 
         if not self.stages:
             raise ConfigError("Plan.plot: a plan from a file has no levels to draw · fix: plan again")
@@ -131,7 +132,7 @@ class Plan(PlanSummary):
             front = self.front() if self.front is not None else ()
             plans = [ShownPlan(summary=plan, rows=plan.rows, stages=plan.stages) for plan in (self, *front)]
             return write_plans(plans[0], plans[1:], target)
-        return draw_plan(self.stages, self.rows, self, path)
+        return draw_plan(self.stages, self.rows, self, target)
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as YAML, with a section ``blocks`` for ``train.activation_checkpoint``.

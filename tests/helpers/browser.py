@@ -89,6 +89,8 @@ class Page:
 
     def screenshot(self, path: Path) -> None:
         """Writes what the window shows as PNG."""
+        self.evaluate("document.documentElement.style.overflow = 'hidden'")
+        self.wait(0.5)
         path.write_bytes(base64.b64decode(self._browser.call("Page.captureScreenshot", format="png")["data"]))
 
 

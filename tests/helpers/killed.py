@@ -21,8 +21,8 @@ import torch._dynamo
 import transformers.models.gpt2.modeling_gpt2  # noqa: F401 - seconds, which each child would need otherwise
 
 import graphckpt.config.run  # noqa: F401 - before the children start
-from graphckpt.blocks import step_recorder
 from graphckpt.cli import main
+from graphckpt.ledger.explanation import Explanation
 from graphckpt.train.hooks.explain import ExplainHook
 from graphckpt.train.snapshot import folder as snapshot
 
@@ -59,7 +59,7 @@ def _child(order):
     if order.get("when"):
         snapshot.sync = _slowly(snapshot.sync)
     if order.get("draws"):
-        step_recorder.draw = lambda explanation, path: Path(path).write_text(str(explanation.title))
+        Explanation.plot = lambda explanation, path: Path(path).write_text(str(explanation.title))
     else:
         ExplainHook.after_train = lambda self, loop: None  # a picture takes longer than all of the run
     with Path(order["output"]).open("a") as output:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -310,6 +310,10 @@ def test_checkpointing_in_call_is_switched_off_where_a_policy_recomputes(tmp_pat
     rows = callback.handle.explain(show=False).rows
     assert [(row.rule, row.reruns) for row in rows[:2]] == [("full", 1), ("own checkpointing", 1)]
     assert "policies act on 1 block; kept" in saved_line(callback.handle.explain(show=False))
+    rows = [replace(row, reruns=0) for row in rows]
+    idle = replace(callback.handle.explain(show=False), rows=tuple(rows), bytes_disk=2048)
+    assert "everything fits; no block is recomputed; kept for backward: " in saved_line(idle)
+    assert saved_line(idle).endswith("; offloaded: 2.00 KiB to disk")
     callback.on_train_end(arguments(tmp_path), TrainerState(), TrainerControl())
     assert [layer.gradient_checkpointing for layer in model] == [True] * 3
 

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 import graphckpt
 from graphckpt import Selective, Tiles
+from graphckpt.blocks.config import fields_of
+from graphckpt.blocks.select import select
 from graphckpt.ledger.explanation import Explanation
 
 Step = Callable[[nn.Module], Any]
@@ -35,7 +37,11 @@ class Case:
         model = self.build()
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = None if self.optimizer is None else self.optimizer(trained)
-        with graphckpt.apply(model, {**self.policies, **(more or {})}) as handle:
+        fields: dict[str, dict[str, Any]] = {}  # by block: what is advised may replace a policy on all of its blocks
+        for selector, policy in {**self.policies, **(more or {})}.items():
+            for name, _ in select(model, selector):
+                fields.setdefault(name, {}).update(fields_of(policy))
+        with graphckpt.apply(model, fields) as handle:
             for _ in range(steps):
                 torch.manual_seed(1)
                 with handle.measure():

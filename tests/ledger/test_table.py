@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphckpt.ledger.explanation import Explanation
-from graphckpt.ledger.group_rows import group_rows
+from graphckpt.ledger.groups import group_rows
 from graphckpt.ledger.record import Event, Row
 from graphckpt.ledger.table import print_table
 
@@ -79,13 +80,13 @@ def test_plain_text_to_the_letter():
         printed(GPT)
         == """\
 TrainStep: bytes kept for backward, before and after
-block                     rule               before     after  reruns
----------------------------------------------------------------------
-transformer.wte           keep             6.00 MiB  6.00 MiB       0
-transformer.h.0-11 (12x)  full             72.0 MiB  6.00 MiB      12
-lm_head                   tiles(8) + host  6.00 MiB   512 KiB       1
----------------------------------------------------------------------
-total                                      84.0 MiB  12.5 MiB      13
+block                     rule               before     after  recomputed
+-------------------------------------------------------------------------
+transformer.wte           keep             6.00 MiB  6.00 MiB           0
+transformer.h.0-11 (12x)  full             72.0 MiB  6.00 MiB          12
+lm_head                   tiles(8) + host  6.00 MiB   512 KiB           1
+-------------------------------------------------------------------------
+total                                      84.0 MiB  12.5 MiB          13
 
 block                     forward  recompute
 --------------------------------------------
@@ -95,7 +96,7 @@ lm_head                   1.00 ms    2.00 ms
 --------------------------------------------
 total                     14.0 ms    26.0 ms
 kept for backward: 84.0 MiB -> 12.5 MiB, 71.5 MiB less (85 %)
-peak of the step: 200 MiB (predicted) -> 123 MiB, 77.0 MiB less (38 %)
+peak memory: 200 MiB (predicted) -> 123 MiB, 77.0 MiB less (38 %)
 * lm_head: anew
 - lm_head.offload: of CPU tensors does nothing
 - one more
@@ -106,12 +107,12 @@ peak of the step: 200 MiB (predicted) -> 123 MiB, 77.0 MiB less (38 %)
 def test_the_peak_says_what_runs_then_and_what_no_policy_can_change():
     timeline = (Event(5 * MIB, "h.0", "forward"), Event(9 * MIB, "h.1", "recompute"))
     text = printed(explanation(layers(1), peak_bytes=9 * MIB, timeline=timeline, static_bytes=2 * MIB))
-    assert "peak of the step: 9.00 MiB\n" in text
-    assert "set by the recomputation of h.1; 2.00 MiB are weights and optimizer states\n" in text
+    assert "peak memory: 9.00 MiB\n" in text
+    assert "reached during the recomputation of h.1; 2.00 MiB are weights and optimizer\nstates\n" in text
 
 
 def test_a_model_that_is_one_block_is_named_at_the_peak():
-    for phase, what in (("recompute", "recomputation of TrainStep"), ("backward", "backward outside of blocks")):
+    for phase, what in (("recompute", "recomputation of TrainStep"), ("backward", "backward, outside any block")):
         assert explanation(layers(1), timeline=(Event(MIB, "", phase),)).peak_at == what
 
 
@@ -210,7 +211,7 @@ def test_text_in_brackets_is_no_markup(monkeypatch):
 
 def test_columns_without_times_and_notes_are_left_out():
     text = printed(explanation(layers(2, forward_seconds=None, recompute_seconds=None)))
-    assert text.splitlines()[1].split() == ["block", "rule", "before", "after", "reruns"]
+    assert text.splitlines()[1].split() == ["block", "rule", "before", "after", "recomputed"]
 
 
 def test_an_empty_record_and_one_that_keeps_more_still_print():
@@ -228,6 +229,33 @@ def test_totals_count_a_block_inside_another_once():
     )
     total = next(line for line in printed(explanation(rows)).splitlines() if line.startswith("total"))
     assert total.split()[-5:] == ["2", "2.00", "ms", "4.00", "ms"]
+
+
+def test_a_nested_block_stands_below_its_parent():
+    rows = [replace(LAYER, block=block) for block in ("wte", "h.0", "h.1", "head", "h.1.attn", "h.0.mlp", "h.0.mlp.up")]
+    text = printed(explanation(tuple(replace(row, runs=at) for at, row in enumerate(rows))))
+    order = [line.split()[0] for line in text.splitlines() if line.startswith(("wte", "h"))]
+    assert order == ["wte", "h.0", "h.0.mlp", "h.0.mlp.up", "h.1", "h.1.attn", "head"]
+
+
+PEFT = ("embed_tokens", "layers.0", "layers.0.self_attn.rotary_embeddings_of_a_long_name", "layers.1", "norm")
+
+
+def test_a_common_prefix_is_said_once():
+    rows = [replace(LAYER, block=f"base_model.model.model.{block}", runs=at) for at, block in enumerate(PEFT)]
+    text = printed(
+        explanation((*rows, replace(LAYER, block="base_model.model.lm_head"), replace(LAYER, block="(else)")))
+    )
+    assert text.count("base_model.model") == 1
+    assert "* Names of blocks are relative to base_model.model.\n" in text
+    assert "base_model" not in printed(explanation(layers(3)))
+
+
+@pytest.mark.parametrize("block", [f"base_model.model.model.{PEFT[2]}", "an_encoder.with.many.parts." * 3 + "layers.0"])
+def test_no_name_is_broken_within(block):
+    text = printed(explanation((replace(WIDE, block=block), replace(WIDE, block="other"))))
+    names = {name for line in text.splitlines() for name in re.findall(r"\w+", line)}
+    assert {*block.split("."), "selective", "matmul", "attention"} <= names
 
 
 # ---- folding
@@ -286,6 +314,15 @@ def test_every_other_layer_folds_too():
     rows = [replace(LAYER, block=f"h.{i}", rule="full" if i % 2 else "keep") for i in range(6)]
     assert names(rows) == ["h.0,2,..,4 (3x)", "h.1,3,..,5 (3x)"]
     assert names(rows[:4]) == ["h.0,2 (2x)", "h.1,3 (2x)"]
+
+
+def test_a_nested_block_stays_with_its_layer_where_the_first_layer_differs():
+    rows = [
+        replace(LAYER, block=f"h.{i}{part}", bytes_before=(i > 0) + 2 * (part != ""))
+        for i in range(3)
+        for part in ("", ".mlp")
+    ]
+    assert names(rows) == ["h.0", "h.0.mlp", "h.1-2 (2x)", "h.1-2.mlp (2x)"]
 
 
 def test_two_stacks_do_not_mix():

@@ -19,7 +19,9 @@ WORDS += ["train.dist.timeout_seconds=20"]
 
 
 def refuse_then_replace(rank: int, folder: Path) -> None:
-    with pytest.raises(GraphckptError, match="already contains a run" if rank == 0 else "rank 0 ended with ConfigError"):
+    with pytest.raises(
+        GraphckptError, match="already contains a run" if rank == 0 else "rank 0 ended with ConfigError"
+    ):
         trainer_from("tiny.py", WORDS)
     trainer = trainer_from("tiny.py", [*WORDS, "train.output_dir=fresh"])
     trainer.train()

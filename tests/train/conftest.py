@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from graphckpt.blocks import step_recorder
+from graphckpt.ledger.explanation import Explanation
 
 
 @pytest.fixture
@@ -18,4 +18,4 @@ def pictures() -> None:
 def without_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes as long as all else of a small run: an empty file stands for the picture."""
     if "pictures" not in request.fixturenames:
-        monkeypatch.setattr(step_recorder, "draw", lambda explanation, path: Path(path).touch())
+        monkeypatch.setattr(Explanation, "plot", lambda explanation, path: Path(path).touch())

@@ -9,13 +9,26 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, final
 
 from rich.text import Text
 
-from graphckpt.ledger.plot_style import INK, figure_of, file_of, frame, legend, unit_of
-from graphckpt.ledger.table_style import Column, bullet, html_of, show, table_of, text_of
+from graphckpt.ledger.groups import rule_colour, sorted_rules
+from graphckpt.ledger.plot import (
+    ACCENT,
+    DASHES,
+    INK,
+    figure_of,
+    file_of,
+    frame,
+    legend,
+    patches,
+    title_of,
+    unit_of,
+)
+from graphckpt.ledger.table import Column, bullet, html_of, show, table_of, text_of
 from graphckpt.planning.errors import PlanError
+from graphckpt.planning.show.plot import LEVEL_AT_START
 from graphckpt.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from rich.console import RenderableType
 
@@ -24,7 +37,8 @@ if TYPE_CHECKING:
 Goal: TypeAlias = Literal["throughput", "batch"]
 """What a micro-batch is chosen for: the most samples per second, or the largest batch."""
 
-_LEVEL = re.compile(r"\(level \d+ of \d+\)")
+_OP_LEVEL = re.compile(r"\(level \d+ of \d+\)")
+_TOP = 1.25  # of the budget: what the plain step would need beyond this is not drawn
 _COLUMNS = (
     Column("batch", is_number=True),
     Column("peak", is_number=True),
@@ -34,9 +48,6 @@ _COLUMNS = (
     Column("policies"),
     Column("from"),
 )
-_COLOURS = ("#4c78a8", "#58a55c", "#e3bf3a", "#f2922f", "#d9576a", "#a06fb0", "#4fb3b0", "#a5744f")
-_DASHES = (0, (4, 3))
-_TOP = 1.25  # of the budget: what the plain step would need beyond this is cut off
 
 
 @final
@@ -253,21 +264,7 @@ class Fit:
         rows = [row for row in self.rows if row.fits]
         if not rows:
             raise PlanError(f"{target}: expected a batch that fits, got none · fix: a larger budget")
-        with figure_of(target, inches=(9, 7.2)) as figure:
-            speed, memory, policies = figure.subplots(3, 1, sharex=True, height_ratios=(3, 3, 2))
-            _draw_speed(speed, self, rows)
-            _draw_memory(memory, self, rows)
-            _draw_policies(policies, rows)
-            policies.set_xscale("log", base=2)
-            policies.set_xticks([row.batch_size for row in rows], [str(row.batch_size) for row in rows])
-            policies.minorticks_off()
-            policies.tick_params(axis="x", labelrotation=45 if len(rows) > 10 else 0)
-            policies.set_xlabel("micro-batch size", color=INK)
-            title = f"batch sizes in {format_bytes(self.budget_bytes)} on {self.device}"
-            speed.set_title(title, loc="left", fontsize=11.5, fontweight="bold")
-            best = f"largest: {self.largest.batch_size} · fastest: {self.fastest.batch_size}"
-            speed.set_title(best, loc="right", fontsize=9)
-        return target
+        return _draw(self, rows, target)
 
     def _fitting(self) -> list[BatchFit]:
         rows = [row for row in self.rows if row.fits]
@@ -327,15 +324,6 @@ def _cells(row: BatchFit) -> list[str]:
     return [size, format_bytes(row.peak_bytes), plain, format_seconds(row.seconds), _rate(row), policies, source]
 
 
-def _policies_of(plan: Plan) -> dict[str, int]:
-    """Returns the number of blocks of each policy, in the order of the blocks; levels of ``selective`` count as one."""
-    counts: dict[str, int] = {}
-    for row in plan.rows:
-        name = _LEVEL.sub("", row.option)
-        counts[name] = counts.get(name, 0) + 1
-    return counts
-
-
 def _rate(row: BatchFit) -> str:
     rate = row.samples_per_second
     return f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"
@@ -348,46 +336,83 @@ def _checked(row: BatchFit) -> str:
     return f"; it ran: peak {format_bytes(row.checked_peak_bytes)}{took}"
 
 
-def _draw_speed(axes: Any, fit: Fit, rows: list[BatchFit]) -> None:
-    rates = [row.samples_per_second for row in rows]
-    line = axes.plot(_sizes(rows), rates, "o-", color=INK, linewidth=1.2, markersize=4, label="measured")
+def _draw(fit: Fit, rows: Sequence[BatchFit], target: Path) -> Path:
+    """Draws samples per second, the peak, and the share of blocks of each policy over the batch size."""
+    sizes = [row.batch_size for row in rows]
+    with figure_of(target, inches=(9, 7.2)) as figure:
+        speed, memory, policies = figure.subplots(3, 1, sharex=True, height_ratios=(3, 3, 2))
+        _draw_speed(speed, fit, rows)
+        _draw_memory(memory, fit, rows)
+        counts = [_policies_of(row.plan) for row in rows if row.plan is not None]
+        names = sorted_rules(name for count in counts for name in count)
+        shares = [[count.get(name, 0) / sum(count.values()) for count in counts] for name in names]
+        colour_of = {name: rule_colour(name) for name in names}
+        policies.stackplot(sizes, shares, colors=list(colour_of.values()), linewidth=0, antialiased=False)
+        policies.set_ylim(0, 1)
+        policies.set_yticks([0, 0.5, 1], ["0", "50 %", "100 %"])
+        frame(policies, "share of the blocks")
+        legend(policies, {"policy of the block": patches(colour_of)})
+        policies.set_xscale("log", base=2)
+        policies.set_xticks(sizes, _labels(sizes, fit.largest.batch_size, fit.fastest.batch_size))
+        policies.minorticks_off()
+        policies.set_xlabel("micro-batch size (logarithmic)", color=INK)
+        best = f"largest: {fit.largest.batch_size} · fastest: {fit.fastest.batch_size}"
+        title_of(speed, f"batch sizes in {format_bytes(fit.budget_bytes)} on {fit.device}", best)
+    return target
+
+
+def _labels(sizes: Sequence[int], *first: int) -> list[str]:
+    """Names sizes that are not too close to each other on a logarithmic axis, ``first`` before all others.
+
+    >>> _labels([2, 4, 109, 110, 111, 128, 256], 256, 110)
+    ['2', '4', '', '110', '', '', '256']
+    """
+    gap = (sizes[-1] / sizes[0]) ** (1 / 20)
+    labelled: list[int] = []
+    for size in (*first, *reversed(sizes)):
+        if all(max(size, other) / min(size, other) >= gap for other in labelled if other != size):
+            labelled.append(size)
+    return [str(size) if size in labelled else "" for size in sizes]
+
+
+def _policies_of(plan: Plan) -> dict[str, int]:
+    """Returns the number of blocks of each policy, in the order of the blocks; levels of ``selective`` count as one."""
+    counts: dict[str, int] = {}
+    for row in plan.rows:
+        name = _OP_LEVEL.sub("", row.option)
+        counts[name] = counts.get(name, 0) + 1
+    return counts
+
+
+def _draw_speed(axes: Any, fit: Fit, rows: Sequence[BatchFit]) -> None:
+    sizes, rates = [row.batch_size for row in rows], [row.samples_per_second for row in rows]
+    line = axes.plot(sizes, rates, "o-", color=INK, linewidth=1.2, markersize=4, label="under the plan")
     fastest = fit.fastest
     best = axes.plot(
-        [fastest.batch_size], [fastest.samples_per_second], "o", color=_COLOURS[4], markersize=7, label="fastest"
+        [fastest.batch_size], [fastest.samples_per_second], "o", color=ACCENT, markersize=7, label="fastest"
     )
     axes.set_ylim(0, 1.12 * fastest.samples_per_second)
     frame(axes, "samples per second")
-    legend(axes, [*line, *best], "throughput", anchor=1.0, is_in_layout=True)
+    legend(axes, {"throughput": [*line, *best]})
 
 
-def _draw_memory(axes: Any, fit: Fit, rows: list[BatchFit]) -> None:
+def _draw_memory(axes: Any, fit: Fit, rows: Sequence[BatchFit]) -> None:
     scale, unit = unit_of(fit.budget_bytes)
     measured = [row for row in rows if row.is_measured]
-    peak = axes.plot(_sizes(rows), [r.peak_bytes / scale for r in rows], color=_COLOURS[0], marker="o", markersize=3.5)
-    plain = axes.plot(_sizes(measured), [r.plain_peak_bytes / scale for r in measured], color=_COLOURS[4], linewidth=1)
-    floor = axes.plot(_sizes(measured), [r.floor_bytes / scale for r in measured], color=_COLOURS[1], linewidth=1)
-    budget = axes.axhline(fit.budget_bytes / scale, color=INK, linewidth=1, linestyle=_DASHES)
-    names = ("under the plan", "with everything kept", "lowest possible", "memory budget")
-    handles = [*peak, *plain, *floor, budget]
-    for handle, name in zip(handles, names, strict=True):
-        handle.set_label(name)
+    lines = []
+    for name, points, peaks, style in (
+        (
+            "with everything kept",
+            measured,
+            [row.plain_peak_bytes for row in measured],
+            {"color": rule_colour("joined")},
+        ),
+        ("under the plan", rows, [row.peak_bytes for row in rows], {"color": INK, "marker": "o", "markersize": 3.5}),
+        ("lowest possible", measured, [row.floor_bytes for row in measured], {"color": LEVEL_AT_START}),
+    ):
+        sizes = [row.batch_size for row in points]
+        lines += axes.plot(sizes, [peak / scale for peak in peaks], linewidth=1.2, label=name, **style)
+    budget = axes.axhline(fit.budget_bytes / scale, color=INK, linewidth=1, linestyle=DASHES, label="memory budget")
     axes.set_ylim(0, _TOP * fit.budget_bytes / scale)
-    frame(axes, f"peak of the step ({unit})")
-    legend(axes, handles, "peak", anchor=1.0, is_in_layout=True)
-
-
-def _draw_policies(axes: Any, rows: list[BatchFit]) -> None:
-    """Draws a band for each policy, as wide as its share of the blocks."""
-    counts = [_policies_of(row.plan) for row in rows if row.plan is not None]
-    names = list(dict.fromkeys(name for count in counts for name in count))
-    shares = [[count.get(name, 0) / sum(count.values()) for count in counts] for name in names]
-    colours = [_COLOURS[number % len(_COLOURS)] for number in range(len(names))]
-    bands = axes.stackplot(_sizes(rows), shares, labels=names, colors=colours, alpha=0.8)
-    axes.set_ylim(0, 1)
-    axes.set_yticks([0, 0.5, 1], ["0", "50 %", "100 %"])
-    frame(axes, "share of the blocks")
-    legend(axes, bands, "policy", anchor=1.0, is_in_layout=True)
-
-
-def _sizes(rows: list[BatchFit]) -> list[int]:
-    return [row.batch_size for row in rows]
+    frame(axes, f"peak memory ({unit})")
+    legend(axes, {"peak": [*lines, budget]})

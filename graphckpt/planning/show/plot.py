@@ -1,165 +1,93 @@
-"""Draws the live bytes of a plan over the step, and a sweep over budgets, as PNG or SVG.
+"""Draws a plan and a sweep over budgets as PNG or SVG.
 
-Matplotlib takes half a second to import, so only a call of :func:`draw_plan` or :func:`draw_sweep` does.
+Matplotlib takes half a second to import, so only a call of a function that draws does.
 """
-
-# ruff: noqa: PLC0415
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from graphckpt.errors import ConfigError
-from graphckpt.ledger.plot_style import INK, figure_of, file_of, frame, legend, mark, unit_of
+from graphckpt.ledger.groups import GREY, OUTSIDE, PHASES, Span, block_spans, rule_colour, sorted_rules, spans
+from graphckpt.ledger.plot import (
+    DASHES,
+    INK,
+    figure_of,
+    file_of,
+    frame,
+    legend,
+    mark,
+    patches,
+    strip,
+    title_of,
+    unit_of,
+)
 from graphckpt.planning.model.events import Phase
 from graphckpt.planning.rows import PlanRow, PlanSummary, Stage
 from graphckpt.units import format_bytes, format_seconds
 
-_OUTSIDE = "#c9ced6"
-COLOURS = (
-    "#4c78a8",
-    "#58a55c",
-    "#e3bf3a",
-    "#f2922f",
-    "#d9576a",
-    "#a06fb0",
-    "#4fb3b0",
-    "#a5744f",
-    "#cf6fa5",
-    "#86a83b",
-)
+LEVEL, LEVEL_AT_START = "#cfd8e3", "#93a6bd"
+"""The colours of live bytes whose kind is unknown: the peak of an interval, and the level at its start."""
 _MARKERS = "osD^vPX<>*"
-_OF_BLOCKS = (f"{Phase.FORWARD.value} ", f"{Phase.BACKWARD.value} ")
+_BLOCK = re.compile(f"(?:{Phase.FORWARD.value}|{Phase.BACKWARD.value}) (.*)")
 _BETWEEN = f"{Phase.AFTER_FORWARD.value} ", f"{Phase.AFTER_BACKWARD.value} "
-_DASHES = (0, (4, 3))
-_NARROW = 0.2  # width of intervals between two blocks; all others are 1 wide
 _HIGHEST = 1.6  # a budget further above the peak would flatten the levels
 
 
-def draw_plan(stages: Sequence[Stage], rows: Sequence[PlanRow], summary: PlanSummary, path: str | Path) -> Path:
+def draw_plan(stages: Sequence[Stage], rows: Sequence[PlanRow], summary: PlanSummary, target: Path) -> Path:
     """Draws the predicted live bytes in each interval of the step, with the budget and the interval of the peak.
 
-    Pale colour is the peak in an interval, full colour the level at its start; colours distinguish policies. The same
-    plan gives the same file.
-
-    Args:
-        stages: the levels.
-        rows: the policies.
-        summary: the budget, and what sets the peak.
-        path: the file to write, or to replace; its suffix, ``.png`` or ``.svg``, is the format.
-
-    Returns:
-        The path written.
-
-    Raises:
-        ConfigError: the suffix is another one, the folder does not exist, or the plan has no levels.
+    The strips on top show the phase and the running block, in the colour of its policy. The same plan gives the same
+    file.
     """
-    target = file_of(path)
-    if not stages:
-        raise ConfigError(f"{target}: the plan has no levels to draw · fix: plan again; a plan from a file has none")
+    from matplotlib.lines import Line2D  # noqa: PLC0415
+
     peak_bytes = max(stage.peak_bytes for stage in stages)
+    # An interval between two blocks is short, and a line in the picture that says nothing unless it sets the peak.
+    stages = [s for s in stages if s.peak_bytes == peak_bytes or not s.name.startswith(_BETWEEN)]
     scale, unit = unit_of(peak_bytes)
+    is_near = summary.budget_bytes <= _HIGHEST * peak_bytes
+    edges = list(range(len(stages) + 1))
     with figure_of(target) as figure:
-        axes = figure.subplots()
-        is_near = summary.budget_bytes <= _HIGHEST * peak_bytes
-        _draw_levels(axes, stages, rows, scale, has_budget=is_near)
-        top = max(peak_bytes, summary.budget_bytes if is_near else 0)
-        axes.set_ylim(0, 1.14 * max(top, 1) / scale)
+        phases, blocks, axes = figure.subplots(3, 1, sharex=True, height_ratios=(1, 1, 20))
+        axes.set_xlim(0, edges[-1])
+        axes.set_xticks([])
+        strip(phases, _phases(stages, edges), "phase")
+        policies = {row.block: row.option for row in rows}
+        strip(blocks, block_spans([block_of(s.name) or "" for s in stages], policies, edges, edges[-1]), "block")
+        peaks = [stage.peak_bytes / scale for stage in stages]
+        starts = [stage.start_bytes / scale for stage in stages]
+        axes.fill_between(edges, [*peaks, peaks[-1]], step="post", color=LEVEL, linewidth=0)
+        axes.fill_between(edges, [*starts, starts[-1]], step="post", color=LEVEL_AT_START, linewidth=0)
+        axes.set_ylim(0, 1.14 * max(peak_bytes, summary.budget_bytes if is_near else 0, 1) / scale)
+        levels = patches({"peak of the interval": LEVEL, "at its start": LEVEL_AT_START})
         if is_near:
-            axes.axhline(summary.budget_bytes / scale, color=INK, linewidth=1, linestyle=_DASHES)
-        _mark_binding(axes, stages, summary, scale)
+            axes.axhline(summary.budget_bytes / scale, color=INK, linewidth=1, linestyle=DASHES)
+            levels.append(Line2D([], [], color=INK, linewidth=1, linestyle=DASHES, label="memory budget"))
+        highest = max(range(len(stages)), key=lambda number: stages[number].peak_bytes)
+        text = f"peak {format_bytes(summary.predicted_peak_bytes)}\n{summary.binding}"
+        mark(axes, (edges[highest] + edges[highest + 1]) / 2, peaks[highest], text)
         frame(axes, f"live bytes of all tensors ({unit})")
-        axes.set_xlabel("the step, block by block: forward, then backward", color=INK)
-        axes.set_title(
-            f"memory budget {format_bytes(summary.budget_bytes)}", loc="left", fontsize=11.5, fontweight="bold"
-        )
-        kept, took = format_bytes(summary.plain_peak_bytes), format_bytes(summary.predicted_peak_bytes)
-        axes.set_title(f"peak: {kept} → {took}" if kept != took else f"peak: {kept}", loc="right", fontsize=9)
+        axes.set_xlabel("the step, block by block", color=INK)
+        plain, peak = format_bytes(summary.plain_peak_bytes), format_bytes(summary.predicted_peak_bytes)
+        budget = f"memory budget {format_bytes(summary.budget_bytes)}"
+        title_of(phases, budget, f"peak: {plain} → {peak}" if plain != peak else f"peak: {plain}")
+        colours = {option: rule_colour(option) for option in sorted_rules(row.option for row in rows)} | {OUTSIDE: GREY}
+        legend(figure, {"live bytes": levels, "policy of the block": patches(colours)})
     return target
 
 
-def draw_sweep(front: Sequence[tuple[int, float]], uniform: Sequence[tuple[str, int, float]], path: str | Path) -> Path:
-    """Draws peak and step time of the Pareto-optimal plans and of uniform policies.
-
-    Args:
-        front: peak in bytes and seconds of each plan.
-        uniform: name, peak in bytes and seconds of each uniform policy.
-        path: the file to write, or to replace; its suffix, ``.png`` or ``.svg``, is the format.
-
-    Returns:
-        The path written.
-
-    Raises:
-        ConfigError: the suffix is another one, the folder does not exist, or there is nothing to draw.
-    """
-    target = file_of(path)
-    if not front and not uniform:
-        raise ConfigError(f"{target}: there is no plan to draw · fix: sweep over budgets from the least peak up")
-    scale, unit = unit_of(max([peak for peak, _ in front] + [peak for _, peak, _ in uniform]))
-    slowest = max([seconds for _, seconds in front] + [seconds for _, _, seconds in uniform])
-    second, second_name = second_of(slowest)
-    with figure_of(target, inches=(8, 4.8)) as figure:
-        axes = figure.subplots()
-        handles = []
-        if front:
-            ordered = sorted(front)
-            handles += axes.plot(
-                [peak / scale for peak, _ in ordered],
-                [seconds * second for _, seconds in ordered],
-                drawstyle="steps-post",  # a budget between two plans has the lower one
-                color=INK,
-                linewidth=1.2,
-                marker="o",
-                markersize=3.5,
-                label="planned",
-            )
-        for number, (name, peak, seconds) in enumerate(uniform):
-            handles += axes.plot(
-                [peak / scale],
-                [seconds * second],
-                linestyle="none",
-                marker=_MARKERS[number % len(_MARKERS)],
-                markersize=8,
-                markeredgecolor="white",
-                color=COLOURS[number % len(COLOURS)],
-                label=name,
-            )
-        axes.grid(color=_OUTSIDE, linewidth=0.6, alpha=0.6)
-        frame(axes, f"seconds of a step ({second_name})")
-        axes.set_xlabel(f"peak of the step ({unit})", color=INK)
-        axes.set_title("peak and time of a step", loc="left", fontsize=11.5, fontweight="bold")
-        legend(axes, handles, "policy of all blocks", anchor=1.0, is_in_layout=True)
-    return target
-
-
-def _draw_levels(axes: Any, stages: Sequence[Stage], rows: Sequence[PlanRow], scale: int, *, has_budget: bool) -> None:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    policies = {row.block: row.option for row in rows}
-    names = dict.fromkeys(policies.values())
-    colour_of = {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(names)}
-    edges = _edges(stages)
-    is_any_outside = False
-    for left, right, stage in zip(edges, edges[1:], stages, strict=False):
-        block = block_of(stage.name)
-        is_any_outside |= block is None
-        colour = _OUTSIDE if block is None else colour_of[policies[block]]
-        axes.fill_between([left, right], stage.peak_bytes / scale, color=colour, linewidth=0, alpha=0.45)
-        axes.fill_between([left, right], stage.start_bytes / scale, color=colour, linewidth=0)
-    ends = [stage.start_bytes / scale for stage in stages]
-    axes.plot(edges, [*ends, ends[-1]], drawstyle="steps-post", color=INK, linewidth=0.8)
-    axes.set_xlim(0, edges[-1])
-    axes.set_xticks([])
-    handles: list[Any] = [Patch(color=colour, label=name) for name, colour in colour_of.items()]
-    if is_any_outside:
-        handles.append(Patch(color=_OUTSIDE, label="outside of blocks"))
-    if has_budget:
-        handles.append(Line2D([], [], color=INK, linewidth=1, linestyle=_DASHES, label="memory budget"))
-    legend(axes, handles, "policy", anchor=1.0, is_in_layout=True)
+def _phases(stages: Sequence[Stage], edges: Sequence[float]) -> Iterator[Span]:
+    names = [
+        "optimizer" if s.name.startswith(Phase.OPTIMIZER.value)
+        else "backward" if s.name.startswith((Phase.BACKWARD.value, Phase.AFTER_BACKWARD.value))
+        else "forward"
+        for s in stages
+    ]  # fmt: skip
+    for phase, begin, end in spans(names, edges, edges[-1]):
+        yield Span(phase, PHASES[phase], begin, end)
 
 
 def block_of(stage: str) -> str | None:
@@ -168,19 +96,38 @@ def block_of(stage: str) -> str | None:
     >>> block_of("backward of h.3"), block_of("after the forward of h.3"), block_of("optimizer")
     ('h.3', None, None)
     """
-    return next((stage[len(phase) :] for phase in _OF_BLOCKS if stage.startswith(phase)), None)
+    match = _BLOCK.fullmatch(stage)
+    return None if match is None else match[1]
 
 
-def _edges(stages: Sequence[Stage]) -> list[float]:
-    """Returns the start of each interval, and the end of the last."""
-    return list(accumulate((_NARROW if s.name.startswith(_BETWEEN) else 1.0 for s in stages), initial=0.0))
-
-
-def _mark_binding(axes: Any, stages: Sequence[Stage], summary: PlanSummary, scale: int) -> None:
-    edges = _edges(stages)
-    highest = max(range(len(stages)), key=lambda number: stages[number].peak_bytes)
-    at, level = (edges[highest] + edges[highest + 1]) / 2, stages[highest].peak_bytes / scale
-    mark(axes, at, level, f"peak {format_bytes(summary.predicted_peak_bytes)}  ({summary.binding})")
+def draw_sweep(front: Sequence[tuple[int, float]], uniform: Sequence[tuple[str, int, float]], path: str | Path) -> Path:
+    """Draws peak in bytes and seconds of the Pareto-optimal plans and of uniform policies."""
+    target = file_of(path)
+    if not front and not uniform:
+        raise ConfigError(f"{target}: there is no plan to draw · fix: sweep over budgets from the lowest peak up")
+    scale, unit = unit_of(max([peak for peak, _ in front] + [peak for _, peak, _ in uniform]))
+    second, second_name = second_of(max([s for _, s in front] + [s for _, _, s in uniform]))
+    with figure_of(target, inches=(8, 4.8)) as figure:
+        axes = figure.subplots()
+        planned, points = [], {}
+        if front:
+            peaks, seconds = zip(*sorted(front), strict=True)
+            # steps-post, as a budget between two plans has the lower one
+            planned = axes.plot(
+                [peak / scale for peak in peaks], [s * second for s in seconds], "o-", drawstyle="steps-post",
+                color=INK, linewidth=1.2, markersize=3.5, label="chosen by the planner",
+            )  # fmt: skip
+        for number, (name, peak, s) in enumerate(uniform):
+            (points[name],) = axes.plot(
+                [peak / scale], [s * second], linestyle="none", marker=_MARKERS[number % len(_MARKERS)], markersize=8,
+                markeredgecolor="white", color=rule_colour(name), label=name,
+            )  # fmt: skip
+        axes.grid(color=GREY, linewidth=0.6, alpha=0.6)
+        frame(axes, f"step time ({second_name})")
+        axes.set_xlabel(f"peak memory ({unit})", color=INK)
+        title_of(axes, "peak memory and step time")
+        legend(figure, {"plans": planned, "one policy for all blocks": [points[name] for name in sorted_rules(points)]})
+    return target
 
 
 def second_of(seconds: float) -> tuple[float, str]:

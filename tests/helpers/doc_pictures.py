@@ -1,7 +1,7 @@
-"""Takes the screenshots of the interactive pages for the docs.
+"""Makes the pictures of a step and the screenshots of the interactive pages for the docs.
 
-``PYTHONPATH=.:tests python tests/helpers/report_shots.py docs/images`` writes ``step_report.png`` and
-``plan_report.png``.
+``PYTHONPATH=.:tests python tests/helpers/doc_pictures.py docs/images`` writes ``step.png``, ``step_report.png`` and
+``plan_report.png``. Those of a plan, a sweep and a fit are by the commands beside them in the docs.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from PIL import Image
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import graphckpt
@@ -43,16 +44,21 @@ def main(folder: Path) -> None:
             step()
             with handle.measure():
                 step()
-            handle.explain(plot=str(page_of_step), show=False)
+            handle.explain(plot=str(page_of_step), show=False).plot(folder / "step.png")
         graphckpt.plan(model, step, memory_budget="40%").plot(page_of_plan)
         with opened(page_of_step) as page:
-            page.resize(1200, 1320)
+            page.resize(1200, 1300)
             x, y, width, height = page.evaluate(BOX)
             page.point_at(x + 0.61 * width, y + 0.3 * height)
             page.screenshot(folder / "step_report.png")
         with opened(page_of_plan) as page:
-            page.resize(1200, 970)
+            page.resize(1200, 1130)
             page.screenshot(folder / "plan_report.png")
+    for name in ("step.png", "step_report.png", "plan_report.png"):
+        with Image.open(folder / name) as image:
+            image.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+                folder / name, optimize=True
+            )
 
 
 if __name__ == "__main__":

@@ -15,10 +15,10 @@ import graphckpt
 from graphckpt import extras
 from graphckpt.errors import GraphckptError
 from graphckpt.ledger.explanation import Explanation
-from graphckpt.ledger.levels import thin
+from graphckpt.ledger.groups import KINDS, Part, composition, rule_colour
+from graphckpt.ledger.page import _MAX_POINTS
+from graphckpt.ledger.plot import StepLevels
 from graphckpt.ledger.record import Event, Row, TensorLife
-from graphckpt.ledger.report.composition import Part, composition
-from graphckpt.ledger.report.step import _MAX_POINTS
 
 MOST_BYTES = 6_000_000
 PHASES = ("forward", "recompute", "backward", "optimizer")
@@ -85,7 +85,7 @@ def test_the_composition_sums_to_the_peak_to_the_byte():
     check_sums(whole)
     sizes = {part.name: part.num_bytes for part in whole.parts}
     assert sizes["weights"] + sizes["optimizer states"] == seen.static_bytes
-    assert sizes["saved by blocks"] > 0
+    assert sizes["saved for backward"] > 0
 
 
 def test_many_blocks_and_tensors_are_summed_up():
@@ -113,6 +113,17 @@ def test_the_page_is_one_file_with_its_language_charset_and_title(tmp_path: Path
     assert path.stat().st_size < MOST_BYTES
 
 
+def test_picture_and_page_have_the_same_colours(tmp_path: Path):
+    """Those of kinds and rules that the module of groups names."""
+    seen = step(tmp_path / "step.html")
+    page = (tmp_path / "step.html").read_text("utf-8")
+    picture = seen.plot(tmp_path / "step.svg").read_text("utf-8")
+    kinds = {part.name for part in composition(seen).parts}
+    for colour in [*(KINDS[kind] for kind in kinds), rule_colour("full")]:
+        assert colour in page, colour
+        assert colour in picture, colour
+
+
 def test_names_are_text_and_never_markup(tmp_path: Path):
     bad = "<img src=x onerror=alert(1)>"
     life = TensorLife(num_bytes=8, begin=0, end=None, block=bad, saved_by=bad, source=bad, dtype="int8", shape=(8,))
@@ -128,8 +139,8 @@ def test_names_are_text_and_never_markup(tmp_path: Path):
 def test_a_long_step_is_a_small_page_with_the_exact_peak(tmp_path: Path):
     record = long_record()
     assert record.plot(tmp_path / "long.html").stat().st_size < MOST_BYTES
-    steps = thin(record.timeline, _MAX_POINTS)
-    assert max(event.live_bytes for _, event in steps) == record.peak_bytes
+    step = StepLevels(record, _MAX_POINTS)
+    assert max(step.levels) * step.scale == record.peak_bytes
     assert composition(record).num_bytes == record.peak_bytes
 
 
@@ -162,7 +173,7 @@ def test_pointing_shows_the_tensor_without_a_network(tmp_path: Path):
         text = "".join(page.evaluate(HOVER))
         assert "allocates float32[2048, 64], 512 KiB" in text
         assert "aten.gelu.default in 0" in text
-        assert "test_report.py:" in text
+        assert "test_page.py:" in text
         assert f"allocated at {gelu.begin}, freed at {gelu.end}" in text
         assert page.evaluate(TREE) == seen.peak_bytes
         before = page.evaluate("document.querySelector('#levels').layout.xaxis.range")

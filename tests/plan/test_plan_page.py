@@ -14,7 +14,7 @@ from torch import nn
 import graphckpt
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.rows import PlanRow, ShownPlan, Stage
-from graphckpt.planning.show.report import write_plans
+from graphckpt.planning.show.page import write_plans
 
 MOST_BYTES = 6_000_000
 

@@ -1,1 +1,0 @@
-"""Interactive pages: their frame, and that of a step."""
