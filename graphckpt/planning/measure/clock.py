@@ -64,6 +64,12 @@ class StepClock(StepListener):
         self._marks.append((self._interval, time_mark(device)))
         self.seconds: dict[Interval, float] = {}
         self.total = 0.0
+        self.order: list[int] = []
+        """The numbers of the blocks, in the order of their calls."""
+
+    def begin_call(self, block: int, leaves: Sequence[Any], *, are_passed_on: bool) -> None:
+        del leaves, are_passed_on
+        self.order.append(block)
 
     def mark(self, interval: Interval) -> None:
         if interval.phase is Phase.OPTIMIZER:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, final
 import torch
 
 from graphckpt.planning.candidates import KEEP, OpTimes, Option, with_levels
-from graphckpt.planning.errors import PlanError
+from graphckpt.planning.errors import PathError, PlanError
 from graphckpt.planning.measure.instrument import Blocks
 from graphckpt.planning.model.events import Interval, Phase
 from graphckpt.planning.model.memory_model import MeasuredStep, MemoryModel, StepSample
@@ -44,6 +44,17 @@ class MeasurableStep(Protocol):
     def ops(self, blocks: Blocks) -> list[list[OpTimes]]:
         """Runs the step and times the ops of the blocks; returns, by block, those of each forward."""
 
+    def repeat_longest(self, blocks: Blocks, orders: Sequence[Sequence[int]]) -> bool:
+        """Lets all later runs draw the random numbers of one that calls all blocks, if there is one.
+
+        Args:
+            blocks: The blocks.
+            orders: Orders in which runs have called blocks.
+
+        Returns:
+            Whether there is one, of which the other runs leave out calls.
+        """
+
     def restricted_to(self, blocks: Blocks, numbers: Sequence[int]) -> AbstractContextManager[bool]:
         """Runs the step without the other blocks within the ``with`` block, if possible; yields whether it is."""
 
@@ -67,6 +78,7 @@ def measure(
         broadcast: returns the value of the leader of several processes.
 
     Raises:
+        PathError: the blocks are called in another order each time.
         PlanError: no block runs with gradients.
     """
     assert options[0] is KEEP
@@ -180,17 +192,14 @@ class TraceCollector:
         """Adds one run, in which block ``numbers[n]`` had option ``turn[n]``.
 
         Raises:
-            PlanError: The blocks were called in another order than before.
+            PathError: The blocks were called in another order than before.
         """
         log = StepLog(sample.trace) if self._runs else self._base
         calls = _calls_by_block(log, numbers)
         is_whole = len(numbers) == len(self.classes)
         orders = [[call.block for call in each.calls] for each in (log, self._base)]
         if any(len(calls[n]) != len(self._calls[n]) for n in numbers) or (is_whole and orders[0] != orders[1]):
-            raise PlanError(
-                "the step calls its blocks in another order each time · fix: plan with one batch, and with a model "
-                "that takes the same path each time"
-            )
+            raise PathError(orders)
         self._runs.append(_LoggedRun(log, dict(zip(numbers, turn, strict=True)), calls, is_whole))
         for block, option in zip(numbers, turn, strict=True):
             key = self.classes[block], option
