@@ -239,6 +239,8 @@ class TraceCollector:
                     self.notes.setdefault(
                         f"{blocks.names[block]}: its backward under {own[self.classes[block]][number].name} {text}"
                     )
+        if any(len(call.backwards) > 1 for call in base.calls):
+            self.notes = {_REPEATED: None}
         every = range(len(options))
         return MeasuredStep(
             names=tuple(blocks.names),
@@ -442,4 +444,8 @@ def _calls_by_block(log: StepLog, numbers: Sequence[int]) -> dict[int, list[int]
 
 
 _SHORTER = "a layer behaves differently in a shorter stack than in the whole one; the peak is an estimate"
+_REPEATED = (
+    "the step runs backward through the same calls of blocks more than once (create_graph=True or retain_graph=True), "
+    "which the planner counts as one; the peak is an estimate"
+)
 _STRANGE = "some tensors that blocks return live longer under some policies; the peak is an estimate"

@@ -12,7 +12,7 @@ from weakref import ref
 
 import torch
 
-from graphckpt._compat import unseen_by_modes
+from graphckpt._compat import current_backward, unseen_by_modes
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.engine.objects import copy_objects
 from graphckpt.ledger.live_memory import LiveBytes, storages_of
@@ -131,6 +131,7 @@ class Trace(LiveBytes, StepListener):
 
     def gradient_of(self, call: int, output: int, gradient: torch.Tensor) -> None:
         """Names the gradient of an output."""
+        self.calls[call].backwards.add(current_backward())
         self.calls[call].gradients.setdefault(output, self.name_of(gradient))
 
     def hold(self, tensor: torch.Tensor) -> tuple[int, int]:

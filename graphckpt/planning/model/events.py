@@ -77,6 +77,8 @@ class BlockCall:
     outputs: list[int] = field(default_factory=list)
     gradients: dict[int, int] = field(default_factory=dict)
     """The storage of the gradient of each output, by the number of the output."""
+    backwards: set[int] = field(default_factory=set)
+    """The ids of the backwards of the step that have computed gradients of its outputs."""
     returned_before: list[int] = field(default_factory=list)
     """The storages of the arguments that are the very tensors which the call before has returned."""
 
