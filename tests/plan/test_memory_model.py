@@ -29,6 +29,7 @@ FEW = {
     "albert",  # one layer that runs several times
     "deberta_v2",  # its layers hand on the embeddings of positions
     "falcon",  # one key for all heads
+    "fnet",  # layers that convert their input to complex numbers
     "gemma2",  # its cache has layers with and without a sliding window
     "gpt2",  # a cache of keys, tied weights
     "gptj",  # the attention does not save what the cache holds
@@ -76,7 +77,7 @@ def plans(num_blocks, num_options, count, seed=0):
     return uniform + [[rng.randrange(num_options) for _ in range(num_blocks)] for _ in range(count)]
 
 
-FAST = {"albert", "gpt2", "gptj", "llama", "qwen2_moe", "resnet"}
+FAST = {"albert", "fnet", "gpt2", "gptj", "llama", "qwen2_moe", "resnet"}
 
 
 @pytest.mark.parametrize("architecture", [pytest.param(a, id=a.name, marks=slow_unless(a.name in FAST)) for a in CASES])

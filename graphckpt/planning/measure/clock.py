@@ -164,14 +164,14 @@ class _OpTimer(TorchDispatchMode):
         observer, seconds = self._observer, 0.0
         if observer.op_seconds is not None:
             output = call_with_autocast(func, args, kwargs)
-            if not is_counted(func, args):
+            if not is_counted(func, args, kwargs):
                 return output
             seconds = observer.op_seconds(func, args, kwargs, output)
         else:
             begin = time_mark(observer.device)
             output = call_with_autocast(func, args, kwargs)
             end = time_mark(observer.device)
-            if not is_counted(func, args):
+            if not is_counted(func, args, kwargs):
                 return output
             observer.marks.append((self._ops, len(self._ops.seconds), begin, end))
         number = self._calls[func]
