@@ -269,10 +269,12 @@ class Frame(Call):
     def _original_forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         block = self.block
         recorder = block.recorder
-        pack: Any = self.pack if recorder is None else recorder.original_forward_began(block.name, self.pack)
+        hooks: tuple[Any, Any] = self.pack, self.unpack
+        if recorder is not None:
+            hooks = recorder.original_forward_began(block.name, *hooks)
         run = self.original = Execution(self, running.get(), is_recomputation=False)
         try:
-            with Guard(run, pack, self.unpack), self.contexts.original_forward(self) if self.contexts else _NOTHING:
+            with Guard(run, *hooks), self.contexts.original_forward(self) if self.contexts else _NOTHING:
                 return self._function(*args, **kwargs)
         except BaseException as error:
             if not isinstance(error, Exception):

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from time import perf_counter
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import torch
 
@@ -21,6 +21,9 @@ from graphckpt.ledger.saved_bytes import SavedBytes
 from graphckpt.ledger.storage_log import StorageLog
 from graphckpt.stores import Traffic
 from graphckpt.stores.base import TIERS, Total
+
+Pack: TypeAlias = Callable[[torch.Tensor], Any]
+Unpack: TypeAlias = Callable[[Any], torch.Tensor]
 
 REST = "(outside of blocks)"
 """The row for tensors saved while no block of the table runs."""
@@ -78,7 +81,9 @@ class Recorder:
         return self._kept.of_block(block) + stored
 
     def hooks_below(self, hooks: Any) -> Any:
-        """Returns the hooks that would be active without this recorder."""
+        """Returns the hooks that would be active without this recorder, but for what it counts in ``pack``."""
+        if hooks is not None and isinstance(hooks[1], _AttributedUnpack):
+            return hooks[0], hooks[1].unpack
         return self._outer if hooks is not None and hooks[0] == self._save_plainly else hooks
 
     @contextmanager
@@ -118,10 +123,13 @@ class Recorder:
             self.live.label((weight.grad for weight in weights), "gradients")
         self.phase("optimizer")
 
-    def original_forward_began(self, block: str, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-        """Begins a block's original forward. Returns ``pack``, which also counts what the plain step would save."""
+    def original_forward_began(self, block: str, pack: Pack, unpack: Unpack) -> tuple[Pack, Unpack]:
+        """Begins a block's original forward.
+
+        Returns the hooks: ``pack`` also counts what the plain step would save, ``unpack`` begins the block's backward.
+        """
         if self._again:
-            return pack
+            return pack, unpack
         self._enter(block)
 
         @never_compiled
@@ -133,7 +141,7 @@ class Recorder:
                     self.live.hold(tensor, block, held)
             return held
 
-        return look_and_pack
+        return look_and_pack, _AttributedUnpack(self, block, unpack)
 
     def original_forward_ended(self, block: str) -> None:
         """Ends a block's original forward."""
@@ -141,11 +149,11 @@ class Recorder:
             self._leave(block)
 
     def stored_forward_began(
-        self, block: str, pack: Callable[[torch.Tensor], Any], *, is_stored: bool = False
-    ) -> Callable[[torch.Tensor], Any]:
+        self, block: str, pack: Pack, unpack: Unpack, *, is_stored: bool = False
+    ) -> tuple[Pack, Unpack]:
         """Begins a block that keeps its saved tensors: as they are, or in a store that counts them itself."""
         if self._again:
-            return pack
+            return pack, unpack
         self._enter(block)
 
         @never_compiled
@@ -158,7 +166,7 @@ class Recorder:
                 self.live.hold(tensor, None, held, saved_by=None if is_stored else block)
             return held
 
-        return look_and_pack
+        return look_and_pack, _AttributedUnpack(self, block, unpack)
 
     def stored_forward_ended(self, block: str) -> None:
         """Ends a block that keeps its saved tensors."""
@@ -184,6 +192,11 @@ class Recorder:
             yield
         finally:
             self._is_passing_on = False
+
+    def backward_reads(self, block: str) -> None:
+        """Begins the backward of a block, or goes on with it: autograd needs a tensor that it has saved."""
+        if not self._again:
+            self.phase("backward", block)
 
     def recomputation_began(self, block: str) -> None:
         """Begins the recomputation of a block."""
@@ -242,10 +255,26 @@ class Recorder:
 
     @never_compiled
     def _give_back(self, saved: _PlainlySaved) -> torch.Tensor:
-        if not self._again:
-            self.phase("backward", "" if saved.block == REST else saved.block)
+        self.backward_reads("" if saved.block == REST else saved.block)
         tensor: torch.Tensor = saved.held if self._outer is None else self._outer[1](saved.held)
         return tensor
+
+
+@final
+class _AttributedUnpack:
+    """The hook ``unpack`` of a block, which tells the recorder whose backward runs."""
+
+    __slots__ = ("_block", "_recorder", "unpack")
+
+    def __init__(self, recorder: Recorder, block: str, unpack: Unpack) -> None:
+        self._recorder = recorder
+        self._block = block
+        self.unpack = unpack
+
+    @never_compiled
+    def __call__(self, packed: Any) -> torch.Tensor:
+        self._recorder.backward_reads(self._block)
+        return self.unpack(packed)
 
 
 class _PlainlySaved:

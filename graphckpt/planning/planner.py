@@ -23,7 +23,7 @@ from graphckpt.planning.candidates import (
     with_partition,
 )
 from graphckpt.planning.candidates import options as candidates_of
-from graphckpt.planning.errors import GroupError, PlanError
+from graphckpt.planning.errors import GroupError, PathError, PlanError
 from graphckpt.planning.measure.instrument import Blocks
 from graphckpt.planning.measure.real_step import RealStep
 from graphckpt.planning.measure.sweep import MeasurableStep, measure
@@ -90,7 +90,13 @@ def measure_all(
         on_head = apply(model, {row.block: row.fields for row in rows}) if rows else nullcontext()
         with on_head, compiled_forwards(modules, code.options):
             progress = options.progress
-            measured = measure(step, Blocks(blocks), candidates, progress, group.classes, group.broadcast)
+            try:
+                measured = measure(step, Blocks(blocks), candidates, progress, group.classes, group.broadcast)
+            except PathError as error:
+                if group.size > 1 or not step.repeat_longest(Blocks(blocks), error.orders):
+                    raise
+                found.append(_ALL_BLOCKS)
+                measured = measure(step, Blocks(blocks), candidates, progress)
             measured = group.times(measured)
         if not planners:
             found += group.elect_leader(measured.model.highest([0] * len(blocks)).peak)
@@ -101,7 +107,8 @@ def measure_all(
                 device=step.device_name,
                 rates=rates,
                 host_budget=options.host_bytes,
-                joins=can_join(modules, options.candidates),
+                # without the first layer of a run, the others join the run before it, and exceed the peak
+                joins=can_join(modules, options.candidates) and _ALL_BLOCKS not in found,
                 notes=found,
                 extra_rows=rows,
                 compiles=code.field,
@@ -109,6 +116,12 @@ def measure_all(
             )
         )
     return Planners(planners, [*known, {"compile": code.field}])
+
+
+_ALL_BLOCKS = (
+    "the step calls other blocks each time, as LayerDrop does; it is planned for a step that calls all of them, so the "
+    "peak is an upper bound"
+)
 
 
 def _slowest(rates: Sequence[Sequence[float] | None]) -> CopyRates | None:
@@ -128,7 +141,7 @@ def head_rows(
     Raises:
         ConfigError: there is no such block, it is a layer or contains one, or a value is not a rule.
     """
-    found: list[tuple[PlanRow, ...]] = [()]
+    alternatives: list[tuple[PlanRow, ...]] = [()]
     for name, value in (head or {}).items():
         if name not in dict(model.named_modules()):
             raise ConfigError(
@@ -144,8 +157,8 @@ def head_rows(
                 raise ConfigError(f"head: expected a rule, got {one!r} · fix: Tiles(8, reduce='sum')")
             settings = {field.name: getattr(rule, field.name) for field in fields(rule)}
             plain = {"activation_checkpointing": {"rule": rule.name, **settings}}
-            found.append((PlanRow(block=name, option=rule.describe(), fields=plain),))
-    return found
+            alternatives.append((PlanRow(block=name, option=rule.describe(), fields=plain),))
+    return alternatives
 
 
 @final

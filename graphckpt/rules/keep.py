@@ -194,10 +194,11 @@ def _run_kept(
     is_stored: bool = False,
 ) -> Any:
     recorder = block.recorder
-    pack = keep[0] if recorder is None else recorder.stored_forward_began(block.name, keep[0], is_stored=is_stored)
+    if recorder is not None:
+        keep = recorder.stored_forward_began(block.name, *keep, is_stored=is_stored)
     try:
         # what runs in here belongs to no recomputed block
-        with Guard(None, pack, keep[1]), modes_paused(runs[0] if runs else None):
+        with Guard(None, *keep), modes_paused(runs[0] if runs else None):
             return function(*args, **kwargs)
     finally:
         if recorder is not None:

@@ -92,3 +92,28 @@ def test_gradients_of_an_earlier_step_are_freed_within_the_step():
     old = [life for life in seen.tensors if life.is_old and life.kind == "gradients"]
     assert sum(life.num_bytes for life in old) == sum(p.nbytes for p in model.parameters())
     assert all(life.end is not None and life.end < len(seen.timeline) for life in old)
+
+
+@pytest.mark.parametrize(
+    "policies",
+    [
+        {},
+        {"0": True},
+        {"1": {"activation_checkpointing": False, "contiguous": True}},
+        {"1": {"activation_checkpointing": False, "offload": "disk"}, "2": True},
+        {"*": {"activation_checkpointing": False, "contiguous": True}},
+        {"*": True, "1": {"activation_checkpointing": True, "offload": "disk"}},
+    ],
+)
+def test_the_backward_of_each_block_is_its_own(policies):
+    _, seen = measured(policies)
+    gradients = [t for t in seen.tensors if t.phase == "backward" and t.op.startswith("aten.gelu_backward")]
+    assert [t.block for t in gradients] == ["2", "1", "0"]
+    weights = [t for t in seen.tensors if t.phase == "backward" and t.shape in ((64, 16), (16, 64))]
+    assert [t.block for t in weights] == ["2", "2", "1", "1", "0", "0"]
+
+
+def test_the_backward_of_an_excluded_child_is_its_own_and_what_follows_that_of_its_parent():
+    _, seen = measured({"1": True, "1.0": False})
+    weights = [t.block for t in seen.tensors if t.phase == "backward" and t.shape in ((64, 16), (16, 64))]
+    assert weights == ["2", "2", "1", "1.0", "0", "0"]

@@ -6,9 +6,11 @@ import copy
 import dataclasses
 import itertools
 import json
+import random
 import re
 import textwrap
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -391,12 +393,27 @@ def test_micro_batches_in_one_step():
             assert case.peak() == found.predicted_peak_bytes <= budget
 
 
-def test_a_cache_of_keys_makes_it_an_estimate():
-    case = gpt2(use_cache=True)
-    found = case.planner().plan(1 << 40)
-    fix = "fix, if it is the cache of a Transformers model: config.use_cache = False"
-    assert any(fix in note for note in found.notes)
-    assert not gpt2().planner().plan(1 << 40).notes
+@pytest.mark.parametrize("keeps_output", [False, True])
+def test_a_cache_of_keys_lives_as_long_as_any_block_that_is_recomputed_with_it(keeps_output):
+    case, ids = gpt2(use_cache=True, num_layers=6), torch.randint(0, 32, (4, 24))
+
+    def step():
+        torch.manual_seed(5)
+        output = case.model(input_ids=ids, labels=ids)
+        loss = output.loss
+        if not keeps_output:
+            del output
+        loss.backward()
+        case.optimizer.step()
+        case.optimizer.zero_grad()
+
+    case.step = step
+    planner = case.planner()
+    assert not planner.measured.notes
+    for budget in budgets(planner, 12):
+        found = planner.plan(budget)
+        with found.apply():
+            assert case.peak() == found.predicted_peak_bytes <= budget
 
 
 def test_a_step_without_its_blocks_cannot_be_planned(planned):
@@ -419,6 +436,50 @@ def test_a_step_that_takes_another_path_each_time_cannot_be_planned():
 
     with pytest.raises(PlanError, match="calls its blocks in another order each time · fix: plan with one batch"):
         plan(model, step, memory_budget="min")
+
+
+class Dropped(Looped):
+    """Leaves out some layers at random, as LayerDrop does."""
+
+    def __init__(self, rate, draw):
+        super().__init__(num_layers=6)
+        self.rate, self.draw = rate, draw
+
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            if self.draw() >= self.rate:
+                x = layer(x)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(()).item(), np.random.rand, random.random])
+def test_a_step_that_drops_layers_is_planned_as_one_that_calls_all(draw):
+    torch.manual_seed(0)
+    x = torch.randn(256, D)
+    case = Case(Dropped(0.2, draw), lambda model: model(x).square().mean())
+
+    def step():
+        case.model(x).square().mean().backward()
+        case.optimizer.step()
+        case.optimizer.zero_grad()
+
+    case.step = step
+    for budget in ("min", "50%", "1GiB"):
+        found = plan(case.model, step, memory_budget=budget)
+        assert any("it is planned for a step that calls all of them" in note for note in found.notes)
+        with found.apply():
+            case.model.rate = 0
+            assert case.peak() == found.predicted_peak_bytes
+            case.model.rate = 0.2
+            assert all(case.peak() <= found.predicted_peak_bytes for _ in range(6))
+    case.model.rate = 0
+    assert not plan(case.model, step, memory_budget="1GiB").notes
+
+    layers_in_turn = itertools.cycle([1, 1, 0, 1, 1])
+    case.model.rate, case.model.draw = 0.5, lambda: next(layers_in_turn)
+    with pytest.raises(PlanError, match=r"calls its blocks in another order each time · fix: .*layerdrop=0"):
+        plan(case.model, step, memory_budget="min")
 
 
 # ---- nothing is left behind

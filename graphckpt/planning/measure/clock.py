@@ -63,6 +63,12 @@ class StepClock(StepListener):
         self._marks.append((self._interval, time_mark(device)))
         self.seconds: dict[Interval, float] = {}
         self.total = 0.0
+        self.order: list[int] = []
+        """The numbers of the blocks, in the order of their calls."""
+
+    def begin_call(self, block: int, leaves: Sequence[Any], *, are_passed_on: bool) -> None:
+        del leaves, are_passed_on
+        self.order.append(block)
 
     def mark(self, interval: Interval) -> None:
         if interval.phase is Phase.OPTIMIZER:
@@ -152,14 +158,14 @@ class _OpTimer(DispatchMode):
         observer, seconds = self._observer, 0.0
         if observer.op_seconds is not None:
             output = call_with_autocast(func, args, kwargs)
-            if not is_counted(func, args):
+            if not is_counted(func, args, kwargs):
                 return output
             seconds = observer.op_seconds(func, args, kwargs, output)
         else:
             begin = time_mark(observer.device)
             output = call_with_autocast(func, args, kwargs)
             end = time_mark(observer.device)
-            if not is_counted(func, args):
+            if not is_counted(func, args, kwargs):
                 return output
             observer.marks.append((self._ops, len(self._ops.seconds), begin, end))
         number = self._calls[func]

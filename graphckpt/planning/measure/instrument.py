@@ -16,7 +16,7 @@ from graphckpt.blocks.forward import BlockForward
 from graphckpt.planning.candidates import Option
 from graphckpt.planning.model.events import Interval, Phase
 from graphckpt.stores.base import Store
-from graphckpt.tree import tensors_in
+from graphckpt.tree import flatten_value, tensors_in
 
 
 class StepListener:
@@ -26,13 +26,13 @@ class StepListener:
         """Called when an interval begins."""
         raise NotImplementedError
 
-    def begin_call(self, block: int, tensors: Sequence[torch.Tensor], *, are_passed_on: bool) -> None:
+    def begin_call(self, block: int, leaves: Sequence[Any], *, are_passed_on: bool) -> None:
         """Called before the forward of a block begins.
 
         Args:
             block: The number of the block.
-            tensors: The tensors that it is called with.
-            are_passed_on: Whether its forward receives these, and not views of them for hooks on backward.
+            leaves: The tensors and other objects that it is called with.
+            are_passed_on: Whether its forward receives these tensors, and not views of them for hooks on backward.
         """
 
     def end_call(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -106,9 +106,9 @@ class _StepIntervals:
         self._num_calls = self._num_updates = 0
         self._in_backward: set[int] = set()
 
-    def begin_call(self, block: int, tensors: Sequence[torch.Tensor], *, are_passed_on: bool) -> int:
+    def begin_call(self, block: int, leaves: Sequence[Any], *, are_passed_on: bool) -> int:
         self.is_in_block = True
-        self._listener.begin_call(block, tensors, are_passed_on=are_passed_on)
+        self._listener.begin_call(block, leaves, are_passed_on=are_passed_on)
         self._mark(Phase.FORWARD, self._num_calls)
         self._num_calls += 1
         return self._num_calls - 1
@@ -172,9 +172,10 @@ class _BlockHooks:
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         intervals = self._intervals  # all that a hook on a tensor keeps alive
         if torch.is_grad_enabled() and not intervals.is_in_block:
-            tensors = tensors_in((args, kwargs))
+            leaves, _ = flatten_value((args, kwargs))
             has_backward_hooks = bool(module._backward_hooks or module._backward_pre_hooks)
-            call = intervals.begin_call(self._block, tensors, are_passed_on=not has_backward_hooks)
+            call = intervals.begin_call(self._block, leaves, are_passed_on=not has_backward_hooks)
+            tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
             at_end = [tensor for tensor in tensors if tensor.requires_grad and not tensor.is_leaf]
             for tensor in at_end:
                 tensor.register_hook(lambda _: intervals.end_backward(call))

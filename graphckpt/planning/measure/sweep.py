@@ -11,11 +11,12 @@ from typing import Any, Protocol, final
 import torch
 
 from graphckpt.planning.candidates import KEEP, OpTimes, Option, with_levels
-from graphckpt.planning.errors import PlanError
+from graphckpt.planning.errors import PathError, PlanError
 from graphckpt.planning.measure.instrument import Blocks
 from graphckpt.planning.model.events import Interval, Phase
 from graphckpt.planning.model.memory_model import MeasuredStep, MemoryModel, StepSample
 from graphckpt.planning.model.program import BlockProgram, StepLog, StorageEnd, with_holds
+from graphckpt.rules.keep import Keep
 from graphckpt.rules.selective import Selective
 from graphckpt.stores.offload import Offload
 
@@ -43,6 +44,17 @@ class MeasurableStep(Protocol):
     def ops(self, blocks: Blocks) -> list[list[OpTimes]]:
         """Runs the step and times the ops of the blocks; returns, by block, those of each forward."""
 
+    def repeat_longest(self, blocks: Blocks, orders: Sequence[Sequence[int]]) -> bool:
+        """Lets all later runs draw the random numbers of one that calls all blocks, if there is one.
+
+        Args:
+            blocks: The blocks.
+            orders: Orders in which runs have called blocks.
+
+        Returns:
+            Whether there is one, of which the other runs leave out calls.
+        """
+
     def restricted_to(self, blocks: Blocks, numbers: Sequence[int]) -> AbstractContextManager[bool]:
         """Runs the step without the other blocks within the ``with`` block, if possible; yields whether it is."""
 
@@ -66,6 +78,7 @@ def measure(
         broadcast: returns the value of the leader of several processes.
 
     Raises:
+        PathError: the blocks are called in another order each time.
         PlanError: no block runs with gradients.
     """
     assert options[0] is KEEP
@@ -179,17 +192,14 @@ class TraceCollector:
         """Adds one run, in which block ``numbers[n]`` had option ``turn[n]``.
 
         Raises:
-            PlanError: The blocks were called in another order than before.
+            PathError: The blocks were called in another order than before.
         """
         log = StepLog(sample.trace) if self._runs else self._base
         calls = _calls_by_block(log, numbers)
         is_whole = len(numbers) == len(self.classes)
         orders = [[call.block for call in each.calls] for each in (log, self._base)]
         if any(len(calls[n]) != len(self._calls[n]) for n in numbers) or (is_whole and orders[0] != orders[1]):
-            raise PlanError(
-                "the step calls its blocks in another order each time · fix: plan with one batch, and with a model "
-                "that takes the same path each time"
-            )
+            raise PathError(orders)
         self._runs.append(_LoggedRun(log, dict(zip(numbers, turn, strict=True)), calls, is_whole))
         for block, option in zip(numbers, turn, strict=True):
             key = self.classes[block], option
@@ -229,12 +239,16 @@ class TraceCollector:
                     self.notes.setdefault(
                         f"{blocks.names[block]}: its backward under {own[self.classes[block]][number].name} {text}"
                     )
+        if any(len(call.backwards) > 1 for call in base.calls):
+            self.notes = {_REPEATED: None}
         every = range(len(options))
         return MeasuredStep(
             names=tuple(blocks.names),
             options=tuple(options),
             options_of=tuple(tuple(own[kind]) for kind in self.classes),
-            model=MemoryModel(base, program_of, ends),
+            model=MemoryModel(
+                base, program_of, ends, lambda call, o: not isinstance(own[self.classes[block_of[call]]][o].rule, Keep)
+            ),
             forward_seconds=self._by_block(Phase.FORWARD, own, programs),
             backward_seconds=self._by_block(Phase.BACKWARD, own, programs),
             far_bytes=tuple(tuple(self._far[kind, o] for o in every) for kind in self.classes),
@@ -292,11 +306,11 @@ class TraceCollector:
         """Returns where shared storages are freed, in the numbers of the base run: as early as in any run.
 
         A block may hold one until its own backward. One that is freed even later in some run is held by something
-        other than a store, as a Transformers cache holds the keys of all layers: then as late as in any run.
+        other than a store or an object among the arguments: then as late as in any run.
         """
         base = self._base
         order = {interval: number for number, interval in enumerate(base.intervals)}
-        found: dict[int, dict[StorageEnd, None]] = {}
+        ends_of: dict[int, dict[StorageEnd, None]] = {}
         of_backward = base.of_backward()
         for log in (run.log for run in self._runs if run.is_whole):
             for storage, number in self._in_base(log).items():
@@ -304,23 +318,41 @@ class TraceCollector:
                 if number in of_backward and log is not base:
                     continue  # no block holds a gradient from forward on: one run suffices
                 if end is not None and end.interval in order:
-                    found.setdefault(number, {})[end] = None
+                    ends_of.setdefault(number, {})[end] = None
         for storage, end in self._ends_in_short_runs():
-            found.setdefault(storage, {end: None})
+            ends_of.setdefault(storage, {end: None})
         ends: dict[int, StorageEnd] = {}
-        for storage, seen in found.items():
-            in_order = sorted(seen, key=lambda end: (order[end.interval], end.number))
+        for storage in base.reached:
+            ends_of.pop(storage, None)
+        for storage, candidates in ends_of.items():
+            in_order = sorted(candidates, key=lambda end: (order[end.interval], end.number))
             first, last = in_order[0], in_order[-1]
             own = {Interval(Phase.BACKWARD, c) for c in range(len(base.calls)) if storage in base.roles(c)}
             strange = [end for end in in_order if end.interval != first.interval and end.interval not in own]
             ends[storage] = last if strange else first
             if strange:
                 self.notes.setdefault(_STRANGE)
+        ends.update(self._ends_of_reached())
         for storage in base.shared:
-            if storage not in ends and base.is_gone(storage):  # some block has held it in every run
-                users = [c for c in range(len(base.calls)) if storage in base.roles(c)]
+            users = [c for c in range(len(base.calls)) if storage in base.roles(c)]
+            if users and storage not in ends and base.is_gone(storage):  # some block has held it in every run
                 ends[storage] = StorageEnd(Interval(Phase.AFTER_FORWARD, max(users)), 1 << 60)
         return ends
+
+    def _ends_of_reached(self) -> Iterator[tuple[int, StorageEnd]]:
+        """Yields where code outside of blocks frees what objects among the arguments reach, mostly with the object.
+
+        The run with everything kept shows it, since no block holds its arguments there.
+        """
+        base = self._base
+        order = {interval: number for number, interval in enumerate(base.intervals)}
+        for storage in base.reached:
+            of_objects = [base.ends.get(each.storage) for each in base.objects if storage in each.reached]
+            candidates = (
+                [base.ends[storage]] if storage in base.ends else [end for end in of_objects if end is not None]
+            )
+            if candidates and base.is_gone(storage):
+                yield storage, max(candidates, key=lambda end: (order[end.interval], end.number))
 
     def _ends_in_short_runs(self) -> Iterator[tuple[int, StorageEnd]]:
         """Yields what is freed between forward and backward, as autocast frees its copies of weights, by class."""
@@ -412,7 +444,8 @@ def _calls_by_block(log: StepLog, numbers: Sequence[int]) -> dict[int, list[int]
 
 
 _SHORTER = "a layer behaves differently in a shorter stack than in the whole one; the peak is an estimate"
-_STRANGE = (
-    "some tensors that blocks return live longer under some policies, since an object among the arguments holds them; "
-    "the peak is an upper estimate · fix, if it is the cache of a Transformers model: config.use_cache = False"
+_REPEATED = (
+    "the step runs backward through the same calls of blocks more than once (create_graph=True or retain_graph=True), "
+    "which the planner counts as one; the peak is an estimate"
 )
+_STRANGE = "some tensors that blocks return live longer under some policies; the peak is an estimate"

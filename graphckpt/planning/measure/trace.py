@@ -5,18 +5,30 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import compress
 from typing import Any, final
 from weakref import ref
 
 import torch
 
-from graphckpt._compat import unseen_by_modes
+from graphckpt._compat import current_backward, unseen_by_modes
 from graphckpt._compat_compiler import never_compiled
-from graphckpt.ledger.live_memory import LiveBytes
+from graphckpt.engine.objects import copy_objects
+from graphckpt.ledger.live_memory import LiveBytes, storages_of
 from graphckpt.planning.measure.instrument import StepListener
-from graphckpt.planning.model.events import BlockCall, EventKind, Interval, OpSeconds, Phase, StorageEvent, TraceSpan
+from graphckpt.planning.model.events import (
+    ArgumentObject,
+    BlockCall,
+    EventKind,
+    Interval,
+    OpSeconds,
+    Phase,
+    StorageEvent,
+    TraceSpan,
+)
 from graphckpt.stores.base import Store, TensorGroup
+from graphckpt.tree import ATOMS
 
 
 @final
@@ -43,6 +55,7 @@ class Trace(LiveBytes, StepListener):
         super().__init__(device, record_timeline=False, counts_fake=is_fake)
         self.stretches: list[TraceSpan] = [TraceSpan(Interval(Phase.BEFORE))]
         self.calls: list[BlockCall] = []
+        self.objects: list[ArgumentObject] = []
         self.seconds: dict[Interval, float] = {}
         self._rounded = rounded or int
         self._op_seconds = seconds
@@ -52,6 +65,7 @@ class Trace(LiveBytes, StepListener):
         self._num_ops = 0
         self._returned: list[tuple[ref[torch.Tensor], int]] = []
         self._call = -1  # whose forward runs now
+        self._alive_objects: dict[int, tuple[ref[Any], ArgumentObject]] = {}
 
     @never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -71,21 +85,53 @@ class Trace(LiveBytes, StepListener):
     def mark(self, interval: Interval) -> None:
         self.stretches.append(TraceSpan(interval))
 
-    def begin_call(self, block: int, tensors: Sequence[torch.Tensor], *, are_passed_on: bool) -> None:
+    def begin_call(self, block: int, leaves: Sequence[Any], *, are_passed_on: bool) -> None:
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         arguments = [self.name_of(tensor) for tensor in tensors]
-        same = [any(known() is t and version == t._version for known, version in self._returned) for t in tensors]
+        same = [any(former() is t and version == t._version for former, version in self._returned) for t in tensors]
         self._call = len(self.calls)
         self.calls.append(
             BlockCall(block, arguments, returned_before=[*compress(arguments, same)] if are_passed_on else [])
         )
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor) and type(leaf) not in ATOMS and hasattr(leaf, "__weakref__"):
+                self._add_object(leaf)
+
+    def _add_object(self, value: Any) -> None:
+        entry = self._alive_objects.get(id(value))
+        if entry is None:
+            number = len(self._sizes)
+            self._sizes.append(0)
+            self._log(EventKind.BORN, number)
+            reference = ref(value, partial(self._object_freed, id(value), number))
+            entry = self._alive_objects[id(value)] = reference, ArgumentObject(number)
+            self.objects.append(entry[1])
+        entry[1].calls.append(self._call)
+
+    def _object_freed(self, key: int, storage: int, _: object) -> None:
+        del self._alive_objects[key]
+        self._log(EventKind.GONE, storage)
+
+    def _reached_by(self, value: Any) -> Iterator[int]:
+        for _, contents in copy_objects([value]):
+            if isinstance(contents, torch.Tensor):  # the state of a generator
+                continue
+            for item in contents.values() if isinstance(contents, dict) else contents:
+                for storage in storages_of(item) if isinstance(item, torch.Tensor) else ():
+                    if id(storage) in self._names:
+                        yield self._names[id(storage)]
 
     def end_call(self, tensors: Sequence[torch.Tensor]) -> None:
+        for value, entry in list(self._alive_objects.values()):
+            if entry.calls[-1] == self._call:
+                entry.reached.update(dict.fromkeys(self._reached_by(value())))
         self._call = -1
         self.calls[-1].outputs.extend(self.name_of(tensor) for tensor in tensors)
         self._returned = [(ref(tensor), tensor._version) for tensor in tensors if not tensor.is_inference()]
 
     def gradient_of(self, call: int, output: int, gradient: torch.Tensor) -> None:
         """Names the gradient of an output."""
+        self.calls[call].backwards.add(current_backward())
         self.calls[call].gradients.setdefault(output, self.name_of(gradient))
 
     def hold(self, tensor: torch.Tensor) -> tuple[int, int]:

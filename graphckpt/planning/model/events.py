@@ -77,8 +77,22 @@ class BlockCall:
     outputs: list[int] = field(default_factory=list)
     gradients: dict[int, int] = field(default_factory=dict)
     """The storage of the gradient of each output, by the number of the output."""
+    backwards: set[int] = field(default_factory=set)
+    """The ids of the backwards of the step that have computed gradients of its outputs."""
     returned_before: list[int] = field(default_factory=list)
     """The storages of the arguments that are the very tensors which the call before has returned."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ArgumentObject:
+    """An object that blocks are called with, such as a cache of keys: what it reaches lives as long as it does."""
+
+    storage: int
+    """The number of a storage of no bytes that is freed together with the object."""
+    calls: list[int] = field(default_factory=list)
+    reached: dict[int, None] = field(default_factory=dict)
+    """The storages that it reaches after one of these calls, in order."""
 
 
 class TraceLog(Protocol):
@@ -91,3 +105,7 @@ class TraceLog(Protocol):
     @property
     def calls(self) -> list[BlockCall]:
         """The forwards of blocks, in order."""
+
+    @property
+    def objects(self) -> list[ArgumentObject]:
+        """The objects among the arguments of these."""

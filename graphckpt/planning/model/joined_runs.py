@@ -63,9 +63,11 @@ class JoinedRuns:
             self._calls.setdefault(block, []).append(call)
         every = range(len(model.block_of_call) if self._full else 0)
         self._inputs = {call: storage for call in every for storage in self._input_of(call)}
+        self._allocated = {call: frozenset(model.base.allocated(call)) - {self._inputs.get(call + 1)} for call in every}
         self._first = {call: self._as_first(call) for call in every}
         self._behind = {call: self._as_behind(call) for call in self._inputs}
-        self._recomputed = {call: self._recomputation(call) for call in every}
+        self._recomputed = {call: self._model.steps_of(self._recomputation(call)) for call in every}
+        self._recomputed_behind = {call: self._recomputation_behind(call) for call in self._inputs}
         self._last = {call: self._backward_of_last(call) for call in self._inputs}
         self._follows = [
             all(call in self._inputs for call in self._calls.get(block, [-1])) for block in range(len(measured.names))
@@ -107,7 +109,8 @@ class JoinedRuns:
         if first in self._model.base.dropped:  # nothing is recomputed
             yield from ((Interval(Phase.BACKWARD, call), (does.backward,)) for call, does in each)
             return
-        yield Interval(Phase.BACKWARD, last), (*(self._recomputed[call] for call in calls[:-1]), self._last[last])
+        recomputed = [self._recomputed[first], *(self._recomputed_behind[call] for call in calls[1:-1])]
+        yield Interval(Phase.BACKWARD, last), (*recomputed, self._last[last])
         for call, does in reversed(each[:-1]):
             yield Interval(Phase.BACKWARD, call), (does.backward,)
 
@@ -133,9 +136,9 @@ class JoinedRuns:
         passed_on = self._inputs[call]
         holds = self._model.holds(call, self._full) - {passed_on}
         forward = self._under_full(Phase.FORWARD, call, passed_on)
-        gone = self._change(EventKind.GONE, passed_on)
-        backward = [*self._backward(call, holds, passed_on), gone]
-        return _JoinedCall(holds, self._model.steps_of([*forward, gone]), self._model.steps_of(backward))
+        free = self._change(EventKind.GONE, passed_on)
+        backward = [*self._backward(call, holds, passed_on), free]
+        return _JoinedCall(holds, self._model.steps_of([*forward, free]), self._model.steps_of(backward))
 
     def _backward(
         self, call: int, holds: frozenset[int], passed_on: int | None = None
@@ -143,7 +146,8 @@ class JoinedRuns:
         if call in self._model.base.dropped:
             yield from self._under_full(Phase.BACKWARD, call, passed_on)
             return
-        yield from self._model.steps(Interval(Phase.BACKWARD, call), self._keep)
+        for step in self._model.steps(Interval(Phase.BACKWARD, call), self._keep):
+            yield self._recomputed_one(call, step) if isinstance(step, Change) and step.kind in _HOLDS else step
         yield from (self._change(EventKind.RELEASED, storage) for storage in sorted(holds))
         yield from (PrivateRun(0, -2 * held.change) for held in self._private(call))
 
@@ -153,10 +157,28 @@ class JoinedRuns:
             if isinstance(step, PrivateRun) or step.storage != passed_on or step.kind not in _HOLDS:
                 yield step
 
-    def _recomputation(self, call: int) -> EventSeq:
-        """It is recomputed as under ``keep``."""
-        forward = self._model.steps(Interval(Phase.FORWARD, call), self._keep)
-        return self._model.steps_of([*self._private(call), *forward])
+    def _recomputation(self, call: int) -> list[PrivateRun | Change]:
+        """It is recomputed as under ``keep``; of what leaves the block, only the input of the next one stays."""
+        forward = [
+            self._recomputed_one(call, step) if isinstance(step, Change) else step
+            for step in self._model.steps(Interval(Phase.FORWARD, call), self._keep)
+        ]
+        born = [step for step in forward if isinstance(step, Change) and step.kind is EventKind.BORN]
+        frees = [step._replace(kind=EventKind.GONE) for step in born if step.storage != self._inputs.get(call + 1)]
+        return [*self._private(call), *forward, *frees]
+
+    def _recomputation_behind(self, call: int) -> EventSeq:
+        """The input is freed at the end, unless an op saves it."""
+        passed_on = self._inputs[call]
+        is_saved = passed_on in self._model.holds(call, self._keep)
+        frees = [] if is_saved else [self._change(EventKind.GONE, passed_on)]
+        return self._model.steps_of([*self._recomputation(call), *frees])
+
+    def _recomputed_one(self, call: int, step: Change) -> Change:
+        """Returns the event for what the recomputation allocates in place of a storage of the original forward."""
+        if step.storage not in self._allocated[call]:
+            return step
+        return step._replace(storage=-2 - (hash(("recomputed", call, step.storage)) & 0xFFFFFFFFFFFF))
 
     def _backward_of_last(self, call: int) -> EventSeq:
         """It is recomputed as under ``full``."""

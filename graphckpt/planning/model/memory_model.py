@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, final
 
 from graphckpt.planning.model.events import EventKind, Interval, Phase
-from graphckpt.planning.model.program import BlockProgram, PrivateRun, Role, StepLog
+from graphckpt.planning.model.program import BlockProgram, EventProgram, PrivateRun, Role, SharedEvent, StepLog
 from graphckpt.planning.model.simulate import Change, EventSeq, LiveState, OutcomeCache
 
 if TYPE_CHECKING:
@@ -35,12 +35,20 @@ class MemoryModel:
         base: the trace of the step with everything kept.
         program_of: returns the program of a call under an option, by the numbers of both.
         ends: where code outside of blocks releases a shared storage, by its number in ``base``.
+        is_recomputed: returns whether a call is recomputed under an option, by the numbers of both: then it holds the
+            objects among its arguments until its backward.
     """
 
     def __init__(
-        self, base: StepLog, program_of: Callable[[int, int], BlockProgram], ends: Mapping[int, tuple[Interval, int]]
+        self,
+        base: StepLog,
+        program_of: Callable[[int, int], BlockProgram],
+        ends: Mapping[int, tuple[Interval, int]],
+        is_recomputed: Callable[[int, int], bool],
     ) -> None:
         self.base = base
+        self._is_recomputed = is_recomputed
+        self._reached = [base.reached_by(call) for call in range(len(base.calls))]
         self.block_of_call = [call.block for call in base.calls]
         self.intervals = base.intervals
         self.ends = ends
@@ -63,17 +71,31 @@ class MemoryModel:
         if key not in self._steps:
             program = self._program_of(interval.call, option)
             steps = program.forward if interval.phase is Phase.FORWARD else program.backward
-            found = [
+            changes = [
                 s
                 if isinstance(s, PrivateRun)
                 else Change(s.kind, self.storage(interval.call, s.role, option), s.num_bytes)
                 for s in steps
             ]
-            gone = {step.storage for step in found if isinstance(step, Change) and step.kind is EventKind.GONE}
+            if self._reached[interval.call] and self._is_recomputed(interval.call, option):
+                changes = self._with_reached(interval, changes, steps)
+            gone = {step.storage for step in changes if isinstance(step, Change) and step.kind is EventKind.GONE}
             late = [storage for storage in self._late.get(interval, ()) if storage not in gone]
-            found += [Change(EventKind.GONE, storage, self.base.sizes[storage]) for storage in late]
-            self._steps[key] = self.steps_of(found)
+            changes += [Change(EventKind.GONE, storage, self.base.sizes[storage]) for storage in late]
+            self._steps[key] = self.steps_of(changes)
         return self._steps[key]
+
+    def _with_reached(
+        self, interval: Interval, changes: list[PrivateRun | Change], steps: EventProgram
+    ) -> list[PrivateRun | Change]:
+        """Adds that a call holds what the objects among its arguments reach, as long as it holds its arguments."""
+        is_forward = interval.phase is Phase.FORWARD
+        kind = EventKind.HELD if is_forward else EventKind.RELEASED
+        at = len(steps)
+        while not is_forward and at and not _releases_argument(steps[at - 1]):
+            at -= 1
+        added = [Change(kind, storage, self.base.sizes[storage]) for storage in self._reached[interval.call]]
+        return [*changes[: at or len(steps)], *added, *changes[at or len(steps) :]]
 
     def steps_of(self, steps: Iterable[PrivateRun | Change]) -> EventSeq:
         """Returns events as a sequence whose outcomes are cached."""
@@ -89,13 +111,14 @@ class MemoryModel:
         key = call, option
         if key not in self._holds:
             program = self._program_of(call, option)
-            self._holds[key] = frozenset(self.storage(call, role, option) for role in program.holds)
+            own = {self.storage(call, role, option) for role in program.holds}
+            self._holds[key] = frozenset(own).union(self._reached[call] if self._is_recomputed(call, option) else ())
         return self._holds[key]
 
     @property
     def static_bytes(self) -> int:
         """Live bytes when the first block begins: weights, optimizer state, inputs, gradients of earlier steps."""
-        state = LiveState()
+        state = LiveState(unborn=self.base.reached)
         for interval in self.intervals:
             if interval.is_of_block:
                 break
@@ -111,7 +134,7 @@ class MemoryModel:
             plan: the option of each block.
             joined: the events that replace those of some intervals.
         """
-        state = LiveState()
+        state = LiveState(unborn=self.base.reached)
         joined = joined or {}
         for interval in self.intervals:
             option = plan[self.block_of_call[interval.call]] if interval.is_of_block else 0
@@ -141,6 +164,10 @@ class MemoryModel:
                 is_born = entry.kind is EventKind.BORN
                 yield PrivateRun(entry.num_bytes if is_born else 0, entry.num_bytes if is_born else -entry.num_bytes)
         yield from (Change(EventKind.GONE, storage, base.sizes[storage]) for _, storage in due)
+
+
+def _releases_argument(step: PrivateRun | SharedEvent) -> bool:
+    return isinstance(step, SharedEvent) and step.kind is EventKind.RELEASED and step.role.kind == "argument"
 
 
 @final

@@ -19,7 +19,8 @@ class Role(NamedTuple):
     """The role of a shared storage for a call of a block, such as its second argument."""
 
     kind: str
-    """``"argument"``, ``"output"``, ``"gradient"``, ``"made"`` in forward, ``"left"`` by backward, ``"passing"``."""
+    """``"argument"``, ``"output"``, ``"gradient"``, ``"made"`` in forward, ``"reached"`` by an object among the
+    arguments and made in forward, ``"left"`` by backward, ``"passing"``."""
     number: int
 
 
@@ -89,6 +90,9 @@ class StepLog:
                     self.sizes[entry.storage] = entry.num_bytes
                 elif entry.kind is EventKind.GONE:
                     self._where_gone[entry.storage] = stretch.interval
+        self.objects = trace.objects
+        self.reached = frozenset(storage for each in self.objects for storage in each.reached)
+        """The storages that live as long as an object among the arguments of blocks."""
         self._loose = self._released_early()
         self._masked = frozenset(self._released_by_blocks())
         self._roles: list[dict[int, Role]] = []
@@ -101,28 +105,32 @@ class StepLog:
     def has_backward(self) -> bool:
         return any(phase is Phase.BACKWARD and call not in self.dropped for phase, call in self.intervals)
 
-    def made(self, call: int) -> list[int]:
+    def allocated(self, call: int) -> list[int]:
         """Returns the storages that the forward of a call allocates, in order."""
         return [e.storage for e in self.entries(Interval(Phase.FORWARD, call)) if e.kind is EventKind.BORN]
 
     def leaving(self, call: int) -> set[int]:
         """Returns which storages that the forward of a call allocates outlive the call, by their numbers.
 
-        Outputs are left out: they have a role in every run, while a number may be that of another storage under another
-        option, since a recomputed block copies buffers first.
+        Outputs and what objects reach are left out: they have a role in every run, while a number may be that of
+        another storage under another option, since a recomputed block copies buffers first.
         """
         own = {Interval(Phase.FORWARD, call), Interval(Phase.BACKWARD, call)}
-        outputs = set(self.calls[call].outputs)
-        made = enumerate(self.made(call))
-        return {n for n, storage in made if storage not in outputs and self._where_gone.get(storage) not in own}
+        others = self.reached.union(self.calls[call].outputs)
+        allocated = enumerate(self.allocated(call))
+        return {n for n, storage in allocated if storage not in others and self._where_gone.get(storage) not in own}
+
+    def reached_by(self, call: int) -> list[int]:
+        """Returns the storages that live as long as an object which the call has received."""
+        return list(dict.fromkeys(s for each in self.objects if call in each.calls for s in each.reached))
 
     def name_roles(self, leaving: Sequence[Collection[int]]) -> None:
         """Names the shared storages; ``leaving`` holds, for each call, those that it allocates and that outlive it."""
         self._roles = [self._roles_of(call, leaving[call]) for call in range(len(self.calls))]
-        self.shared = frozenset(storage for roles in self._roles for storage in roles)
+        self.shared = self.reached.union(*self._roles, (each.storage for each in self.objects))
         for call, roles in enumerate(self._roles):  # allocated by one block and freed by another
             ending = [e.storage for e in self._of(call) if e.kind is EventKind.GONE and e.storage in self.shared]
-            passing = [storage for storage in ending if storage not in roles]
+            passing = [storage for storage in ending if storage not in roles and storage not in self.reached]
             roles.update({storage: Role("passing", number) for number, storage in enumerate(passing)})
         self.ends = dict(self._ends())
 
@@ -171,7 +179,7 @@ class StepLog:
 
     def _is_masked(self, entry: StorageEvent) -> bool:
         if entry.kind is EventKind.GONE:
-            return entry.storage in self._masked and entry.storage in self.shared
+            return entry.storage in self.reached or (entry.storage in self._masked and entry.storage in self.shared)
         return (entry.call, entry.storage) in self._loose
 
     def _released_early(self) -> set[tuple[int, int]]:
@@ -220,10 +228,15 @@ class StepLog:
             roles.setdefault(storage, Role("output", number))
         for number, storage in border.gradients.items():
             roles.setdefault(storage, Role("gradient", number))
-        made = self.made(call)
+        allocated = self.allocated(call)
+        reached = [
+            storage for storage in self.reached_by(call) if self._where_born.get(storage) == (Phase.FORWARD, call)
+        ]
+        for number, storage in enumerate(reached):
+            roles.setdefault(storage, Role("reached", number))
         for number in sorted(leaving):
-            if number < len(made):
-                roles.setdefault(made[number], Role("made", number))
+            if number < len(allocated):
+                roles.setdefault(allocated[number], Role("made", number))
         own, number = Interval(Phase.BACKWARD, call), 0
         for entry in self.entries(own):
             storage = entry.storage

@@ -14,6 +14,7 @@ from graphckpt.planning.model.program import PrivateRun
 
 _OTHER = 1  # of a storage's holders: any code outside of blocks, counted once
 _BLOCK = 2  # of a storage's holders: each block counts
+_UNBORN = -(1 << 40)  # of a storage's holders: blocks hold an object that will reach it
 
 
 class Change(NamedTuple):
@@ -84,7 +85,7 @@ class EventSeq:
 
 
 _AFTER = {
-    EventKind.BORN: lambda holders: holders | _OTHER,
+    EventKind.BORN: lambda holders: (holders - _UNBORN if holders < _UNBORN // 2 else holders) | _OTHER,
     EventKind.GONE: lambda holders: holders & ~_OTHER,
     EventKind.HELD: lambda holders: holders + _BLOCK,
     EventKind.RELEASED: lambda holders: holders - _BLOCK,
@@ -103,6 +104,7 @@ class LiveState:
         level: the live bytes.
         others: the storages that code outside of blocks holds.
         held: the storages that a block holds.
+        unborn: the storages that blocks may hold before they are allocated.
 
     >>> state = LiveState(100, others=[7])
     >>> events = [Change(EventKind.HELD, 7, 30), Change(EventKind.GONE, 7, 30), PrivateRun(peak=8, change=5)]
@@ -113,9 +115,11 @@ class LiveState:
 
     __slots__ = ("_holders", "level", "peak")
 
-    def __init__(self, level: int = 0, others: Iterable[int] = (), held: Iterable[int] = ()) -> None:
+    def __init__(
+        self, level: int = 0, others: Iterable[int] = (), held: Iterable[int] = (), unborn: Iterable[int] = ()
+    ) -> None:
         self.level = self.peak = level
-        self._holders = dict.fromkeys(others, _OTHER)
+        self._holders = {**dict.fromkeys(others, _OTHER), **dict.fromkeys(unborn, _UNBORN)}
         self.hold(held)
 
     def hold(self, storages: Iterable[int]) -> None:

@@ -71,7 +71,7 @@ class StepChain:
         self.num_blocks = len(self._calls)
         self.start: Held = frozenset()
         self.base = 0
-        self._constants, self._others = self._simulate_constants()
+        self._constants, self._others, self._unborn = self._simulate_constants()
         self._until: dict[Interval, Sequence[Interval]] = {}
         self._stretches: dict[EventSeq, EventSeq] = {}
         self._spans: dict[tuple[int, int], _Span] = {}
@@ -157,7 +157,7 @@ class StepChain:
     def _effect(self, calls: range, span: _Span, held: Held) -> tuple[int, int, int]:
         """Returns the peaks and the kept bytes of a :class:`Move`."""
         first, after = Interval(Phase.FORWARD, calls[0]), span.after
-        state = LiveState(self._constants[first], self._others[first], held)
+        state = LiveState(self._constants[first], self._others[first], held, self._unborn[first])
         for part in chain.from_iterable(span.steps[: len(calls)]):
             state.advance(part)
         peak = 0
@@ -227,8 +227,8 @@ class StepChain:
 
     def _unseen(self, held: Iterable[int], at: Interval) -> int:
         """Returns the bytes that are held by blocks only at the start of an interval."""
-        others = self._others[at]
-        return sum(self._model.base.sizes.get(storage, 0) for storage in held if storage not in others)
+        not_only = self._others[at] | self._unborn[at]
+        return sum(self._model.base.sizes.get(storage, 0) for storage in held if storage not in not_only)
 
     def _still_of_use(self, held: Held, block: int, after: Interval) -> Held:
         """Drops storages that later blocks do not use and only blocks hold: they count as private from here on.
@@ -275,25 +275,32 @@ class StepChain:
                     uses[storage] = block
         return uses
 
-    def _simulate_constants(self) -> tuple[dict[Interval, int], dict[Interval, frozenset[int]]]:
-        """Returns, for the start of each interval, the bytes alive under any plan, and the shared storages in them."""
+    def _simulate_constants(self) -> tuple[dict[Interval, int], dict[Interval, Held], dict[Interval, Held]]:
+        """Returns, for the start of each interval, the bytes alive under any plan, and the shared storages in them.
+
+        The last value has those that are not allocated yet, although blocks may hold them.
+        """
         constants: dict[Interval, int] = {}
-        others: dict[Interval, frozenset[int]] = {}
+        others: dict[Interval, Held] = {}
+        unborn: dict[Interval, Held] = {}
         sizes = self._model.base.sizes
         alive: set[int] = set()
+        waiting = set(self._model.base.reached)
         outside = 0
         for interval in self._model.intervals:
             constants[interval] = outside + sum(sizes.get(storage, 0) for storage in alive)
             others[interval] = frozenset(alive)
+            unborn[interval] = frozenset(waiting)
             for step in self._model.steps(interval, 0):
                 if isinstance(step, Change):
                     if step.kind is EventKind.BORN:
                         alive.add(step.storage)
+                        waiting.discard(step.storage)
                     elif step.kind is EventKind.GONE:
                         alive.discard(step.storage)
                 elif not interval.is_of_block:
                     outside += step.change
-        return constants, others
+        return constants, others, unborn
 
     def _constant_peak(self, interval: Interval) -> int:
         state = LiveState(self._constants[interval], self._others[interval])

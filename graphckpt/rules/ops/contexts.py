@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 _MAX_SCHEDULES = 16  # of a block: one for each set of argument shapes
 _MAX_MISMATCHES = 16  # calls of a block that did not follow their schedule, before schedules are disabled for it
+_AUTOCAST_DTYPES = (torch.float16, torch.bfloat16)
 _DETACH = torch.ops.aten.detach.default
 
 
@@ -256,7 +257,7 @@ class OpMode(DispatchMode):
     @never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if not self.is_paused and is_counted(func, args):
+        if not self.is_paused and is_counted(func, args, kwargs):
             return self._call(func, args, kwargs)
         has_values = func is not _DETACH or not isinstance(args[0], WithoutValues)
         return call_with_autocast(func, args, kwargs) if has_values else args[0].twin()
@@ -378,18 +379,19 @@ class RecomputationMode(OpMode):
         return call_with_autocast(func, args, kwargs)
 
 
-def is_counted(func: Op, args: Any) -> bool:
+def is_counted(func: Op, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether an op is one of the block's own, and so part of the original forward and of the recomputation alike.
 
     ``detach`` is not: the saved-tensor hooks of the two call it a different number of times. Nor are ``prim`` ops,
-    which query the device of a fake tensor. Nor is the cast of a float32 leaf that requires grad: autocast caches it
-    until its region ends, so that a parameter may be cast in only one of the two.
+    which query the device of a fake tensor. Nor is the cast of a float32 leaf that requires grad to the dtype of an
+    autocast, which caches it until its region ends, so that a parameter may be cast in only one of the two.
 
     Args:
         func: the op.
         args: its arguments.
+        kwargs: its keyword arguments.
     """
-    if func is CAST:
+    if func is CAST and kwargs.get("dtype") in _AUTOCAST_DTYPES:
         tensor = args[0]
         return not (tensor.requires_grad and tensor.is_leaf and tensor.dtype is torch.float32)
     return func is not _DETACH and func.namespace != "prim"
