@@ -57,7 +57,7 @@ class GraphckptCallback(PolicyCallback, TrainerCallback):
     >>> GraphckptCallback(cpu_checkpointing=True)
     Traceback (most recent call last):
       ...
-    graphckpt.errors.ConfigError: GraphckptCallback.cpu_checkpointing: there is no such field · fix: write offload, \
+    graphckpt.errors.ConfigError: GraphckptCallback.cpu_checkpointing: unknown field · fix: write offload, \
 which means the same
     """
 
