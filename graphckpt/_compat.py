@@ -91,24 +91,28 @@ class WithoutValues(torch.Tensor):
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    error_class: type[Exception] = RuntimeError
+    message = "an op reads a tensor that this run has left out"
 
     @classmethod
     def like(cls, kind: Any) -> Self:
-        """Returns one, from ``(size, stride, offset, dtype, device)``."""
-        size, strides, offset, dtype, device = kind
-        made: Self = torch.Tensor._make_wrapper_subclass(
+        """Returns one, from ``(size, stride, offset, dtype, device)`` or from a tensor."""
+        size, strides, offset, dtype, device = (
+            (kind.size(), kind.stride(), kind.storage_offset(), kind.dtype, kind.device)
+            if isinstance(kind, torch.Tensor)
+            else kind
+        )
+        new: Self = torch.Tensor._make_wrapper_subclass(
             cls, size, strides=strides, storage_offset=offset, dtype=dtype, device=device
         )
-        return made
-
-    def twin(self) -> Self:
-        """Returns another one like it."""
-        return self.like((self.size(), self.stride(), self.storage_offset(), self.dtype, self.device))
+        if isinstance(kind, cls):
+            new.error_class, new.message = kind.error_class, kind.message
+        return new
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Refuses every op."""
-        raise RuntimeError(f"{func} reads a tensor that this run has left out")
+        tensor = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        raise tensor.error_class(tensor.message)
 
 
 _aten = torch.ops.aten

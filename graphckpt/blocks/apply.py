@@ -22,8 +22,7 @@ from graphckpt.errors import ConfigError, shown, without_repeats
 from graphckpt.extras import LazyPackage
 from graphckpt.ledger.groups import group_rows, rule_and_place
 from graphckpt.ledger.record import Row
-from graphckpt.rules.base import Rule
-from graphckpt.rules.registry import parse_rule
+from graphckpt.rules.base import Rule, parse_rule
 from graphckpt.yaml_text import compose
 
 if TYPE_CHECKING:

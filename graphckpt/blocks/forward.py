@@ -22,8 +22,8 @@ from graphckpt.engine.call_state import policy_changes
 from graphckpt.engine.frame import running
 from graphckpt.errors import ConfigError
 from graphckpt.rules.base import Rule
+from graphckpt.rules.basic import Keep
 from graphckpt.rules.in_graph import ForwardInGraph, exclude_in_graph
-from graphckpt.rules.keep import Keep
 from graphckpt.stores.placement import Placement
 
 NOT_SCRIPTABLE = "torch.jit.script cannot compile a model with policies · fix: remove() the handle first"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial, reduce
 from types import FunctionType, MethodType
 from typing import Any, final
@@ -18,9 +18,9 @@ from graphckpt._compat_compiler import never_compiled
 from graphckpt.blocks.forward import BlockForward, checkpointing_is_off
 from graphckpt.blocks.proxy import unwrap
 from graphckpt.engine.block import BlockContext
-from graphckpt.engine.frame import Frame, running
+from graphckpt.engine.frame import Contexts, Frame, running
 from graphckpt.errors import ConfigError
-from graphckpt.rules.full import Full
+from graphckpt.rules.basic import Full
 from graphckpt.rules.in_graph import checkpoint_in_graph
 from graphckpt.rules.segments import run_segments, run_segments_in_graph
 from graphckpt.stores.host import Host
@@ -166,7 +166,7 @@ def is_recomputing() -> bool:
 
 
 @final
-class _GivenContexts:
+class _GivenContexts(Contexts):
     """The two contexts of a ``context_fn``, where the engine expects its own."""
 
     def __init__(self, first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> None:
@@ -179,22 +179,6 @@ class _GivenContexts:
     def recomputation(self, frame: Frame) -> AbstractContextManager[Any]:
         del frame
         return self._second
-
-    def saves(self, tensor: torch.Tensor) -> None:
-        """PyTorch's contexts do not ask."""
-
-    def drop_mutated_outside(self, tensors: Iterable[torch.Tensor]) -> None:
-        """PyTorch's contexts check versions."""
-
-    def after_forward(self, frame: Frame, *, has_failed: bool) -> None:
-        """PyTorch's contexts look after themselves."""
-
-    def run_all(self, frame: Frame) -> bool:
-        del frame
-        return False
-
-    def paused(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 _SITES: weakref.WeakKeyDictionary[nn.Module, dict[tuple[weakref.ref[nn.Module], ...], BlockContext]] = (

@@ -63,7 +63,7 @@ class BlockContext:
         self.mutated: frozenset[int] = frozenset()
         """Positions of the tensor arguments that forward modifies in place, as first calls have shown."""
         self.schedules: dict[object, Any] = {}
-        """Op schedules of earlier calls, by the shapes of their arguments; see :mod:`graphckpt.rules.ops.schedule`."""
+        """Op schedules of earlier calls, by the shapes of their arguments; see :mod:`graphckpt.rules.ops`."""
         self.num_mismatches = 0
         """Calls that did not follow the schedule of an earlier one."""
         self.recorder: Recorder | None = None

@@ -16,7 +16,6 @@ from graphckpt.errors import RecomputeError
 
 _Kind = tuple[torch.dtype, torch.Size]
 
-
 _FIX = (
     "fix: make forward depend on its arguments, parameters and RNG state alone, or set "
     "activation_checkpointing = False on this block"
@@ -33,8 +32,8 @@ class Fault:
     """
 
     position: int
-    first: tuple[torch.dtype, torch.Size] | int
-    second: tuple[torch.dtype, torch.Size] | int
+    first: _Kind | int
+    second: _Kind | int
     op: str = ""
     line: str = ""
 
@@ -84,7 +83,6 @@ class _OpFinder(TorchFunctionMode):
 
 
 def differs(block: str, fault: Fault) -> str:
-    """The message for a recomputation that differs from the original forward."""
     where = f", saved by {fault.op} at {fault.line}," if fault.op else ""
     # The compiler uses code that it has made for another block, with dynamic shapes or numbers, for this one too.
     fix = f"{_FIX}; if it is compiled, compile={{'dynamic': False}}" if "torch._dynamo" in sys.modules else _FIX
@@ -103,7 +101,6 @@ def returns_differ(block: str, number: int, was: _Kind, second: Sequence[_Kind])
 
 
 def modified_in_place(block: str, what: str) -> str:
-    """The message for a tensor that was modified in place between forward and backward."""
     return (
         f"{block}: {what} was modified in place between forward and backward · "
         "fix: modify a clone, or modify after backward()"
@@ -111,7 +108,6 @@ def modified_in_place(block: str, what: str) -> str:
 
 
 def runs_backward(block: str) -> str:
-    """The message for a backward inside of a block's own forward."""
     return (
         f"{block}: its forward runs a backward, which the recomputation would repeat · fix: set the policy on the "
         "layers inside of it, and activation_checkpointing = False on this block"
@@ -127,7 +123,6 @@ def mutates_argument(block: str, name: str) -> str:
 
 
 def shares_memory(block: str, names: Sequence[str]) -> str:
-    """The message for tensors that share memory, of which forward modifies one in place."""
     return (
         f"{block}: forward modified {' or '.join(f'`{name}`' for name in names)} in place, which share memory; the "
         "recomputation cannot restore both · fix: pass a clone"
@@ -144,7 +139,6 @@ def mutates_module(block: str, name: str) -> str:
 
 
 def iterator_argument(block: str, name: str) -> str:
-    """The message for an argument that can be read only once."""
     return f"{block}: argument `{name}` is an iterator, which the recomputation would find exhausted · fix: pass a list"
 
 

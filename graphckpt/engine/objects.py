@@ -87,11 +87,17 @@ def put_back(objects: Objects) -> None:
         objects.pop()
 
 
-def copy_objects(values: Iterable[Any]) -> Objects:
+def copy_objects(values: Iterable[Any], *, deeply: bool = True) -> Objects:
     """Copies, one level deep each, the containers, attributes and generators that objects among ``values`` reach.
 
     This is how a key-value cache that is passed by reference can be seen as it was.
+
+    Args:
+        values: The objects.
+        deeply: ``False`` copies those among them that are containers, and nothing that they reach.
     """
+    if not deeply:
+        return [(value, copy.copy(value)) for value in values if isinstance(value, CONTAINERS)]
     ids: set[int] = set()
     objects: Objects = []
     todo = list(_mutable(values))
