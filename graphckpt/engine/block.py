@@ -87,12 +87,10 @@ class BlockContext:
         return part
 
     def renew_state(self) -> ModuleState:
-        """Returns a new state of the block's modules, of which some were added, removed or replaced since."""
         self.state = ModuleState(self._modules())
         return self.state
 
     def open_group(self) -> TensorGroup | None:
-        """Opens the group of what one call of the block keeps in its store."""
         traffic = self.recorder.traffic[self.name] if self.recorder is not None else None
         return self.store.open_group(TensorGroup(self.title, self.tensors, self.note, traffic))
 

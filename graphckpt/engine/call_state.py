@@ -137,7 +137,6 @@ class ModuleState:
         return tuple([ref().training for ref in self._modules])  # type: ignore[union-attr]
 
     def has_learnt(self, modes: Modes) -> bool:
-        """Whether a call with the modules in these modes has shown what it changes."""
         return modes in self._scopes
 
     def attribute_ids(self) -> set[int]:
@@ -150,7 +149,6 @@ class ModuleState:
         return [t for owner, key in self._slots if (t := owner.get(key)) is not None]
 
     def devices(self, leaves: Iterable[Any]) -> tuple[torch.device, ...]:
-        """Returns the devices, except the CPU, on which a call with ``leaves`` may draw random numbers."""
         if torch.accelerator.current_accelerator() is None:
             return ()
         return rng_devices(chain(self.tensors(), (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))))
@@ -158,10 +156,7 @@ class ModuleState:
     def take(self, modes: Modes, *, is_nested: bool = False) -> CallState:
         """Copies the present state: all of it before the first call in these modes, for :meth:`finish` to compare.
 
-        Args:
-            modes: The present ones.
-            is_nested: Whether this is part of the recomputation of a block around, for which the policies of its
-                original forward are in place.
+        ``is_nested`` says that a block around is being recomputed, for which the policies of its forward are in place.
         """
         if is_nested or self._policy_changes != policy_changes.number:
             self._watch([ref for ref in self._modules if ref in self._watched or "forward" in _fields(ref)])
@@ -244,11 +239,7 @@ class ModuleState:
     def finish(self, state: CallState, *, learning: bool = False) -> CallState:
         """Returns ``state`` after the call, without what the recomputation does not need.
 
-        What the call has only set up stays set.
-
-        Args:
-            state: That before the call.
-            learning: Whether it is all of it, and shows what later calls copy.
+        What the call has only set up stays set. With ``learning``, ``state`` is all, and shows what later calls copy.
         """
         if learning:
             state = self._narrow(state)
@@ -277,7 +268,6 @@ class ModuleState:
         self._scopes[state.modes] = state.scope
 
     def forget(self, state: CallState) -> None:
-        """Has the next call in these modes copy all."""
         self._scopes.pop(state.modes, None)
 
     def put_in_place(self, state: CallState, undo: Objects) -> None:
@@ -334,12 +324,7 @@ class ModuleState:
                 owner[key] = stand_in(tensor)
 
     def mutated(self, state: CallState, unread: Collection[int] = ()) -> str | None:
-        """Returns the name of a parameter or buffer that was modified after it was read, or ``None``.
-
-        Args:
-            state: The state before the call.
-            unread: The ids of parameters that the recomputation does not read.
-        """
+        """Returns the name of a parameter or buffer that was modified since, but for those with the ids ``unread``."""
         versions = _versions(state.tensors)
         if versions == state.versions:
             return None
@@ -475,7 +460,6 @@ class HostRNGState(NamedTuple):
 
 
 def rng_devices(tensors: Iterable[torch.Tensor]) -> tuple[torch.device, ...]:
-    """Returns the devices of ``tensors`` that have a random generator of their own, each once, in order."""
     return tuple(dict.fromkeys(t.device for t in tensors if t.device.type not in _STATELESS))
 
 
@@ -514,7 +498,6 @@ Ambient: TypeAlias = tuple[object, ...]
 
 
 def take_ambient(devices: tuple[torch.device, ...]) -> Ambient:
-    """Reads the active settings for the CPU and for the types of ``devices``."""
     kernels = tuple([is_enabled() for is_enabled in _KERNELS_ENABLED])
     device = torch.get_default_device() if has_function_modes() else _CPU
     if not devices:

@@ -145,7 +145,6 @@ class Frame(Call):
         self._last_saved: tuple[int, Any] = -1, None  # in a first call: sequence number, weak reference to the storage
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Runs the original forward, which keeps nothing but what the recomputation needs."""
         block = self.block
         state = self._state = block.renew_state() if block.state.is_stale() else block.state
         hooks = active_saved_tensor_hooks()
@@ -204,7 +203,6 @@ class Frame(Call):
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> object:
-        """Hook for a tensor that autograd saves."""
         holder = Holder(tensor)
         self.holders.append(weakref.ref(holder))
         if self._learning and has_storage(tensor):
@@ -269,7 +267,6 @@ class Frame(Call):
 
     @property
     def before(self) -> Frame | None:
-        """The call of the recomputed block right before, if the two are recomputed as one."""
         call = self._arguments.before
         return call if isinstance(call, Frame) else None
 
@@ -337,7 +334,6 @@ class Frame(Call):
                 recorder.recomputation_ended(self.block.name)
 
     def _watch_recomputation(self, on_pack: Callable[[int], None]) -> None:
-        """Recomputes the block once more, and calls ``on_pack`` with the number of each saved tensor."""
         with suppress(ScheduleMismatch):  # an op behind the tensor that is looked for
             self._recompute_once(on_pack)
 
@@ -410,13 +406,7 @@ class Frame(Call):
 
 
 class Execution:
-    """One execution of a block's forward that is going on in this thread.
-
-    Args:
-        frame: The call.
-        outer: The execution around it.
-        is_recomputation: Whether it is one, or a part of one.
-    """
+    """One execution of a block's forward that is going on in this thread, and the one around it."""
 
     __slots__ = ("backward", "frame", "is_active", "is_recomputation", "outer")
 
@@ -427,7 +417,6 @@ class Execution:
         self.backward = current_backward()
         """Id of the backward (autograd graph task) that it is a part of; -1 if none."""
         self.is_active = False
-        """Whether it is going on now."""
 
 
 @final
@@ -461,7 +450,6 @@ class Recomputation(Execution):
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Puts ``tensor`` into the next holder."""
         position = self.cursor
         self.cursor = position + 1
         if self._on_pack is not None:
@@ -496,7 +484,6 @@ class Recomputation(Execution):
         raise RecomputeError(mismatch.runs_backward(self.frame.block.title))
 
     def fault(self) -> mismatch.Fault | None:
-        """Returns how this recomputation differed from the original forward, if it did."""
         if self._first_fault is not None:
             return self._first_fault
         short = self.cursor <= self._last

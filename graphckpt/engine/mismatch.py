@@ -38,11 +38,7 @@ class Fault:
     line: str = ""
 
     def located(self, recompute: Callable[[Callable[[int], None]], None]) -> Fault:
-        """Returns the fault with the op and the line that it belongs to.
-
-        Args:
-            recompute: Recomputes the block once more; calls its argument with the number of each saved tensor.
-        """
+        """Returns the fault with its op and line. ``recompute`` passes the number of each saved tensor on."""
         finder = _OpFinder(self.position)
         with suppress(Exception), finder:
             recompute(finder.on_pack)
@@ -95,7 +91,6 @@ def differs(block: str, fault: Fault) -> str:
 
 
 def returns_differ(block: str, number: int, was: _Kind, second: Sequence[_Kind]) -> str:
-    """The message for a block whose recomputation returns another tensor to the joined block behind it."""
     first, now = _describe(*was), _describe(*second[number]) if number < len(second) else "nothing"
     return f"{block}: tensor {number} that it returns: expected {first}, got {now} in the recomputation · {_FIX}"
 
@@ -115,7 +110,6 @@ def runs_backward(block: str) -> str:
 
 
 def mutates_argument(block: str, name: str) -> str:
-    """The message for a forward that modifies an argument of which no copy was made."""
     return (
         f"{block}: forward modified its argument `{name}` in place, and the recomputation has no copy of it: copies "
         "are kept of the arguments that the first call of a module modifies · fix: modify a clone of it"
@@ -130,7 +124,6 @@ def shares_memory(block: str, names: Sequence[str]) -> str:
 
 
 def mutates_module(block: str, name: str) -> str:
-    """The message for a forward that modifies a parameter, or a large buffer for the first time."""
     return (
         f"{block}: forward modified {name} in place, and no copy of it from before the forward exists, which the "
         "recomputation needs · fix: modify it outside of the block, modify a large buffer from the first call on, or "
@@ -143,7 +136,6 @@ def iterator_argument(block: str, name: str) -> str:
 
 
 def excluded_differ(block: str, expected: str | None, got: str) -> RecomputeError:
-    """The error for excluded children that are called in another order."""
     was = f"a call of {expected}" if expected else "no further call of an excluded child"
     return RecomputeError(f"{block}: expected {was}, got one of {got} in the recomputation · {_FIX}")
 

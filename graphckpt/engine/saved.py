@@ -106,7 +106,6 @@ class SavedTensor:
             recorder.tensor_saved(block.name, value, self)
 
     def hold(self, tensor: torch.Tensor, *, is_itself: bool) -> None:
-        """Holds ``tensor``, which stays on its device."""
         self._entry = tensor
         self._version = None if tensor.is_inference() else tensor._version
         self._is_itself = is_itself
@@ -140,11 +139,6 @@ class SavedTensor:
 
 
 def _leaf(tensor: torch.Tensor, cls: type[torch.Tensor] | None, *, requires_grad: bool) -> torch.Tensor:
-    """Returns an alias of ``tensor`` without history.
-
-    Raises:
-        RecomputeError: A plain tensor cannot be made one of class ``cls``.
-    """
     tensor = tensor.detach()
     if cls is not None and type(tensor) is not cls and not hasattr(tensor, "trigger_wait"):
         if hasattr(cls, "__tensor_flatten__"):
@@ -287,7 +281,6 @@ class _JoinedInput(NamedTuple):
     requires_grad: bool
 
     def of(self, block: str, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns the argument, one of the ``outputs`` that the recomputation of the block before has returned."""
         kinds = [(tensor.dtype, tensor.shape) for tensor in outputs]
         if kinds[self.number : self.number + 1] != [self.kind]:
             raise RecomputeError(mismatch.returns_differ(block, self.number, self.kind, kinds))
@@ -327,7 +320,6 @@ class Arguments:
         return self._shape.name(position, self._function)
 
     def keep(self, call: Call, returned: BlockOutput | None, *, learning: bool) -> None:
-        """Keeps what the recomputation needs, before the original forward."""
         leaves = self.leaves
         first_of: dict[int, int] = {}
         originals: list[_OriginalArgument] = []
@@ -434,7 +426,6 @@ class Arguments:
     def _keep(
         self, call: Call, original: _OriginalArgument, copied: torch.Tensor | None, returned: BlockOutput | None
     ) -> SavedTensor | _JoinedInput:
-        """Keeps a tensor, or notes that the block right before returns it."""
         tensor = original.tensor
         cls = class_of(tensor)
         number = None if returned is None or copied is not None else returned.number_of(tensor)
@@ -465,14 +456,9 @@ class Arguments:
 
 @final
 class ExcludedCall:
-    """One call of an excluded child: the recomputation takes its outputs from here, or repeats it.
+    """One call of an excluded child ``block`` within ``call``: the recomputation takes its outputs from here.
 
-    Args:
-        block: The child.
-        output: What it has returned.
-        call: The call of the block around it.
-        random: The RNG state after it.
-        is_repeated: Whether the recomputation repeats the call, as it raised or has modified its arguments in place.
+    It repeats the call where that has raised, has modified its arguments in place, or cannot be answered from here.
     """
 
     __slots__ = ("_handles", "_leaves", "_spec", "_versions", "block", "is_repeated", "random")
@@ -481,7 +467,7 @@ class ExcludedCall:
         self, block: BlockContext, output: Any, call: Call, random: RNGState, *, is_repeated: bool = False
     ) -> None:
         self.block = block
-        self.random = random
+        self.random = random  # the RNG state after it
         leaves, self._spec = flatten_value(output)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         # Code may depend on which object such a tensor is: the recomputation gets another one.
@@ -509,11 +495,7 @@ class ExcludedCall:
         return {id(tensor) for tensor in self.block.state.tensors() if isinstance(tensor, nn.Parameter)}
 
     def after_forward(self, call_state: CallState) -> None:
-        """Decides whether the recomputation can take the outputs from here, and drops what it does not need.
-
-        It cannot where the parent has modified one in place, and where the child sets attributes of its modules, which
-        the parent may read.
-        """
+        # The parent may have modified an output in place, or read an attribute of its modules that the child sets.
         for handle in self._handles:
             handle.remove()
         changed = call_state.changed
@@ -522,7 +504,6 @@ class ExcludedCall:
         self._versions, self._handles = [], []
 
     def repeat(self) -> None:
-        """Drops the outputs: the recomputation repeats the call."""
         self.is_repeated = True
         self._leaves = []
 

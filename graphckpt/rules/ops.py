@@ -149,7 +149,6 @@ class OpGraph:
         self.calls.append(call)
 
     def saves(self, tensor: torch.Tensor) -> None:
-        """Is called when autograd saves a tensor."""
         # what an op fills after autograd has saved it is complete once the op has run
         self.num_saving = max(self.num_saving, len(self.calls) + may_be_filled_later(tensor))
         if not _is_plain(tensor):
@@ -181,7 +180,6 @@ class OpGraph:
         return roots | self.saved
 
     def needed(self, is_kept: Callable[[OpCall], bool]) -> set[int]:
-        """Returns the calls whose results a recomputation needs."""
         needed: set[int] = set()
         todo = list(self.roots())
         while todo:
@@ -263,7 +261,6 @@ class OpSchedule:
     """``False``: calls did not follow it, or not all ops of the block are visible."""
 
     def has(self, position: int, func: Op) -> bool:
-        """Whether an op is the one at a position."""
         return position < len(self.keys) and self.keys[position][0] is func
 
     def is_like(self, position: int, func: Op, output: Any) -> bool:
@@ -279,7 +276,6 @@ class OpSchedule:
         return bool(spec == call.spec and tuple(map(_meta, leaves)) == call.outputs)
 
     def without_values(self, position: int, args: Any) -> Any:
-        """Returns the result of a skipped op, as tensors without values."""
         call = self.skipped[position]
         if call.mutates:
             return args[0]
@@ -288,13 +284,7 @@ class OpSchedule:
 
 
 def make_schedule(graph: OpGraph, kept_keys: set[Key], num_saved: int) -> OpSchedule:
-    """Returns the schedule that follows from one forward.
-
-    Args:
-        graph: Its ops.
-        kept_keys: The ops whose results are kept.
-        num_saved: How many tensors autograd saves.
-    """
+    """Returns the schedule that follows from one forward, of which the results with ``kept_keys`` are kept."""
     schedule = OpSchedule([(call.func, call.number) for call in graph.calls], set(), {}, num_saved)
     needed = graph.needed(lambda call: (call.func, call.number) in kept_keys)
     for position, call in enumerate(graph.calls):
@@ -323,10 +313,8 @@ class SavedResult(NamedTuple):
 class SelectiveContexts(Contexts):
     """The kept results of one call of a block, and the contexts around its forward and its recomputation.
 
-    Args:
-        policy: Decides which results to keep.
-        signature: What calls that run the same ops have in common, such as the shapes of their arguments; ``None`` for
-            a policy that may decide otherwise in each call.
+    ``signature`` is what calls that run the same ops have in common, such as the shapes of their arguments; ``None``
+    for a policy that may decide otherwise in each call.
     """
 
     def __init__(self, policy: Policy, signature: object = None) -> None:
@@ -356,7 +344,6 @@ class SelectiveContexts(Contexts):
         return ForwardMode(self, frame)
 
     def recomputation(self, frame: Frame) -> OpMode:
-        """Returns the context that returns the kept results in place of running their ops."""
         if self.schedule is not None and not self.schedule.is_valid:
             self.schedule = None
         if frame.outer_hooks is not None:
@@ -386,7 +373,6 @@ class SelectiveContexts(Contexts):
         self._keys.append(key)
 
     def take(self, key: Key, frame: Frame) -> Any:
-        """Returns the result of an op, or ``None`` if it is not kept."""
         result = self._results.get(key)
         if result is None:
             return None
