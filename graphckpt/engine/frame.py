@@ -174,6 +174,9 @@ class Frame(Call):
             except Exception as other:
                 arguments.drop(str(other))
             raise
+        except BaseException:
+            arguments.drop(f"{block.title}: its forward was interrupted, and cannot be recomputed")
+            raise
         if isinstance(output, GeneratorType):
             block.note("its forward is a generator: what it yields is made outside of the block, and all of it is kept")
         if self._learning:
@@ -192,10 +195,6 @@ class Frame(Call):
         try:
             with Guard(run, *hooks), self.contexts.original_forward(self) if self.contexts else _NOTHING:
                 return self._function(*args, **kwargs)
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                self._arguments.drop(f"{block.title}: its forward was interrupted, and cannot be recomputed")
-            raise
         finally:
             self.original = run.outer
             if recorder is not None:

@@ -8,8 +8,7 @@ from typing import Any, Self
 
 import torch
 
-from graphckpt._compat import storage_of
-from graphckpt._compat_autocast import call_with_autocast
+from graphckpt._compat import call_with_autocast, storage_of
 from graphckpt._compat_compiler import DispatchMode, never_compiled
 from graphckpt.ledger.record import Event
 

@@ -22,8 +22,7 @@ from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 
-from graphckpt._compat import WithoutValues, is_fake, pytree, storage_of, version_sharing_detach
-from graphckpt._compat_autocast import call_with_autocast
+from graphckpt._compat import WithoutValues, call_with_autocast, is_fake, pytree, storage_of, version_sharing_detach
 from graphckpt._compat_compiler import DispatchMode, never_compiled
 from graphckpt.engine.call_state import RNGState, get_rng_state, set_rng_state
 from graphckpt.engine.frame import Contexts, Frame, Recomputation, ScheduleMismatch, modes_paused, running
