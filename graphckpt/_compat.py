@@ -126,9 +126,9 @@ class FakeTensors(FakeTensorMode):
 
 def forget_fake(mode: FakeTensorMode, *tensors: torch.Tensor) -> None:
     """Drops weak references to tensors of ``mode``: ``torch.utils.swap_tensors`` refuses tensors that have one."""
-    known = mode.fake_tensor_converter.meta_converter.tensor_memo
-    for key in [key for key, tensor in known.items() if any(tensor is gone for gone in tensors)]:
-        del known[key]
+    memo = mode.fake_tensor_converter.meta_converter.tensor_memo
+    for key in [key for key, tensor in memo.items() if any(tensor is other for other in tensors)]:
+        del memo[key]
 
 
 @contextmanager
@@ -362,11 +362,11 @@ def call_with_autocast(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 keys = [key for kind, key in without_casts if torch.is_autocast_enabled(kind)]
     if not keys:
         return func(*args, **kwargs)
-    for part, whole in _PART_OR_WHOLE.items():
-        if func.name().startswith(part) and any(_has_kernel(whole, key) for key in keys):
+    for part, composite in _PART_OR_WHOLE.items():
+        if func.name().startswith(part) and any(_has_kernel(composite, key) for key in keys):
             raise RuntimeError(
                 f"{func}: expected no autocast below a dispatch mode, got it: whether its kernel is to cast is not "
-                f"known, {whole} calls it too · fix: call it within torch.autocast(..., enabled=False), or use "
+                f"known, {composite} calls it too · fix: call it within torch.autocast(..., enabled=False), or use "
                 "activation_checkpointing = True, which needs no mode"
             )
     key, *others = keys  # there are two, if autocast is on for the CPU and for the accelerator
@@ -381,14 +381,14 @@ def _keys_without_casts(func: Any) -> list[tuple[str, DispatchKey]]:
     if not isinstance(func, torch._ops.OpOverload) or any(r.alias_info is not None for r in func._schema.returns):
         return []  # what returns a view or modifies in place calls nothing that casts
     accelerator = torch.accelerator.current_accelerator()
-    name, found = func.name(), []
+    name, keys = func.name(), []
     for kind in ["cpu"] if accelerator is None else ["cpu", accelerator.type]:
         key: DispatchKey | None = getattr(DispatchKey, f"Autocast{kind.upper()}", None)
         # PyTorch's own kernels for one kind of device compute; those for all kinds call ops
         computes = func.namespace == "aten" and _has_kernel(name, getattr(DispatchKey, kind.upper()))
         if key is not None and not computes and not _has_kernel(_PARTS.get(name, name), key):
-            found.append((kind, key))
-    return found
+            keys.append((kind, key))
+    return keys
 
 
 def _has_kernel(op: str, key: DispatchKey) -> bool:
