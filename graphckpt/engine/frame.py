@@ -339,50 +339,48 @@ class Frame(Call):
     def _recompute_once(
         self, on_pack: Callable[[int], None] | None = None, *, early_stop: bool = False, returns_output: bool = False
     ) -> Recomputation:
+        """Runs forward in the state in which it was called, and puts back what is there now."""
         run = Recomputation(self, on_pack, early_stop=early_stop, returns_output=returns_output)
-        with modes_paused:
-            self._repeat(run)
-        return run
-
-    def _repeat(self, run: Recomputation) -> None:
         state, call_state = self._state, self._call_state
-        unread = self._modified_and_unread()
-        random_now = self.rng_state()
-        ambient_now = take_ambient(self.devices)
-        grad_enabled = torch.is_grad_enabled()
-        arguments = self._arguments
-        before = self.before
-        leaves = arguments.take(self, () if before is None else before.outputs or ())
-        run.versions = arguments.versions(leaves)
-        if before is not None:
-            before.outputs = None
         undo: Objects = []
-        try:
-            with Guard(run, run.pack, run.unpack), ExitStack() as stack:
-                state.put_in_place(call_state, undo)
-                if unread:
-                    state.hide(call_state, unread, self._stand_in, undo)
-                args, kwargs = arguments.assemble(leaves, undo)
-                set_rng_state(self._random)
-                if ambient_now != self._ambient or is_autocast(ambient_now):
-                    enter_ambient(stack, self._ambient, ambient_now)
-                if self.contexts is not None:
-                    stack.enter_context(self.contexts.recomputation(self))
-                torch.set_grad_enabled(True)
-                try:
+        with modes_paused:
+            unread = self._modified_and_unread()
+            random_now, ambient_now, grad_enabled = (
+                self.rng_state(),
+                take_ambient(self.devices),
+                torch.is_grad_enabled(),
+            )
+            before = self.before
+            leaves = self._arguments.take(self, () if before is None else before.outputs or ())
+            run.versions = self._arguments.versions(leaves)
+            if before is not None:
+                before.outputs = None
+            try:
+                with Guard(run, run.pack, run.unpack), ExitStack() as stack:
+                    state.put_in_place(call_state, undo)
+                    if unread:
+                        state.hide(call_state, unread, self._stand_in, undo)
+                    args, kwargs = self._arguments.assemble(leaves, undo)
+                    set_rng_state(self._random)
+                    if ambient_now != self._ambient or is_autocast(ambient_now):
+                        enter_ambient(stack, self._ambient, ambient_now)
+                    if self.contexts is not None:
+                        stack.enter_context(self.contexts.recomputation(self))
+                    torch.set_grad_enabled(True)
                     output = self._function(*args, **kwargs)
-                    if run.returns_output:
+                    if returns_output:
                         self.outputs = [tensor.detach() for tensor in tensors_in(output)]
-                except Exception as error:
-                    if type(error) is not self._failure:  # the caller has caught that of the original forward
-                        raise
-        except StopRecomputation as stop:
-            if stop.run is not run:
-                raise
-        finally:
-            put_back(undo)
-            set_rng_state(random_now)
-            torch.set_grad_enabled(grad_enabled)
+            except StopRecomputation as stop:
+                if stop.run is not run:
+                    raise
+            except Exception as error:
+                if type(error) is not self._failure:  # the caller has caught that of the original forward
+                    raise
+            finally:
+                put_back(undo)
+                set_rng_state(random_now)
+                torch.set_grad_enabled(grad_enabled)
+        return run
 
     def _modified_and_unread(self) -> frozenset[int]:
         """Returns the ids of parameters that were modified since, but that the recomputation does not read.

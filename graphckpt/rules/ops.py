@@ -328,7 +328,7 @@ class SelectiveContexts(Contexts):
         self._num_saved = 0  # tensors that autograd has saved
         self._results: dict[Key, SavedResult] = {}
         self._fetched: dict[Key, list[Any]] = {}
-        self._storages: dict[int, list[Key]] = {}  # id of a storage: the kept results in it
+        self.storages: dict[int, list[Key]] = {}  # id of a storage: the kept results in it
         self._keys: list[Key] = []  # of all results that were kept, in order
         self._num_used = 0  # of them: no recomputation reads what is kept after the last saved tensor
 
@@ -367,7 +367,7 @@ class SelectiveContexts(Contexts):
         entries = [SavedTensor(x, frame) if isinstance(x, torch.Tensor) else x for x in aliases]
         random = get_rng_state(frame.devices) if torch.Tag.nondeterministic_seeded in key[0].tags else None
         for tensor, _ in versions:
-            self._storages.setdefault(id(storage_of(tensor)), []).append(key)
+            self.storages.setdefault(id(storage_of(tensor)), []).append(key)
         self._results[key] = SavedResult(entries, spec, versions, random)
         self._keys.append(key)
 
@@ -394,13 +394,13 @@ class SelectiveContexts(Contexts):
 
         The version counter does not always show it: GRU modifies what ``unsafe_chunk`` returns, a view without it.
         """
-        for tensor in tensors if self._storages else ():
-            for key in self._storages.pop(id(storage_of(tensor)), ()):
+        for tensor in tensors:
+            for key in self.storages.pop(id(storage_of(tensor)), ()):
                 self._results.pop(key, None)
 
     def after_forward(self, frame: Frame, *, has_failed: bool) -> None:
         """Drops what the recomputation does not need, and records or checks the schedule of the ops."""
-        self._storages.clear()
+        self.storages.clear()
         self._release(self._keys[self._num_used :], frame)
         for key, result in list(self._results.items()):
             if are_mutated(result.versions):
@@ -515,7 +515,8 @@ class ForwardMode(OpMode):
             is_wanted = _makes_new_tensors(func) and contexts.policy(output, func, args, kwargs, key[1])
             # Without a schedule, the recomputation cannot use any result.
             is_wanted = is_wanted and (graph is not None or contexts.is_found_by_number(func))
-        contexts.drop_mutated(mutated_by(func, args, kwargs))
+        if contexts.storages:
+            contexts.drop_mutated(mutated_by(func, args, kwargs))
         if is_wanted:
             contexts.keep(key, output, frame)
         if graph is not None:
