@@ -114,7 +114,8 @@ class Frame(Call):
 
     __slots__ = (
         "_ambient", "_arguments", "_call_state", "_early_stop", "_failure", "_function", "_is_joined", "_last_saved",
-        "_learning", "_random", "_state", "_strict", "contexts", "excluded", "holders", "original", "outputs",
+        "_learning", "_random", "_state", "_strict", "contexts", "devices", "excluded", "holders", "original",
+        "outputs",
     )  # fmt: skip
 
     def __init__(
@@ -152,7 +153,7 @@ class Frame(Call):
         if self.outer_hooks is None and not isinstance(block.store, DeviceStore):
             self.group = block.open_group()
         arguments = self._arguments = Arguments(args, kwargs, self._function)
-        self.devices = state.devices(arguments.leaves)
+        self.devices = state.devices(arguments.leaves)  # whose RNG state the call may use, beside that of the CPU
         outer = running.get()
         with modes_paused:
             modes = state.modes()

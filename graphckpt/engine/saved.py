@@ -36,11 +36,9 @@ _NOTHING = nullcontext()
 class Call:
     """One call of a block, which holds tensors for backward."""
 
-    __slots__ = ("__weakref__", "block", "devices", "group", "outer_hooks")
+    __slots__ = ("__weakref__", "block", "group", "outer_hooks")
 
     block: BlockContext
-    devices: tuple[torch.device, ...]
-    """Whose RNG state the call may use, beside that of the CPU."""
     group: TensorGroup | None
     """The group of its tensors in the block's store."""
     outer_hooks: Any
@@ -203,7 +201,7 @@ class StoredCall(Call):
     __slots__ = ()
 
     def __init__(self, block: BlockContext) -> None:
-        self.block, self.devices, self.group, self.outer_hooks = block, (), block.open_group(), None
+        self.block, self.group, self.outer_hooks = block, block.open_group(), None
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> SavedTensor | torch.Tensor:
