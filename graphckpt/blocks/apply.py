@@ -222,11 +222,7 @@ def remove(model: nn.Module) -> None:
 
 
 def policies_of(model: nn.Module, policies: Policies) -> Mapping[Selector, Any]:
-    """Returns policies in any form that :func:`apply` accepts as a mapping.
-
-    Raises:
-        ConfigError: They have another form, the file cannot be read, or the model has no layers.
-    """
+    """Returns policies in any form that :func:`apply` accepts as a mapping."""
     if isinstance(policies, PathLike) or (isinstance(policies, str) and policies.endswith(_FILES)):
         policies = policies_from_file(policies)
     if isinstance(policies, Mapping):
@@ -260,11 +256,7 @@ def policies_of(model: nn.Module, policies: Policies) -> Mapping[Selector, Any]:
 
 
 def policies_from_file(path: str | PathLike[str]) -> Mapping[Selector, Any]:
-    """Reads a mapping from name patterns to policies from a YAML or JSON file, or the ``blocks`` of a saved plan.
-
-    Raises:
-        ConfigError: The file is missing, contains no such mapping, or a key twice.
-    """
+    """Reads a mapping from name patterns to policies from a YAML or JSON file, or the ``blocks`` of a saved plan."""
     try:
         text = Path(path).read_text(encoding="utf-8")
         repeated = _repeated_key(compose(text))
@@ -281,7 +273,6 @@ def policies_from_file(path: str | PathLike[str]) -> Mapping[Selector, Any]:
 
 
 def _repeated_key(node: Any) -> str | None:
-    """Returns a key that a mapping of a YAML document has twice."""
     if not isinstance(node, yaml.MappingNode):
         return None
     keys = [key.value for key, _ in node.value]

@@ -40,8 +40,6 @@ _IN_GRAPH = "torch.compile has made it a part of a larger graph, and what it sav
 
 @final
 class StepRecorder:
-    """Records steps of a model, and holds the last records."""
-
     def __init__(self, title: str, roots: list[tuple[str, nn.Module]], policies: ResolvedPolicies) -> None:
         self.title = title
         self._roots = roots
@@ -53,7 +51,6 @@ class StepRecorder:
 
     @contextmanager
     def measure(self, inputs: Iterable[torch.Tensor] = ()) -> Iterator[None]:
-        """Records one step op by op: saved bytes, live bytes."""
         self.close()
         inputs = list(inputs)
         existing = [*self._state(), *inputs]
@@ -90,7 +87,6 @@ class StepRecorder:
 
     @contextmanager
     def time(self) -> Iterator[Recorder]:
-        """Records the seconds of each block in one step, without its ops."""
         recorder = Recorder()
         with _rows_for_modules(recorder, self._wrappers, self._plain_modules()):
             yield recorder
@@ -123,7 +119,6 @@ class StepRecorder:
             end()
 
     def explain(self, plot: str | None, *, show: bool, capture: str = "") -> Explanation:
-        """Returns the explanation of the last recorded steps; ``capture`` says how the step runs now."""
         recorder = self._bytes
         if recorder is None or not recorder.runs:
             if any(wrapper.is_in_graph for wrapper in self._wrappers):
@@ -234,8 +229,6 @@ class StepRecorder:
 
     @contextmanager
     def _inputs_of_root(self, recorder: Recorder) -> Iterator[None]:
-        """Ignores the model's inputs, which the caller keeps alive anyway."""
-
         def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             recorder.ignore(tensors_in((args, kwargs)))
 
@@ -336,13 +329,11 @@ def _rows_for_modules(
 
 
 def _is_elsewhere(module: nn.Module) -> bool:
-    """Returns whether a module belongs to another pipeline stage: all its weights are on the meta device."""
     weights = list(module.parameters())
     return bool(weights) and all(weight.is_meta for weight in weights)
 
 
 def _legend(wrappers: Sequence[BlockForward]) -> tuple[tuple[str, str], ...]:
-    """Returns the ops that levels of ``selective`` keep."""
     rules = dict.fromkeys(w.rule for w in wrappers if isinstance(w.rule, Selective) and w.rule.label)
     ops = {rule.describe(): ", ".join(map(str, rule.save)) for rule in rules if isinstance(rule.save, (list, tuple))}
     return tuple((name, f"keeps the results of {text}") for name, text in sorted(ops.items()))
@@ -390,7 +381,6 @@ def _last_blocks(wrappers: Sequence[BlockForward], recorder: Recorder, ran: Sequ
 
 
 def _plain_levels(wrappers: Sequence[BlockForward], recorder: Recorder) -> tuple[int, ...]:
-    """Returns the predicted live bytes of the step without policies; empty if they cannot be predicted."""
     if recorder.live is None or recorder.own_checkpointing or not _can_predict(wrappers):
         return ()
     return tuple(recorder.live.levels_if_kept(lambda block: True))

@@ -58,7 +58,6 @@ def marked_layers(model: nn.Module) -> list[str]:
 
 
 def _flagged(model: nn.Module) -> list[str]:
-    """Returns the layers whose class says that they are recomputed, or whose owner's flag does."""
     _, layer = _classes_of_transformers()
     named = list(model.named_modules())
     if names := [name for name, module in named if isinstance(module, layer)]:

@@ -117,7 +117,6 @@ class BlockForward:
 
     @property
     def module(self) -> nn.Module | None:
-        """The wrapped module, or ``None`` if it is gone."""
         return self._module()
 
     @property
@@ -148,7 +147,6 @@ class BlockForward:
 
     @never_compiled
     def _run_in_graph(self, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Runs the block while the compiler traces it; see Note [Blocks in a compiled model]."""
         if not torch.compiler.is_compiling():
             return self._run(args, kwargs)
         module = self._module()
@@ -211,7 +209,6 @@ class BlockForward:
         return MethodType(type(module).forward, module)  # type: ignore[union-attr]
 
     def install(self) -> None:
-        """Installs this wrapper over the present forward."""
         self._is_on = True
         policy_changes.number += 1
         if self._is_beneath:
@@ -276,7 +273,6 @@ def checkpointing_is_off() -> bool:
 
 
 def _is_checkpointable(forward: BlockForward) -> bool:
-    """Whether a block can be a part of a checkpoint in a graph."""
     is_plain = forward.placement is None or forward.placement.is_plain
     return forward.is_part or forward.rule.name == "full" or (forward.rule.name == "keep" and is_plain)
 

@@ -26,7 +26,6 @@ class NativeCheckpointing:
         return bool(self._modules)
 
     def is_enabled(self) -> bool:
-        """Returns whether one of the modules checkpoints itself in training."""
         modules = (ref() for ref in self._modules)
         return any(m is not None and m.training and m.__dict__.get(_FLAG) for m in modules)
 

@@ -89,7 +89,6 @@ def _with_stars(name: str) -> str:
 
 
 def describe(selector: Any) -> str:
-    """Names a selector in messages."""
     if isinstance(selector, nn.Module):
         return type(selector).__name__
     return selector.__name__ if isinstance(selector, type) else str(getattr(selector, "pattern", selector))

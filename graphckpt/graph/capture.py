@@ -67,11 +67,7 @@ class CaptureBackend(ABC):
 
 
 def backend_for(capture: Any, devices: Sequence[torch.device]) -> CaptureBackend | None:
-    """Returns the backend that ``config.capture`` means for modules on ``devices``; ``None`` runs every step eagerly.
-
-    Raises:
-        ConfigError: ``"cuda_graph"`` is requested, but the modules are not on exactly one CUDA device.
-    """
+    """Returns the backend that ``config.capture`` means for modules on ``devices``; ``None`` runs steps eagerly."""
     if isinstance(capture, CaptureBackend):
         return capture
     if capture == "eager":
@@ -101,11 +97,7 @@ def backend_for(capture: Any, devices: Sequence[torch.device]) -> CaptureBackend
 
 @final
 class CudaGraphBackend(CaptureBackend):
-    """One CUDA graph per capture; they share a memory pool.
-
-    Args:
-        device: The device of the modules.
-    """
+    """One CUDA graph per capture; they share a memory pool."""
 
     name = "cuda_graph"
     device: torch.device
@@ -251,12 +243,7 @@ def is_on(place: torch.device, device: torch.device) -> bool:
 
 @final
 class StaticInputs:
-    """Buffers that hold the arguments of a captured step.
-
-    Args:
-        args: Positional arguments of the call that is captured.
-        kwargs: Its keyword arguments.
-    """
+    """Buffers that hold the arguments of a captured step."""
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         leaves, shape = flatten_call(args, kwargs)

@@ -81,7 +81,6 @@ def modules_of(roots: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn
 
 
 def capture_failure(error: BaseException, roots: Sequence[tuple[str, nn.Module]]) -> str:
-    """Returns what stopped the capture, where, and the fix."""
     first_line = str(error).strip().split("\n", 1)[0]
     where = " · ".join(_places(error, roots))
     if isinstance(error, GraphckptError):
@@ -117,17 +116,11 @@ def _owner(frame: FrameType) -> nn.Module | None:
 
 @final
 class HostRandom:
-    """The RNG state of the host at the start of a capture."""
-
     def __init__(self) -> None:
         self._state = get_rng_state((), host=True)
 
     def check(self) -> None:
-        """Checks that nothing was drawn since.
-
-        Raises:
-            GraphError: Something was, for example by LayerDrop.
-        """
+        """Checks that nothing was drawn since."""
         torch_state, _, host = self._state
         drawn = [] if torch.equal(torch.get_rng_state(), torch_state) else ["torch on the CPU"]
         drawn += host.changes() if host is not None else []
@@ -165,7 +158,6 @@ class AttentionMasks:
 
     @property
     def note(self) -> str | None:
-        """How the capture differs from the eager step, if it does."""
         return _NOTE if self._skips_padding else None
 
     @contextmanager

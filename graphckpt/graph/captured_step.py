@@ -120,7 +120,6 @@ class CapturedUpdate:
         self._num_skipped: torch.Tensor | None = None  # on the device: steps counted that the scaler has skipped inside
 
     def before(self) -> None:
-        """Gradients that others left are dropped, and learning rates that others set are applied."""
         self._update.begin()
         self._rates.update_tensors()
 
@@ -172,7 +171,6 @@ class CapturedUpdate:
         self._update.abandon()
 
     def settings(self) -> tuple[Hashable, ...]:
-        """Returns the values that a capture holds as constants."""
         scaler = self._update.scaler
         if scaler is None or not scaler.is_enabled():
             return constant_settings(self.inside)
@@ -220,7 +218,6 @@ class _CallKind:
 
     @property
     def is_eager(self) -> bool:
-        """Whether these calls are not captured any more."""
         return self.num_wasted >= _MAX_WASTED
 
 
@@ -282,11 +279,7 @@ class CapturedStep:
         run: Callable[..., Any],
         forward_backward: Callable[..., Any],
     ) -> CapturedStep | None:
-        """Returns ``None`` where ``config.capture`` does not ask for captures, or the device cannot make them.
-
-        Raises:
-            ConfigError: ``config.capture`` asks for what the device cannot do.
-        """
+        """Returns ``None`` where ``config.capture`` does not ask for captures, or the device cannot make them."""
         devices = list(dict.fromkeys(p.device for _, root in roots for p in root.parameters()))
         backend = backend_for(config.capture, devices)
         if backend is None:
@@ -299,7 +292,6 @@ class CapturedStep:
 
     @property
     def notes(self) -> list[str]:
-        """How captures differ from the eager step, each difference once."""
         kinds = self._kinds.values()
         notes = list(dict.fromkeys(kind.masks.note for kind in kinds if kind.masks.note is not None))
         num_eager = sum(kind.is_eager for kind in kinds)
@@ -308,7 +300,6 @@ class CapturedStep:
         return notes
 
     def describe(self) -> str:
-        """Says how many captures there are, what they take, which optimizers step outside of them; or why none."""
         if self.reason is not None:
             return f"none, {self.reason}"
         text = f"{self.backend.name}, {self.num_cached} {'capture' if self.num_cached == 1 else 'captures'}"
@@ -374,7 +365,6 @@ class CapturedStep:
         return self._replay(entry, kind), True
 
     def until_replayed(self, call: Callable[[], Any]) -> None:
-        """Repeats ``call`` until the step is replayed, or cannot be captured."""
         replays = self.num_replays
         for _ in range(self._num_warm_up + 1):
             if self.num_replays == replays and self.reason is None:
@@ -396,7 +386,6 @@ class CapturedStep:
         return self._method(self._run_method)(self._build, args, kwargs)
 
     def _body(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Runs the device work: `build`, and what of the update can be captured."""
         output = self._method(self._forward_backward)(self._build, args, kwargs)
         result = self._update.work()
         leaves, spec = flatten_value(output)  # detached: the autograd graph would live as long as the capture

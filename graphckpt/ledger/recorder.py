@@ -66,7 +66,6 @@ class Recorder:
         self.ignore(alive_anyway)
 
     def ignore(self, alive_anyway: Iterable[torch.Tensor]) -> None:
-        """Excludes these storages from all counts."""
         for tensor in alive_anyway:
             self._plain.ignore(tensor)
             self._kept.ignore(tensor)
@@ -97,7 +96,6 @@ class Recorder:
             self.end()
 
     def begin(self) -> None:
-        """Installs the saved-tensor hooks."""
         self._outer = active_saved_tensor_hooks()
         push_saved_tensor_hooks(self._save_plainly, self._give_back)
 
@@ -144,7 +142,6 @@ class Recorder:
         return look_and_pack, _AttributedUnpack(self, block, unpack)
 
     def original_forward_ended(self, block: str) -> None:
-        """Ends a block's original forward."""
         if not self._again:
             self._leave(block)
 
@@ -169,7 +166,6 @@ class Recorder:
         return look_and_pack, _AttributedUnpack(self, block, unpack)
 
     def stored_forward_ended(self, block: str) -> None:
-        """Ends a block that keeps its saved tensors."""
         self.original_forward_ended(block)
 
     def tensor_saved(self, block: str, tensor: torch.Tensor, owner: object) -> None:
@@ -199,7 +195,6 @@ class Recorder:
             self.phase("backward", block)
 
     def recomputation_began(self, block: str) -> None:
-        """Begins the recomputation of a block."""
         self._again += 1
         self.reruns[block] += 1
         self.phase("recompute", block)
@@ -208,7 +203,6 @@ class Recorder:
         self._running.append((block, _now()))
 
     def recomputation_ended(self, block: str) -> None:
-        """Ends the recomputation of a block."""
         self._again -= 1
         _, begin = self._running.pop()
         self.again_seconds[block] += _now() - begin
@@ -228,7 +222,6 @@ class Recorder:
         self.phase("forward", self._running[-1][0] if self._running else "")
 
     def enter_plain(self, block: str) -> None:
-        """Begins the forward of a module without a policy that has its own row."""
         if block in self.own_checkpointing and current_backward() != -1:
             self.recomputation_began(block)
             self._own.append(block)
@@ -236,7 +229,6 @@ class Recorder:
             self._enter(block)
 
     def leave_plain(self, block: str) -> None:
-        """Ends the forward of a module without a policy that has its own row."""
         if self._own and self._own[-1] == block:
             self.recomputation_ended(self._own.pop())
         elif not self._again and self._running and self._running[-1][0] == block:

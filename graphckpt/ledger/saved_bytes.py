@@ -55,11 +55,7 @@ class _Saved:
 
 @final
 class SavedBytes:
-    """Sums what is saved. See Note [One storage, one object] in ``live_memory.py``.
-
-    Args:
-        total: The sum.
-    """
+    """Sums what is saved. See Note [One storage, one object] in ``live_memory.py``."""
 
     def __init__(self, total: Total) -> None:
         self._shares: defaultdict[str, Share] = defaultdict(lambda: Share(total))
@@ -67,11 +63,9 @@ class SavedBytes:
         self._owned: set[_Saved] = set()  # also those whose storage is gone and whose number another one has
 
     def of_block(self, block: str) -> int:
-        """Returns what is saved for a block when most is saved in all."""
         return self._shares[block].at_largest if block in self._shares else 0
 
     def ignore(self, tensor: torch.Tensor) -> None:
-        """Excludes the tensor's storage."""
         for storage in storages_of(tensor):
             self._saved[id(storage)] = _Saved(storage, None)
 
@@ -92,7 +86,6 @@ class SavedBytes:
                 saved.owners[id(reference)] = reference
 
     def remove(self, tensor: torch.Tensor, owner: object) -> None:
-        """Takes back what was added for ``owner``."""
         for storage in storages_of(tensor):
             saved = self._saved.get(id(storage))
             if saved is None or saved.storage() is not storage or saved.share is None:
@@ -128,8 +121,6 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What allocated a storage, for people to read."""
-
     block: str
     phase: str
     op: str
@@ -180,8 +171,6 @@ def levels_if_kept(lives: Iterable[StorageLife], num_changes: int, is_kept: Call
 
 
 def _end(life: StorageLife, is_kept: Callable[[str], bool], num_changes: int) -> int:
-    """Returns the end of a storage if the blocks in ``is_kept`` kept everything."""
-
     def ends(holds: Iterable[Hold]) -> list[int]:
         return [num_changes if hold.end is None else hold.end for hold in holds]
 

@@ -73,7 +73,6 @@ class StorageLog(LiveBytes):
 
     @property
     def static_bytes(self) -> int:
-        """The bytes that :meth:`mark_static` has seen."""
         return sum(self._static.values())
 
     def levels_if_kept(self, is_kept: Callable[[str], bool]) -> list[int]:

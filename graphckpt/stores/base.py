@@ -191,7 +191,6 @@ class Total:
 
     @property
     def largest(self) -> int:
-        """The largest sum at one time, as seen before each :meth:`Share.drop` and now."""
         self._sample()
         return self._largest
 
@@ -203,8 +202,6 @@ class Total:
 
 @final
 class Share:
-    """A part of a :class:`Total`."""
-
     __slots__ = ("_at_largest", "_now", "_number", "_total")
 
     def __init__(self, total: Total) -> None:
@@ -215,7 +212,6 @@ class Share:
 
     @property
     def at_largest(self) -> int:
-        """This part of the largest sum."""
         self._total._sample()
         self._remember()
         return self._at_largest
@@ -227,7 +223,6 @@ class Share:
         self._total._now += amount
 
     def drop(self, amount: int) -> None:
-        """Subtracts ``amount``, which has ended."""
         self._total._sample()
         self.add(-amount)
 

@@ -82,11 +82,7 @@ class Disk(Offload):
 
     @classmethod
     def parse(cls, argument: str) -> Disk:
-        """Parses the folder after ``"disk:"``; ``~`` is the user's home.
-
-        Raises:
-            ConfigError: The folder is empty.
-        """
+        """Parses the folder after ``"disk:"``; ``~`` is the user's home."""
         if not argument:
             raise ConfigError(
                 "offload: expected a folder after 'disk:', got none · fix: use 'disk:/path/to/folder' or 'disk'"
@@ -94,7 +90,6 @@ class Disk(Offload):
         return cls(str(Path(argument).expanduser()))
 
     def check(self) -> str | None:
-        """Rejects a folder that does not exist."""
         if self.folder is None or Path(self.folder).is_dir():
             return None
         return f"offload: expected an existing folder, got {str(self.folder)!r} · fix: create it, or use 'disk'"
@@ -134,7 +129,6 @@ class DiskStore(ByteStore):
         self._stop: Callable[[], object] = _no_op
 
     def put(self, data: torch.Tensor, group: TensorGroup) -> ByteHandle:
-        """Queues a write; blocks while more than ``in_flight_bytes`` are not written."""
         self._check()
         if data.is_cuda and torch.cuda.is_current_stream_capturing():
             raise StoreError(
@@ -150,7 +144,6 @@ class DiskStore(ByteStore):
             self._give_up("write", data.numel(), group, error)
 
     def get(self, handle: ByteHandle, group: TensorGroup) -> torch.Tensor:
-        """Returns the bytes; blocks until they are read."""
         self._check()
         assert isinstance(handle, _DiskHandle)
         if self._io is None or handle.fate is not self._io.fate:
@@ -183,26 +176,21 @@ class DiskStore(ByteStore):
             self.prefetch(handles, group)
 
     def close_group(self, group: TensorGroup) -> None:
-        """Raises if a thread has failed meanwhile."""
         self._check()
 
     def free(self, handle: ByteHandle) -> None:
-        """Frees the range of the file."""
         assert isinstance(handle, _DiskHandle)
         if self._io is not None and handle.fate is self._io.fate and handle.fate.pid == os.getpid():
             self._io.free(handle)
 
     def begin_step(self) -> None:
-        """Drops the file if an interrupt has left bytes in it that nothing refers to."""
         if self._io is not None and self._io.alive:
             self.close()
 
     def stored_bytes(self, num_bytes: int) -> int:
-        """Returns whole blocks of the file."""
         return in_blocks(num_bytes)
 
     def close(self) -> None:
-        """Ends the threads, which close the file."""
         self._stop()
         self._io, self._stop = None, _no_op
 
@@ -258,7 +246,6 @@ class _DiskHandle(ByteHandle):
         """The stream that the memory of the last read was allocated on."""
 
     def is_over(self) -> bool:
-        """Whether nobody needs these bytes any more."""
         return self.is_freed or self.fate.failure is not None
 
 
@@ -303,7 +290,6 @@ class _OpenFile:
         return handle
 
     def prefetch(self, handles: Sequence[_DiskHandle]) -> None:
-        """Requests what is in memory still, and queues reads of the rest."""
         for handle in reversed(handles):  # backward needs first what was saved last
             handle.is_requested = True
             if handle.data is None and handle.read is None:
@@ -327,7 +313,6 @@ class _OpenFile:
         return flat
 
     def free(self, handle: _DiskHandle) -> None:
-        """Frees the range, and removes what is queued for it."""
         if handle.is_freed:
             return
         handle.is_freed, handle.data = True, None
@@ -494,7 +479,6 @@ class HostTransfer(Transfer):
     def load(
         self, num_bytes: int, offset: int, target: torch.Tensor | None, ready: Any, is_over: Callable[[], bool]
     ) -> torch.Tensor:
-        """Reads into new memory."""
         blocks = _whole_pages(in_blocks(num_bytes))
         view = blocks.numpy().data
         for begin, size in _chunks(num_bytes):
@@ -524,20 +508,17 @@ class CudaTransfer(Transfer):
         super().__init__(file, _from_page(self._buffer.flat, CHUNK))
 
     def mark(self) -> torch.cuda.Event:
-        """Returns an event after all work submitted to the current stream."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def target(self, num_bytes: int) -> tuple[torch.Tensor, torch.cuda.Stream]:
-        """Returns memory of the current stream."""
         target = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         return target, torch.cuda.current_stream(self._device)
 
     def load(
         self, num_bytes: int, offset: int, target: torch.Tensor | None, ready: Any, is_over: Callable[[], bool]
     ) -> torch.Tensor:
-        """Reads into the chunk and copies from there."""
         assert target is not None
         for begin, size in _chunks(num_bytes):
             if is_over():
@@ -560,7 +541,6 @@ class CudaTransfer(Transfer):
 
 
 def transfer_for(device: torch.device, file: UnlinkedFile, note: Callable[[str], None]) -> Transfer:
-    """Returns a transfer between ``file`` and the tensors of ``device``, a CPU or a CUDA device."""
     return CudaTransfer(file, device, note) if device.type == "cuda" else HostTransfer(file)
 
 

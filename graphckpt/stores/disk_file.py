@@ -60,7 +60,6 @@ class UnlinkedFile:
             done += num_bytes
 
     def read(self, target: memoryview, offset: int) -> None:
-        """Fills ``target``; the same alignment is required as for ``write``."""
         done = 0
         while done < len(target):
             num_bytes = os.preadv(self._number, [target[done:]], offset + done)
@@ -77,7 +76,6 @@ class UnlinkedFile:
                 os.posix_fadvise(self._number, offset, num_bytes, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Closes the file, which frees its space on the disk."""
         number, self._number = self._number, -1
         if number >= 0:
             os.close(number)
@@ -115,7 +113,6 @@ def _open_unlinked(folder: str, flags: int) -> int:
 
 
 def file_system_in_memory(folder: str) -> str | None:
-    """Returns the file system of ``folder`` if its files are in memory (such as ``"tmpfs"``), else ``None``."""
     with suppress(OSError):
         device = Path(folder).stat().st_dev
         number = f"{os.major(device)}:{os.minor(device)}"

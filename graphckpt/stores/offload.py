@@ -80,11 +80,7 @@ def offload_targets() -> dict[str, type[Offload]]:
 
 
 def parse_offload(value: Any) -> Offload | None:
-    """Parses a value of ``offload``: ``True`` is ``"cpu"``; ``None`` and ``False`` are ``None``.
-
-    Raises:
-        ConfigError: No target has this name, or its package cannot be imported.
-    """
+    """Parses a value of ``offload``: ``True`` is ``"cpu"``; ``None`` and ``False`` are ``None``."""
     if value is None or value is False:
         return None
     if isinstance(value, Offload):

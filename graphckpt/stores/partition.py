@@ -57,22 +57,14 @@ class Partition:
 
 
 def parse_partition(value: Any) -> Partition | None:
-    """Parses a value of ``partition``; ``None`` and ``False`` are ``None``.
-
-    Raises:
-        ConfigError: It is neither a process group nor a device mesh.
-    """
+    """Parses a value of ``partition``; ``None`` and ``False`` are ``None``."""
     if value is None or value is False:
         return None
     return value if isinstance(value, Partition) else Partition(value)
 
 
 def group_for(partition: Any, group: TensorGroup) -> RankGroup | None:
-    """Returns the ranks that ``partition`` means for the block; ``None``, with a note, if there is only this rank.
-
-    Raises:
-        ConfigError: It is of another type, or a mesh whose dimension is ambiguous.
-    """
+    """Returns the ranks that ``partition`` means for the block; ``None``, with a note, if there is only this rank."""
     settings = parse_partition(partition)
     assert settings is not None
     if not (dist.is_available() and dist.is_initialized()):
@@ -159,19 +151,12 @@ class _ShardedHandle(ByteHandle):
         """The position of the bytes in it."""
 
     def release(self) -> None:
-        """Drops the slice."""
         self.slice = self.data = None
 
 
 @final
 class ShardedStore(ByteStore):
-    """Stores one slice per rank; bytes that are not equal on all ranks are stored in full.
-
-    Args:
-        ranks: The ranks that share.
-        device: The device of the tensors.
-        inner: The byte store of the slices; ``None`` if they stay on the device.
-    """
+    """Stores one slice per rank; bytes that are not equal on all ranks are stored in full."""
 
     def __init__(self, ranks: RankGroup, device: torch.device, inner: ByteStore | None) -> None:
         self._ranks = ranks
@@ -184,15 +169,12 @@ class ShardedStore(ByteStore):
 
     @property
     def tier(self) -> Tier:
-        """The kind of memory that holds the slices."""
         return "device" if self._inner is None else self._inner.tier
 
     def stored_bytes(self, num_bytes: int) -> int:
-        """Returns the bytes of one slice."""
         return self._bytes_here(self._slice_bytes(num_bytes))
 
     def gathered_bytes(self, num_bytes: int) -> int:
-        """Returns the bytes of all slices of a piece."""
         return self._slice_bytes(num_bytes) * self._ranks.size
 
     def put(self, data: torch.Tensor, group: TensorGroup) -> ByteHandle:
@@ -220,13 +202,11 @@ class ShardedStore(ByteStore):
             self._inner.close_group(group)
 
     def hint(self, handles: Sequence[ByteHandle], group: TensorGroup) -> None:
-        """Prefetches this rank's bytes from the inner store, for the all-gather."""
         inner = [handle.inner for handle in _sharded(handles) if handle.inner is not None]
         if self._inner is not None and inner:
             self._inner.prefetch(inner, group)
 
     def prefetch(self, handles: Sequence[ByteHandle], group: TensorGroup) -> None:
-        """Starts one all-gather for the whole group."""
         missing = [handle for handle in _sharded(handles) if handle.data is None and handle.gather is None]
         self.hint(missing, group)
         split = [handle for handle in missing if handle.is_split]
@@ -249,7 +229,6 @@ class ShardedStore(ByteStore):
         return full
 
     def free(self, handle: ByteHandle) -> None:
-        """Frees the slice."""
         assert isinstance(handle, _ShardedHandle)
         if self._inner is not None and handle.inner is not None:
             self._inner.free(handle.inner)
@@ -258,17 +237,14 @@ class ShardedStore(ByteStore):
         handle.gather = handle.data = handle.slice = handle.inner = None
 
     def begin_step(self) -> None:
-        """Begins a new step of the inner store."""
         if self._inner is not None:
             self._inner.begin_step()
 
     def close(self) -> None:
-        """Closes the inner store."""
         if self._inner is not None:
             self._inner.close()
 
     def _store_slice(self, handle: _ShardedHandle, group: TensorGroup, *, is_equal: bool) -> None:
-        """Stores this rank's slice, or all bytes if they are not equal on all ranks."""
         data = handle.data
         assert data is not None
         own = self._slice_of(data) if is_equal else data
@@ -294,7 +270,6 @@ class ShardedStore(ByteStore):
         return own
 
     def _stored(self, handle: _ShardedHandle, group: TensorGroup) -> torch.Tensor:
-        """Returns the bytes that this rank stores."""
         if handle.slice is not None:
             return handle.slice
         assert self._inner is not None
@@ -319,11 +294,7 @@ class ShardedStore(ByteStore):
             )
 
     def _compare_ranks(self, pieces: Sequence[torch.Tensor], group: TensorGroup) -> list[bool]:
-        """Returns for each piece whether it is equal on all ranks; see Note [Same calls on all ranks].
-
-        Raises:
-            StoreError: The ranks run different blocks, sizes or policies, or one is gone or late.
-        """
+        """Returns for each piece whether it is equal on all ranks; see Note [Same calls on all ranks]."""
         if pieces[0].is_cuda and torch.cuda.is_current_stream_capturing():
             raise StoreError(
                 f"{group.block}: partition: expected shapes seen before the capture, got new ones, which ranks cannot"

@@ -42,11 +42,7 @@ class HostBuffer:
 
 
 def pinned_buffer(num_bytes: int, device: torch.device, note: Callable[[str], None]) -> HostBuffer:
-    """Returns a buffer of exactly ``num_bytes``.
-
-    Raises:
-        MemoryError, RuntimeError: The memory cannot be allocated.
-    """
+    """Returns a buffer of exactly ``num_bytes``."""
 
     def clear_error() -> None:  # of a failed call, which CUDA would report for the next kernel
         with suppress(RuntimeError):

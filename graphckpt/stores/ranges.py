@@ -44,11 +44,9 @@ class FreeRanges:
 
     @property
     def end(self) -> int:
-        """The end of the last range in use."""
         return self._free[-1][0]
 
     def allocate(self, size: int) -> int:
-        """Takes the first free range of ``size``, and returns its begin."""
         at = next(at for at, (begin, end) in enumerate(self._free) if end - begin >= size)
         begin, end = self._free[at]
         self._free[at : at + 1] = [(begin + size, end)] if end - begin > size else []
@@ -64,7 +62,6 @@ class FreeRanges:
         return True
 
     def free(self, begin: int, end: int) -> None:
-        """Frees a range."""
         first = last = bisect(self._free, (begin, end))
         if self._free[last][0] == end:
             end, last = self._free[last][1], last + 1

@@ -77,19 +77,11 @@ class RankGroup:
         self.limit = timedelta(seconds=timeout_seconds)
 
     def gather(self, slices: Sequence[torch.Tensor], block: str) -> PendingGather:
-        """Starts one all-gather of all ranks' ``slices``, which must have equal sizes on all ranks.
-
-        Raises:
-            StoreError: The group has failed before.
-        """
+        """Starts one all-gather of all ranks' ``slices``, which must have equal sizes on all ranks."""
         return PendingGather(self, slices, block)
 
     def exchange(self, message: bytes, block: str) -> list[bytes]:
-        """Returns the messages of all ranks, in order of rank.
-
-        Raises:
-            StoreError: A rank is gone, or did not join in time.
-        """
+        """Returns the messages of all ranks, in order of rank."""
         seconds = self.limit.total_seconds()
         try:
             return exchange(self.process_group, self.members, message, topic="graphckpt", seconds=seconds)
@@ -99,7 +91,6 @@ class RankGroup:
             self.fail(block, "failed to exchange messages", error)
 
     def fail(self, block: str, what: str, cause: Exception | None = None) -> NoReturn:
-        """Raises the error for a rank that is gone or late."""
         reason = f" ({str(cause).splitlines()[0][:200]})" if cause is not None and str(cause) else ""
         raise StoreError(
             f"{block}: partition: {what} over {self.size} ranks {self.members} within"
@@ -135,11 +126,7 @@ class PendingGather:
             self._fail(error)
 
     def take(self, index: int) -> torch.Tensor:
-        """Returns one run, ready for the current stream, and drops its reference.
-
-        Raises:
-            StoreError: A rank is gone, or did not join in time.
-        """
+        """Returns one run, ready for the current stream, and drops its reference."""
         try:
             self._work.wait()  # on CUDA the current stream waits, which may differ from call to call
         except RuntimeError as error:
@@ -154,7 +141,6 @@ class PendingGather:
         return run
 
     def drop(self, index: int) -> None:
-        """Drops a run that will not be used."""
         if self._runs:
             self._runs[index] = None
 

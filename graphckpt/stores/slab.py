@@ -62,11 +62,9 @@ class SlabStore(ByteStore):
 
     @property
     def slab_bytes(self) -> int:
-        """Size of the slab; 0 before the second step."""
         return 0 if self._slab is None else self._slab.numel()
 
     def put(self, data: torch.Tensor, group: TensorGroup) -> ByteHandle:
-        """Copies the bytes into the slab."""
         self._free_dropped()
         if self._needs_slab:
             self._allocate_slab(group)
@@ -84,7 +82,6 @@ class SlabStore(ByteStore):
         return _SlabHandle(copy.copy_(data))
 
     def get(self, handle: ByteHandle, group: TensorGroup) -> torch.Tensor:
-        """Returns the bytes in place."""
         assert isinstance(handle, _SlabHandle)
         assert handle.data is not None
         return handle.data
@@ -105,7 +102,6 @@ class SlabStore(ByteStore):
             self._ranges.take(begin, end)
 
     def close(self) -> None:
-        """Releases the slab, once nothing in it is in use."""
         self._slab = None
         self._captured.clear()
 

@@ -13,8 +13,6 @@ import torch
 
 
 class Streams(NamedTuple):
-    """The streams of one device."""
-
     capture: torch.cuda.Stream
     """For captures and their warm-up: cuBLAS keeps a workspace per stream."""
     offload: torch.cuda.Stream
@@ -26,7 +24,6 @@ class Streams(NamedTuple):
 
 
 def streams_of(device: torch.device) -> Streams:
-    """Returns the streams of ``device``."""
     has_index = device.type != "cuda" or device.index is not None
     return _streams_of(device if has_index else torch.device("cuda", torch.cuda.current_device()))
 

@@ -80,7 +80,6 @@ class TensorStore(Store):
             return self._num_alive
 
     def open_group(self, group: TensorGroup) -> TensorGroup:
-        """Begins the tensors of one call of a block."""
         with self._lock:
             if not self.num_alive and all((g := ref()) is None or g.state.is_closed for ref in self._groups):
                 self._groups.clear()
@@ -92,7 +91,6 @@ class TensorStore(Store):
         return group
 
     def put(self, tensor: torch.Tensor, group: TensorGroup | None, *, is_shard: bool = False) -> object:
-        """Stores ``tensor`` and returns its key, or an alias if it stays where it is."""
         assert group is not None
         kind = what_is_not_plain(tensor)
         if kind is not None:
@@ -125,7 +123,6 @@ class TensorStore(Store):
             return TensorKey(piece, tensor, group)
 
     def get(self, key: object) -> torch.Tensor | None:
-        """Returns the stored tensor, without autograd history; ``None`` if it was modified in place since."""
         if isinstance(key, torch.Tensor):
             return key
         if isinstance(key, WrappedKey):
@@ -145,7 +142,6 @@ class TensorStore(Store):
             return tensor
 
     def close_group(self, group: TensorGroup | None) -> None:
-        """Closes ``group``: the forward of its block has ended, and no more tensors are added."""
         assert group is not None
         group.state.is_closed = True
         with self._lock:
@@ -154,7 +150,6 @@ class TensorStore(Store):
                 store.close_group(group)
 
     def close(self) -> None:
-        """Releases files, threads and pinned memory, unless something is still stored. A later ``put`` starts anew."""
         with self._lock:
             if self.num_alive:
                 return
@@ -259,7 +254,6 @@ class TensorStore(Store):
 
 
 def _is_replicated(tensor: Any) -> bool:
-    """Whether ``tensor`` is a DTensor that every rank of its mesh holds in full."""
     placements = getattr(tensor, "placements", None)
     return placements is not None and all(placement.is_replicate() for placement in placements)
 
@@ -306,8 +300,6 @@ class Piece:
 
 @final
 class GroupState:
-    """Bookkeeping of :class:`~graphckpt.stores.tensor_store.TensorStore` for one group."""
-
     __slots__ = ("is_closed", "is_prefetched", "is_requested", "pieces", "unmoved")
 
     def __init__(self) -> None:
@@ -324,7 +316,6 @@ class GroupState:
 
 
 def pieces_of(group: TensorGroup) -> list[Piece]:
-    """Returns the pieces of a group that are not freed, in the order of ``put``."""
     return [piece for ref in group.state.pieces.values() if (piece := ref()) is not None]
 
 
@@ -345,7 +336,6 @@ class TensorKey:
         self._is_read = False
 
     def view_of(self, storage: torch.UntypedStorage, begin: int) -> torch.Tensor:
-        """Returns the tensor, as a view of ``storage`` from byte ``begin``."""
         offset = (begin + self._offset) // self.dtype.itemsize
         return empty(self.dtype, storage.device).set_(storage, offset, self.size, self.stride)
 
@@ -378,11 +368,9 @@ class WrappedKey:
 
     @property
     def keys(self) -> list[object]:
-        """The keys of the inner tensors."""
         return list(self._keys.values())
 
     def rebuild(self, get: Callable[[object], torch.Tensor | None]) -> torch.Tensor | None:
-        """Returns the wrapper around what ``get`` returns for each key."""
         inner: dict[str, Any] = {name: get(key) for name, key in self._keys.items()}
         if any(value is None for value in inner.values()):
             return None
@@ -483,11 +471,9 @@ class PrefetchOrder:
         self._last: int | None = None
 
     def begin_step(self) -> None:
-        """Begins a new step: the next group requested has no predecessor."""
         self._last = None
 
     def record(self, number: int) -> None:
-        """Records that backward requests this group."""
         if self._last is not None:
             self._after[self._last] = number
         self._last = number
@@ -521,7 +507,6 @@ class VersionGuard:
             self._version = self._counter._version
 
     def is_mutated(self) -> bool:
-        """Whether the tensor was modified in place since."""
         return self._counter is not None and self._counter._version != self._version
 
     def covers(self, tensor: torch.Tensor) -> bool:
