@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, TypeAlias, final
 
@@ -17,10 +19,10 @@ from graphckpt._compat import (
     push_saved_tensor_hooks,
 )
 from graphckpt._compat_compiler import never_compiled
-from graphckpt.ledger.saved_bytes import SavedBytes
-from graphckpt.ledger.storage_log import StorageLog
+from graphckpt.ledger.live_memory import storages_of
+from graphckpt.ledger.storage_log import StorageLog, when_gone
 from graphckpt.stores import Traffic
-from graphckpt.stores.base import TIERS, Total
+from graphckpt.stores.base import TIERS, Share, Total
 
 Pack: TypeAlias = Callable[[torch.Tensor], Any]
 Unpack: TypeAlias = Callable[[Any], torch.Tensor]
@@ -283,3 +285,59 @@ def _now() -> float:
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     return perf_counter()
+
+
+@dataclass(eq=False, slots=True)
+class _Saved:
+    storage: weakref.ref[torch.UntypedStorage]
+    num_bytes: int = 0
+    share: Share | None = None
+    """``None`` if it is not counted."""
+    ends: list[weakref.finalize[Any, Any]] = field(default_factory=list)
+    """Those of its owners: what autograd or a block holds while it is saved."""
+
+    def is_owned(self) -> bool:
+        self.ends = [end for end in self.ends if end.alive]
+        return bool(self.ends)
+
+    def drop(self) -> None:
+        if not self.is_owned() and self.share is not None:
+            self.share.drop(self.num_bytes)
+
+
+@final
+class SavedBytes:
+    """Sums what is saved: each storage once, for its first block. See Note [One storage, one object]."""
+
+    def __init__(self, total: Total) -> None:
+        self._shares: defaultdict[str, Share] = defaultdict(lambda: Share(total))
+        self._saved: dict[int, _Saved] = {}
+
+    def of_block(self, block: str) -> int:
+        return self._shares[block].at_largest if block in self._shares else 0
+
+    def ignore(self, tensor: torch.Tensor) -> None:
+        for storage in storages_of(tensor):
+            self._saved[id(storage)] = _Saved(weakref.ref(storage))
+
+    def add(self, block: str, tensor: torch.Tensor, owner: object) -> None:
+        """Counts the tensor's storage for ``block``, if it is new, until all its owners are gone."""
+        for storage in storages_of(tensor):
+            saved = self._saved.get(id(storage))
+            if saved is None or saved.storage() is not storage or (saved.share is not None and not saved.is_owned()):
+                saved = _Saved(weakref.ref(storage), storage.nbytes(), self._shares[block])
+                self._saved[id(storage)] = saved
+                self._shares[block].add(saved.num_bytes)
+            if saved.share is not None:
+                saved.ends.append(when_gone(owner, tensor, saved.drop))
+
+    def remove(self, tensor: torch.Tensor, owner: object) -> None:
+        for storage in storages_of(tensor):
+            saved = self._saved.get(id(storage))
+            if saved is None or saved.storage() is not storage or saved.share is None or not saved.is_owned():
+                continue
+            for end in saved.ends:
+                if (watched := end.peek()) and watched[0] is owner:
+                    end.detach()
+            if not saved.is_owned():
+                saved.share.add(-saved.num_bytes)

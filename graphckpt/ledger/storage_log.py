@@ -1,4 +1,14 @@
-"""Logs when each storage of a step is allocated and freed, and until when the plain step would save it."""
+"""Logs when each storage of a step is allocated and freed, and predicts the live bytes under other policies.
+
+The prediction starts from a recorded step, of which some blocks would keep everything::
+
+    recorded      |--forward--|                |--recomputation--|--backward--|
+    saved tensor   =====                         ==========================      two storages: one each
+    kept           =====================================================         the first; the second is not allocated
+
+While the recorded step discards a tensor that the plain step would save, autograd holds a placeholder in its place. So
+the tensor would be freed in the plain step when the placeholder is.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +16,8 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from types import FrameType
 from typing import Any, final
@@ -14,18 +26,47 @@ import torch
 
 from graphckpt.ledger.live_memory import LiveBytes, storages_of
 from graphckpt.ledger.record import TensorLife
-from graphckpt.ledger.saved_bytes import Hold, Origin, StorageLife, levels_if_kept
 
 _LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", "<")
 
 
-class _Release(weakref.ref[Any]):
-    """A weak reference to what autograd holds in place of a saved tensor."""
+@dataclass(slots=True)
+class Hold:
+    """Something that holds a storage for backward."""
 
-    __slots__ = ("hold", "log")
+    block: str | None
+    """The block; ``None`` if no policy changes what it saves."""
+    end: int | None = None
+    """The number of changes by then; ``None`` if it outlives the step."""
+    begin: int = 0
+    """The number of changes when it began."""
+    saved_by: str | None = None
+    """The block that really saves the tensor; ``None`` for what the plain step alone would save."""
 
-    hold: Hold
-    log: weakref.ref[StorageLog]
+
+@dataclass(slots=True)
+class StorageLife:
+    """A storage, from its allocation to its end, in numbers of changes since the step began."""
+
+    begin: int
+    num_bytes: int
+    recomputed_by: str | None = None
+    """The outermost block in whose recomputation it was allocated."""
+    end: int | None = None
+    last_use: int = 0
+    """By an op that is not a recomputed one."""
+    is_resized: bool = False
+    """Whether it ended because its size changed, so that nothing could have held it."""
+    saved: list[Hold] = field(default_factory=list)
+    """What holds it in the plain step."""
+    kept: list[Hold] = field(default_factory=list)
+    """The blocks that keep it for a recomputation."""
+    origin: dict[str, Any] = field(default_factory=dict)
+    """What allocated it, as fields of :class:`TensorLife`; empty until a tensor is seen that uses it."""
+    kind: str = ""
+    """See :attr:`graphckpt.ledger.record.TensorLife.kind`."""
+    is_old: bool = False
+    """Whether it existed before the step."""
 
 
 @final
@@ -47,7 +88,6 @@ class StorageLog(LiveBytes):
         """The outermost block that is being recomputed."""
         self._static: dict[int, int] = {}
         self._life_of: dict[int, StorageLife] = {}
-        self._releases: list[_Release] = []
         self._is_old = False
 
     @property
@@ -67,9 +107,7 @@ class StorageLog(LiveBytes):
         for life in filter(None, (self._life_of.get(id(storage)) for storage in storages_of(tensor))):
             hold = Hold(block, begin=self._now, saved_by=saved_by)
             (life.kept if is_kept else life.saved).append(hold)
-            release = _Release(owner, _end_hold)
-            release.hold, release.log = hold, weakref.ref(self)
-            self._releases.append(release)
+            when_gone(owner, tensor, _end_hold, hold, weakref.ref(self))
 
     @property
     def static_bytes(self) -> int:
@@ -114,13 +152,11 @@ class StorageLog(LiveBytes):
             return storage
         if self.recomputed is None:
             life.last_use = self._now
-        if life.origin is None:
-            shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-            if life.is_old:
-                life.origin = Origin("", "", "", shape, dtype, "")
-            else:
+        if not life.origin:
+            life.origin = {"shape": tuple(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+            if not life.is_old:
                 op = "" if self.op is None else str(self.op)
-                life.origin = Origin(self.block, self.phase, op, shape, dtype, _source())
+                life.origin |= {"block": self.block, "phase": self.phase, "op": op, "source": _source()}
         return storage
 
     def _change(self, num_bytes: int, key: int) -> None:
@@ -152,7 +188,6 @@ def _source() -> str:
 
 
 def _tensor_life(life: StorageLife, num_changes: int) -> TensorLife:
-    origin = life.origin or Origin("", "", "", (), "", "")
     holds = [hold for hold in (*life.saved, *life.kept) if hold.saved_by is not None]
     first = min(holds, key=lambda hold: hold.begin, default=None)
     return TensorLife(
@@ -161,21 +196,63 @@ def _tensor_life(life: StorageLife, num_changes: int) -> TensorLife:
         end=life.end,
         kind=life.kind,
         is_old=life.is_old,
-        block=origin.block,
-        phase=origin.phase,
         recomputed_by=life.recomputed_by or "",
-        op=origin.op,
-        shape=origin.shape,
-        dtype=origin.dtype,
-        source=origin.source,
-        saved_by="" if first is None or first.saved_by is None else first.saved_by,
-        saved_from=0 if first is None else first.begin,
+        saved_by=(first and first.saved_by) or "",
+        saved_from=first.begin if first else 0,
         saved_until=max((num_changes if hold.end is None else hold.end for hold in holds), default=0),
+        **life.origin,
     )
 
 
-def _end_hold(release: weakref.ref[Any]) -> None:
-    assert isinstance(release, _Release)
-    log = release.log()
-    if log is not None:
-        release.hold.end = log._now
+def _end_hold(hold: Hold, log: weakref.ref[StorageLog]) -> None:
+    if (living := log()) is not None:
+        hold.end = living._now
+
+
+def when_gone(
+    owner: object, tensor: torch.Tensor, function: Callable[..., object], *arguments: Any
+) -> weakref.finalize[Any, Any]:
+    """Calls ``function`` when ``owner`` is gone, or the storage of ``tensor`` if ``owner`` cannot be watched."""
+    try:
+        end: weakref.finalize[Any, Any] = weakref.finalize(owner, function, *arguments)
+    except TypeError:  # hooks of the caller may pack a tuple, as those of `save_on_cpu` do
+        end = weakref.finalize(next(storages_of(tensor)), function, *arguments)
+    end.atexit = False
+    return end
+
+
+# ---- other policies
+
+
+def levels_if_kept(lives: Iterable[StorageLife], num_changes: int, is_kept: Callable[[str], bool]) -> list[int]:
+    """Returns the live bytes after each change of the step if the blocks in ``is_kept`` kept everything.
+
+    >>> first = StorageLife(0, 8, end=1, saved=[Hold("h.0", end=3)])
+    >>> again = StorageLife(2, 8, recomputed_by="h.0", end=3)
+    >>> levels_if_kept([first, again], 4, lambda block: False), levels_if_kept([first, again], 4, lambda block: True)
+    ([8, 0, 8, 0], [8, 8, 8, 0])
+    """
+    changes = [0] * (num_changes + 1)
+    for life in lives:
+        if life.recomputed_by is None or not is_kept(life.recomputed_by):
+            changes[min(life.begin, num_changes)] += life.num_bytes
+            changes[min(_end(life, is_kept, num_changes), num_changes)] -= life.num_bytes
+    return list(accumulate(changes))[:num_changes]
+
+
+def _end(life: StorageLife, is_kept: Callable[[str], bool], num_changes: int) -> int:
+    def ends(holds: Iterable[Hold]) -> list[int]:
+        return [num_changes if hold.end is None else hold.end for hold in holds]
+
+    def is_changed(hold: Hold) -> bool:
+        return hold.block is not None and is_kept(hold.block)
+
+    end = num_changes if life.end is None else life.end
+    if life.is_resized:
+        return end
+    dropped = [hold for hold in life.kept if is_changed(hold)]
+    if dropped and end <= max(ends(dropped)):  # only for the recomputation was it alive that long
+        others = [hold for hold in life.kept if not is_changed(hold)]
+        real = [hold for hold in life.saved if hold.block is None]
+        end = max([life.last_use + 1, *ends(others), *ends(real)])
+    return max([end, *ends(hold for hold in life.saved if is_changed(hold))])

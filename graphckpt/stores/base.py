@@ -241,11 +241,10 @@ class Traffic:
         totals: The sums of all blocks, by tier.
     """
 
-    __slots__ = ("_ends", "_shares", "copy_seconds", "wait_seconds")
+    __slots__ = ("_shares", "copy_seconds", "wait_seconds")
 
     def __init__(self, totals: Mapping[str, Total] | None = None) -> None:
         self._shares = {tier: Share(Total() if totals is None else totals[tier]) for tier in TIERS}
-        self._ends: dict[int, _End] = {}
         self.copy_seconds = 0.0
         """Time of the copies in both directions, whether or not they overlapped with computation."""
         self.wait_seconds = 0.0
@@ -259,22 +258,4 @@ class Traffic:
     def count(self, tier: str, num_bytes: int, owner: object) -> None:
         """Counts bytes that are stored at ``tier`` while ``owner`` is alive."""
         self._shares[tier].add(num_bytes)
-        end = _End(owner, _drop)
-        end.traffic, end.tier, end.num_bytes = self, tier, num_bytes
-        self._ends[id(end)] = end
-
-
-class _End(weakref.ref[Any]):
-    """A weak reference to what holds stored bytes."""
-
-    __slots__ = ("num_bytes", "tier", "traffic")
-
-    traffic: Traffic
-    tier: str
-    num_bytes: int
-
-
-def _drop(end: weakref.ref[Any]) -> None:
-    assert isinstance(end, _End)
-    end.traffic._ends.pop(id(end), None)
-    end.traffic._shares[end.tier].drop(end.num_bytes)
+        weakref.finalize(owner, self._shares[tier].drop, num_bytes).atexit = False
