@@ -1,10 +1,11 @@
 """The few private names of PyTorch that graphckpt needs, each beside the reason.
 
-Those of its compiler are in `_compat_compiler`, those of autocast in `_compat_autocast`. Nothing else is private.
+Those of its compiler are in `_compat_compiler`. Nothing else is private.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch._C import (
     DispatchKey,
+    _dispatch_has_kernel_for_dispatch_key,
+    _is_any_autocast_enabled,
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
     _SetExcludeDispatchKeyGuard,
@@ -37,10 +40,10 @@ if TYPE_CHECKING:
 __all__ = [
     "TRUNCATED_NORMAL", "FakeTensors", "NoValueError", "WithoutValues", "abandon_capture", "active_saved_tensor_hooks",
     "all_gather_bytes", "assert_on_device", "at_end_of_backward", "autograd_sequence_number", "backward_within",
-    "clear_cublas_workspaces", "current_backward", "early_stop_active", "forget_fake", "forget_half_a_step",
-    "has_function_modes", "is_fake", "is_transformed", "is_watched",
-    "op_names", "override_stale_capture_stream", "packed_shard",
-    "pop_saved_tensor_hooks", "push_saved_tensor_hooks", "pytree", "share_version_counter", "silence_capturable",
+    "call_with_autocast", "clear_cublas_workspaces", "current_backward", "early_stop_active", "forget_fake",
+    "forget_half_a_step", "has_function_modes", "is_fake", "is_transformed", "is_watched",
+    "op_names", "override_stale_capture_stream", "packed_shard", "pop_saved_tensor_hooks", "push_saved_tensor_hooks",
+    "pytree", "share_version_counter", "silence_capturable",
     "storage_of", "unseen_by_modes", "version_sharing_detach", "what_is_not_plain",
 ]  # fmt: skip
 
@@ -364,3 +367,67 @@ def assert_on_device(ok: torch.Tensor, message: str) -> None:
 def op_names() -> list[str]:
     """Returns the names of all registered ops, such as ``"aten.mm"``. No public function lists them."""
     return sorted({name.partition(".")[0].replace("::", ".") for name in torch._C._dispatch_get_all_op_names()})
+
+
+# Note [Autocast below a dispatch mode]
+# Before it calls a mode, PyTorch sets aside all that comes before kernels, autocast among it, and so also for what a
+# kernel calls itself: `bilinear` on a CPU is the op `_trilinear`, whose kernel multiplies matrices, in bfloat16 under
+# autocast, and in float32 below a mode. An op that autocast casts the arguments of has set it aside itself: what its
+# kernel calls is not cast. So below a mode autocast is made active again for all other ops, but for those that such an
+# op calls: `cdist` casts, and `_euclidean_dist` is a part of it.
+
+_PARTS = {"aten::_euclidean_dist": "aten::cdist", "aten::_trilinear": "aten::bilinear"}
+_PART_OR_WHOLE = {"aten::linalg_pinv": "aten::pinverse"}
+_NOTHING = nullcontext()
+
+
+def call_with_autocast(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Calls an op below a dispatch mode so that it computes what it computes without one.
+
+    See Note [Autocast below a dispatch mode].
+
+    Raises:
+        RuntimeError: What the op would compute without a mode cannot be known.
+    """
+    keys: list[DispatchKey] = []
+    without_casts = _keys_without_casts(func)
+    if without_casts:
+        with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]  # as it was when Python called PyTorch
+            if _is_any_autocast_enabled():
+                keys = [key for kind, key in without_casts if torch.is_autocast_enabled(kind)]
+    if not keys:
+        return func(*args, **kwargs)
+    for part, whole in _PART_OR_WHOLE.items():
+        if func.name().startswith(part) and any(_has_kernel(whole, key) for key in keys):
+            raise RuntimeError(
+                f"{func}: expected no autocast below a dispatch mode, got it: whether its kernel is to cast is not "
+                f"known, {whole} calls it too · fix: call it within torch.autocast(..., enabled=False), or use "
+                "activation_checkpointing = True, which needs no mode"
+            )
+    key, *others = keys  # there are two, if autocast is on for the CPU and for the accelerator
+    other = _SetExcludeDispatchKeyGuard(others[0], False) if others else _NOTHING
+    with _SetExcludeDispatchKeyGuard(key, False), other:
+        return func(*args, **kwargs)
+
+
+@functools.cache
+def _keys_without_casts(func: Any) -> list[tuple[str, DispatchKey]]:
+    """Returns the kinds of device, with their keys, for which an op calls others and autocast leaves its arguments."""
+    if not isinstance(func, torch._ops.OpOverload) or any(r.alias_info is not None for r in func._schema.returns):
+        return []  # what returns a view or modifies in place calls nothing that casts
+    accelerator = torch.accelerator.current_accelerator()
+    name, found = func.name(), []
+    for kind in ["cpu"] if accelerator is None else ["cpu", accelerator.type]:
+        key: DispatchKey | None = getattr(DispatchKey, f"Autocast{kind.upper()}", None)
+        # PyTorch's own kernels for one kind of device compute; those for all kinds call ops
+        computes = func.namespace == "aten" and _has_kernel(name, getattr(DispatchKey, kind.upper()))
+        if key is not None and not computes and not _has_kernel(_PARTS.get(name, name), key):
+            found.append((kind, key))
+    return found
+
+
+def _has_kernel(op: str, key: DispatchKey) -> bool:
+    try:
+        return bool(_dispatch_has_kernel_for_dispatch_key(op, key))
+    except RuntimeError:  # `sym_size`, which asks for the size of a nested tensor, is no op of the dispatcher
+        return True

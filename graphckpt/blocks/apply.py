@@ -13,11 +13,10 @@ from torch import nn
 
 from graphckpt.blocks.config import FIELDS, OTHER_NAMES, PLACEMENT, BlockConfig, fields_of
 from graphckpt.blocks.explain import StepRecorder
-from graphckpt.blocks.find_layers import layers
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.blocks.proxy import unwrap
 from graphckpt.blocks.resolve import UNCALLED, ResolvedPolicies, resolve_policies
-from graphckpt.blocks.select import Selector, describe, select
+from graphckpt.blocks.select import Selector, describe, layers, select
 from graphckpt.errors import ConfigError, shown, without_repeats
 from graphckpt.extras import LazyPackage
 from graphckpt.ledger.groups import group_rows, rule_and_place

@@ -15,15 +15,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphckpt._compat import is_transformed
 from graphckpt.blocks.compiled import share_of
-from graphckpt.blocks.find_layers import layers
-from graphckpt.blocks.forward import NOT_SCRIPTABLE, BlockForward
-from graphckpt.blocks.native_checkpointing import NativeCheckpointing
+from graphckpt.blocks.forward import NOT_SCRIPTABLE, BlockForward, checkpoints_itself
 from graphckpt.blocks.resolve import UNCALLED, ResolvedPolicies
+from graphckpt.blocks.select import layers
 from graphckpt.errors import ConfigError, GraphError
 from graphckpt.ledger.explanation import Explanation
+from graphckpt.ledger.live_memory import StorageLog
 from graphckpt.ledger.record import Row
 from graphckpt.ledger.recorder import REST, Recorder
-from graphckpt.ledger.storage_log import StorageLog
 from graphckpt.ledger.table import print_table
 from graphckpt.rules.full import Full
 from graphckpt.rules.joined import Joined
@@ -309,7 +308,7 @@ def _rows_for_modules(
     recorder: Recorder, wrappers: list[BlockForward], plain: list[tuple[str, nn.Module]]
 ) -> Iterator[None]:
     hooks = []
-    recorder.own_checkpointing = {name for name, module in plain if NativeCheckpointing(module).is_enabled()}
+    recorder.own_checkpointing = {name for name, module in plain if any(map(checkpoints_itself, module.modules()))}
     recorder.weightless = {name for name, module in plain if next(module.parameters(), None) is None}
     try:
         for wrapper in wrappers:

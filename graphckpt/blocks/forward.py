@@ -16,16 +16,17 @@ from torch import nn
 from graphckpt._compat import is_transformed
 from graphckpt._compat_compiler import constant_in_graphs, never_compiled
 from graphckpt.blocks.compiled import SHARE, CompiledForward
-from graphckpt.blocks.native_checkpointing import NativeCheckpointing
 from graphckpt.engine.block import BlockContext
 from graphckpt.engine.call_state import policy_changes
 from graphckpt.engine.frame import running
+from graphckpt.engine.objects import replaced
 from graphckpt.errors import ConfigError
 from graphckpt.rules.base import Rule
 from graphckpt.rules.in_graph import ForwardInGraph, exclude_in_graph
 from graphckpt.rules.keep import Keep
 from graphckpt.stores.placement import Placement
 
+_FLAG = "gradient_checkpointing"
 NOT_SCRIPTABLE = "torch.jit.script cannot compile a model with policies · fix: remove() the handle first"
 
 
@@ -89,7 +90,7 @@ class BlockForward:
         self._inner = _unwrapped(self._wrapped)
         self._is_beneath = False
         self._is_on = True
-        self._native: NativeCheckpointing | None = None
+        self._native: list[weakref.ref[nn.Module]] = []  # modules below that may checkpoint themselves
         self._context: BlockContext | None = None
         self.name = name
         self.rule = rule
@@ -111,7 +112,7 @@ class BlockForward:
         if self._context is None:
             module = self._module()
             assert module is not None
-            self._native = NativeCheckpointing(module) or None
+            self._native = [weakref.ref(each) for each in module.modules() if hasattr(each, _FLAG)]
             self._context = BlockContext(self.name, [module], None if self.placement is None else self.placement.store)
         return self._context
 
@@ -200,7 +201,15 @@ class BlockForward:
         if is_transformed():
             context.note("torch.func or forward-mode AD is around it: it runs as it is, and all is saved")
             return None
-        return function if self._native is None else self._native.suspend(context, function)
+        modules = [module for ref in self._native if (module := ref()) is not None and checkpoints_itself(module)]
+        if not modules:
+            return function
+        owner = getattr(function, "__self__", None)
+        if owner in modules and type(owner).__call__ is not nn.Module.__call__:  # it is active already
+            context.note("its own gradient checkpointing replaces this policy: disable it on the model")
+            return None
+        context.note("the model's own gradient checkpointing is on as well: this policy replaces it")
+        return _Suspended(function, modules)
 
     def _function(self) -> Callable[..., Any]:
         if self._inner is not None:
@@ -255,6 +264,30 @@ class BlockForward:
     def __setstate__(self, state: tuple[Any, bool, dict[str, Any] | None, bool, bool]) -> None:
         self._wrapped, self._is_on, self.compile_options, self.is_part, self.is_excluded = state
         self._inner = _unwrapped(self._wrapped)
+
+
+@final
+class _Suspended:
+    """A forward during which the gradient checkpointing of some modules' own, as in Transformers, is off."""
+
+    __slots__ = ("__self__", "__wrapped__", "_modules")
+
+    def __init__(self, function: Callable[..., Any], modules: list[nn.Module]) -> None:
+        self.__wrapped__ = function  # for inspect.signature, which names arguments
+        self.__self__ = getattr(function, "__self__", None)
+        self._modules = modules
+
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps a part of the forward likewise, for rules that call children one by one."""
+        return _Suspended(function, self._modules)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with replaced([module for module in self._modules if module.__dict__.get(_FLAG)], _FLAG, value=False):
+            return self.__wrapped__(*args, **kwargs)
+
+
+def checkpoints_itself(module: nn.Module) -> bool:
+    return module.training and bool(module.__dict__.get(_FLAG))
 
 
 @contextmanager

@@ -11,9 +11,9 @@ from typing import Any, Self, final
 import torch
 from torch import nn
 
-from graphckpt.blocks.find_layers import layers
 from graphckpt.blocks.proxy import BlockTree
 from graphckpt.blocks.resolve import resolve_policies
+from graphckpt.blocks.select import layers
 from graphckpt.errors import ConfigError, GraphError
 from graphckpt.graph.fake_graph import fake_training
 from graphckpt.graph.out_of_memory import StepBackup, describe_policies

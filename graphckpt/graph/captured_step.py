@@ -18,8 +18,16 @@ from torch.nn.parallel import DistributedDataParallel
 from graphckpt._compat import silence_capturable
 from graphckpt.engine.call_state import take_ambient
 from graphckpt.errors import GraphError
-from graphckpt.graph.capture import Capture, CaptureBackend, StaticInputs, backend_for, input_key
-from graphckpt.graph.capture_checks import AttentionMasks, ModuleAttributes, capture_failure
+from graphckpt.graph.capture import (
+    AttentionMasks,
+    Capture,
+    CaptureBackend,
+    ModuleAttributes,
+    StaticInputs,
+    backend_for,
+    capture_failure,
+    input_key,
+)
 from graphckpt.graph.config import GraphConfig
 from graphckpt.graph.update import Update, clip, step_scaled, zero
 from graphckpt.tree import build_value, flatten_value

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from graphckpt.errors import GraphError
-from graphckpt.graph.capture_checks import modules_of
+from graphckpt.graph.capture import modules_of
 from graphckpt.training_state import ModuleTree, TrainingState
 from graphckpt.tree import flatten_value
 

@@ -12,8 +12,7 @@ from torch import nn
 
 from graphckpt.blocks.apply import Handle, apply
 from graphckpt.blocks.config import FIELDS, OTHER_NAMES, BlockConfig, fields_of
-from graphckpt.blocks.find_layers import layers
-from graphckpt.blocks.select import Selector
+from graphckpt.blocks.select import Selector, layers
 from graphckpt.engine.call_state import HostRNGState
 from graphckpt.engine.objects import replaced
 from graphckpt.errors import ConfigError, GraphError, did_you_mean, shown

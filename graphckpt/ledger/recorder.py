@@ -19,8 +19,7 @@ from graphckpt._compat import (
     push_saved_tensor_hooks,
 )
 from graphckpt._compat_compiler import never_compiled
-from graphckpt.ledger.live_memory import storages_of
-from graphckpt.ledger.storage_log import StorageLog, when_gone
+from graphckpt.ledger.live_memory import StorageLog, storages_of, when_gone
 from graphckpt.stores import Traffic
 from graphckpt.stores.base import TIERS, Share, Total
 

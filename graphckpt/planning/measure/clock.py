@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeAlias, final
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from graphckpt._compat_autocast import call_with_autocast
+from graphckpt._compat import call_with_autocast
 from graphckpt._compat_compiler import DispatchMode, never_compiled
 from graphckpt.engine.block import BlockContext
 from graphckpt.engine.saved import KEEP_ON_DEVICE

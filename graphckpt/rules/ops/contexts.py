@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, Self, final
 
 import torch
 
-from graphckpt._compat import WithoutValues, pytree, storage_of, version_sharing_detach
-from graphckpt._compat_autocast import call_with_autocast
+from graphckpt._compat import WithoutValues, call_with_autocast, pytree, storage_of, version_sharing_detach
 from graphckpt._compat_compiler import DispatchMode, never_compiled
 from graphckpt.engine.call_state import get_rng_state, set_rng_state
 from graphckpt.engine.frame import Recomputation, ScheduleMismatch, running
