@@ -15,7 +15,7 @@ from graphckpt.rules.base import Rule
 from graphckpt.rules.full import Full
 from graphckpt.rules.keep import Keep
 from graphckpt.rules.selective import Selective
-from graphckpt.stores.offload import parse_offload
+from graphckpt.stores.base import parse_offload
 from graphckpt.stores.placement import Placement, placement_of
 
 UNCALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # containers without a forward

@@ -22,7 +22,7 @@ from graphckpt.rules.keep import Keep
 from graphckpt.rules.ops.schedule import OpGraph
 from graphckpt.rules.registry import parse_rule
 from graphckpt.rules.selective import PRESETS, Selective
-from graphckpt.stores.offload import parse_offload
+from graphckpt.stores.base import parse_offload
 from graphckpt.stores.partition import parse_partition
 
 SHARES = (0.8, 0.5, 0.3, 0.1)

@@ -15,11 +15,9 @@ import torch
 
 from graphckpt._compat import at_end_of_backward, unseen_by_modes
 from graphckpt.errors import ConfigError, StoreError
-from graphckpt.stores.base import ByteHandle, ByteStore, TensorGroup, Tier, Traffic
-from graphckpt.stores.offload import Offload
-from graphckpt.stores.pinned import HostBuffer, pinned_buffer, postpone
-from graphckpt.stores.ranges import FreeRanges, aligned
-from graphckpt.stores.streams import streams_of
+from graphckpt.stores.base import ByteHandle, ByteStore, Offload, TensorGroup, Tier, Traffic
+from graphckpt.stores.pinned import HostBuffer, pinned_buffer, postpone, streams_of
+from graphckpt.stores.slab import FreeRanges, aligned
 from graphckpt.units import format_bytes
 
 _log = logging.getLogger("graphckpt")

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
 from graphckpt.errors import ConfigError
-from graphckpt.stores.base import DeviceStore, Store, TensorGroup
-from graphckpt.stores.offload import Offload, parse_offload
+from graphckpt.stores.base import DeviceStore, Offload, Store, TensorGroup, parse_offload
 from graphckpt.stores.partition import ShardedStore, group_for, parse_partition
 from graphckpt.stores.slab import SlabStore
 from graphckpt.stores.tensor_store import TensorStore
