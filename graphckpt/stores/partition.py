@@ -104,6 +104,12 @@ class RankGroup:
         ) from cause
 
 
+# Note [A counted all-gather is synchronous]
+# A thread of gloo frees the bytes of an all-gather some time after it is done, so that live bytes counted by a dispatch
+# mode would differ from run to run. While they are counted, copies that are not counted are gathered, and the counted
+# bytes are held as long as the gather's object, as gloo and NCCL do.
+
+
 @final
 class PendingGather:
     """An all-gather in progress: runs of bytes, of each of which every rank sends one slice.
@@ -116,24 +122,34 @@ class PendingGather:
         runs             [ a0 | a1 ]  [ b0 | b1 ]     each its own memory, so that one does not hold the other
     """
 
-    __slots__ = ("_block", "_lengths", "_output", "_ranks", "_runs", "_work")
+    __slots__ = ("_block", "_counted", "_lengths", "_output", "_ranks", "_runs", "_work")
 
     def __init__(self, ranks: RankGroup, slices: Sequence[torch.Tensor], block: str) -> None:
         self._ranks = ranks
         self._block = block
         self._lengths = [piece.numel() for piece in slices]
         sent = slices[0] if len(slices) == 1 else torch.cat(list(slices))
-        self._output: torch.Tensor | None = sent.new_empty(sent.numel() * ranks.size)
+        output = sent.new_empty(sent.numel() * ranks.size)
+        self._output: torch.Tensor | None = output
         self._runs: list[torch.Tensor | None] = []
+        self._work: Any = None
         try:
-            self._work = _start_gather(ranks.process_group, self._output, sent, ranks.limit)
+            if output.device.type != "cpu" or not is_watched():
+                self._work = all_gather_bytes(ranks.process_group, output, sent, ranks.limit)
+                return
+            self._counted = output, sent  # see Note [A counted all-gather is synchronous]
+            with unseen_by_modes():
+                copy = torch.empty_like(output)
+                all_gather_bytes(ranks.process_group, copy, sent.clone(), ranks.limit).wait()
+                output.copy_(copy)
         except RuntimeError as error:
             self._fail(error)
 
     def take(self, index: int) -> torch.Tensor:
         """Returns one run, ready for the current stream, and drops its reference."""
         try:
-            self._work.wait()  # on CUDA the current stream waits, which may differ from call to call
+            if self._work is not None:
+                self._work.wait()  # on CUDA the current stream waits, which may differ from call to call
         except RuntimeError as error:
             self._runs, self._output = [None] * len(self._lengths), None
             self._fail(error)
@@ -152,35 +168,6 @@ class PendingGather:
     def _fail(self, error: RuntimeError) -> NoReturn:
         num_bytes = sum(self._lengths) * self._ranks.size
         self._ranks.fail(self._block, f"failed to all-gather {num_bytes} bytes", error)
-
-
-# Note [A counted all-gather is synchronous]
-# A thread of gloo frees the bytes of an all-gather some time after it is done, so that live bytes counted by a dispatch
-# mode would differ from run to run. While they are counted, copies that are not counted are gathered, and the counted
-# bytes are held as long as the gather's object, as gloo and NCCL do.
-
-
-@final
-class _FinishedGather:
-    """Stands for an all-gather that is done, and holds its tensors."""
-
-    __slots__ = ("_tensors",)
-
-    def __init__(self, *tensors: torch.Tensor) -> None:
-        self._tensors = tensors
-
-    def wait(self) -> None:
-        """Returns at once."""
-
-
-def _start_gather(process_group: Any, output: torch.Tensor, sent: torch.Tensor, limit: timedelta) -> Any:
-    if output.device.type != "cpu" or not is_watched():
-        return all_gather_bytes(process_group, output, sent, limit)
-    with unseen_by_modes():
-        copy = torch.empty_like(output)
-        all_gather_bytes(process_group, copy, sent.clone(), limit).wait()
-        output.copy_(copy)
-    return _FinishedGather(output, sent)
 
 
 _ALIGN = 16  # bytes; slices begin where vectorised kernels may load
