@@ -16,6 +16,7 @@ from graphckpt.blocks.forward import BlockForward, disable_checkpointing
 from graphckpt.blocks.proxy import BlockTree
 from graphckpt.blocks.resolve import ResolvedPolicies, resolve_policies
 from graphckpt.errors import GraphError, warn_once
+from graphckpt.graph.capture import backend_for
 from graphckpt.graph.captured_step import CapturedStep
 from graphckpt.graph.config import GraphConfig
 from graphckpt.graph.text import DebugLog, InputCheck
@@ -213,7 +214,12 @@ class Step:
             self.captured.release()
         run, work = (self._train, self._forward_backward) if self._trains else (self._evaluate_only,) * 2
         update = self.update if self._trains else Update(self.name)  # an evaluation has no optimizers to step
-        self.captured = CapturedStep.make(self.name, list(self.roots.items()), self.config, update, run, work)
+        roots = list(self.roots.items())
+        devices = dict.fromkeys(p.device for _, root in roots for p in root.parameters())
+        backend = backend_for(self.config.capture, list(devices))
+        self.captured = None
+        if backend is not None:
+            self.captured = CapturedStep(self.name, roots, backend, self.config, update, run, work)
         self.setup.is_stale = False
 
     def sort_parameters(self) -> None:

@@ -55,7 +55,8 @@ class TensorStore(Store):
         self._byte_store_for = byte_store_for
         self._min_elements = max(1, min_elements)
         self._byte_stores: dict[tuple[torch.device, bool], tuple[ByteStore | None, list[str]]] = {}
-        self._pieces = _PiecesByStorage()
+        self._pieces: weakref.WeakKeyDictionary[torch.UntypedStorage, list[weakref.ref[Piece]]]
+        self._pieces = weakref.WeakKeyDictionary()
         self._groups: list[weakref.ref[TensorGroup]] = []
         self._order = PrefetchOrder()
         self._freed: deque[tuple[ByteStore, ByteHandle]] = deque()
@@ -112,7 +113,7 @@ class TensorStore(Store):
                 tensor = tensor.detach().resolve_conj().resolve_neg()
             storage = tensor.untyped_storage()
             begin, end = _span(tensor)
-            piece = self._pieces.find(tensor, storage, begin, end, store)
+            piece = self._find_piece(tensor, storage, begin, end, store)
             if piece is None:
                 piece = self._new_piece(tensor, storage, begin, end, store, group)
             pieces = group.state.pieces
@@ -178,6 +179,23 @@ class TensorStore(Store):
             group.note(note)
         return entry[0]
 
+    def _find_piece(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, begin: int, end: int, store: ByteStore
+    ) -> Piece | None:
+        """Returns a piece in ``store`` that holds all bytes of ``tensor`` as they are now."""
+        for ref in self._pieces.get(storage, ()):
+            piece = ref()
+            if (
+                piece is not None
+                and piece.begin <= begin
+                and end <= piece.end
+                and piece.store is store
+                and not piece.guard.is_mutated()
+                and piece.guard.covers(tensor)
+            ):
+                return piece
+        return None
+
     def _new_piece(
         self,
         tensor: torch.Tensor,
@@ -202,7 +220,8 @@ class TensorStore(Store):
         if traffic is not None:
             traffic.count(store.tier, store.stored_bytes(end - begin), piece)
         self._num_alive += 1
-        self._pieces.add(storage, piece)
+        living = [ref for ref in self._pieces.get(storage, ()) if ref() is not None]
+        self._pieces[storage] = [*living, weakref.ref(piece)]
         return piece
 
     def _reload(self, piece: Piece, group: TensorGroup) -> torch.Tensor:
@@ -377,61 +396,6 @@ class WrappedKey:
         inner |= self._others
         tensor: torch.Tensor = self._class.__tensor_unflatten__(inner, self._context, self._size, self._stride)
         return tensor
-
-
-@final
-class _PiecesByStorage:
-    """The pieces of each living storage, to find one that covers a view already."""
-
-    def __init__(self) -> None:
-        self._table: dict[int, tuple[_StorageRef, list[weakref.ref[Piece]]]] = {}
-        table = self._table
-
-        def forget(ref: weakref.ref[torch.UntypedStorage]) -> None:
-            assert isinstance(ref, _StorageRef)
-            entry = table.get(ref.number)
-            if entry is not None and entry[0] is ref:
-                del table[ref.number]
-
-        self._forget = forget
-
-    def find(
-        self, tensor: torch.Tensor, storage: torch.UntypedStorage, begin: int, end: int, store: ByteStore
-    ) -> Piece | None:
-        """Returns a piece in ``store`` that holds all bytes of ``tensor`` as they are now."""
-        entry = self._table.get(id(storage))
-        if entry is None or entry[0]() is not storage:
-            return None
-        for ref in entry[1]:
-            piece = ref()
-            if (
-                piece is not None
-                and piece.begin <= begin
-                and end <= piece.end
-                and piece.store is store
-                and not piece.guard.is_mutated()
-                and piece.guard.covers(tensor)
-            ):
-                return piece
-        return None
-
-    def add(self, storage: torch.UntypedStorage, piece: Piece) -> None:
-        entry = self._table.get(id(storage))
-        if entry is None or entry[0]() is not storage:
-            ref = _StorageRef(storage, self._forget)
-            ref.number = id(storage)
-            self._table[ref.number] = ref, [weakref.ref(piece)]
-            return
-        entry[1][:] = [ref for ref in entry[1] if ref() is not None]
-        entry[1].append(weakref.ref(piece))
-
-
-class _StorageRef(weakref.ref[torch.UntypedStorage]):
-    """A weak reference that still knows the ``id`` of its storage when that is gone."""
-
-    __slots__ = ("number",)
-
-    number: int
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
