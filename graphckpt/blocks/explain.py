@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, final
 from weakref import WeakMethod
@@ -68,16 +68,17 @@ class StepRecorder:
             if not state:
                 new.append(optimizer)
 
-        hook = register_optimizer_step_pre_hook(see_optimizer)
-        try:
-            with (
-                _rows_for_modules(recorder, self._wrappers, self._plain_modules()),
-                recorder.watching(),
-                self._inputs_of_root(recorder),
-            ):
-                yield
-        finally:
-            hook.remove()
+        def see_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            recorder.ignore(tensors_in((args, kwargs)))  # the caller keeps them alive anyway
+
+        with ExitStack() as stack:
+            stack.callback(register_optimizer_step_pre_hook(see_optimizer).remove)
+            stack.enter_context(_rows_for_modules(recorder, self._wrappers, self._plain_modules()))
+            stack.enter_context(recorder.watching())
+            name, root = self._roots[0]
+            if not name:  # not of a Graph, which passes its inputs
+                stack.callback(root.register_forward_pre_hook(see_inputs, with_kwargs=True).remove)
+            yield
         live.label((t.grad for t in self._state() if t.is_leaf), "gradients")
         for optimizer in new:
             live.label(_state_of(optimizer), "optimizer states")
@@ -225,19 +226,6 @@ class StepRecorder:
 
     def _state(self) -> list[torch.Tensor]:
         return [t for _, root in self._roots for t in (*root.parameters(), *root.buffers()) if not is_lazy(t)]
-
-    @contextmanager
-    def _inputs_of_root(self, recorder: Recorder) -> Iterator[None]:
-        def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            recorder.ignore(tensors_in((args, kwargs)))
-
-        name, root = self._roots[0]
-        hook = None if name else root.register_forward_pre_hook(see, with_kwargs=True)
-        try:
-            yield
-        finally:
-            if hook is not None:
-                hook.remove()
 
     def _plain_modules(self) -> list[tuple[str, nn.Module]]:
         """Returns the modules without a wrapper that get a row: selected blocks, and the modules next to them.

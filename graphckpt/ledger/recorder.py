@@ -122,10 +122,13 @@ class Recorder:
             self.live.label((weight.grad for weight in weights), "gradients")
         self.phase("optimizer")
 
-    def original_forward_began(self, block: str, pack: Pack, unpack: Unpack) -> tuple[Pack, Unpack]:
+    def original_forward_began(
+        self, block: str, pack: Pack, unpack: Unpack, *, is_kept: bool = False, is_stored: bool = False
+    ) -> tuple[Pack, Unpack]:
         """Begins a block's original forward.
 
         Returns the hooks: ``pack`` also counts what the plain step would save, ``unpack`` begins the block's backward.
+        What ``is_kept`` is counted as saved too, unless it ``is_stored``: the store counts it.
         """
         if self._again:
             return pack, unpack
@@ -134,10 +137,13 @@ class Recorder:
         @never_compiled
         def look_and_pack(tensor: torch.Tensor) -> Any:
             held = pack(tensor)
-            if not self._is_passing_on:
-                self._plain.add(self._running[-1][0], tensor, held)
+            if is_kept or not self._is_passing_on:
+                self._plain.add(block if is_kept else self._running[-1][0], tensor, held)
+                is_saved = is_kept and not is_stored
+                if is_saved:
+                    self._kept.add(block, tensor, held)
                 if self.live is not None:
-                    self.live.hold(tensor, block, held)
+                    self.live.hold(tensor, None if is_kept else block, held, saved_by=block if is_saved else None)
             return held
 
         return look_and_pack, _AttributedUnpack(self, block, unpack)
@@ -145,29 +151,6 @@ class Recorder:
     def original_forward_ended(self, block: str) -> None:
         if not self._again:
             self._leave(block)
-
-    def stored_forward_began(
-        self, block: str, pack: Pack, unpack: Unpack, *, is_stored: bool = False
-    ) -> tuple[Pack, Unpack]:
-        """Begins a block that keeps its saved tensors: as they are, or in a store that counts them itself."""
-        if self._again:
-            return pack, unpack
-        self._enter(block)
-
-        @never_compiled
-        def look_and_pack(tensor: torch.Tensor) -> Any:
-            held = pack(tensor)
-            self._plain.add(block, tensor, held)
-            if not is_stored:
-                self._kept.add(block, tensor, held)
-            if self.live is not None:
-                self.live.hold(tensor, None, held, saved_by=None if is_stored else block)
-            return held
-
-        return look_and_pack, _AttributedUnpack(self, block, unpack)
-
-    def stored_forward_ended(self, block: str) -> None:
-        self.original_forward_ended(block)
 
     def tensor_saved(self, block: str, tensor: torch.Tensor, owner: object) -> None:
         """Counts ``tensor``, which the rule of ``block`` saves for the recomputation while ``owner`` is alive."""

@@ -195,11 +195,11 @@ def _run_kept(
 ) -> Any:
     recorder = block.recorder
     if recorder is not None:
-        keep = recorder.stored_forward_began(block.name, *keep, is_stored=is_stored)
+        keep = recorder.original_forward_began(block.name, *keep, is_kept=True, is_stored=is_stored)
     try:
         # what runs in here belongs to no recomputed block
         with Guard(None, *keep), modes_paused(runs[0] if runs else None):
             return function(*args, **kwargs)
     finally:
         if recorder is not None:
-            recorder.stored_forward_ended(block.name)
+            recorder.original_forward_ended(block.name)
