@@ -19,8 +19,7 @@ from graphckpt.blocks.resolve import UNCALLED, ResolvedPolicies, resolve_policie
 from graphckpt.blocks.select import Selector, describe, layers, select
 from graphckpt.errors import ConfigError, shown, without_repeats
 from graphckpt.extras import LazyPackage
-from graphckpt.ledger.groups import group_rows, rule_and_place
-from graphckpt.ledger.record import Row
+from graphckpt.ledger.groups import group_names
 from graphckpt.rules.base import Rule
 from graphckpt.rules.registry import parse_rule
 from graphckpt.yaml_text import compose
@@ -79,21 +78,15 @@ class Handle:
                 wrapper.placement.store.close()
 
     def __repr__(self) -> str:
-        rows = [
-            Row(
-                block=w.name or self._model_class,
-                rule=w.rule.describe(),
-                place=w.context.store.label,
-                bytes_before=0,
-                bytes_after=0,
-                runs=0,
-                reruns=0,
-            )
-            for w in self._wrappers
+        stores = [w.context.store.label for w in self._wrappers]
+        policies = [
+            w.rule.describe() + ("" if store == "device" else f" + {store}")
+            for w, store in zip(self._wrappers, stores, strict=True)
         ]
         blocks_of: dict[str, list[str]] = {}
-        for row in group_rows(rows):
-            blocks_of.setdefault(rule_and_place(row), []).append(row.block)
+        for name, members in group_names([w.name or self._model_class for w in self._wrappers], policies):
+            count = f" ({len(members)}x)" if len(members) > 1 else ""
+            blocks_of.setdefault(policies[members[0]], []).append(name + count)
         parts = [f"{rule}: {', '.join(names)}" for rule, names in blocks_of.items()]
         return f"Handle({'; '.join([self._model_class, *parts])})"
 

@@ -55,25 +55,6 @@ class BlockForward:
     It refers to the module weakly, so that a deleted model is freed at once, and is copied and pickled with it.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_compiled",
-        "_context",
-        "_inner",
-        "_is_beneath",
-        "_is_on",
-        "_module",
-        "_native",
-        "_wrapped",
-        "compile_options",
-        "is_excluded",
-        "is_in_graph",
-        "is_part",
-        "name",
-        "placement",
-        "rule",
-    )
-
     def __init__(
         self,
         module: nn.Module,

@@ -171,11 +171,6 @@ class Step:
             self.captured.count_steps()
 
     @contextmanager
-    def without_own_policies(self) -> Iterator[None]:
-        with self.with_policies([]):
-            yield
-
-    @contextmanager
     def with_policies(self, policies: list[BlockForward]) -> Iterator[None]:
         captured, wrappers = self.captured, self._wrappers
         self.captured, self._wrappers = None, policies
@@ -186,7 +181,7 @@ class Step:
 
     @contextmanager
     def without_policies(self) -> Iterator[None]:
-        with self.without_own_policies(), disable_checkpointing():
+        with self.with_policies([]), disable_checkpointing():
             yield
 
     def prepare(self) -> None:
