@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any, final
 from weakref import WeakMethod
 
@@ -46,7 +45,7 @@ class StepRecorder:
         self._policies = policies
         self._bytes: Recorder | None = None
         self._times: Recorder | None = None
-        self._endings: list[Callable[[], object]] = []  # of a record in progress
+        self._record = ExitStack()  # in progress, without measuring
 
     @contextmanager
     def measure(self, inputs: Iterable[torch.Tensor] = ()) -> Iterator[None]:
@@ -96,27 +95,23 @@ class StepRecorder:
         """Records the next forward of the model and what its backward recomputes, at the cost of a few hooks."""
         root = self._roots[0][1]
         begin = _Hook(WeakMethod(self._begin), passes_on=True)
-        self._endings.append(root.register_forward_pre_hook(begin, with_kwargs=True).remove)
+        self._record.callback(root.register_forward_pre_hook(begin, with_kwargs=True).remove)
 
     def _begin(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled() or is_transformed():
             return
         self.close()
         recorder = self._bytes = Recorder([*self._state(), *tensors_in((args, kwargs))])
-        rows = _rows_for_modules(recorder, self._wrappers, self._plain_modules())
-        rows.__enter__()
-        end = root.register_forward_hook(_Hook(lambda: recorder.end), always_call=True)
-        stop = root.register_forward_pre_hook(_Hook(WeakMethod(self.close)))
-        self._endings += [end.remove, stop.remove, partial(rows.__exit__, None, None, None)]
+        self._record.enter_context(_rows_for_modules(recorder, self._wrappers, self._plain_modules()))
+        self._record.callback(root.register_forward_pre_hook(_Hook(WeakMethod(self.close))).remove)
+        self._record.callback(root.register_forward_hook(_Hook(lambda: recorder.end), always_call=True).remove)
         recorder.begin()
 
     def close(self) -> None:
         """Ends a record in progress, including one that an interrupt has left behind."""
         if self._bytes is not None:
             self._bytes.end()
-        endings, self._endings = self._endings, []
-        for end in endings:
-            end()
+        self._record.close()
 
     def explain(self, plot: str | None, *, show: bool, capture: str = "") -> Explanation:
         recorder = self._bytes
