@@ -6,7 +6,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from graphckpt.registry import Registry
+from graphckpt.extras import Registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable

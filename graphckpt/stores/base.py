@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, cast, final
 
 from graphckpt.errors import ConfigError, did_you_mean
-from graphckpt.registry import Registry
+from graphckpt.extras import Registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
