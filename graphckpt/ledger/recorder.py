@@ -21,7 +21,7 @@ from graphckpt._compat import (
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.ledger.live_memory import StorageLog, storages_of, when_gone
 from graphckpt.stores import Traffic
-from graphckpt.stores.base import TIERS, Share, Total
+from graphckpt.stores.base import TIERS, Total
 
 Pack: TypeAlias = Callable[[torch.Tensor], Any]
 Unpack: TypeAlias = Callable[[Any], torch.Tensor]
@@ -272,9 +272,9 @@ def _now() -> float:
 @dataclass(eq=False, slots=True)
 class _Saved:
     storage: weakref.ref[torch.UntypedStorage]
-    num_bytes: int = 0
-    share: Share | None = None
+    block: str | None = None
     """``None`` if it is not counted."""
+    num_bytes: int = 0
     ends: list[weakref.finalize[Any, Any]] = field(default_factory=list)
     """Those of its owners: what autograd or a block holds while it is saved."""
 
@@ -282,21 +282,17 @@ class _Saved:
         self.ends = [end for end in self.ends if end.alive]
         return bool(self.ends)
 
-    def drop(self) -> None:
-        if not self.is_owned() and self.share is not None:
-            self.share.drop(self.num_bytes)
-
 
 @final
 class SavedBytes:
     """Sums what is saved: each storage once, for its first block. See Note [One storage, one object]."""
 
     def __init__(self, total: Total) -> None:
-        self._shares: defaultdict[str, Share] = defaultdict(lambda: Share(total))
+        self._total = total
         self._saved: dict[int, _Saved] = {}
 
     def of_block(self, block: str) -> int:
-        return self._shares[block].at_largest if block in self._shares else 0
+        return self._total.share_of(block)
 
     def ignore(self, tensor: torch.Tensor) -> None:
         for storage in storages_of(tensor):
@@ -306,20 +302,23 @@ class SavedBytes:
         """Counts the tensor's storage for ``block``, if it is new, until all its owners are gone."""
         for storage in storages_of(tensor):
             saved = self._saved.get(id(storage))
-            if saved is None or saved.storage() is not storage or (saved.share is not None and not saved.is_owned()):
-                saved = _Saved(weakref.ref(storage), storage.nbytes(), self._shares[block])
-                self._saved[id(storage)] = saved
-                self._shares[block].add(saved.num_bytes)
-            if saved.share is not None:
-                saved.ends.append(when_gone(owner, tensor, saved.drop))
+            if saved is None or saved.storage() is not storage or (saved.block is not None and not saved.is_owned()):
+                saved = self._saved[id(storage)] = _Saved(weakref.ref(storage), block, storage.nbytes())
+                self._total.add(block, saved.num_bytes)
+            if saved.block is not None:
+                saved.ends.append(when_gone(owner, tensor, self._drop, saved))
 
     def remove(self, tensor: torch.Tensor, owner: object) -> None:
         for storage in storages_of(tensor):
             saved = self._saved.get(id(storage))
-            if saved is None or saved.storage() is not storage or saved.share is None or not saved.is_owned():
+            if saved is None or saved.storage() is not storage or not saved.is_owned():
                 continue
             for end in saved.ends:
                 if (watched := end.peek()) and watched[0] is owner:
                     end.detach()
             if not saved.is_owned():
-                saved.share.add(-saved.num_bytes)
+                self._total.add(saved.block, -saved.num_bytes)
+
+    def _drop(self, saved: _Saved) -> None:
+        if not saved.is_owned():
+            self._total.drop(saved.block, saved.num_bytes)

@@ -170,76 +170,45 @@ class ByteStore(ABC):
         """Releases files, threads and pinned memory."""
 
 
-# Note [Sums that fall again]
-# A step with micro-batches saves, frees and saves again. What it needs at one time is the largest sum, and the shares
-# of blocks at that moment add up to it.
-
-
 @final
 class Total:
-    """A sum of shares.
+    """A sum of shares, and what they were when it was largest.
+
+    A step with micro-batches saves, frees and saves again. What it needs at one time is the largest sum.
 
     >>> total = Total()
-    >>> first, second = Share(total), Share(total)
-    >>> first.add(4); second.add(2); first.drop(4); second.add(1)
-    >>> total.largest, first.at_largest, second.at_largest
+    >>> total.add("a", 4); total.add("b", 2); total.drop("a", 4); total.add("b", 1)
+    >>> total.largest, total.share_of("a"), total.share_of("b")
     (6, 4, 2)
     """
 
-    __slots__ = ("_largest", "_now", "_number")
+    __slots__ = ("_at_largest", "_largest", "_now", "_shares")
 
     def __init__(self) -> None:
-        self._now = 0
-        self._largest = 0
-        self._number = 0
+        self._now = self._largest = 0
+        self._shares: dict[object, int] = {}
+        self._at_largest: dict[object, int] = {}
 
     @property
     def largest(self) -> int:
-        """The largest sum at one time, as seen before each :meth:`Share.drop` and now."""
-        self._sample()
+        """The largest sum at one time, as seen before each :meth:`drop` and now."""
+        if self._now > self._largest:
+            self._largest, self._at_largest = self._now, self._shares.copy()
         return self._largest
 
-    def _sample(self) -> None:
-        if self._now > self._largest:
-            self._largest = self._now
-            self._number += 1
+    def share_of(self, key: object) -> int:
+        """Returns one share of the largest sum."""
+        return self._at_largest.get(key, 0) if self.largest else 0
 
-
-@final
-class Share:
-    """A part of a :class:`Total`."""
-
-    __slots__ = ("_at_largest", "_now", "_number", "_total")
-
-    def __init__(self, total: Total) -> None:
-        self._total = total
-        self._now = 0
-        self._at_largest = 0
-        self._number = total._number
-
-    @property
-    def at_largest(self) -> int:
-        """This part of the largest sum."""
-        self._total._sample()
-        self._remember()
-        return self._at_largest
-
-    def add(self, amount: int) -> None:
-        """Adds ``amount``; a negative one corrects what was added before."""
-        self._remember()
+    def add(self, key: object, amount: int) -> None:
+        """Adds to a share; a negative ``amount`` corrects what was added before."""
+        self._shares[key] = self._shares.get(key, 0) + amount
         self._now += amount
-        self._total._now += amount
 
-    def drop(self, amount: int) -> None:
-        """Subtracts ``amount``, which has ended."""
-        self._total._sample()
-        self.add(-amount)
-
-    def _remember(self) -> None:
-        """Notes the value at the last maximum of the total, before it changes."""
-        if self._number != self._total._number:
-            self._number = self._total._number
-            self._at_largest = self._now
+    def drop(self, key: object, amount: int) -> None:
+        """Subtracts from a share what has ended."""
+        if self.largest:
+            self.add(key, -amount)
 
 
 @final
@@ -250,10 +219,11 @@ class Traffic:
         totals: The sums of all blocks, by tier.
     """
 
-    __slots__ = ("_shares", "copy_seconds", "wait_seconds")
+    __slots__ = ("_key", "_totals", "copy_seconds", "wait_seconds")
 
     def __init__(self, totals: Mapping[str, Total] | None = None) -> None:
-        self._shares = {tier: Share(Total() if totals is None else totals[tier]) for tier in TIERS}
+        self._key = object()
+        self._totals = {tier: Total() for tier in TIERS} if totals is None else totals
         self.copy_seconds = 0.0
         """Time of the copies in both directions, whether or not they overlapped with computation."""
         self.wait_seconds = 0.0
@@ -262,12 +232,12 @@ class Traffic:
     @property
     def bytes_at(self) -> dict[str, int]:
         """The bytes at each tier when all blocks together stored most there."""
-        return {tier: share.at_largest for tier, share in self._shares.items()}
+        return {tier: total.share_of(self._key) for tier, total in self._totals.items()}
 
     def count(self, tier: str, num_bytes: int, owner: object) -> None:
         """Counts bytes that are stored at ``tier`` while ``owner`` is alive."""
-        self._shares[tier].add(num_bytes)
-        weakref.finalize(owner, self._shares[tier].drop, num_bytes).atexit = False
+        self._totals[tier].add(self._key, num_bytes)
+        weakref.finalize(owner, self._totals[tier].drop, self._key, num_bytes).atexit = False
 
 
 ENTRY_POINTS = "graphckpt.offload"
