@@ -650,13 +650,13 @@ def _run_kept(
     keep = (stored.pack, stored.unpack) if stored is not None else hooks or KEEP_ON_DEVICE
     recorder = block.recorder
     if recorder is not None:
-        keep = recorder.stored_forward_began(block.name, *keep, is_stored=stored is not None)
+        keep = recorder.original_forward_began(block.name, *keep, is_kept=True, is_stored=stored is not None)
     with modes_paused:
         try:
             with Guard(None, *keep):
                 return function(*args, **kwargs)
         finally:
             if recorder is not None:
-                recorder.stored_forward_ended(block.name)
+                recorder.original_forward_ended(block.name)
             if stored is not None:
                 block.store.close_group(stored.group)

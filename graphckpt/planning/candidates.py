@@ -19,7 +19,7 @@ from graphckpt.rules.base import Rule, parse_rule
 from graphckpt.rules.basic import Full, Joined, Keep
 from graphckpt.rules.ops import OpGraph
 from graphckpt.rules.selective import PRESETS, Selective
-from graphckpt.stores.offload import parse_offload
+from graphckpt.stores.base import parse_offload
 from graphckpt.stores.partition import parse_partition
 
 SHARES = (0.8, 0.5, 0.3, 0.1)

@@ -34,7 +34,7 @@ from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.rows import PlanRow, Stage
 from graphckpt.planning.solve.search import CopyRates, PolicyChoice, PolicySearch, interval_name
 from graphckpt.rules.base import parse_rule
-from graphckpt.stores.offload import parse_offload
+from graphckpt.stores.base import parse_offload
 from graphckpt.units import format_bytes
 
 

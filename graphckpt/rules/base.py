@@ -11,7 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from graphckpt.errors import ConfigError, did_you_mean, shown
-from graphckpt.registry import Registry
+from graphckpt.extras import Registry
 
 if TYPE_CHECKING:
     from torch import nn

@@ -18,7 +18,7 @@ from graphckpt.planning.model.memory_model import MeasuredStep, MemoryModel, Ste
 from graphckpt.planning.model.program import BlockProgram, StepLog, StorageEnd, with_holds
 from graphckpt.rules.basic import Keep
 from graphckpt.rules.selective import Selective
-from graphckpt.stores.offload import Offload
+from graphckpt.stores.base import Offload
 
 _MOST_TIMED = 16
 """Of equal blocks, so many have their ops timed one by one: the fastest of each op counts."""
