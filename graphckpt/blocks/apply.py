@@ -20,8 +20,7 @@ from graphckpt.blocks.select import Selector, describe, layers, select
 from graphckpt.errors import ConfigError, shown, without_repeats
 from graphckpt.extras import LazyPackage
 from graphckpt.ledger.groups import group_names
-from graphckpt.rules.base import Rule
-from graphckpt.rules.registry import parse_rule
+from graphckpt.rules.base import Rule, parse_rule
 from graphckpt.yaml_text import compose
 
 if TYPE_CHECKING:

@@ -23,9 +23,7 @@ from graphckpt.ledger.live_memory import StorageLog
 from graphckpt.ledger.record import Row
 from graphckpt.ledger.recorder import REST, Recorder
 from graphckpt.ledger.table import print_table
-from graphckpt.rules.full import Full
-from graphckpt.rules.joined import Joined
-from graphckpt.rules.keep import Keep
+from graphckpt.rules.basic import Full, Joined, Keep
 from graphckpt.rules.segments import Segments
 from graphckpt.rules.selective import Selective
 from graphckpt.rules.tiles import Tiles

@@ -22,8 +22,8 @@ from graphckpt.engine.frame import running
 from graphckpt.engine.objects import replaced
 from graphckpt.errors import ConfigError
 from graphckpt.rules.base import Rule
+from graphckpt.rules.basic import Keep
 from graphckpt.rules.in_graph import ForwardInGraph, exclude_in_graph
-from graphckpt.rules.keep import Keep
 from graphckpt.stores.placement import Placement
 
 _FLAG = "gradient_checkpointing"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial, reduce
-from types import FunctionType, MethodType, SimpleNamespace
-from typing import Any
+from types import FunctionType, MethodType
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -18,9 +18,9 @@ from graphckpt._compat_compiler import never_compiled
 from graphckpt.blocks.forward import BlockForward, checkpointing_is_off
 from graphckpt.blocks.proxy import unwrap
 from graphckpt.engine.block import BlockContext
-from graphckpt.engine.frame import Frame, running
+from graphckpt.engine.frame import Contexts, Frame, running
 from graphckpt.errors import ConfigError
-from graphckpt.rules.full import Full
+from graphckpt.rules.basic import Full
 from graphckpt.rules.in_graph import checkpoint_in_graph
 from graphckpt.rules.segments import run_segments, run_segments_in_graph
 from graphckpt.stores.host import Host
@@ -83,24 +83,24 @@ def _run(function: Any, args: Any, kwargs: dict[str, Any], context_fn: Any, **se
     return Frame(_context(function), function, _contexts_of(context_fn), **settings).run(args, kwargs)
 
 
-def _contexts_of(context_fn: Any) -> Any:
-    """Returns the two contexts of a ``context_fn`` as the engine expects them; they check versions by themselves."""
-    if context_fn is noop_context_fn:
-        return None
-    first, second = context_fn()
+def _contexts_of(context_fn: Any) -> Contexts | None:
+    return None if context_fn is noop_context_fn else _GivenContexts(*context_fn())
 
-    def ignore(*_: Any, **__: Any) -> None:
-        return None
 
-    return SimpleNamespace(
-        original_forward=lambda frame: first,
-        recomputation=lambda frame: second,
-        run_all=lambda frame: False,
-        paused=nullcontext,
-        saves=ignore,
-        drop_mutated_outside=ignore,
-        after_forward=ignore,
-    )
+@final
+class _GivenContexts(Contexts):
+    """The two contexts of a ``context_fn``. They check versions by themselves."""
+
+    def __init__(self, first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> None:
+        self._first, self._second = first, second
+
+    def original_forward(self, frame: Frame) -> AbstractContextManager[Any]:
+        del frame
+        return self._first
+
+    def recomputation(self, frame: Frame) -> AbstractContextManager[Any]:
+        del frame
+        return self._second
 
 
 @never_compiled

@@ -12,8 +12,7 @@ from graphckpt.blocks.config import BlockConfig
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.errors import ConfigError, warn_once, without_repeats
 from graphckpt.rules.base import Rule
-from graphckpt.rules.full import Full
-from graphckpt.rules.keep import Keep
+from graphckpt.rules.basic import Full, Keep
 from graphckpt.rules.selective import Selective
 from graphckpt.stores.base import parse_offload
 from graphckpt.stores.placement import Placement, placement_of

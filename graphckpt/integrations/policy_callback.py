@@ -24,7 +24,7 @@ from graphckpt.planning.options import PlanOptions
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.show.table import summary_lines
 from graphckpt.rules.base import Rule
-from graphckpt.rules.keep import Keep
+from graphckpt.rules.basic import Keep
 from graphckpt.units import format_bytes
 
 Value = Mapping[str, Any] | Rule | bool | str | None

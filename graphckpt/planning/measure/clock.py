@@ -24,7 +24,7 @@ from graphckpt.planning.candidates import OpTimes, Option
 from graphckpt.planning.measure.instrument import Blocks, StepListener
 from graphckpt.planning.model.events import Interval, OpSeconds, Phase
 from graphckpt.rules.base import Rule
-from graphckpt.rules.ops.contexts import is_counted
+from graphckpt.rules.ops import is_counted
 
 TimeMark: TypeAlias = "float | torch.cuda.Event"
 """A moment of a step: seconds, or an event on CUDA's current stream."""

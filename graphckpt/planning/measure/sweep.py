@@ -16,7 +16,7 @@ from graphckpt.planning.measure.instrument import Blocks
 from graphckpt.planning.model.events import Interval, Phase
 from graphckpt.planning.model.memory_model import MeasuredStep, MemoryModel, StepSample
 from graphckpt.planning.model.program import BlockProgram, StepLog, StorageEnd, with_holds
-from graphckpt.rules.keep import Keep
+from graphckpt.rules.basic import Keep
 from graphckpt.rules.selective import Selective
 from graphckpt.stores.base import Offload
 
