@@ -211,11 +211,7 @@ class Total:
 
 @final
 class Traffic:
-    """What one block stores during a recorded step. Bytes are those of this rank.
-
-    Args:
-        totals: The sums of all blocks, by tier.
-    """
+    """What one block stores during a recorded step, as shares of ``totals`` by tier. Bytes are those of this rank."""
 
     __slots__ = ("_key", "_totals", "copy_seconds", "wait_seconds")
 
