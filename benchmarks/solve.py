@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from report import header, write
 
-from graphckpt.planning.solve.frontier import Frontier, Move, peak, seconds
-from graphckpt.planning.solve.offload_search import CopyTiming, OffloadChain, schedule_copies, search_offload
+from graphckpt.planning.frontier import Frontier, Move, peak, seconds
+from graphckpt.planning.search import CopyTiming, OffloadChain, schedule_copies, search_offload
 
 MIB = 2**20
 FORWARD, BACKWARD = 10, 20  # milliseconds

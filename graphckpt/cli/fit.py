@@ -12,7 +12,7 @@ from graphckpt.cli.plan import Progress, add_command, budget_of, plan_options_of
 from graphckpt.collection import rare_collection
 
 if TYPE_CHECKING:
-    from graphckpt.planning.fit.result import Fit
+    from graphckpt.planning.fit_result import Fit
 
 _EXAMPLES = """\
 examples:
@@ -71,7 +71,7 @@ def add_fit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 @rare_collection()
 def _fit(parsed: argparse.Namespace) -> int:
     from graphckpt.config.planning import fit_from  # noqa: PLC0415 - seconds of imports that --help can do without
-    from graphckpt.planning.fit.search import check_fit_budget  # noqa: PLC0415
+    from graphckpt.planning.fit import check_fit_budget  # noqa: PLC0415
 
     budget = check_fit_budget(budget_of(parsed.memory_budget))
     sizes = None if parsed.batch_sizes is None else batch_sizes_of(parsed.batch_sizes)

@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from graphckpt.planning.api import find_blocks
-from graphckpt.planning.measure.clock import StepClock
-from graphckpt.planning.measure.instrument import Blocks
-from graphckpt.planning.measure.real_step import RealStep
-from graphckpt.planning.model.events import Phase
+from graphckpt.planning.planner import find_blocks
+from graphckpt.planning.program import Phase
+from graphckpt.planning.steps import RealStep
+from graphckpt.planning.trace import Blocks, StepClock
 
 pytestmark = pytest.mark.gpu
 

@@ -7,13 +7,12 @@ import torch
 from helpers.cpu_burn import be_busy
 from torch import nn
 
-from graphckpt.planning.api import find_blocks
+from graphckpt.planning import trace
 from graphckpt.planning.candidates import Option
-from graphckpt.planning.measure import trace
-from graphckpt.planning.measure.clock import StepClock
-from graphckpt.planning.measure.instrument import Blocks
-from graphckpt.planning.measure.real_step import RealStep
-from graphckpt.planning.model.events import Interval, Phase
+from graphckpt.planning.planner import find_blocks
+from graphckpt.planning.program import Interval, Phase
+from graphckpt.planning.steps import RealStep
+from graphckpt.planning.trace import Blocks, StepClock
 from graphckpt.rules import Keep
 
 BUSY = 0.05  # seconds

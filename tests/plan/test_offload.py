@@ -9,8 +9,8 @@ import pytest
 from helpers.tables import Table, cheapest
 
 from graphckpt.errors import ConfigError
-from graphckpt.planning.solve.frontier import Move, levels, peak, seconds
-from graphckpt.planning.solve.offload_search import CopyTiming, OffloadChain, schedule_copies, search_offload
+from graphckpt.planning.frontier import Move, levels, peak, seconds
+from graphckpt.planning.search import CopyTiming, OffloadChain, schedule_copies, search_offload
 
 
 def a_timing(moved: list[list[int]], **settings: float) -> CopyTiming:

@@ -13,8 +13,8 @@ from torch import nn
 
 import graphckpt
 from graphckpt.planning.plan import Plan
+from graphckpt.planning.plot import write_plans
 from graphckpt.planning.rows import PlanRow, ShownPlan, Stage
-from graphckpt.planning.show.page import write_plans
 
 MOST_BYTES = 6_000_000
 

@@ -9,11 +9,9 @@ from itertools import chain, islice
 from math import fsum
 from typing import final
 
-from graphckpt.planning.model.events import EventKind, Interval, Phase
-from graphckpt.planning.model.joined_runs import LENGTHS, JoinedRuns, Runs
-from graphckpt.planning.model.memory_model import MeasuredStep
-from graphckpt.planning.model.simulate import Change, EventSeq, LiveState
-from graphckpt.planning.solve.frontier import COVERED, Move
+from graphckpt.planning.frontier import COVERED, Move
+from graphckpt.planning.memory_model import LENGTHS, Change, EventSeq, JoinedRuns, LiveState, MeasuredStep, Runs
+from graphckpt.planning.program import EventKind, Interval, Phase
 
 Held = frozenset[int]
 

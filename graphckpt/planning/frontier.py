@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 else:
     np = LazyPackage("numpy", "plan")
 
-
 ChainPlan = tuple[int, ...]
 """The option of each block; ``COVERED`` if the option of an earlier block includes it."""
 

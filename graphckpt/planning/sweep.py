@@ -10,12 +10,11 @@ from typing import Any, Protocol, final
 
 import torch
 
+from graphckpt.errors import PlanError
 from graphckpt.planning.candidates import KEEP, OpTimes, Option, with_levels
-from graphckpt.planning.errors import PathError, PlanError
-from graphckpt.planning.measure.instrument import Blocks
-from graphckpt.planning.model.events import Interval, Phase
-from graphckpt.planning.model.memory_model import MeasuredStep, MemoryModel, StepSample
-from graphckpt.planning.model.program import BlockProgram, StepLog, StorageEnd, with_holds
+from graphckpt.planning.memory_model import MeasuredStep, MemoryModel, StepSample
+from graphckpt.planning.program import BlockProgram, Interval, Phase, StepLog, StorageEnd, with_holds
+from graphckpt.planning.trace import Blocks, PathError
 from graphckpt.rules.keep import Keep
 from graphckpt.rules.selective import Selective
 from graphckpt.stores.offload import Offload

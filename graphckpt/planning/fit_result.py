@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, final
 
 from rich.text import Text
 
+from graphckpt.errors import PlanError
 from graphckpt.ledger.groups import rule_colour, sorted_rules
 from graphckpt.ledger.plot import (
     ACCENT,
@@ -23,8 +24,7 @@ from graphckpt.ledger.plot import (
     unit_of,
 )
 from graphckpt.ledger.table import Column, bullet, html_of, show, table_of, text_of
-from graphckpt.planning.errors import PlanError
-from graphckpt.planning.show.plot import LEVEL_AT_START
+from graphckpt.planning.plot import LEVEL_AT_START
 from graphckpt.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

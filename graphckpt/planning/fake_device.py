@@ -20,7 +20,7 @@ from torch.utils import swap_tensors
 
 from graphckpt._compat import TRUNCATED_NORMAL, FakeTensors, NoValueError, backward_within, forget_fake, is_fake
 from graphckpt.errors import ConfigError
-from graphckpt.planning.device.profile import DeviceProfile
+from graphckpt.planning.profile import DeviceProfile
 
 _READS = frozenset({torch.Tensor.item, torch.Tensor.__float__})
 _HERE = ("cpu", "meta")
@@ -37,7 +37,7 @@ class FakeDevice:
         is_padded: whether attention masks may contain padding. If not, Transformers omits a mask of ones, as it does on
             a device where it can read the mask.
 
-    >>> from graphckpt.planning.device.profile import load_profile
+    >>> from graphckpt.planning.profile import load_profile
     >>> device = FakeDevice(load_profile("h200"))
     >>> with device:
     ...     layer = torch.nn.Linear(2**20, 2**20, dtype=torch.bfloat16)  # 2 TiB

@@ -17,8 +17,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphckpt.errors import ConfigError
-from graphckpt.planning.device.op_costs import flops_of
-from graphckpt.planning.device.profile import DeviceProfile
+from graphckpt.planning.profile import DeviceProfile, flops_of
 from graphckpt.units import format_bytes, format_seconds
 
 _MIB = 2**20
