@@ -16,7 +16,8 @@ from graphckpt.engine.call_state import RNGState, get_rng_state, rng_devices, se
 from graphckpt.planning.candidates import OpTimes, Option
 from graphckpt.planning.memory_model import StepSample
 from graphckpt.planning.options import available_bytes
-from graphckpt.planning.trace import Blocks, PathError, StepClock, Trace, TracedStore, fastest, now, record_ops, traced
+from graphckpt.planning.program import Interval
+from graphckpt.planning.trace import Blocks, PathError, Trace, TracedStore, now, record_ops
 from graphckpt.planning.write_profile import copy_rates
 from graphckpt.stores.base import Store, TensorGroup
 from graphckpt.stores.offload import Offload
@@ -85,21 +86,17 @@ class RealStep:
         Raises:
             PathError: these runs call the blocks in different orders.
         """
-        stores = {far: TracedStore(is_far=far, min_elements=self._min_elements) for far in (False, True)}
+        store = TracedStore(_far_blocks(blocks, options), self._min_elements)
         parts = self._parts_of(options)
-
-        def store_of(option: Option) -> Store | None:
-            return parts[option.name] if option.is_part else stores[option.is_far]
-
-        with on_optimizer_step(self._remember), blocks.under(options, store_of) as without:
+        stores = [parts[option.name] if option.is_part else store for option in options]
+        with on_optimizer_step(self._remember), blocks.under(options, stores) as without:
             self._step()
             settle(parts.values(), self._step)
             trace = self._trace()
             for part in parts.values():
                 part.listen(trace)
-            with traced(stores.values(), trace), blocks.marked(trace), trace:
+            with store.recording(trace), blocks.marked(trace), trace:
                 self._step()
-            far_bytes = dict(stores[True].far_bytes)
             ahead_bytes = {call: size for part in parts.values() for call, size in part.listen(None).items()}
             clocks, plain = [], []
             are_compiled = any("compile" in option.fields for option in options)
@@ -107,11 +104,11 @@ class RealStep:
                 clocks.append(self._timed(blocks))
                 with without():
                     plain.append(self._timed(blocks))
-        orders = [[call.block for call in trace.calls], *(clock.order for clock in (*clocks, *plain))]
+        orders = [each.order for each in (trace, *clocks, *plain)]
         if any(order != orders[0] for order in orders):
             raise PathError(orders)
         total = min(clock.total for clock in plain)
-        return StepSample(trace, far_bytes, fastest(clocks), total, fastest(plain), ahead_bytes)
+        return StepSample(trace, store.far_bytes, _fastest(clocks), total, _fastest(plain), ahead_bytes)
 
     def _parts_of(self, options: Sequence[Option]) -> dict[str, PartitionStore]:
         names = dict.fromkeys(option.name for option in options if option.is_part)
@@ -234,8 +231,8 @@ class RealStep:
         trace.track([*self._model_tensors(), *gradients, *state])
         return trace
 
-    def _timed(self, blocks: Blocks) -> StepClock:
-        clock = StepClock(self.device)
+    def _timed(self, blocks: Blocks) -> Trace:
+        clock = Trace(clock=self.device)
         with blocks.marked(clock):
             self._step()
         clock.stop()
@@ -244,6 +241,14 @@ class RealStep:
     def _model_tensors(self) -> Iterable[torch.Tensor]:
         yield from self._model.parameters()
         yield from self._model.buffers()
+
+
+def _far_blocks(blocks: Blocks, options: Sequence[Option]) -> list[str]:
+    return [name for name, option in zip(blocks.names, options, strict=True) if option.is_far]
+
+
+def _fastest(clocks: Sequence[Trace]) -> dict[Interval, float]:
+    return {i: min(clock.seconds.get(i, 0.0) for clock in clocks) for i in clocks[0].seconds}
 
 
 def _is_part(order: Sequence[int], longest: Sequence[int]) -> bool:
@@ -420,15 +425,15 @@ class FakeStep:
 
     def sample(self, blocks: Blocks, options: Sequence[Option]) -> StepSample:
         """Traces the step with one option on each block."""
-        stores = {far: TracedStore(is_far=far) for far in (False, True)}
+        store = TracedStore(_far_blocks(blocks, options))
         learns = any(b.is_floating_point() for module in blocks.modules for b in module.buffers())
-        with self._device, blocks.under(options, lambda option: stores[option.is_far], learns=learns):
+        with self._device, blocks.under(options, [store] * len(options), learns=learns):
             if learns:  # a first run finds buffers that change, such as the statistics of BatchNorm
                 self._step_fn()
             trace = self._trace()
-            with traced(stores.values(), trace), blocks.marked(trace), trace:
+            with store.recording(trace), blocks.marked(trace), trace:
                 self._step_fn()
-        return StepSample(trace, dict(stores[True].far_bytes), trace.seconds, sum(trace.seconds.values()))
+        return StepSample(trace, store.far_bytes, trace.seconds, sum(trace.seconds.values()))
 
     def available_bytes(self, static: int) -> int:
         del static

@@ -47,6 +47,9 @@ from graphckpt.rules.ops.contexts import is_counted
 from graphckpt.stores.base import Store, TensorGroup
 from graphckpt.tree import ATOMS, flatten_value, tensors_in
 
+TimeMark: TypeAlias = "float | torch.cuda.Event"
+"""A moment of a step: seconds, or an event on CUDA's current stream."""
+
 
 @final
 class PathError(PlanError):
@@ -64,32 +67,6 @@ class PathError(PlanError):
         self.orders = orders
 
 
-class StepListener:
-    """Receives what happens while a step passes through the blocks. All methods but ``mark`` do nothing here."""
-
-    def mark(self, interval: Interval) -> None:
-        """Called when an interval begins."""
-        raise NotImplementedError
-
-    def begin_call(self, block: int, leaves: Sequence[Any], *, are_passed_on: bool) -> None:
-        """Called before the forward of a block begins.
-
-        Args:
-            block: The number of the block.
-            leaves: The tensors and other objects that it is called with.
-            are_passed_on: Whether its forward receives these tensors, and not views of them for hooks on backward.
-        """
-
-    def end_call(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Called with the outputs after the forward of the block."""
-
-    def gradient_of(self, call: int, output: int, gradient: torch.Tensor) -> None:
-        """Called when backward has computed the gradient of an output of a call."""
-
-    def parameter_done(self) -> None:
-        """Called when the backward of a call whose arguments need no gradient has computed that of a parameter."""
-
-
 @final
 class Blocks:
     """The blocks that are planned.
@@ -104,101 +81,51 @@ class Blocks:
 
     @contextmanager
     def under(
-        self, options: Sequence[Option], store: Callable[[Option], Store | None], *, learns: bool = True
+        self, options: Sequence[Option], stores: Sequence[Store | None], *, learns: bool = True
     ) -> Iterator[Callable[[], AbstractContextManager[None]]]:
-        """Installs an option on each block; with ``learns=False`` the first call does not look for in-place edits.
+        """Installs an option on each block, with its store.
 
+        With ``learns=False`` the first call does not look for in-place edits.
         Yields a function that removes the options for the time of a ``with`` block.
         """
-        wrappers = []
+        wrappers: list[BlockForward] = []
+
+        @contextmanager
+        def without() -> Iterator[None]:
+            for wrapper in reversed(wrappers):
+                wrapper.uninstall()
+            try:
+                yield
+            finally:
+                for wrapper in wrappers:
+                    wrapper.install()
+
         try:
-            for name, module, option in zip(self.names, self.modules, options, strict=True):
-                stored: Any = _FixedPlacement(store(option))
+            for name, module, option, store in zip(self.names, self.modules, options, stores, strict=True):
+                stored: Any = _FixedPlacement(store)
                 compiling = option.fields.get("compile")
                 wrapper = BlockForward(module, name, option.rule, stored, compile_options=compiling)
                 wrapper.context.learns = learns
                 wrapper.install()
                 wrappers.append(wrapper)
-            yield lambda: _without(wrappers)
+            yield without
         finally:
             for wrapper in reversed(wrappers):
                 wrapper.uninstall()
 
     @contextmanager
-    def marked(self, listener: StepListener) -> Iterator[None]:
-        """Reports to ``listener`` where the forwards and backwards of the blocks begin and end.
+    def marked(self, trace: Trace) -> Iterator[None]:
+        """Marks in ``trace`` where the forwards and backwards of the blocks begin and end.
 
         Hooks of the user run outside of a block, as they do outside of its policy.
         """
-        intervals = _StepIntervals(listener)
         with ExitStack() as stack:
             for number, module in enumerate(self.modules):
-                marks = _BlockHooks(intervals, number, stack)
-                stack.callback(module.register_forward_pre_hook(marks.begin, with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(marks.end, prepend=True, always_call=True).remove)
-            stack.callback(register_optimizer_step_pre_hook(lambda *_: intervals.begin_optimizer()).remove)
+                begin, end = partial(_begin, trace, number, stack), partial(_end, trace)
+                stack.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(end, prepend=True, always_call=True).remove)
+            stack.callback(register_optimizer_step_pre_hook(lambda *_: trace.begin_optimizer()).remove)
             yield
-
-
-@final
-class _StepIntervals:
-    """Divides a step into intervals, from what the hooks of the blocks see."""
-
-    def __init__(self, listener: StepListener) -> None:
-        self.is_in_block = False
-        self._listener = listener
-        self._interval = Interval(Phase.BEFORE)
-        self._num_calls = self._num_updates = 0
-        self._in_backward: set[int] = set()
-
-    def begin_call(self, block: int, leaves: Sequence[Any], *, are_passed_on: bool) -> int:
-        self.is_in_block = True
-        self._listener.begin_call(block, leaves, are_passed_on=are_passed_on)
-        self._mark(Phase.FORWARD, self._num_calls)
-        self._num_calls += 1
-        return self._num_calls - 1
-
-    def end_call(self, tensors: Sequence[torch.Tensor]) -> int:
-        self.is_in_block = False
-        self._listener.end_call(tensors)
-        self._mark(Phase.AFTER_FORWARD, self._num_calls - 1)
-        return self._num_calls - 1
-
-    def gradient_of(self, call: int, output: int, gradient: torch.Tensor) -> None:
-        if call not in self._in_backward:
-            self._in_backward.add(call)
-            self._mark(Phase.BACKWARD, call)
-        self._listener.gradient_of(call, output, gradient)
-
-    def end_backward(self, call: int) -> None:
-        """The gradient of an argument of the call has been computed."""
-        if self._interval == (Phase.BACKWARD, call):
-            self._mark(Phase.AFTER_BACKWARD, call)
-
-    def parameter_done(self, call: int) -> None:
-        if self._interval == (Phase.BACKWARD, call):
-            self._listener.parameter_done()
-
-    def begin_optimizer(self) -> None:
-        """Begins the steps of optimizers, unless a hook on a parameter takes them, as a part of backward."""
-        if current_backward() < 0 and self._interval.phase is not Phase.OPTIMIZER:
-            self._mark(Phase.OPTIMIZER, self._num_updates)
-            self._num_updates += 1
-
-    def _mark(self, phase: Phase, call: int) -> None:
-        self._interval = Interval(phase, call)
-        self._listener.mark(self._interval)
-
-
-@contextmanager
-def _without(wrappers: Sequence[BlockForward]) -> Iterator[None]:
-    for wrapper in reversed(wrappers):
-        wrapper.uninstall()
-    try:
-        yield
-    finally:
-        for wrapper in wrappers:
-            wrapper.install()
 
 
 @final
@@ -207,49 +134,45 @@ class _FixedPlacement:
         self.store = store
 
 
-@final
-class _BlockHooks:
-    def __init__(self, intervals: _StepIntervals, block: int, stack: ExitStack) -> None:
-        self._intervals = intervals
-        self._block = block
-        self._stack = stack
+def _begin(
+    trace: Trace, block: int, stack: ExitStack, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    if not torch.is_grad_enabled() or trace.is_in_block:
+        return
+    leaves, _ = flatten_value((args, kwargs))
+    has_backward_hooks = bool(module._backward_hooks or module._backward_pre_hooks)  # which get views
+    call = trace.begin_call(block, leaves, are_passed_on=not has_backward_hooks)
+    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    at_end = [tensor for tensor in tensors if tensor.requires_grad and not tensor.is_leaf]
+    for tensor in at_end:
+        tensor.register_hook(lambda _: trace.end_backward(call))
+    if at_end:
+        return
+    for parameter in module.parameters():  # their gradients are the only sign that this backward is over
+        if parameter.requires_grad:
+            hook = parameter.register_post_accumulate_grad_hook(lambda _: trace.parameter_done(call))
+            stack.callback(hook.remove)
 
-    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        intervals = self._intervals  # all that a hook on a tensor keeps alive
-        if torch.is_grad_enabled() and not intervals.is_in_block:
-            leaves, _ = flatten_value((args, kwargs))
-            has_backward_hooks = bool(module._backward_hooks or module._backward_pre_hooks)
-            call = intervals.begin_call(self._block, leaves, are_passed_on=not has_backward_hooks)
-            tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-            at_end = [tensor for tensor in tensors if tensor.requires_grad and not tensor.is_leaf]
-            for tensor in at_end:
-                tensor.register_hook(lambda _: intervals.end_backward(call))
-            if not at_end:
-                self._watch_parameters(module, call)
 
-    def end(self, module: nn.Module, args: Any, output: Any) -> None:
-        del module, args
-        if torch.is_grad_enabled() and self._intervals.is_in_block:
-            tensors = tensors_in(output)
-            call = self._intervals.end_call(tensors)
-            for number, tensor in enumerate(tensors):
-                if tensor.requires_grad:
-                    tensor.register_hook(partial(self._intervals.gradient_of, call, number))
-
-    def _watch_parameters(self, module: nn.Module, call: int) -> None:
-        """Parameter gradients are the only sign that the backward of a first block is over."""
-        for parameter in module.parameters():
-            if parameter.requires_grad:
-                hook = parameter.register_post_accumulate_grad_hook(lambda _: self._intervals.parameter_done(call))
-                self._stack.callback(hook.remove)
+def _end(trace: Trace, module: nn.Module, args: Any, output: Any) -> None:
+    del module, args
+    if torch.is_grad_enabled() and trace.is_in_block:
+        tensors = tensors_in(output)
+        call = trace.end_call(tensors)
+        for number, tensor in enumerate(tensors):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(trace.gradient_of, call, number))
 
 
 @final
-class Trace(LiveBytes, StepListener):
-    """Counts live bytes op by op, as :class:`~graphckpt.ledger.live_memory.LiveBytes` does, and records each change.
+class Trace(LiveBytes):
+    """The intervals and calls of a step, with the storages in each, op by op, or with times by a clock.
+
+    As a mode it counts live bytes as :class:`~graphckpt.ledger.live_memory.LiveBytes` does, and records each change.
 
     Args:
         device: count only this kind of device; ``None`` counts all.
+        clock: time the intervals on this device instead, without the mode; ``seconds`` are there after :meth:`stop`.
         is_fake: the step runs on fake tensors.
         rounded: returns the bytes that the allocator of the device reserves for a size.
         seconds: returns the seconds of an op on the device; ``None`` records no times.
@@ -260,6 +183,7 @@ class Trace(LiveBytes, StepListener):
         self,
         device: str | None = None,
         *,
+        clock: torch.device | None = None,
         is_fake: bool = False,
         rounded: Callable[[int], int] | None = None,
         seconds: OpSeconds | None = None,
@@ -270,6 +194,16 @@ class Trace(LiveBytes, StepListener):
         self.calls: list[BlockCall] = []
         self.objects: list[ArgumentObject] = []
         self.seconds: dict[Interval, float] = {}
+        self.total = 0.0
+        self.is_in_block = False
+        self._clock = clock
+        self._times = [] if clock is None else [time_mark(clock)]
+        """Where each stretch begins."""
+        self._has_parameters = False
+        """Whether the backward of a first block has computed the gradient of a parameter."""
+        self._interval = self.stretches[0].interval
+        self._num_updates = 0
+        self._in_backward: set[int] = set()
         self._rounded = rounded or int
         self._op_seconds = seconds
         self._extra_bytes = extra_bytes
@@ -277,8 +211,12 @@ class Trace(LiveBytes, StepListener):
         self._sizes: list[int] = []
         self._num_ops = 0
         self._returned: list[tuple[ref[torch.Tensor], int]] = []
-        self._call = -1  # whose forward runs now
         self._alive_objects: dict[int, tuple[ref[Any], ArgumentObject]] = {}
+
+    @property
+    def order(self) -> list[int]:
+        """The numbers of the blocks, in the order of their calls."""
+        return [call.block for call in self.calls]
 
     @never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -295,61 +233,92 @@ class Trace(LiveBytes, StepListener):
             self._pass_through(num_bytes)
         return result
 
-    def mark(self, interval: Interval) -> None:
-        self.stretches.append(TraceSpan(interval))
+    def begin_call(self, block: int, leaves: Sequence[Any], *, are_passed_on: bool) -> int:
+        """Begins the forward of a block; returns the number of the call.
 
-    def begin_call(self, block: int, leaves: Sequence[Any], *, are_passed_on: bool) -> None:
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        arguments = [self.name_of(tensor) for tensor in tensors]
-        same = [any(former() is t and version == t._version for former, version in self._returned) for t in tensors]
-        self._call = len(self.calls)
-        self.calls.append(
-            BlockCall(block, arguments, returned_before=[*compress(arguments, same)] if are_passed_on else [])
-        )
-        for leaf in leaves:
-            if not isinstance(leaf, torch.Tensor) and type(leaf) not in ATOMS and hasattr(leaf, "__weakref__"):
-                self._add_object(leaf)
+        Args:
+            block: The number of the block.
+            leaves: The tensors and other objects that it is called with.
+            are_passed_on: Whether its forward receives these tensors, and not views of them for hooks on backward.
+        """
+        self.is_in_block = True
+        call = BlockCall(block)
+        self.calls.append(call)
+        if self._clock is None:
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            call.arguments.extend(map(self.name_of, tensors))
+            same = [any(former() is t and version == t._version for former, version in self._returned) for t in tensors]
+            call.returned_before.extend(compress(call.arguments, same) if are_passed_on else ())
+            for leaf in leaves:
+                if not isinstance(leaf, torch.Tensor) and type(leaf) not in ATOMS and hasattr(leaf, "__weakref__"):
+                    self._add_object(leaf)
+        self._mark(Phase.FORWARD, len(self.calls) - 1)
+        return len(self.calls) - 1
 
-    def _add_object(self, value: Any) -> None:
-        entry = self._alive_objects.get(id(value))
-        if entry is None:
-            number = len(self._sizes)
-            self._sizes.append(0)
-            self._log(EventKind.BORN, number)
-            reference = ref(value, partial(self._object_freed, id(value), number))
-            entry = self._alive_objects[id(value)] = reference, ArgumentObject(number)
-            self.objects.append(entry[1])
-        entry[1].calls.append(self._call)
-
-    def _object_freed(self, key: int, storage: int, _: object) -> None:
-        del self._alive_objects[key]
-        self._log(EventKind.GONE, storage)
-
-    def _reached_by(self, value: Any) -> Iterator[int]:
-        for _, contents in copy_objects([value]):
-            if isinstance(contents, torch.Tensor):  # the state of a generator
-                continue
-            for item in contents.values() if isinstance(contents, dict) else contents:
-                for storage in storages_of(item) if isinstance(item, torch.Tensor) else ():
-                    if id(storage) in self._names:
-                        yield self._names[id(storage)]
-
-    def end_call(self, tensors: Sequence[torch.Tensor]) -> None:
-        for value, entry in list(self._alive_objects.values()):
-            if entry.calls[-1] == self._call:
-                entry.reached.update(dict.fromkeys(self._reached_by(value())))
-        self._call = -1
-        self.calls[-1].outputs.extend(self.name_of(tensor) for tensor in tensors)
-        self._returned = [(ref(tensor), tensor._version) for tensor in tensors if not tensor.is_inference()]
+    def end_call(self, tensors: Sequence[torch.Tensor]) -> int:
+        """Ends the forward of the block, with its outputs; returns the number of the call."""
+        self.is_in_block = False
+        call = len(self.calls) - 1
+        if self._clock is None:
+            for value, entry in list(self._alive_objects.values()):
+                if entry.calls[-1] == call:
+                    entry.reached.update(dict.fromkeys(self._reached_by(value())))
+            self.calls[-1].outputs.extend(map(self.name_of, tensors))
+            self._returned = [(ref(tensor), tensor._version) for tensor in tensors if not tensor.is_inference()]
+        self._mark(Phase.AFTER_FORWARD, call)
+        return call
 
     def gradient_of(self, call: int, output: int, gradient: torch.Tensor) -> None:
-        """Names the gradient of an output."""
-        self.calls[call].backwards.add(current_backward())
-        self.calls[call].gradients.setdefault(output, self.name_of(gradient))
+        """Begins the backward of a call, or continues it: backward has computed the gradient of an output."""
+        if call not in self._in_backward:
+            self._in_backward.add(call)
+            self._mark(Phase.BACKWARD, call)
+        if self._clock is None:
+            self.calls[call].backwards.add(current_backward())
+            self.calls[call].gradients.setdefault(output, self.name_of(gradient))
+
+    def end_backward(self, call: int) -> None:
+        """Ends the backward of a call: the gradient of one of its arguments has been computed."""
+        if self._interval == (Phase.BACKWARD, call):
+            self._mark(Phase.AFTER_BACKWARD, call)
+
+    def parameter_done(self, call: int) -> None:
+        """Extends the backward of a first block until its last parameter gradient."""
+        if self._clock is not None and self._interval == (Phase.BACKWARD, call):
+            self._mark(*self._interval)
+            self._has_parameters = True
+
+    def begin_optimizer(self) -> None:
+        """Begins the steps of optimizers, unless a hook on a parameter takes them, as a part of backward."""
+        if current_backward() < 0 and self._interval.phase is not Phase.OPTIMIZER:
+            self._leave_backward()
+            self._mark(Phase.OPTIMIZER, self._num_updates)
+            self._num_updates += 1
+
+    def stop(self) -> None:
+        """Reads the clock, once the step has ended."""
+        assert self._clock is not None
+        self._leave_backward()
+        self._times.append(time_mark(self._clock))
+        for span, (begin, end) in zip(self.stretches, pairwise(self._times), strict=True):
+            self.seconds[span.interval] = self.seconds.get(span.interval, 0.0) + seconds_between(begin, end)
+        self.total = seconds_between(self._times[0], self._times[-1])
+
+    def _mark(self, phase: Phase, call: int) -> None:
+        self._interval = Interval(phase, call)
+        self.stretches.append(TraceSpan(self._interval))
+        if self._clock is not None:
+            self._has_parameters = False
+            self._times.append(time_mark(self._clock))
+
+    def _leave_backward(self) -> None:
+        """Excludes what follows the last gradient of a first block, such as waiting for other processes."""
+        if self._has_parameters and self._interval.phase is Phase.BACKWARD:
+            self.stretches[-1] = TraceSpan(Interval(Phase.AFTER_BACKWARD, self._interval.call))
 
     def hold(self, tensor: torch.Tensor) -> tuple[int, int]:
         """Records that the current block saves ``tensor``; returns the argument of :meth:`release`."""
-        entry = self.name_of(tensor), self._call
+        entry = self.name_of(tensor), len(self.calls) - 1 if self.is_in_block else -1
         self._log(EventKind.HELD, *entry)
         return entry
 
@@ -365,19 +334,43 @@ class Trace(LiveBytes, StepListener):
         except NotImplementedError:
             return -1
 
+    def _add_object(self, value: Any) -> None:
+        entry = self._alive_objects.get(id(value))
+        if entry is None:
+            number = len(self._sizes)
+            self._sizes.append(0)
+            self._log(EventKind.BORN, number)
+            reference = ref(value, partial(self._object_freed, id(value), number))
+            entry = self._alive_objects[id(value)] = reference, ArgumentObject(number)
+            self.objects.append(entry[1])
+        entry[1].calls.append(len(self.calls) - 1)
+
+    def _object_freed(self, key: int, storage: int, _: object) -> None:
+        del self._alive_objects[key]
+        self._log(EventKind.GONE, storage)
+
+    def _reached_by(self, value: Any) -> Iterator[int]:
+        for _, contents in copy_objects([value]):
+            if isinstance(contents, torch.Tensor):  # the state of a generator
+                continue
+            for item in contents.values() if isinstance(contents, dict) else contents:
+                for storage in storages_of(item) if isinstance(item, torch.Tensor) else ():
+                    if id(storage) in self._names:
+                        yield self._names[id(storage)]
+
     def _change(self, num_bytes: int, key: int) -> None:
         name = self._names.get(key)
         if name is not None and num_bytes > 0:  # resized: the old bytes are freed
             self._end(name, key)
             num_bytes += self._sizes[name]
             name = None
-        if name is None:
-            name = self._names[key] = len(self._sizes)
-            self._sizes.append(num_bytes)
-            super()._change(self._rounded(num_bytes), key)
-            self._log(EventKind.BORN, name)
-        else:
+        if name is not None:
             self._end(name, key)
+            return
+        name = self._names[key] = len(self._sizes)
+        self._sizes.append(num_bytes)
+        super()._change(self._rounded(num_bytes), key)
+        self._log(EventKind.BORN, name)
 
     def _pass_through(self, num_bytes: int) -> None:
         """Counts memory that an op allocates and frees."""
@@ -398,43 +391,83 @@ class Trace(LiveBytes, StepListener):
         self.stretches[-1].entries.append(StorageEvent(kind, storage, num_bytes, self._num_ops, call))
 
 
+def now(device: torch.device) -> float:
+    """Waits for the device, and returns a time in seconds, of which only differences are meaningful.
+
+    With one thread on the CPU, it is the CPU time of the process, which others affect least.
+    """
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    elif torch.get_num_threads() == 1:
+        return process_time()
+    return perf_counter()
+
+
+def time_mark(device: torch.device) -> TimeMark:
+    if device.type != "cuda":
+        return now(device)
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def seconds_between(begin: TimeMark, end: TimeMark) -> float:
+    """Returns the seconds from one mark to the next; waits until the device has passed them."""
+    if isinstance(begin, float):
+        assert isinstance(end, float)
+        return end - begin
+    assert not isinstance(end, float)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
+
+
 @final
 class TracedStore(Store):
     """Keeps tensors on the device, or simulates offloading them, and records how long blocks hold them.
 
     Args:
-        trace: the trace to record in; ``None`` records nothing.
-        is_far: simulate offloading while a trace records: the bytes of a tensor do not count until it is reloaded. The
-            copies here are synchronous, to pageable memory, and must not be timed: plans add the time of copies from
-            the rates of the device.
+        far_blocks: simulate offloading of these blocks while a trace records: the bytes of a tensor do not count until
+            it is reloaded. The copies here are synchronous, to pageable memory, and must not be timed: plans add the
+            time of copies from the rates of the device.
+        min_elements: smaller tensors are not offloaded.
     """
 
     label = "device"
 
-    def __init__(self, trace: Trace | None = None, *, is_far: bool = False, min_elements: int = 1024) -> None:
-        self.trace = trace
-        self.is_far = is_far
+    def __init__(self, far_blocks: Collection[str] = (), min_elements: int = 1024) -> None:
         self.far_bytes: dict[int, int] = {}
         """The bytes that each call has offloaded, by the number of the call."""
+        self._trace: Trace | None = None
+        self._far_blocks = frozenset(far_blocks)
         self._min_elements = min_elements
         self._sent: dict[int, weakref.ref[_Far]] = {}
+
+    @contextmanager
+    def recording(self, trace: Trace) -> Iterator[None]:
+        """Records in ``trace`` what is put into the store within the ``with`` block."""
+        self._trace = trace
+        try:
+            yield
+        finally:
+            self._trace = None
 
     def open_group(self, group: TensorGroup) -> TensorGroup:
         return group
 
     def put(self, tensor: torch.Tensor, group: TensorGroup | None) -> object:
         assert group is not None
-        if not self.is_far or self.trace is None or self._stays(tensor, group):
-            return _Near(tensor.detach(), self.trace)
+        trace = self._trace
+        if trace is None or group.block not in self._far_blocks or self._stays(tensor, group):
+            return _Near(tensor.detach(), trace)
         storage = tensor.untyped_storage()
         known = self._sent.get(id(storage))
         far = known() if known is not None else None
         if far is None or far.storage() is not storage:
             far = _Far(tensor)
             self._sent[id(storage)] = weakref.ref(far)
-            call = len(self.trace.calls) - 1
+            call = len(trace.calls) - 1
             self.far_bytes[call] = self.far_bytes.get(call, 0) + far.num_bytes
-        return _View(far, tensor, self.trace)
+        return _View(far, tensor, trace)
 
     def get(self, key: object) -> torch.Tensor | None:
         if isinstance(key, _Near):
@@ -443,7 +476,7 @@ class TracedStore(Store):
         return key.take()
 
     def close_group(self, group: TensorGroup | None) -> None:
-        """Closes the group."""
+        """Does nothing: blocks hold the tensors."""
 
     def _stays(self, tensor: torch.Tensor, group: TensorGroup) -> bool:
         return (
@@ -520,117 +553,20 @@ class _View:
         self._trace.release((-1, self._call))  # no bytes, but it shows when the graph of the call is dropped
 
 
-@contextmanager
-def traced(stores: Collection[TracedStore], trace: Trace) -> Iterator[None]:
-    """Records in ``trace`` what is put into ``stores`` within the ``with`` block."""
-    for store in stores:
-        store.trace = trace
-        store.far_bytes.clear()
-    try:
-        yield
-    finally:
-        for store in stores:
-            store.trace = None
-
-
-TimeMark: TypeAlias = "float | torch.cuda.Event"
-"""A moment of a step: seconds, or an event on CUDA's current stream."""
-
-
-def time_mark(device: torch.device) -> TimeMark:
-    if device.type != "cuda":
-        return now(device)
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-def seconds_between(begin: TimeMark, end: TimeMark) -> float:
-    """Returns the seconds from one mark to the next; waits until the device has passed them."""
-    if isinstance(begin, float):
-        assert isinstance(end, float)
-        return end - begin
-    assert not isinstance(end, float)
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
-
-
-@final
-class StepClock(StepListener):
-    """Times the intervals of a step; ``seconds`` and ``total`` are there after :meth:`stop`.
-
-    With one thread on the CPU, the CPU time of the process is used: other processes affect it least.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._has_seen_end = False
-        self._interval = Interval(Phase.BEFORE)
-        self._marks: list[tuple[Interval, TimeMark]] = []  # with the interval that begins there
-        self._marks.append((self._interval, time_mark(device)))
-        self.seconds: dict[Interval, float] = {}
-        self.total = 0.0
-        self.order: list[int] = []
-        """The numbers of the blocks, in the order of their calls."""
-
-    def begin_call(self, block: int, leaves: Sequence[Any], *, are_passed_on: bool) -> None:
-        del leaves, are_passed_on
-        self.order.append(block)
-
-    def mark(self, interval: Interval) -> None:
-        if interval.phase is Phase.OPTIMIZER:
-            self._leave_backward()
-        elif interval.phase is Phase.BACKWARD:
-            self._has_seen_end = False
-        self._interval = interval
-        self._marks.append((interval, time_mark(self._device)))
-
-    def parameter_done(self) -> None:
-        """Extends the backward of a first block until its last parameter gradient."""
-        self.mark(self._interval)
-        self._has_seen_end = True
-
-    def stop(self) -> None:
-        self._leave_backward()
-        self._marks.append((self._interval, time_mark(self._device)))
-        for (interval, begin), (_, end) in pairwise(self._marks):
-            self.seconds[interval] = self.seconds.get(interval, 0.0) + seconds_between(begin, end)
-        self.total = seconds_between(self._marks[0][1], self._marks[-1][1])
-
-    def _leave_backward(self) -> None:
-        """Excludes what follows the last gradient of a first block, such as waiting for other processes."""
-        if self._has_seen_end and self._interval.phase is Phase.BACKWARD:
-            self._interval = Interval(Phase.AFTER_BACKWARD, self._interval.call)
-            self._marks[-1] = self._interval, self._marks[-1][1]
-
-
-def now(device: torch.device) -> float:
-    """Waits for the device, and returns a time in seconds, of which only differences are meaningful."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    elif torch.get_num_threads() == 1:
-        return process_time()
-    return perf_counter()
-
-
-def fastest(clocks: Sequence[StepClock]) -> dict[Interval, float]:
-    return {i: min(clock.seconds.get(i, 0.0) for clock in clocks) for i in clocks[0].seconds}
-
-
 @final
 @dataclass(frozen=True, eq=False)
-class OpObserver(Rule, is_registered=False):
+class _OpObserver(Rule, is_registered=False):
     """Runs a block as it is and records its ops.
 
     Args:
-        seen: receives the ops of each call.
+        calls: receives the ops of each call.
         marks: receives where each op began and ended, beside its :class:`OpTimes` and its number.
         device: on which the ops run.
         op_seconds: returns the seconds of an op, where a clock cannot; then there are no marks.
     """
 
-    name: ClassVar[str] = "look"
-    seen: list[OpTimes]
+    name: ClassVar[str] = "observe"
+    calls: list[OpTimes]
     marks: list[tuple[OpTimes, int, TimeMark, TimeMark]]
     device: torch.device
     op_seconds: OpSeconds | None = None
@@ -638,7 +574,7 @@ class OpObserver(Rule, is_registered=False):
     def run(self, context: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         del context
         ops = OpTimes()
-        self.seen.append(ops)
+        self.calls.append(ops)
 
         @never_compiled
         def pack(tensor: Any) -> Any:
@@ -653,7 +589,7 @@ class OpObserver(Rule, is_registered=False):
 
 @final
 class _OpTimer(DispatchMode):
-    def __init__(self, ops: OpTimes, observer: OpObserver) -> None:
+    def __init__(self, ops: OpTimes, observer: _OpObserver) -> None:
         super().__init__()
         self._ops = ops
         self._observer = observer
@@ -661,35 +597,28 @@ class _OpTimer(DispatchMode):
 
     @never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        observer, seconds = self._observer, 0.0
-        if observer.op_seconds is not None:
-            output = call_with_autocast(func, args, kwargs)
-            if not is_counted(func, args, kwargs):
-                return output
-            seconds = observer.op_seconds(func, args, kwargs, output)
-        else:
-            begin = time_mark(observer.device)
-            output = call_with_autocast(func, args, kwargs)
-            end = time_mark(observer.device)
-            if not is_counted(func, args, kwargs):
-                return output
-            observer.marks.append((self._ops, len(self._ops.seconds), begin, end))
-        number = self._calls[func]
-        self._calls[func] = number + 1
-        self._ops.log.add(func, number, args, kwargs, output)
-        self._ops.seconds.append(seconds)
+        kwargs, observer, ops = kwargs or {}, self._observer, self._ops
+        begin = None if observer.op_seconds is not None else time_mark(observer.device)
+        output = call_with_autocast(func, args, kwargs)
+        end = None if begin is None else time_mark(observer.device)
+        if not is_counted(func, args, kwargs):
+            return output
+        if begin is not None and end is not None:
+            observer.marks.append((ops, len(ops.seconds), begin, end))
+        ops.seconds.append(0.0 if observer.op_seconds is None else observer.op_seconds(func, args, kwargs, output))
+        ops.log.add(func, self._calls[func], args, kwargs, output)
+        self._calls[func] += 1
         return output
 
 
 def record_ops(
     blocks: Blocks, run: Callable[[], object], device: torch.device, op_seconds: OpSeconds | None = None
 ) -> list[list[OpTimes]]:
-    """Returns, by block, the ops of each forward during ``run``; see :class:`OpObserver` for the arguments."""
+    """Returns, by block, the ops of each forward during ``run``; see :class:`_OpObserver` for the arguments."""
     ops_of_blocks: list[list[OpTimes]] = [[] for _ in blocks.names]
     marks: list[tuple[OpTimes, int, TimeMark, TimeMark]] = []
-    observers = [OpObserver(ops, marks, device, op_seconds) for ops in ops_of_blocks]
-    with blocks.under([Option("look", {}, observer) for observer in observers], lambda _: None):
+    observers = [_OpObserver(ops, marks, device, op_seconds) for ops in ops_of_blocks]
+    with blocks.under([Option("observe", {}, each) for each in observers], [None] * len(observers)):
         run()
     for ops, number, begin, end in marks:
         ops.seconds[number] = seconds_between(begin, end)
