@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache, cached_property
 from itertools import permutations
-from typing import final
+from typing import NamedTuple, final
 
 from graphckpt.errors import ConfigError
 from graphckpt.planning.frontier import Chain, ChainPlan, Frontier, Move, peak
@@ -112,24 +113,6 @@ _NUM_SIZES = 6  # that are distinguished: each is a state, and the time grows wi
 
 
 @final
-@dataclass
-class CachedChain:
-    inner: Chain
-    _moves: dict[tuple[int, int, Hashable], Move | None] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.num_blocks = self.inner.num_blocks
-        self.start, self.base, self.fixed_peak = self.inner.start, self.inner.base, self.inner.fixed_peak
-        self.options, self.head_peak = self.inner.options, self.inner.head_peak
-
-    def move(self, block: int, option: int, held: Hashable) -> Move | None:
-        key = block, option, held
-        if key not in self._moves:
-            self._moves[key] = self.inner.move(block, option, held)
-        return self._moves[key]
-
-
-@final
 class OffloadChain:
     """A chain whose states include the bytes in flight and the remaining copy times.
 
@@ -148,14 +131,12 @@ class OffloadChain:
     Args:
         inner: The chain.
         timing: The seconds and offloaded bytes of options.
-        moves: Whether options may offload.
         quantum: Remaining seconds are rounded to multiples of it, which limits the states; 0 does not round.
     """
 
-    def __init__(self, inner: Chain, timing: CopyTiming, *, moves: bool = True, quantum: float = 0.0) -> None:
+    def __init__(self, inner: Chain, timing: CopyTiming, *, quantum: float = 0.0) -> None:
         self._inner = inner
         self._timing = timing
-        self._moves = moves
         self._quantum = quantum
         most = max((size for row in timing.moved_bytes for size in row), default=0)
         sizes = {size for row in timing.moved_bytes for size in row if size > 0}
@@ -166,7 +147,6 @@ class OffloadChain:
         self.start: Hashable = (inner.start, 0, 0.0, 0.0)
 
     def options(self, block: int) -> list[float]:
-        """The seconds of forward and backward, without waiting."""
         tables = self._timing.forward_seconds[block], self._timing.backward_seconds[block]
         return [forward + backward for forward, backward in zip(*tables, strict=True)]
 
@@ -175,7 +155,7 @@ class OffloadChain:
         inner_held, in_flight, out_left, back_left = held
         timing = self._timing
         size = timing.moved_bytes[block][option]
-        move = None if size and not self._moves else self._inner.move(block, option, inner_held)
+        move = self._inner.move(block, option, inner_held)
         if move is None:
             return None
         out_left = max(0.0, out_left - timing.forward_seconds[block][option])
@@ -189,7 +169,6 @@ class OffloadChain:
         return Move(*peaks, (move.held, after, self._rounded(out_left), self._rounded(back_left)), waits)
 
     def head_peak(self, held: Hashable) -> int:
-        """The peak of the head, with the bytes in flight."""
         assert isinstance(held, tuple)
         return self._inner.head_peak(held[0]) + int(held[1])
 
@@ -201,16 +180,15 @@ _BLOCKS_PER_SECOND = 20_000  # that are evaluated, over all plans, for each seco
 _LABELS = 512  # fewer than usual, as there are many states
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class OffloadPlan:
-    """What :func:`search_offload` has found."""
+class OffloadPlan(NamedTuple):
+    """A plan that offloads; the smallest is the best."""
 
-    plan: ChainPlan
+    bytes_over_budget: int
     seconds: float
     """Seconds with all waiting."""
     peak: int
     """Bytes, with those of copies in flight."""
+    plan: ChainPlan
 
 
 def search_offload(
@@ -219,9 +197,8 @@ def search_offload(
     """Searches for a fast plan whose peak, with copies in flight, fits; ``None`` if there is none.
 
     The result is never slower than ``plan``, if that fits, and never over the budget: :func:`schedule_copies` and
-    :func:`~graphckpt.planning.frontier.peak` evaluate every candidate. Candidates come from the dynamic programme
-    over :class:`~graphckpt.planning.search.OffloadChain`, and from changes of one block and swaps of near
-    ones.
+    :func:`~graphckpt.planning.frontier.peak` evaluate every candidate. The best one of the dynamic programme over
+    :class:`OffloadChain` and ``plan`` is improved by swaps of near blocks and changes of one, as long as one helps.
 
     The same input gives the same plan: the effort is counted in trials.
 
@@ -232,61 +209,34 @@ def search_offload(
         plan: A first candidate.
         limit_seconds: About how long the search around the best candidate takes.
     """
-    known = CachedChain(chain)
-    judge = _Evaluator(known, timing, budget)
+
+    @cache
+    def judge(candidate: ChainPlan) -> OffloadPlan:
+        times = schedule_copies(timing, candidate)
+        try:
+            highest = peak(chain, candidate, times.in_flight)
+        except ConfigError:  # an option is not allowed after those before it
+            highest = 2 * budget + 2**62
+        return OffloadPlan(max(0, highest - budget), times.seconds, highest, candidate)
+
     starts: list[ChainPlan] = [] if plan is None else [tuple(plan)]
     quantum = min((second for row in timing.forward_seconds for second in row), default=0.0) / 2
-    for moves in (False, True):
-        with suppress(ConfigError):  # blocks that run several times may have no option but one that offloads
-            found = Frontier(OffloadChain(known, timing, moves=moves, quantum=quantum), _LABELS).fastest(budget)
-            starts += [] if found is None else [found]
-    if starts:
-        trials = int(limit_seconds * _BLOCKS_PER_SECOND / max(1, chain.num_blocks))
-        over, total, highest, best = judge(_search(min(starts, key=judge), chain, judge, trials))
-        if over == 0:
-            return OffloadPlan(best, total, highest)
-    return None
-
-
-_Verdict = tuple[int, float, int, ChainPlan]
-
-
-@final
-class _Evaluator:
-    """Returns bytes over the budget, seconds, peak, and the plan, so that the smallest is the best."""
-
-    def __init__(self, chain: Chain, timing: CopyTiming, budget: int) -> None:
-        self._chain = chain
-        self._timing = timing
-        self._budget = budget
-        self._seen: dict[ChainPlan, _Verdict] = {}
-
-    def __call__(self, plan: ChainPlan) -> _Verdict:
-        verdict = self._seen.get(plan)
-        if verdict is None:
-            times = schedule_copies(self._timing, plan)
-            try:
-                highest = peak(self._chain, plan, times.in_flight)
-            except ConfigError:  # an option is not allowed after those before it
-                highest = 2 * self._budget + 2**62
-            verdict = self._seen[plan] = (max(0, highest - self._budget), times.seconds, highest, plan)
-        return verdict
-
-
-def _search(start: ChainPlan, chain: Chain, judge: Callable[[ChainPlan], _Verdict], trials: int) -> ChainPlan:
-    """Moves to the first better neighbour, until there is none, or the trials are spent."""
-    best = judge(start)
-    while True:
-        for candidate in _neighbours(best[3], chain):
-            trials -= 1
-            if trials < 0:
-                return best[3]
-            verdict = judge(candidate)
-            if verdict < best:
-                best = verdict
-                break
-        else:
-            return best[3]
+    with suppress(ConfigError):  # no plan of the chain is allowed
+        fastest = Frontier(OffloadChain(chain, timing, quantum=quantum), _LABELS).fastest(budget)
+        starts += [] if fastest is None else [fastest]
+    if not starts:
+        return None
+    best = min(map(judge, starts))
+    trials = int(limit_seconds * _BLOCKS_PER_SECOND / max(1, chain.num_blocks))
+    candidates = _neighbours(best.plan, chain)
+    for _ in range(trials):
+        candidate = next(candidates, None)
+        if candidate is None:
+            break
+        if judge(candidate) < best:
+            best = judge(candidate)
+            candidates = _neighbours(best.plan, chain)
+    return best if best.bytes_over_budget == 0 else None
 
 
 def _neighbours(plan: ChainPlan, chain: Chain) -> Iterator[ChainPlan]:
@@ -353,40 +303,30 @@ class PolicySearch:
         """The events of joined blocks."""
         self._rates = rates
         self._host_budget = host_budget
-        self._offloading = frozenset(
-            (block, number)
-            for number, option in enumerate(measured.options)
-            for block in range(len(measured.names))
-            if option.is_far
-        )
+        offloading = [number for number, option in enumerate(measured.options) if option.is_far]
+        self._offloading = frozenset((block, number) for block in range(len(measured.names)) for number in offloading)
         """Blocks and options that offload, to ban where nothing should be offloaded."""
-        self._fronts: list[tuple[StepChain, Frontier]] | None = None
-        self._simple: list[PolicyChoice] | None = None
         self._repeated = [block for block, count in Counter(StepChain(measured).blocks).items() if count > 1]
 
-    @property
+    @cached_property
     def fronts(self) -> list[tuple[StepChain, Frontier]]:
         """The Pareto-optimal plans, for each option of the blocks that run several times, which must be equal."""
-        if self._fronts is None:
-            banned = self._offloading if self._rates is not None else frozenset()
-            self._fronts = [(chain, Frontier(chain)) for chain in self._chains(banned, self.joined_runs)]
-        return self._fronts
+        banned = self._offloading if self._rates is not None else frozenset()
+        return [(chain, Frontier(chain)) for chain in self._chains(banned, self.joined_runs)]
 
-    @property
+    @cached_property
     def baselines(self) -> list[PolicyChoice]:
         """Choices without copies that a search in a chain may miss: one option for all blocks, or for the first ones.
 
         Two options are combined if blocks run several times, since a chain has one option for all of these.
         """
-        if self._simple is None:
-            options = [o for o in range(len(self.measured.options)) if not self.measured.options[o].is_far]
-            num_blocks = len(self.measured.names)
-            plans = [(option,) * num_blocks for option in options]
-            if len(self._repeated) > 1:
-                cuts = sorted({n * num_blocks // _CUTS for n in range(1, _CUTS)} - {0})
-                plans += [(a,) * cut + (b,) * (num_blocks - cut) for a, b in permutations(options, 2) for cut in cuts]
-            self._simple = [self.evaluate(plan) for plan in plans]
-        return self._simple
+        options = [number for number, option in enumerate(self.measured.options) if not option.is_far]
+        num_blocks = len(self.measured.names)
+        plans = [(option,) * num_blocks for option in options]
+        if len(self._repeated) > 1:
+            cuts = sorted({n * num_blocks // _CUTS for n in range(1, _CUTS)} - {0})
+            plans += [(a,) * cut + (b,) * (num_blocks - cut) for a, b in permutations(options, 2) for cut in cuts]
+        return [self.evaluate(plan) for plan in plans]
 
     def floor(self) -> PolicyChoice:
         """Returns the choice with the lowest peak, without copies."""

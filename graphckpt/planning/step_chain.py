@@ -73,6 +73,7 @@ class StepChain:
         self._until: dict[Interval, Sequence[Interval]] = {}
         self._stretches: dict[EventSeq, EventSeq] = {}
         self._spans: dict[tuple[int, int], _Span] = {}
+        self._moves: dict[tuple[int, int, Hashable], Move | None] = {}
         self._effects: dict[tuple[int, int, Held], tuple[int, int, int]] = {}
         self._order = {interval: number for number, interval in enumerate(model.intervals)}
         self._last_use = self._last_uses(len(measured.options))
@@ -120,6 +121,12 @@ class StepChain:
 
     def move(self, block: int, option: int, held: Hashable) -> Move | None:
         """Returns the effect of an option if earlier blocks hold ``held``; a run of blocks is one long block."""
+        key = block, option, held
+        if key not in self._moves:
+            self._moves[key] = self._move(block, option, held)
+        return self._moves[key]
+
+    def _move(self, block: int, option: int, held: Hashable) -> Move | None:
         assert isinstance(held, frozenset)
         length = self._length(block, option)
         chosen = option if length == 1 else self._full
