@@ -32,8 +32,6 @@ SHARES = (0.8, 0.5, 0.3, 0.1)
 @final
 @dataclass(frozen=True, slots=True)
 class LayerCompilation:
-    """How the layers of a plan are compiled."""
-
     field: bool | dict[str, Any] | None = None
     """The ``compile`` field of layers without one in their option; ``None`` if they are not compiled."""
     shares: tuple[dict[str, Any], ...] = ()
@@ -107,8 +105,6 @@ MOST = 4
 @final
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One policy that a block may get."""
-
     name: str
     """The name in tables: ``"full"``, ``"selective(matmul)"``, ``"full + host"``."""
     fields: Mapping[str, Any]
@@ -140,15 +136,12 @@ class SelectiveLevel(Rule, is_registered=False):
         return f"selective(level {self.number + 1})"
 
     def run(self, context: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Is never called: ``selective`` replaces it."""
         raise NotImplementedError
 
 
 @final
 @dataclass
 class OpTimes:
-    """The ops of one forward of a block, and what each takes."""
-
     log: OpGraph = field(default_factory=OpGraph)
     seconds: list[float] = field(default_factory=list)
 
@@ -228,7 +221,6 @@ def _cheapest(log: OpGraph, ticks: Sequence[int]) -> list[_KeptOps]:
 
 
 def _cut(log: OpGraph, ticks: Sequence[int], price: float) -> _KeptOps:
-    """Returns the cheapest choice for a price per byte in ticks."""
     import networkx as nx  # noqa: PLC0415 - a third of a second that only levels take
 
     graph = nx.DiGraph()

@@ -34,8 +34,6 @@ _UNBORN = -(1 << 40)  # of a storage's holders: blocks hold an object that will 
 
 
 class Change(NamedTuple):
-    """A shared storage is allocated, freed, held or released."""
-
     kind: EventKind
     storage: int
     num_bytes: int
@@ -74,7 +72,6 @@ class EventSeq:
         return iter(self._steps)
 
     def outcome(self, holders: tuple[int, ...]) -> EventOutcome:
-        """Returns the outcome, given the holders of ``storages`` at the start."""
         found = self._outcomes.get(holders)
         if found is None:
             found = self._outcomes[holders] = self._simulate(dict(zip(self.storages, holders, strict=True)))
@@ -198,7 +195,6 @@ class MemoryModel:
         self._steps: dict[tuple[Interval, int], EventSeq] = {}
 
     def steps(self, interval: Interval, option: int) -> EventSeq:
-        """Returns the events of an interval; ``option`` is that of its block."""
         if not interval.is_of_block:
             return self._outside[interval]
         key = interval, option
@@ -280,7 +276,6 @@ class MemoryModel:
     def highest(
         self, plan: Sequence[int], joined: Mapping[Interval, Sequence[EventSeq]] | None = None
     ) -> IntervalLevel:
-        """Returns the interval with the highest level; of equal ones the first."""
         return max(self.levels(plan, joined), key=lambda level: level.peak)
 
     def _outside_steps(
@@ -439,7 +434,6 @@ class JoinedRuns:
         recomputation of ``full`` stops at the last tensor that backward needs."""
 
     def seconds(self, runs: Runs) -> float:
-        """Returns the seconds of runs beyond those of their blocks under ``full``."""
         return fsum(self.extra_seconds[block] for first, end in runs for block in range(first, end - 1))
 
     @property
@@ -463,7 +457,6 @@ class JoinedRuns:
         }
 
     def steps(self, calls: range) -> Iterator[tuple[Interval, Sequence[EventSeq]]]:
-        """Yields the events of one pass through a run, forward and backward, by interval."""
         first, last = calls[0], calls[-1]
         each = [(call, self._first[call] if call == first else self._behind[call]) for call in calls]
         for call, does in each:
@@ -477,7 +470,6 @@ class JoinedRuns:
             yield Interval(Phase.BACKWARD, call), (does.backward,)
 
     def inputs(self, calls: range) -> frozenset[int]:
-        """Returns the storages that a call of a run passes to the next one."""
         return frozenset(self._inputs[call] for call in calls[1:])
 
     def holds(self, calls: range) -> frozenset[int]:
@@ -543,7 +535,6 @@ class JoinedRuns:
         return step._replace(storage=-2 - (hash(("recomputed", call, step.storage)) & 0xFFFFFFFFFFFF))
 
     def _backward_of_last(self, call: int) -> EventSeq:
-        """It is recomputed as under ``full``."""
         steps = self._model.steps(Interval(Phase.BACKWARD, call), self._full)
         passed_on = self._inputs[call]
         return self._model.steps_of(

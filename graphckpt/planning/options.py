@@ -222,7 +222,6 @@ def available_bytes(device: torch.device, alive: int, sharers: int = 1) -> int:
 
 
 def _free_address_space(default: int) -> int:
-    """Returns the bytes that this process may still map; ``default`` without a limit."""
     if resource is None or (limit := resource.getrlimit(resource.RLIMIT_AS)[0]) == resource.RLIM_INFINITY:
         return default
     try:

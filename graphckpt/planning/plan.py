@@ -215,7 +215,6 @@ class Plan(PlanSummary):
 
 
 def _dumper() -> type[yaml.SafeDumper]:
-    """Returns a dumper that writes equal policies out in full, without anchors."""
     return type("_PlainDumper", (yaml.SafeDumper,), {"ignore_aliases": lambda self, data: True})
 
 

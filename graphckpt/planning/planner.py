@@ -33,8 +33,8 @@ from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import GroupError, PlanGroup, planning_group
 from graphckpt.planning.rows import PlanRow, Stage
 from graphckpt.planning.search import CopyRates, PolicyChoice, PolicySearch, interval_name
-from graphckpt.planning.steps import RealStep
-from graphckpt.planning.sweep import MeasurableStep, measure
+from graphckpt.planning.steps import FakeStep, RealStep
+from graphckpt.planning.sweep import measure
 from graphckpt.planning.trace import Blocks, PathError
 from graphckpt.rules.registry import parse_rule
 from graphckpt.stores.offload import parse_offload
@@ -161,7 +161,7 @@ def _limit_of(budget: int | str, planner: Planner, step: RealStep, group: PlanGr
 
 
 def measure_all(
-    step: MeasurableStep,
+    step: RealStep | FakeStep,
     model: nn.Module,
     blocks: Sequence[tuple[str, nn.Module]],
     options: PlanOptions,
@@ -169,14 +169,6 @@ def measure_all(
     notes: Sequence[str] = (),
 ) -> Planners:
     """Measures every candidate on every block, once for each way in which the head may run.
-
-    Args:
-        step: the step, real or fake.
-        model: the model that the step trains.
-        blocks: the blocks to plan, by name.
-        options: what the planner may use.
-        group: the processes that plan together.
-        notes: what plans should mention.
 
     Raises:
         ConfigError: an option cannot be used.
@@ -247,22 +239,14 @@ _ALL_BLOCKS = (
 
 
 def _slowest(rates: Sequence[Sequence[float] | None]) -> CopyRates | None:
-    """Returns the slowest rates of all processes; ``None`` if one of them cannot copy."""
-    known = [each for each in rates if each is not None]
-    if len(known) < len(rates):
-        return None
-    out, back = zip(*known, strict=True)
-    return CopyRates(min(out), min(back))
+    rows = [each for each in rates if each is not None]
+    return CopyRates(*map(min, zip(*rows, strict=True))) if len(rows) == len(rates) else None
 
 
 def head_rows(
     model: nn.Module, head: Mapping[str, Any] | None, blocks: Sequence[tuple[str, nn.Module]]
 ) -> list[tuple[PlanRow, ...]]:
-    """Returns the alternatives for the head: no policy, or one of the rules that are given for it.
-
-    Raises:
-        ConfigError: there is no such block, it is a layer or contains one, or a value is not a rule.
-    """
+    """Returns the alternatives for the head: no policy, or one of the rules that are given for it."""
     alternatives: list[tuple[PlanRow, ...]] = [()]
     for name, value in (head or {}).items():
         if name not in dict(model.named_modules()):
@@ -285,8 +269,6 @@ def head_rows(
 
 @final
 class Planner:
-    """Plans one measured step for any budget."""
-
     def __init__(
         self,
         measured: MeasuredStep,
@@ -334,9 +316,7 @@ class Planner:
     def plan(self, budget: int, correction: int = 0) -> Plan:
         """Returns the fastest plan whose peak is at most ``budget`` bytes.
 
-        Args:
-            budget: of the whole step.
-            correction: the measured peak of a step minus the prediction, in bytes.
+        ``correction`` is the measured peak of a step minus the prediction, in bytes.
 
         Raises:
             PlanError: There is none.
@@ -347,12 +327,10 @@ class Planner:
         return self.to_plan(choice, budget, correction)
 
     def front(self, correction: int = 0) -> list[tuple[int, float, Plan]]:
-        """Returns peak in bytes, seconds of a step and plan, for all Pareto-optimal plans, lowest peak first."""
         plans = [self.to_plan(choice, choice.peak + correction, correction) for choice in self.search.pareto()]
         return [(p.predicted_peak_bytes, p.predicted_step_seconds, p) for p in plans]
 
     def uniform(self) -> list[tuple[str, int, float]]:
-        """Returns name, peak in bytes and seconds of a step for each uniform policy."""
         found = ((o, self.to_plan(choice, choice.peak)) for o, choice in self.search.uniform())
         return [(self.measured.options[o].name, p.predicted_peak_bytes, p.predicted_step_seconds) for o, p in found]
 
@@ -441,20 +419,14 @@ def _with_slab(row: PlanRow) -> PlanRow:
 
 @final
 class Planners:
-    """Plans of one step that was measured in several ways: with its loss computed at once, and in slices.
-
-    Args:
-        planners: the first one is of the step as it is.
-        policy_fields: the fields of policies that all processes have.
-    """
+    """Plans of one step that was measured in several ways: with its loss computed at once, and in slices."""
 
     def __init__(self, planners: Sequence[Planner], policy_fields: Sequence[Mapping[str, Any]] = ()) -> None:
         self._planners = planners
+        self.plain = planners[0]
+        """Of the step as it is."""
         self.policy_fields = policy_fields
-
-    @property
-    def plain(self) -> Planner:
-        return self._planners[0]
+        """The fields of policies, which all processes have."""
 
     def bytes_of(self, budget: int | str, available: int) -> int:
         """Returns a budget in bytes; ``available`` is the memory of the device."""
@@ -477,28 +449,23 @@ class Planners:
         floor_of: Callable[[Planner], int] = Planner.least,
         is_least: bool = False,
     ) -> Plan:
-        """Returns the fastest plan of all planners.
-
-        Args:
-            plan_with: returns the plan of a planner.
-            floor_of: returns the lowest peak of any plan of a planner; called for those without a plan.
-            is_least: return the plan with the lowest peak instead.
+        """Returns the fastest plan of all planners; with ``is_least`` the one with the lowest peak.
 
         Raises:
-            PlanError: no planner has a plan; the error is that of the planner with the lowest peak.
+            PlanError: no planner has a plan; the error is that of the planner with the lowest floor.
         """
-        found: list[Plan] = []
+        plans: list[Plan] = []
         faults: list[tuple[int, PlanError]] = []
         for planner in self._planners:
             try:
-                found.append(plan_with(planner))
+                plans.append(plan_with(planner))
             except GroupError:
                 raise
             except PlanError as fault:
                 faults.append((floor_of(planner), fault))
-        if not found:
+        if not plans:
             raise min(faults, key=lambda row: row[0])[1]
-        best = min(found, key=lambda plan: plan.predicted_peak_bytes if is_least else plan.predicted_step_seconds)
+        best = min(plans, key=lambda plan: plan.predicted_peak_bytes if is_least else plan.predicted_step_seconds)
         return replace(best, front=lambda: [plan for _, _, plan in self.front(max(0, best.correction_bytes))])
 
     def front(self, correction: int = 0) -> list[tuple[int, float, Plan]]:
@@ -506,12 +473,10 @@ class Planners:
 
         ``correction`` is the measured peak of a step minus the prediction, in bytes.
         """
-        planners = self._planners
-        rows = sorted((row for planner in planners for row in planner.front(correction)), key=lambda row: row[:2])
+        rows = sorted((r for planner in self._planners for r in planner.front(correction)), key=lambda row: row[:2])
         return [row for number, row in enumerate(rows) if all(row[1] < other[1] for other in rows[:number])]
 
     def uniform(self) -> list[tuple[str, int, float]]:
-        """Returns name, peak in bytes and seconds of a step for each uniform policy, with the loss computed at once."""
         return self.plain.uniform()
 
 
@@ -529,19 +494,10 @@ def plan_and_check(
     *,
     check: bool = True,
 ) -> Plan:
-    """Returns the plan of ``group``; with ``check``, one under which the step has kept the budget.
+    """Returns the plan of ``group``, with peaks of at most ``limit`` bytes; ``None`` is the lowest possible.
 
-    Args:
-        planner: Used on the leader.
-        model: The model of ``step``, which may be another one than that which was measured.
-        step: Run on all processes; the largest difference counts.
-        limit: The largest peak in bytes; ``None`` is the lowest possible.
-        group: The processes that plan together.
-        policy_fields: Fields of policies that all of them have.
-        check: Run the step under the plan, and replan if its peak exceeds the budget or is over 1 % off.
-
-    Raises:
-        PlanError: No plan fits.
+    With ``check`` the step of each process runs under the plan, and the largest peak counts. If it exceeds the budget
+    or is over 1 % off, it replans. ``model`` is that of ``step``, which may be another one than was measured.
     """
 
     def fastest(correction: int = 0) -> Plan:
@@ -558,7 +514,6 @@ def plan_and_check(
         raise PlanError(planner.infeasible(limit or 0, min(peaks.values())))
 
     def agree_on(action: Callable[[], Plan]) -> Plan:
-        """Returns the plan that ``action`` makes on the leader."""
         if group.size == 1:
             return action()
         message = group.from_leader(lambda: action().to_message(policy_fields))

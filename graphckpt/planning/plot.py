@@ -202,7 +202,6 @@ def write_plans(chosen: ShownPlan, front: Sequence[ShownPlan], target: Path) -> 
 
 
 def _positions(chosen: ShownPlan, front: Sequence[ShownPlan]) -> tuple[list[ShownPlan], int]:
-    """Returns the plans of the slider, lowest peak first, and the position of ``chosen``."""
     summary = chosen.summary
     others = [plan for plan in front if plan.summary.predicted_peak_bytes != summary.predicted_peak_bytes]
     num_options = len({row.option for plan in (chosen, *front) for row in plan.rows})
@@ -314,7 +313,6 @@ def _traces(
 
 
 def _title(plan: ShownPlan) -> str:
-    """Returns peak, time and policies of a plan in one line."""
     summary = plan.summary
     more = summary.predicted_step_seconds / summary.plain_step_seconds - 1 if summary.plain_step_seconds > 0 else 0.0
     counts = Counter(row.option for row in plan.rows)

@@ -48,7 +48,6 @@ _PICKS = {_aten.embedding, _aten.index, _aten.index_select, _aten.gather}  # rea
 
 
 def efficiency_kind(func: Any) -> str:
-    """Returns the key of an op's efficiency: ``"attention"``, ``"convolution"`` or ``"matmul"``."""
     packet = func.overloadpacket
     if packet in _ATTENTION:
         return "attention"
@@ -92,7 +91,6 @@ def moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result
 
 
 def extra_bytes_on_cuda(func: Any, args: tuple[Any, ...]) -> int:
-    """Returns the temporaries inside of one op on a CUDA device; 0 where none are known."""
     count = _EXTRA.get(getattr(func, "overloadpacket", func))
     return 0 if count is None else count(args)
 

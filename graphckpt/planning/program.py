@@ -18,8 +18,6 @@ OpSeconds = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float]
 
 
 class EventKind(Enum):
-    """What happened to a storage."""
-
     BORN = "born"
     GONE = "gone"
     HELD = "held"
@@ -53,8 +51,6 @@ class Interval(NamedTuple):
 
 
 class StorageEvent(NamedTuple):
-    """One allocation or release."""
-
     kind: EventKind
     storage: int
     num_bytes: int
@@ -102,19 +98,14 @@ class ArgumentObject:
 
 
 class TraceLog(Protocol):
-    """A traced step."""
+    @property
+    def stretches(self) -> list[TraceSpan]: ...
 
     @property
-    def stretches(self) -> list[TraceSpan]:
-        """Its intervals in the order of time; an interval may come several times."""
+    def calls(self) -> list[BlockCall]: ...
 
     @property
-    def calls(self) -> list[BlockCall]:
-        """The forwards of blocks, in order."""
-
-    @property
-    def objects(self) -> list[ArgumentObject]:
-        """The objects among the arguments of these."""
+    def objects(self) -> list[ArgumentObject]: ...
 
 
 class Role(NamedTuple):
@@ -134,8 +125,6 @@ class PrivateRun(NamedTuple):
 
 
 class SharedEvent(NamedTuple):
-    """A shared storage is allocated, freed, held or released."""
-
     kind: EventKind
     role: Role
     num_bytes: int
@@ -223,7 +212,6 @@ class StepLog:
         return {n for n, storage in allocated if storage not in others and self._where_gone.get(storage) not in own}
 
     def reached_by(self, call: int) -> list[int]:
-        """Returns the storages that live as long as an object which the call has received."""
         return list(dict.fromkeys(s for each in self.objects if call in each.calls for s in each.reached))
 
     def name_roles(self, leaving: Sequence[Collection[int]]) -> None:
@@ -240,7 +228,6 @@ class StepLog:
         return self._entries.get(interval, ())
 
     def roles(self, call: int) -> Mapping[int, Role]:
-        """Returns the role of each shared storage of a call."""
         return self._roles[call]
 
     def of_backward(self) -> frozenset[int]:
@@ -254,7 +241,6 @@ class StepLog:
         )
 
     def is_gone(self, storage: int) -> bool:
-        """Whether a storage is freed before the end of the step."""
         return storage in self._where_gone
 
     def outside(self, interval: Interval) -> Iterator[tuple[int, StorageEvent]]:

@@ -75,7 +75,6 @@ _ROUNDING = 1e-9  # seconds: sums of measurements differ by as much
 
 
 def summary_lines(plan: PlanSummary) -> Iterator[str]:
-    """Yields lines about the whole step."""
     budget = plan.budget_bytes
     share = f", {plan.predicted_peak_bytes / budget:.1%} of the budget".replace("%", " %") if budget else ""
     corrected = (
@@ -90,7 +89,6 @@ def summary_lines(plan: PlanSummary) -> Iterator[str]:
 
 
 def parts_of(rows: Sequence[PlanRow], summary: PlanSummary, notes: Sequence[str] = ()) -> Iterator[RenderableType]:
-    """Yields groups of equal rows, the totals, and the notes."""
     columns = [Column("block"), Column("policy"), Column("blocks", is_number=True), Column("costs", is_number=True)]
     has_moves = any(row.moved_bytes for row in rows)
     if has_moves:
@@ -131,7 +129,6 @@ def _levels(rows: Sequence[PlanRow]) -> dict[str, str]:
 def print_sweep(
     front: Sequence[tuple[int, float, Sequence[PlanRow]]], uniform: Sequence[tuple[str, int, float]]
 ) -> None:
-    """Prints the Pareto-optimal plans in peak and time, and the uniform policies."""
     prefix = common_prefix(row.block for _, _, rows in front[:1] for row in rows)
     lines = [
         (peak, seconds, ", ".join(f"{name} {option}" for name, option, _ in _groups(rows, prefix)))

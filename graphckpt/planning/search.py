@@ -50,8 +50,6 @@ class CopyTiming:
 @final
 @dataclass(frozen=True, slots=True)
 class CopySchedule:
-    """The ends of forwards, backwards and copies of a plan, in seconds from the first forward."""
-
     forward_ends: tuple[float, ...]
     backward_ends: tuple[float, ...]
     out_ends: dict[int, float]
@@ -181,8 +179,6 @@ _LABELS = 512  # fewer than usual, as there are many states
 
 
 class OffloadPlan(NamedTuple):
-    """A plan that offloads; the smallest is the best."""
-
     bytes_over_budget: int
     seconds: float
     """Seconds with all waiting."""
@@ -259,8 +255,6 @@ _ATTEMPTS = 6  # a step whose backward takes another order than its forward need
 @final
 @dataclass(frozen=True, slots=True)
 class CopyRates:
-    """Rates of copies from and to a device, in bytes per second."""
-
     out: float
     back: float
 
@@ -268,8 +262,6 @@ class CopyRates:
 @final
 @dataclass(frozen=True, slots=True)
 class PolicyChoice:
-    """One option for each block, with its predicted peak and time."""
-
     plan: tuple[int, ...]
     peak: int
     interval: Interval
@@ -334,7 +326,6 @@ class PolicySearch:
         return min(found + self.baselines, key=lambda choice: (choice.peak, choice.seconds, choice.plan))
 
     def fastest(self, budget: int) -> PolicyChoice | None:
-        """Returns the fastest choice whose peak is at most ``budget``, or ``None`` if there is none."""
         found = [choice for chain, front in self.fronts if (choice := self._fitting(chain, front, budget)) is not None]
         found += [choice for choice in (self.floor(), *self.baselines) if choice.peak <= budget]
         best = min(found, key=_better, default=None)
@@ -344,7 +335,6 @@ class PolicySearch:
         return min((c for c in (best, moved) if c is not None), key=_better, default=None)
 
     def pareto(self, most: int = 24) -> list[PolicyChoice]:
-        """Returns the choices of which none is better in peak and time, from the lowest peak up."""
         candidates = [self._evaluate(chain, plan) for chain, f in self.fronts for plan in f.plans(most)]
         candidates += self.baselines
         if self._rates is not None and candidates:
@@ -359,7 +349,6 @@ class PolicySearch:
         return front
 
     def uniform(self) -> Iterator[tuple[int, PolicyChoice]]:
-        """Yields each option, and the choice in which all blocks have it."""
         for option in range(len(self.measured.options)):
             yield option, self.evaluate((option,) * len(self.measured.names))
 
@@ -372,7 +361,6 @@ class PolicySearch:
         return PolicyChoice(plan, highest.peak + flight, highest.interval, seconds, runs=runs)
 
     def extra_seconds(self, choice: PolicyChoice) -> list[float]:
-        """Returns, by block, the extra seconds of its option over ``keep``."""
         known = self.measured
         extra = [
             forward[option] + backward[option] - forward[0] - backward[0]
@@ -387,7 +375,6 @@ class PolicySearch:
         return extra
 
     def levels(self, plan: Sequence[int], runs: Runs) -> Iterator[IntervalLevel]:
-        """Yields the levels of a step, interval by interval."""
         joined = {} if self.joined_runs is None else self.joined_runs.steps_of(runs)
         return self.measured.model.levels(plan, with_gathers(self.measured, plan, joined))
 

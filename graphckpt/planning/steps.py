@@ -42,14 +42,6 @@ _TIMED_COMPILED = 3  # times as many for compiled layers, whose ops cannot be ti
 
 @final
 class RealStep:
-    """A step function over a model, on the device of the model.
-
-    Args:
-        model: its parameters, buffers and gradients are restored afterwards.
-        step_fn: runs forward and backward once, and the optimizer step, if its memory should count.
-        min_elements: smaller tensors are not offloaded.
-    """
-
     no_copies = "offload='cpu' has no effect: the tensors are in host memory already"
 
     def __init__(self, model: nn.Module, step_fn: Callable[[], object], *, min_elements: int = 1024) -> None:
@@ -114,12 +106,10 @@ class RealStep:
         names = dict.fromkeys(option.name for option in options if option.is_part)
         for option in options:
             if option.is_part and option.name not in self._parts:
-                self._parts[option.name] = PartitionStore(option.fields["partition"], self._min_elements)
+                self._parts[option.name] = PartitionStore(option.fields["partition"])
         return {name: self._parts[name] for name in names}
 
     def ops(self, blocks: Blocks) -> list[list[OpTimes]]:
-        """Runs the step a few times and times each op of the blocks."""
-
         def run() -> None:
             for _ in range(_TIMED_RUNS):
                 self._step()
@@ -127,6 +117,10 @@ class RealStep:
         return record_ops(blocks, run, self.device)
 
     def repeat_longest(self, blocks: Blocks, orders: Sequence[Sequence[int]]) -> bool:
+        """Lets all later runs draw the random numbers of one that calls all blocks; returns whether there is one.
+
+        ``orders`` are those in which runs have called blocks, which must leave out calls of that one.
+        """
         orders = list(orders)
         for _ in range(_MOST_PATHS):
             self._random = None
@@ -170,7 +164,6 @@ class RealStep:
         return now(self.device) - begin
 
     def available_bytes(self, static: int) -> int:
-        """Returns the free memory of the device, and the ``static`` bytes that the step holds already."""
         return available_bytes(self.device, static)
 
     def restoring(self) -> AbstractContextManager[None]:
@@ -220,15 +213,7 @@ class RealStep:
 
     def _trace(self) -> Trace:
         trace = Trace(self.device.type, rounded=_rounded_on_cuda if self.device.type == "cuda" else None)
-        state = [
-            v
-            for o in self._optimizers.values()
-            for s in o.state.values()
-            for v in s.values()
-            if isinstance(v, torch.Tensor)
-        ]
-        gradients = [p.grad for p in self._model.parameters()]
-        trace.track([*self._model_tensors(), *gradients, *state])
+        trace.track(_state_tensors(self._model, self._optimizers.values()))
         return trace
 
     def _timed(self, blocks: Blocks) -> Trace:
@@ -241,6 +226,12 @@ class RealStep:
     def _model_tensors(self) -> Iterable[torch.Tensor]:
         yield from self._model.parameters()
         yield from self._model.buffers()
+
+
+def _state_tensors(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[torch.Tensor | None]:
+    states = (state for optimizer in optimizers for state in optimizer.state.values())
+    state = (value for each in states for value in each.values() if isinstance(value, torch.Tensor))
+    return [*model.parameters(), *model.buffers(), *(parameter.grad for parameter in model.parameters()), *state]
 
 
 def _far_blocks(blocks: Blocks, options: Sequence[Option]) -> list[str]:
@@ -258,7 +249,6 @@ def _is_part(order: Sequence[int], longest: Sequence[int]) -> bool:
 
 @contextmanager
 def on_optimizer_step(see: Callable[[Optimizer], None]) -> Iterator[None]:
-    """Calls ``see`` with each optimizer before it steps."""
     hook = register_optimizer_step_pre_hook(lambda optimizer, *_: see(optimizer))
     try:
         yield
@@ -283,14 +273,12 @@ class PartitionStore(Store):
 
     Args:
         partition: a value of the flag ``partition``.
-        min_elements: smaller tensors are not partitioned.
     """
 
     label = "part"
 
-    def __init__(self, partition: Any, min_elements: int = 1024) -> None:
+    def __init__(self, partition: Any) -> None:
         self._partition = parse_partition(partition)
-        self._min_elements = min_elements
         self._stores: dict[str, Store] = {}
         self._trace: Trace | None = None
         self._ahead_bytes: dict[int, int] = {}
@@ -308,7 +296,7 @@ class PartitionStore(Store):
 
     def open_group(self, group: TensorGroup) -> TensorGroup | None:
         if group.block not in self._stores:
-            self._stores[group.block] = Placement(None, self._partition, min_elements=self._min_elements).store
+            self._stores[group.block] = Placement(None, self._partition).store
         return self._stores[group.block].open_group(group)
 
     def put(self, tensor: torch.Tensor, group: TensorGroup | None) -> object:
@@ -321,7 +309,6 @@ class PartitionStore(Store):
         return key.store.get(key.key)
 
     def close_group(self, group: TensorGroup | None) -> None:
-        """Closes the group."""
         assert group is not None
         num_whole = len(_pieces(group, is_cut=False))
         with warnings.catch_warnings():  # an option that partitions little shows in its bytes
@@ -355,8 +342,6 @@ def _pieces(group: TensorGroup, *, is_cut: bool) -> list[Piece]:
 
 @final
 class _PartitionKey:
-    """A key, and the tensors that its block holds whole."""
-
     __slots__ = ("__weakref__", "_held", "_trace", "key", "store")
 
     def __init__(self, store: Store, key: object, trace: Trace | None) -> None:
@@ -372,7 +357,6 @@ class _PartitionKey:
 
 
 def _whole(key: object) -> Iterator[torch.Tensor]:
-    """Yields the tensors of a key that are not partitioned."""
     if isinstance(key, torch.Tensor):
         yield key
     elif isinstance(key, WrappedKey):
@@ -416,7 +400,6 @@ class FakeStep:
 
     @property
     def no_copies(self) -> str:
-        """Says that the profile lacks rates."""
         return f"offload: {self.device_name} has no rates of copies in its profile"
 
     def copy_rates(self, target: Offload) -> tuple[float, float] | None:
@@ -424,7 +407,6 @@ class FakeStep:
         return rates if min(rates) > 0 else None
 
     def sample(self, blocks: Blocks, options: Sequence[Option]) -> StepSample:
-        """Traces the step with one option on each block."""
         store = TracedStore(_far_blocks(blocks, options))
         learns = any(b.is_floating_point() for module in blocks.modules for b in module.buffers())
         with self._device, blocks.under(options, [store] * len(options), learns=learns):
@@ -454,7 +436,6 @@ class FakeStep:
         return trace.peak_bytes, sum(trace.seconds.values())
 
     def ops(self, blocks: Blocks) -> list[list[OpTimes]]:
-        """Runs the step once, and estimates the time of each op of the blocks."""
         with self._device:
             return record_ops(blocks, self._step_fn, torch.device("cpu"), self._device.machine.op_seconds)
 
@@ -501,10 +482,7 @@ class FakeStep:
             seconds=machine.op_seconds,
             extra_bytes=machine.op_extra_bytes,
         )
-        states = [each for optimizer in self._optimizers for each in optimizer.state.values()]
-        state = [value for each in states for value in each.values() if isinstance(value, torch.Tensor)]
-        gradients = [parameter.grad for parameter in self._model.parameters()]
-        trace.track([self._workspace, *self._model.parameters(), *self._model.buffers(), *gradients, *state])
+        trace.track([self._workspace, *_state_tensors(self._model, self._optimizers)])
         return trace
 
     def _make_optimizer_state(self) -> None:

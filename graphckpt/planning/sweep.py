@@ -3,63 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 
 from graphckpt.errors import PlanError
-from graphckpt.planning.candidates import KEEP, OpTimes, Option, with_levels
+from graphckpt.planning.candidates import KEEP, Option, with_levels
 from graphckpt.planning.memory_model import MeasuredStep, MemoryModel, StepSample
 from graphckpt.planning.program import BlockProgram, Interval, Phase, StepLog, StorageEnd, with_holds
+from graphckpt.planning.steps import FakeStep, RealStep
 from graphckpt.planning.trace import Blocks, PathError
 from graphckpt.rules.keep import Keep
 from graphckpt.rules.selective import Selective
-from graphckpt.stores.offload import Offload
 
 _MOST_TIMED = 16
 """Of equal blocks, so many have their ops timed one by one: the fastest of each op counts."""
 
 
-class MeasurableStep(Protocol):
-    """A training step that can be run with one option on each block."""
-
-    @property
-    def no_copies(self) -> str:
-        """Why nothing can be offloaded, where :meth:`copy_rates` returns ``None``."""
-
-    @property
-    def device_name(self) -> str:
-        """The device that plans are for."""
-
-    def copy_rates(self, target: Offload) -> tuple[float, float] | None:
-        """Returns the bytes per second of copies to ``target`` and back; ``None`` if nothing can be offloaded."""
-
-    def sample(self, blocks: Blocks, options: Sequence[Option]) -> StepSample:
-        """Runs the step once and traces it."""
-
-    def ops(self, blocks: Blocks) -> list[list[OpTimes]]:
-        """Runs the step and times the ops of the blocks; returns, by block, those of each forward."""
-
-    def repeat_longest(self, blocks: Blocks, orders: Sequence[Sequence[int]]) -> bool:
-        """Lets all later runs draw the random numbers of one that calls all blocks, if there is one.
-
-        Args:
-            blocks: The blocks.
-            orders: Orders in which runs have called blocks.
-
-        Returns:
-            Whether there is one, of which the other runs leave out calls.
-        """
-
-    def restricted_to(self, blocks: Blocks, numbers: Sequence[int]) -> AbstractContextManager[bool]:
-        """Runs the step without the other blocks within the ``with`` block, if possible; yields whether it is."""
-
-
 def measure(
-    step: MeasurableStep,
+    step: RealStep | FakeStep,
     blocks: Blocks,
     options: Sequence[Option],
     progress: Callable[[int, int], None] | None = None,
@@ -109,7 +73,6 @@ def measure(
 
 
 def _excerpt(classes: Sequence[int], most: int) -> list[int]:
-    """Returns the numbers of the first blocks of each class, at most ``most`` of each."""
     seen: dict[int, int] = {}
     numbers = []
     for number, kind in enumerate(classes):
@@ -171,8 +134,6 @@ class _LoggedRun:
 
 @final
 class TraceCollector:
-    """Collects the traces and times of a step under different options."""
-
     def __init__(self, base: StepLog, classes: Sequence[int]) -> None:
         self.classes = classes
         self.notes: dict[str, None] = {}
@@ -288,7 +249,6 @@ class TraceCollector:
         return option == 0, tuple(programs[kind, option]), self._far[kind, option]
 
     def _name_roles(self) -> None:
-        """Names storages; what leaves a block in one run is shared in all of them."""
         leaving: dict[tuple[int, int], set[int]] = {}
         for run in self._runs:
             for block, calls in run.calls.items():
@@ -420,7 +380,6 @@ def _smoothed(options: Sequence[Option], found: Mapping[int, float], phase: Phas
 
 
 def _heads(log: StepLog) -> dict[int, Interval]:
-    """Returns, for each call, the interval between the last forward of its batch and the first backward."""
     heads: dict[int, Interval] = {}
     batch: list[int] = []
     before = Interval(Phase.BEFORE)

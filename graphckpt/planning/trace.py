@@ -215,7 +215,6 @@ class Trace(LiveBytes):
 
     @property
     def order(self) -> list[int]:
-        """The numbers of the blocks, in the order of their calls."""
         return [call.block for call in self.calls]
 
     @never_compiled
@@ -296,7 +295,6 @@ class Trace(LiveBytes):
             self._num_updates += 1
 
     def stop(self) -> None:
-        """Reads the clock, once the step has ended."""
         assert self._clock is not None
         self._leave_backward()
         self._times.append(time_mark(self._clock))
@@ -373,7 +371,6 @@ class Trace(LiveBytes):
         self._log(EventKind.BORN, name)
 
     def _pass_through(self, num_bytes: int) -> None:
-        """Counts memory that an op allocates and frees."""
         name = len(self._sizes)
         self._sizes.append(num_bytes)
         super()._change(self._rounded(num_bytes), name)
@@ -517,7 +514,6 @@ class _Far:
         self._back: weakref.ref[torch.Tensor] | None = None
 
     def back(self, device: torch.device) -> torch.Tensor:
-        """Returns the bytes on the device; the same tensor as long as it is in use."""
         flat = self._back() if self._back is not None else None
         if flat is None:
             flat = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
@@ -543,7 +539,6 @@ class _View:
         self._flat: torch.Tensor | None = None
 
     def take(self) -> torch.Tensor:
-        """Returns the tensor on the device."""
         self._flat = self._far.back(self._device)
         shape, stride = self._stride
         typed = self._flat.view(self._dtype)
@@ -614,7 +609,6 @@ class _OpTimer(DispatchMode):
 def record_ops(
     blocks: Blocks, run: Callable[[], object], device: torch.device, op_seconds: OpSeconds | None = None
 ) -> list[list[OpTimes]]:
-    """Returns, by block, the ops of each forward during ``run``; see :class:`_OpObserver` for the arguments."""
     ops_of_blocks: list[list[OpTimes]] = [[] for _ in blocks.names]
     marks: list[tuple[OpTimes, int, TimeMark, TimeMark]] = []
     observers = [_OpObserver(ops, marks, device, op_seconds) for ops in ops_of_blocks]

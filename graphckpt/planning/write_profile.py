@@ -59,16 +59,13 @@ class DeviceBenchmark:
         return 2 * self.block_bytes / self.time(lambda: other.copy_(one))
 
     def host_copies(self) -> tuple[float, float]:
-        """Returns the rates to the host and back."""
         return (self.bandwidth() / 2,) * 2
 
     def launch(self) -> float:
-        """Returns the seconds of an op on one element."""
         x = torch.zeros(1, device=self.device)
         return self.time(lambda: [x.add_(1) for _ in range(1000)]) / 1000
 
     def efficiency(self, flops: dict[str, float]) -> dict[str, float]:
-        """Returns the rates of attention and convolution relative to matrix products."""
         dtype = "bfloat16" if self.device.type == "cuda" else "float32"
         query = torch.zeros(2, 8, 4 * self.sizes[0], 64, dtype=getattr(torch, dtype), device=self.device)
         image = torch.zeros(8, 64, 56, 56, dtype=getattr(torch, dtype), device=self.device)
@@ -87,7 +84,6 @@ class DeviceBenchmark:
         return ("flash", "math")
 
     def time(self, run: Callable[[], Any]) -> float:
-        """Returns the median seconds of a few runs."""
         run()
         self.wait()
         taken: list[float] = []
@@ -138,7 +134,6 @@ class CudaBenchmark(DeviceBenchmark):
             torch.set_float32_matmul_precision(before)
 
     def host_copies(self) -> tuple[float, float]:
-        """Returns the rates while matrix products run, as in a step."""
         there = torch.zeros(self.block_bytes, dtype=torch.uint8, device=self.device)
         here = torch.zeros(self.block_bytes, dtype=torch.uint8, pin_memory=True)
         a = torch.zeros(self.sizes[1], self.sizes[1], dtype=torch.float16, device=self.device)
@@ -294,7 +289,6 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 
 def _disk(folder: Path, num_bytes: int) -> tuple[float, float]:
-    """Returns bytes per second written to the disk and synchronized, and read back from it."""
     data = os.urandom(_MIB) * (num_bytes // _MIB)
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         begin = perf_counter()
