@@ -49,10 +49,6 @@ NOT_COMPILED = LayerCompilation()
 def parse_compile(value: Any, rules: object = None) -> LayerCompilation:
     """Returns how layers are compiled.
 
-    Args:
-        value: the planner option ``compile``.
-        rules: the planner option ``candidates``; ``None`` also considers that the compiler saves less.
-
     Raises:
         ConfigError: ``value`` is not a bool or a mapping of arguments.
     """
@@ -173,10 +169,6 @@ def selective_levels(seen: Sequence[OpTimes], most: int = MOST) -> list[tuple[li
     """Returns the ``save`` argument of ``selective`` and the seconds of the recomputation, for each level.
 
     The level that keeps most comes first; the last one keeps nothing.
-
-    Args:
-        seen: calls of equal blocks; the fastest counts for each op.
-        most: the largest number of levels.
     """
     log = seen[0].log if seen else OpGraph()
     alike = [ops for ops in seen if ops.log.is_complete and len(ops.log.calls) == len(log.calls)]
@@ -347,14 +339,7 @@ def with_levels(
     look: Callable[[], Sequence[Sequence[OpTimes]]],
     broadcast: Callable[[Any], Any] = lambda value: value,
 ) -> tuple[list[Option], dict[int, list[Option]]]:
-    """Replaces levels of ``selective`` by those found for the blocks; returns the options, and those of each class.
-
-    Args:
-        options: The options, of which some may be a :class:`SelectiveLevel`.
-        kinds: The class of each block.
-        look: Returns the ops of each block and their times; called if there are levels to find.
-        broadcast: Returns the value of the leader of several processes.
-    """
+    """Replaces levels of ``selective`` by those found for the blocks; returns the options, and those of each class."""
     if not any(isinstance(option.rule, SelectiveLevel) for option in options):
         return list(options), {kind: list(options) for kind in kinds}
     seen: dict[int, list[OpTimes]] = {kind: [] for kind in kinds}

@@ -53,12 +53,7 @@ OutcomeCache: TypeAlias = "dict[tuple[PrivateRun | Change, ...], dict[tuple[int,
 
 @final
 class EventSeq:
-    """The events of an interval, in order, compared by identity.
-
-    Args:
-        steps: the events.
-        outcomes: a cache of outcomes, shared by all intervals that may have equal events.
-    """
+    """The events of an interval, in order, compared by identity."""
 
     __slots__ = ("_outcomes", "_steps", "storages")
 
@@ -112,12 +107,6 @@ def _is_alive(holders: int) -> bool:
 @final
 class LiveState:
     """The level of live bytes and the holders of shared storages, which live as long as anything holds them.
-
-    Args:
-        level: the live bytes.
-        others: the storages that code outside of blocks holds.
-        held: the storages that a block holds.
-        unborn: the storages that blocks may hold before they are allocated.
 
     >>> state = LiveState(100, others=[7])
     >>> events = [Change(EventKind.HELD, 7, 30), Change(EventKind.GONE, 7, 30), PrivateRun(peak=8, change=5)]
@@ -258,12 +247,7 @@ class MemoryModel:
     def levels(
         self, plan: Sequence[int], joined: Mapping[Interval, Sequence[EventSeq]] | None = None
     ) -> Iterator[IntervalLevel]:
-        """Yields the levels of a step, interval by interval.
-
-        Args:
-            plan: the option of each block.
-            joined: the events that replace those of some intervals.
-        """
+        """Yields the levels of a step, interval by interval."""
         state = LiveState(unborn=self.base.reached)
         joined = joined or {}
         for interval in self.intervals:
@@ -354,11 +338,6 @@ def with_gathers(
 
         backward of   3         2         1      of these 3 and 1 keep parts
         gathered      [ 1's ------------- ]
-
-    Args:
-        measured: the step.
-        plan: the option of each block.
-        joined: the events of those intervals without them.
     """
     model, ahead = measured.model, measured.ahead_bytes
     if not ahead:
@@ -404,11 +383,7 @@ class _JoinedCall:
 
 @final
 class JoinedRuns:
-    """Which blocks can be joined, and the events of a step in which they are.
-
-    Args:
-        measured: the step.
-    """
+    """Which blocks can be joined, and the events of a step in which they are."""
 
     def __init__(self, measured: MeasuredStep) -> None:
         self._model = model = measured.model

@@ -14,7 +14,7 @@ from graphckpt.extras import LazyPackage
 from graphckpt.ledger.plot import PAGE, file_of
 from graphckpt.ledger.table import html_of, text_of
 from graphckpt.ledger.table import show as show_parts
-from graphckpt.planning.rows import PlanRow, PlanSummary, ShownPlan, Stage, parts_of, summary_lines
+from graphckpt.planning.rows import PlanData, PlanRow, Stage, parts_of, summary_lines
 from graphckpt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -45,12 +45,9 @@ KEEP_ALL: Mapping[str, Any] = {"activation_checkpointing": False}
 
 @final
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Plan(PlanSummary):
+class Plan(PlanData):
     """Policies for the blocks of a model, chosen for a memory budget."""
 
-    rows: tuple[PlanRow, ...]
-    stages: tuple[Stage, ...] = field(default=(), repr=False)
-    notes: tuple[str, ...] = ()
     model: nn.Module | None = field(default=None, repr=False, compare=False)
     apply_to_graph: Callable[[Plan], AppliedPolicies] | None = field(default=None, repr=False, compare=False)
     """Sets the policies on the blocks of the Graph that was planned."""
@@ -85,7 +82,7 @@ class Plan(PlanSummary):
 
     def __str__(self) -> str:
         """Returns the policies and their cost as a table, in plain text."""
-        return text_of(parts_of(self.rows, self, self.notes)).rstrip("\n")
+        return text_of(parts_of(self)).rstrip("\n")
 
     def __repr__(self) -> str:
         """Returns one line."""
@@ -93,7 +90,7 @@ class Plan(PlanSummary):
         return f"<Plan of {len(self.rows)} blocks: peak {peak} of a budget of {budget}>"
 
     def _repr_html_(self) -> str:
-        return html_of(parts_of(self.rows, self, self.notes))
+        return html_of(parts_of(self))
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what pickle writes: all but :attr:`front`, which needs the measurements."""
@@ -102,7 +99,7 @@ class Plan(PlanSummary):
     def explain(self, *, show: bool = True) -> Self:
         """Prints the policies and their cost unless ``show`` is false; returns the plan, which prints the same."""
         if show:
-            show_parts(parts_of(self.rows, self, self.notes))
+            show_parts(parts_of(self))
         return self
 
     def to_dict(self) -> dict[str, Any]:
@@ -165,9 +162,8 @@ class Plan(PlanSummary):
         target = file_of(path, has_page=True)
         if target.suffix.lower() == PAGE:
             front = self.front() if self.front is not None else ()
-            plans = [ShownPlan(summary=plan, rows=plan.rows, stages=plan.stages) for plan in (self, *front)]
-            return write_plans(plans[0], plans[1:], target)
-        return draw_plan(self.stages, self.rows, self, target)
+            return write_plans(self, front, target)
+        return draw_plan(self, target)
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as YAML, with a section ``blocks`` for ``train.activation_checkpoint``.
@@ -223,4 +219,4 @@ def _values(policy_fields: Sequence[Mapping[str, Any]]) -> list[Any]:
 
 
 _SHARED = "graphckpt.planning.plan.shared"  # the key of a value's number in a message
-_NUMBERS = tuple(number.name for number in fields(PlanSummary))
+_NUMBERS = tuple(each.name for each in fields(PlanData) if each.name not in ("rows", "stages", "notes"))

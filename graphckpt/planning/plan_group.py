@@ -38,11 +38,7 @@ class GroupError(PlanError):
 
 @final
 class PlanGroup:
-    """The processes that plan together. As a context manager: if one fails, all raise.
-
-    Args:
-        process_group: a group that contains this process; ``None`` is this process alone.
-    """
+    """The processes that plan together. As a context manager: if one fails, all raise."""
 
     def __init__(self, process_group: Any = None) -> None:
         self._group = process_group

@@ -42,7 +42,7 @@ from graphckpt.ledger.plot import (
 )
 from graphckpt.ledger.table import Column, prefix_note
 from graphckpt.planning.program import Phase
-from graphckpt.planning.rows import PlanRow, PlanSummary, ShownPlan, Stage, plan_cells
+from graphckpt.planning.rows import PlanData, Stage, plan_cells
 from graphckpt.units import format_bytes, format_seconds
 
 LEVEL, LEVEL_AT_START = "#cfd8e3", "#93a6bd"
@@ -53,7 +53,7 @@ _BETWEEN = f"{Phase.AFTER_FORWARD.value} ", f"{Phase.AFTER_BACKWARD.value} "
 _HIGHEST = 1.6  # a budget further above the peak would flatten the levels
 
 
-def draw_plan(stages: Sequence[Stage], rows: Sequence[PlanRow], summary: PlanSummary, target: Path) -> Path:
+def draw_plan(plan: PlanData, target: Path) -> Path:
     """Draws the predicted live bytes in each interval of the step, with the budget and the interval of the peak.
 
     The strips on top show the phase and the running block, in the colour of its policy. The same plan gives the same
@@ -61,37 +61,39 @@ def draw_plan(stages: Sequence[Stage], rows: Sequence[PlanRow], summary: PlanSum
     """
     from matplotlib.lines import Line2D  # noqa: PLC0415
 
-    peak_bytes = max(stage.peak_bytes for stage in stages)
+    peak_bytes = max(stage.peak_bytes for stage in plan.stages)
     # An interval between two blocks is short, and a line in the picture that says nothing unless it sets the peak.
-    stages = [s for s in stages if s.peak_bytes == peak_bytes or not s.name.startswith(_BETWEEN)]
+    stages = [s for s in plan.stages if s.peak_bytes == peak_bytes or not s.name.startswith(_BETWEEN)]
     scale, unit = unit_of(peak_bytes)
-    is_near = summary.budget_bytes <= _HIGHEST * peak_bytes
+    is_near = plan.budget_bytes <= _HIGHEST * peak_bytes
     edges = list(range(len(stages) + 1))
     with figure_of(target) as figure:
         phases, blocks, axes = figure.subplots(3, 1, sharex=True, height_ratios=(1, 1, 20))
         axes.set_xlim(0, edges[-1])
         axes.set_xticks([])
         strip(phases, _phases(stages, edges), "phase")
-        policies = {row.block: row.option for row in rows}
+        policies = {row.block: row.option for row in plan.rows}
         strip(blocks, block_spans([block_of(s.name) or "" for s in stages], policies, edges, edges[-1]), "block")
         peaks = [stage.peak_bytes / scale for stage in stages]
         starts = [stage.start_bytes / scale for stage in stages]
         axes.fill_between(edges, [*peaks, peaks[-1]], step="post", color=LEVEL, linewidth=0)
         axes.fill_between(edges, [*starts, starts[-1]], step="post", color=LEVEL_AT_START, linewidth=0)
-        axes.set_ylim(0, 1.14 * max(peak_bytes, summary.budget_bytes if is_near else 0, 1) / scale)
+        axes.set_ylim(0, 1.14 * max(peak_bytes, plan.budget_bytes if is_near else 0, 1) / scale)
         levels = patches({"peak of the interval": LEVEL, "at its start": LEVEL_AT_START})
         if is_near:
-            axes.axhline(summary.budget_bytes / scale, color=INK, linewidth=1, linestyle=DASHES)
+            axes.axhline(plan.budget_bytes / scale, color=INK, linewidth=1, linestyle=DASHES)
             levels.append(Line2D([], [], color=INK, linewidth=1, linestyle=DASHES, label="memory budget"))
         highest = max(range(len(stages)), key=lambda number: stages[number].peak_bytes)
-        text = f"peak {format_bytes(summary.predicted_peak_bytes)}\n{summary.binding}"
+        text = f"peak {format_bytes(plan.predicted_peak_bytes)}\n{plan.binding}"
         mark(axes, (edges[highest] + edges[highest + 1]) / 2, peaks[highest], text)
         frame(axes, f"live bytes of all tensors ({unit})")
         axes.set_xlabel("the step, block by block", color=INK)
-        plain, peak = format_bytes(summary.plain_peak_bytes), format_bytes(summary.predicted_peak_bytes)
-        budget = f"memory budget {format_bytes(summary.budget_bytes)}"
+        plain, peak = format_bytes(plan.plain_peak_bytes), format_bytes(plan.predicted_peak_bytes)
+        budget = f"memory budget {format_bytes(plan.budget_bytes)}"
         title_of(phases, budget, f"peak: {plain} → {peak}" if plain != peak else f"peak: {plain}")
-        colours = {option: rule_colour(option) for option in sorted_rules(row.option for row in rows)} | {OUTSIDE: GREY}
+        colours = {option: rule_colour(option) for option in sorted_rules(row.option for row in plan.rows)} | {
+            OUTSIDE: GREY
+        }
         legend(figure, {"live bytes": levels, "policy of the block": patches(colours)})
     return target
 
@@ -166,34 +168,30 @@ _TOP, _BOTTOM = [0.44, 1], [0, 0.16]
 _AT_ONCE = {"mode": "immediate", "frame": {"duration": 0, "redraw": True}, "transition": {"duration": 0}}
 
 
-def write_plans(chosen: ShownPlan, front: Sequence[ShownPlan], target: Path) -> Path:
+def write_plans(chosen: PlanData, front: Sequence[PlanData], target: Path) -> Path:
     """Writes peak and time of the Pareto-optimal plans, and of one, at first ``chosen``, its levels and policies."""
     plans, start = _positions(chosen, front)
-    summary = chosen.summary
     text = (
         "Move the slider to see the fastest plan for another memory budget: its peak and time, its live bytes over the "
         "step, and the policy of each block."
     )
-    peaks = {plan.summary.predicted_peak_bytes for plan in plans}
-    if len(peaks) < len({plan.summary.predicted_peak_bytes for plan in (chosen, *front)}):
+    peaks = {plan.predicted_peak_bytes for plan in plans}
+    if len(peaks) < len({plan.predicted_peak_bytes for plan in (chosen, *front)}):
         text += f" {len(plans)} of {len(front)} plans are shown."
     prefix = common_prefix(row.block for row in chosen.rows)
     label = f"Predicted step time over peak, for {len(plans)} plans"
     lead = (
-        f"memory budget {format_bytes(summary.budget_bytes)} · predicted peak "
-        f"{format_bytes(summary.predicted_peak_bytes)} of {format_bytes(summary.plain_peak_bytes)} without policies · "
-        f"{format_seconds(summary.predicted_step_seconds)} per step on {summary.device}"
+        f"memory budget {format_bytes(chosen.budget_bytes)} · predicted peak "
+        f"{format_bytes(chosen.predicted_peak_bytes)} of {format_bytes(chosen.plain_peak_bytes)} without policies · "
+        f"{format_seconds(chosen.predicted_step_seconds)} per step on {chosen.device}"
     )
-    columns = [
-        Column("block"),
-        Column("policy"),
-        *(Column(name, True) for name in ("blocks", "extra time", "offloaded")),
-    ]
+    numbers = (Column(name, is_number=True) for name in ("blocks", "extra time", "offloaded"))
+    columns = [Column("block"), Column("policy"), *numbers]
     rows = table(columns, plan_cells(chosen.rows, prefix, has_moves=True))
     sections = [
         section("Plans for all budgets", text, plot(_figure(plans, start, prefix), "plans", label, 720)),
         section(
-            f"Policies for {format_bytes(summary.budget_bytes)}",
+            f"Policies for {format_bytes(chosen.budget_bytes)}",
             f"The plan that was chosen. {prefix_note(prefix)}",
             rows,
         ),
@@ -201,23 +199,22 @@ def write_plans(chosen: ShownPlan, front: Sequence[ShownPlan], target: Path) -> 
     return write_page(target, "Activation checkpointing plan", lead, sections)
 
 
-def _positions(chosen: ShownPlan, front: Sequence[ShownPlan]) -> tuple[list[ShownPlan], int]:
-    summary = chosen.summary
-    others = [plan for plan in front if plan.summary.predicted_peak_bytes != summary.predicted_peak_bytes]
+def _positions(chosen: PlanData, front: Sequence[PlanData]) -> tuple[list[PlanData], int]:
+    others = [plan for plan in front if plan.predicted_peak_bytes != chosen.predicted_peak_bytes]
     num_options = len({row.option for plan in (chosen, *front) for row in plan.rows})
     size = _BYTES_OF_BAR * num_options * len(chosen.rows) + _BYTES_OF_LEVEL * len(chosen.stages)
     every = -(-len(others) * size // _MAX_BYTES) or 1
-    plans = sorted([chosen, *others[::every]], key=lambda plan: plan.summary.predicted_peak_bytes)
+    plans = sorted([chosen, *others[::every]], key=lambda plan: plan.predicted_peak_bytes)
     return plans, next(at for at, plan in enumerate(plans) if plan is chosen)
 
 
-def _figure(plans: Sequence[ShownPlan], start: int, prefix: str) -> dict[str, Any]:
-    scale, unit = unit_of(max(plan.summary.plain_peak_bytes for plan in plans))
-    second, second_name = second_of(max(plan.summary.predicted_step_seconds for plan in plans))
+def _figure(plans: Sequence[PlanData], start: int, prefix: str) -> dict[str, Any]:
+    scale, unit = unit_of(max(plan.plain_peak_bytes for plan in plans))
+    second, second_name = second_of(max(plan.predicted_step_seconds for plan in plans))
     colour_of = {option: rule_colour(option) for option in sorted_rules(r.option for p in plans for r in p.rows)}
     blocks = [row.block for row in plans[start].rows]
-    xs = [plan.summary.predicted_peak_bytes / scale for plan in plans]
-    ys = [plan.summary.predicted_step_seconds * second for plan in plans]
+    xs = [plan.predicted_peak_bytes / scale for plan in plans]
+    ys = [plan.predicted_step_seconds * second for plan in plans]
     titles = [_title(plan) for plan in plans]
     front = line(xs, ys) | {
         "mode": "lines+markers",
@@ -228,7 +225,7 @@ def _figure(plans: Sequence[ShownPlan], start: int, prefix: str) -> dict[str, An
     frames = [_traces(plan, colour_of, blocks, prefix, scale, second) for plan in plans]
     moving = frames[start]
     steps = [
-        {"label": format_bytes(plan.summary.predicted_peak_bytes), "method": "animate", "args": [[str(at)], _AT_ONCE]}
+        {"label": format_bytes(plan.predicted_peak_bytes), "method": "animate", "args": [[str(at)], _AT_ONCE]}
         for at, plan in enumerate(plans)
     ]
     top = max(stage.peak_bytes for plan in plans for stage in plan.stages) / scale
@@ -284,13 +281,12 @@ def _figure(plans: Sequence[ShownPlan], start: int, prefix: str) -> dict[str, An
 
 
 def _traces(
-    plan: ShownPlan, colour_of: dict[str, str], blocks: Sequence[str], prefix: str, scale: int, second: float
+    plan: PlanData, colour_of: dict[str, str], blocks: Sequence[str], prefix: str, scale: int, second: float
 ) -> list[dict[str, Any]]:
     """Returns what the slider changes: the marked plan, its levels, and a row of bars for each policy."""
-    summary = plan.summary
     mark = {
-        "type": "scatter", "mode": "markers", "x": [summary.predicted_peak_bytes / scale],
-        "y": [summary.predicted_step_seconds * second], "marker": {"size": 14, "color": ACCENT},
+        "type": "scatter", "mode": "markers", "x": [plan.predicted_peak_bytes / scale],
+        "y": [plan.predicted_step_seconds * second], "marker": {"size": 14, "color": ACCENT},
         "showlegend": False, "hoverinfo": "skip",
     }  # fmt: skip
     names = [shorten(escape(stage.name), _MAX_NAME) for stage in plan.stages]
@@ -312,10 +308,9 @@ def _traces(
     return [mark, levels, *bars]
 
 
-def _title(plan: ShownPlan) -> str:
-    summary = plan.summary
-    more = summary.predicted_step_seconds / summary.plain_step_seconds - 1 if summary.plain_step_seconds > 0 else 0.0
+def _title(plan: PlanData) -> str:
+    more = plan.predicted_step_seconds / plan.plain_step_seconds - 1 if plan.plain_step_seconds > 0 else 0.0
     counts = Counter(row.option for row in plan.rows)
     policies = ", ".join(f"{count} x {escape(option)}" for option, count in counts.most_common(4))
-    peak, seconds = format_bytes(summary.predicted_peak_bytes), format_seconds(summary.predicted_step_seconds)
+    peak, seconds = format_bytes(plan.predicted_peak_bytes), format_seconds(plan.predicted_step_seconds)
     return f"<b>peak {peak}, {seconds} per step</b> ({more:+.0%} time) · {policies}"

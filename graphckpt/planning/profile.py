@@ -234,14 +234,7 @@ class DeviceProfile:
         return -(-num_bytes // self.rounding) * self.rounding
 
     def op_seconds(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
-        """Returns the seconds of one op: the longer of its arithmetic and its memory traffic, plus the overhead.
-
-        Args:
-            func: The ``OpOverload`` as a dispatch mode sees it.
-            args: Its arguments, which may be fake tensors.
-            kwargs: Its keyword arguments.
-            result: Its result.
-        """
+        """Returns the seconds of one op: the longer of its arithmetic and its memory traffic, plus the overhead."""
         num_bytes = moved_bytes(func, args, kwargs, result)
         if num_bytes is None:
             return 0.0

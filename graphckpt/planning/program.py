@@ -98,14 +98,11 @@ class ArgumentObject:
 
 
 class TraceLog(Protocol):
-    @property
-    def stretches(self) -> list[TraceSpan]: ...
-
-    @property
-    def calls(self) -> list[BlockCall]: ...
-
-    @property
-    def objects(self) -> list[ArgumentObject]: ...
+    stretches: list[TraceSpan]
+    """Its intervals in the order of time; an interval may come several times."""
+    calls: list[BlockCall]
+    objects: list[ArgumentObject]
+    """The objects among the arguments of calls."""
 
 
 class Role(NamedTuple):

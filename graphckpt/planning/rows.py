@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 from rich.console import RenderableType
@@ -42,9 +42,12 @@ class Stage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanSummary:
-    """The predictions for the whole step."""
+class PlanData:
+    """What tables and pictures show of a plan."""
 
+    rows: tuple[PlanRow, ...]
+    stages: tuple[Stage, ...] = field(default=(), repr=False)
+    notes: tuple[str, ...] = ()
     predicted_peak_bytes: int
     """The peak of live bytes in a step, including weights, gradients, optimizer state and inputs."""
     predicted_step_seconds: float
@@ -61,20 +64,10 @@ class PlanSummary:
     device: str = "cpu"
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShownPlan:
-    """A plan as pictures show it."""
-
-    summary: PlanSummary
-    rows: Sequence[PlanRow]
-    stages: Sequence[Stage]
-
-
 _ROUNDING = 1e-9  # seconds: sums of measurements differ by as much
 
 
-def summary_lines(plan: PlanSummary) -> Iterator[str]:
+def summary_lines(plan: PlanData) -> Iterator[str]:
     budget = plan.budget_bytes
     share = f", {plan.predicted_peak_bytes / budget:.1%} of the budget".replace("%", " %") if budget else ""
     corrected = (
@@ -88,19 +81,16 @@ def summary_lines(plan: PlanSummary) -> Iterator[str]:
     yield f"everything kept: {format_bytes(plan.plain_peak_bytes)}; lowest possible: {format_bytes(plan.floor_bytes)}"
 
 
-def parts_of(rows: Sequence[PlanRow], summary: PlanSummary, notes: Sequence[str] = ()) -> Iterator[RenderableType]:
+def parts_of(plan: PlanData) -> Iterator[RenderableType]:
     columns = [Column("block"), Column("policy"), Column("blocks", is_number=True), Column("costs", is_number=True)]
-    has_moves = any(row.moved_bytes for row in rows)
+    has_moves = any(row.moved_bytes for row in plan.rows)
     if has_moves:
         columns.append(Column("offloaded", is_number=True))
-    prefix = common_prefix(row.block for row in rows)
-    yield table_of(columns, plan_cells(rows, prefix, has_moves=has_moves))
-    yield from map(Text, summary_lines(summary))
-    if prefix:
-        yield bullet(prefix_note(prefix), "*")
-    for name, ops in _levels(rows).items():
-        yield bullet(f"{name} keeps the results of {ops}", "*")
-    for note in notes:
+    prefix = common_prefix(row.block for row in plan.rows)
+    yield table_of(columns, plan_cells(plan.rows, prefix, has_moves=has_moves))
+    yield from map(Text, summary_lines(plan))
+    levels = (f"{name} keeps the results of {ops}" for name, ops in _levels(plan.rows).items())
+    for note in (*([prefix_note(prefix)] if prefix else []), *levels, *plan.notes):
         yield bullet(note, "*")
 
 

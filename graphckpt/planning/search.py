@@ -125,17 +125,12 @@ class OffloadChain:
     backward seconds of j..i+1``; both are known when ``j`` is chosen, and add up.
 
     Bytes are rounded up to one of a few sizes, so a plan may need less than this, but never more.
-
-    Args:
-        inner: The chain.
-        timing: The seconds and offloaded bytes of options.
-        quantum: Remaining seconds are rounded to multiples of it, which limits the states; 0 does not round.
     """
 
     def __init__(self, inner: Chain, timing: CopyTiming, *, quantum: float = 0.0) -> None:
         self._inner = inner
         self._timing = timing
-        self._quantum = quantum
+        self._quantum = quantum  # seconds; the remaining ones are rounded to its multiples, which limits the states
         most = max((size for row in timing.moved_bytes for size in row), default=0)
         sizes = {size for row in timing.moved_bytes for size in row if size > 0}
         grid = [-(-most * (step + 1) // _NUM_SIZES) for step in range(_NUM_SIZES)]
@@ -252,9 +247,9 @@ _BUDGETS_WITH_COPIES = 12  # each search takes about a second
 _ATTEMPTS = 6  # a step whose backward takes another order than its forward needs more than one
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class CopyRates:
+class CopyRates(NamedTuple):
+    """Bytes per second from and to a device."""
+
     out: float
     back: float
 
@@ -273,14 +268,7 @@ class PolicyChoice:
 
 @final
 class PolicySearch:
-    """Searches for the fastest policies of a measured step, for any budget.
-
-    Args:
-        measured: the step.
-        rates: the rates of copies, if options offload tensors.
-        host_budget: the most bytes that may be offloaded at a time.
-        joins: whether consecutive blocks may be joined.
-    """
+    """Searches for the fastest policies of a measured step, for any budget."""
 
     def __init__(
         self,

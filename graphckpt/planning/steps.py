@@ -270,9 +270,6 @@ class PartitionStore(Store):
     A step under a plan has one store for all such blocks, which prefetches the parts of the next block while a block's
     backward runs. Here each block has its own, so that a trace shows what the block alone does;
     :func:`~graphckpt.planning.memory_model.with_gathers` then adds what is prefetched.
-
-    Args:
-        partition: a value of the flag ``partition``.
     """
 
     label = "part"
@@ -370,14 +367,7 @@ def _whole(key: object) -> Iterator[torch.Tensor]:
 
 @final
 class FakeStep:
-    """A training step whose model, optimizer and inputs were created inside of ``device``.
-
-    Args:
-        device: the absent device.
-        model: the model that is trained.
-        step_fn: runs forward, backward and optimizer once.
-        optimizer: the one in ``step_fn``, or a list of them; their state is created at once.
-    """
+    """A training step whose model, optimizer and inputs were created inside of ``device``."""
 
     def __init__(
         self,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, final
-
-import torch
 
 from graphckpt.errors import PlanError
 from graphckpt.planning.candidates import KEEP, Option, with_levels
@@ -31,14 +29,6 @@ def measure(
     broadcast: Callable[[Any], Any] = lambda value: value,
 ) -> MeasuredStep:
     """Measures every option on every block. Equal blocks share the options, so that each option runs on one of them.
-
-    Args:
-        step: what to run.
-        blocks: the blocks to plan.
-        options: the first one must be ``keep``.
-        progress: called with the runs that are done, and their number.
-        classes: returns the classes of blocks that hold on all processes, given those of this one.
-        broadcast: returns the value of the leader of several processes.
 
     Raises:
         PathError: the blocks are called in another order each time.
@@ -93,14 +83,11 @@ def _classes(base: StepLog, blocks: Blocks) -> list[int]:
     for number, call in enumerate(base.calls):
         border = sorted((role, base.sizes.get(storage, 0)) for storage, role in base.roles(number).items())
         marks[call.block].append((base.program(number), tuple(border)))
-    return [
-        seen.setdefault((type(module), module.training, _sizes(module.buffers()), tuple(mark)), len(seen))
-        for module, mark in zip(blocks.modules, marks, strict=True)
-    ]
-
-
-def _sizes(tensors: Iterable[torch.Tensor]) -> tuple[tuple[torch.dtype, int], ...]:
-    return tuple((tensor.dtype, tensor.numel()) for tensor in tensors)
+    classes = []
+    for module, mark in zip(blocks.modules, marks, strict=True):
+        sizes = tuple((buffer.dtype, buffer.numel()) for buffer in module.buffers())
+        classes.append(seen.setdefault((type(module), module.training, sizes, tuple(mark)), len(seen)))
+    return classes
 
 
 def _turns(classes: Sequence[int], num_options: int, *, is_shorter: bool) -> Iterator[list[int]]:

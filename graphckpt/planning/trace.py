@@ -53,11 +53,7 @@ TimeMark: TypeAlias = "float | torch.cuda.Event"
 
 @final
 class PathError(PlanError):
-    """A step calls its blocks in another order each time.
-
-    Args:
-        orders: the numbers of the blocks as runs of the step have called them.
-    """
+    """A step calls its blocks in another order each time."""
 
     def __init__(self, orders: Sequence[Sequence[int]]) -> None:
         super().__init__(
@@ -69,11 +65,7 @@ class PathError(PlanError):
 
 @final
 class Blocks:
-    """The blocks that are planned.
-
-    Args:
-        named: Names and modules, none of them inside of another.
-    """
+    """The blocks that are planned."""
 
     def __init__(self, named: Sequence[tuple[str, nn.Module]]) -> None:
         self.names = [name for name, _ in named]
@@ -551,14 +543,7 @@ class _View:
 @final
 @dataclass(frozen=True, eq=False)
 class _OpObserver(Rule, is_registered=False):
-    """Runs a block as it is and records its ops.
-
-    Args:
-        calls: receives the ops of each call.
-        marks: receives where each op began and ended, beside its :class:`OpTimes` and its number.
-        device: on which the ops run.
-        op_seconds: returns the seconds of an op, where a clock cannot; then there are no marks.
-    """
+    """Runs a block as it is and records its ops."""
 
     name: ClassVar[str] = "observe"
     calls: list[OpTimes]

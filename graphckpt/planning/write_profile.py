@@ -264,12 +264,7 @@ def write_profile(path: str | Path, device: str | torch.device | None = None, **
 
 
 def copy_rates(device: str | torch.device, tier: str) -> tuple[float, float]:
-    """Measures the rates of copies from a device to a tier and back, in bytes per second.
-
-    Args:
-        device: The device.
-        tier: ``"host"`` or ``"disk"``.
-    """
+    """Measures the rates of copies from a device to a tier and back, in bytes per second."""
     bench = _bench(_device(device), seconds=0.1)
     return bench.host_copies() if tier == "host" else _disk(Path(tempfile.gettempdir()), bench.disk_bytes)
 
