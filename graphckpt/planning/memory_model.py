@@ -289,15 +289,11 @@ class StepSample:
     """One run of the step with one option on each block."""
 
     trace: TraceLog
-    far_bytes: dict[int, int]
-    """The offloaded bytes of each call, by its number."""
     seconds: dict[Interval, float]
     step_seconds: float
     """Seconds of the step without policies, if it was run, or else with these."""
     plain_seconds: dict[Interval, float] | None = None
     """Seconds without policies, timed beside ``seconds``; ``None`` if times are estimated and do not vary."""
-    ahead_bytes: dict[int, int] = field(default_factory=dict)
-    """The bytes that an all-gather of a call's parts takes until they are used, by the number of the call."""
 
 
 @final

@@ -101,6 +101,8 @@ class TraceLog(Protocol):
     stretches: list[TraceSpan]
     """Its intervals in the order of time; an interval may come several times."""
     calls: list[BlockCall]
+    far_bytes: Counter[int]
+    ahead_bytes: Counter[int]
     objects: list[ArgumentObject]
     """The objects among the arguments of calls."""
 

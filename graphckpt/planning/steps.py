@@ -17,7 +17,7 @@ from graphckpt.planning.candidates import OpTimes, Option
 from graphckpt.planning.memory_model import StepSample
 from graphckpt.planning.options import available_bytes
 from graphckpt.planning.program import Interval
-from graphckpt.planning.trace import Blocks, PathError, Trace, TracedStore, now, record_ops
+from graphckpt.planning.trace import Blocks, PathError, RecordingStore, Trace, TracedStore, now, record_ops
 from graphckpt.planning.write_profile import copy_rates
 from graphckpt.stores.base import Store, TensorGroup
 from graphckpt.stores.offload import Offload
@@ -85,11 +85,8 @@ class RealStep:
             self._step()
             settle(parts.values(), self._step)
             trace = self._trace()
-            for part in parts.values():
-                part.listen(trace)
-            with store.recording(trace), blocks.marked(trace), trace:
+            with blocks.traced(trace, stores):
                 self._step()
-            ahead_bytes = {call: size for part in parts.values() for call, size in part.listen(None).items()}
             clocks, plain = [], []
             are_compiled = any("compile" in option.fields for option in options)
             for _ in range(_TIMED_RUNS * (_TIMED_COMPILED if are_compiled else 1)):
@@ -100,7 +97,7 @@ class RealStep:
         if any(order != orders[0] for order in orders):
             raise PathError(orders)
         total = min(clock.total for clock in plain)
-        return StepSample(trace, store.far_bytes, _fastest(clocks), total, _fastest(plain), ahead_bytes)
+        return StepSample(trace, _fastest(clocks), total, _fastest(plain))
 
     def _parts_of(self, options: Sequence[Option]) -> dict[str, PartitionStore]:
         names = dict.fromkeys(option.name for option in options if option.is_part)
@@ -264,7 +261,7 @@ _MOST_RUNS = 3  # of a step that keeps something new each time
 
 
 @final
-class PartitionStore(Store):
+class PartitionStore(RecordingStore):
     """Partitions saved tensors, with a store for each block, and records in a trace what blocks hold whole.
 
     A step under a plan has one store for all such blocks, which prefetches the parts of the next block while a block's
@@ -277,19 +274,8 @@ class PartitionStore(Store):
     def __init__(self, partition: Any) -> None:
         self._partition = parse_partition(partition)
         self._stores: dict[str, Store] = {}
-        self._trace: Trace | None = None
-        self._ahead_bytes: dict[int, int] = {}
         self.has_compared = False
         """Whether a tensor was kept whole until the ranks had compared it; they do so once for equal tensors."""
-
-    def listen(self, trace: Trace | None) -> dict[int, int]:
-        """Records in ``trace`` from now on; ``None`` stops recording.
-
-        Returns, by the number of a call, the bytes that were recorded for the all-gather of its parts.
-        """
-        self._trace = trace
-        found, self._ahead_bytes = self._ahead_bytes, {}
-        return found
 
     def open_group(self, group: TensorGroup) -> TensorGroup | None:
         if group.block not in self._stores:
@@ -299,7 +285,7 @@ class PartitionStore(Store):
     def put(self, tensor: torch.Tensor, group: TensorGroup | None) -> object:
         assert group is not None
         store = self._stores[group.block]
-        return _PartitionKey(store, store.put(tensor, group), self._trace)
+        return _PartitionKey(store, store.put(tensor, group), self.trace)
 
     def get(self, key: object) -> torch.Tensor | None:
         assert isinstance(key, _PartitionKey)
@@ -318,9 +304,8 @@ class PartitionStore(Store):
         ]
         if len(sizes) > 1:
             sizes.append(sum(piece.store.stored_bytes(piece.handle.num_bytes) for piece in cut))  # as one buffer
-        if sizes and self._trace is not None:
-            call = len(self._trace.calls) - 1
-            self._ahead_bytes[call] = self._ahead_bytes.get(call, 0) + sum(sizes)
+        if sizes and self.trace is not None:
+            self.trace.ahead_bytes[len(self.trace.calls) - 1] += sum(sizes)
 
 
 def settle(stores: Collection[PartitionStore], step: Callable[[], object]) -> None:
@@ -403,9 +388,9 @@ class FakeStep:
             if learns:  # a first run finds buffers that change, such as the statistics of BatchNorm
                 self._step_fn()
             trace = self._trace()
-            with store.recording(trace), blocks.marked(trace), trace:
+            with blocks.traced(trace, [store]):
                 self._step_fn()
-        return StepSample(trace, store.far_bytes, trace.seconds, sum(trace.seconds.values()))
+        return StepSample(trace, trace.seconds, sum(trace.seconds.values()))
 
     def available_bytes(self, static: int) -> int:
         del static

@@ -159,8 +159,8 @@ class TraceCollector:
                 plain = sum(sample.plain_seconds.get(interval, 0.0) for interval in intervals)
                 self._seconds.setdefault((self.classes[block], 0, phase), []).append(plain)
                 self._extra.setdefault((*key, phase), []).append(took - plain)
-            self._ahead.setdefault(key, [sample.ahead_bytes.get(call, 0) for call in calls[block]])
-            self._far.setdefault(key, sum(sample.far_bytes.get(call, 0) for call in calls[block]))
+            self._ahead.setdefault(key, [sample.trace.ahead_bytes[call] for call in calls[block]])
+            self._far.setdefault(key, sum(sample.trace.far_bytes[call] for call in calls[block]))
 
     def measured(
         self,

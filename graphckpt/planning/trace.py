@@ -7,8 +7,8 @@ add the time of a launch, 15 to 25 us, to every interval and every op.
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -106,6 +106,19 @@ class Blocks:
                 wrapper.uninstall()
 
     @contextmanager
+    def traced(self, trace: Trace, stores: Iterable[Store | None]) -> Iterator[None]:
+        """Traces the ops of a step, its blocks, and what they put into their stores."""
+        recording = [store for store in stores if isinstance(store, RecordingStore)]
+        for store in recording:
+            store.trace = trace
+        try:
+            with self.marked(trace), trace:
+                yield
+        finally:
+            for store in recording:
+                store.trace = None
+
+    @contextmanager
     def marked(self, trace: Trace) -> Iterator[None]:
         """Marks in ``trace`` where the forwards and backwards of the blocks begin and end.
 
@@ -185,6 +198,10 @@ class Trace(LiveBytes):
         self.stretches: list[TraceSpan] = [TraceSpan(Interval(Phase.BEFORE))]
         self.calls: list[BlockCall] = []
         self.objects: list[ArgumentObject] = []
+        self.far_bytes: Counter[int] = Counter()
+        """The bytes that each call has offloaded, by the number of the call."""
+        self.ahead_bytes: Counter[int] = Counter()
+        """The bytes that an all-gather of a call's parts takes until they are used, by the number of the call."""
         self.seconds: dict[Interval, float] = {}
         self.total = 0.0
         self.is_in_block = False
@@ -410,8 +427,14 @@ def seconds_between(begin: TimeMark, end: TimeMark) -> float:
     return float(begin.elapsed_time(end)) / 1e3
 
 
+class RecordingStore(Store):
+    """Records in a trace, if there is one, how long blocks hold what they put into the store."""
+
+    trace: Trace | None = None
+
+
 @final
-class TracedStore(Store):
+class TracedStore(RecordingStore):
     """Keeps tensors on the device, or simulates offloading them, and records how long blocks hold them.
 
     Args:
@@ -424,28 +447,16 @@ class TracedStore(Store):
     label = "device"
 
     def __init__(self, far_blocks: Collection[str] = (), min_elements: int = 1024) -> None:
-        self.far_bytes: dict[int, int] = {}
-        """The bytes that each call has offloaded, by the number of the call."""
-        self._trace: Trace | None = None
         self._far_blocks = frozenset(far_blocks)
         self._min_elements = min_elements
         self._sent: dict[int, weakref.ref[_Far]] = {}
-
-    @contextmanager
-    def recording(self, trace: Trace) -> Iterator[None]:
-        """Records in ``trace`` what is put into the store within the ``with`` block."""
-        self._trace = trace
-        try:
-            yield
-        finally:
-            self._trace = None
 
     def open_group(self, group: TensorGroup) -> TensorGroup:
         return group
 
     def put(self, tensor: torch.Tensor, group: TensorGroup | None) -> object:
         assert group is not None
-        trace = self._trace
+        trace = self.trace
         if trace is None or group.block not in self._far_blocks or self._stays(tensor, group):
             return _Near(tensor.detach(), trace)
         storage = tensor.untyped_storage()
@@ -454,8 +465,7 @@ class TracedStore(Store):
         if far is None or far.storage() is not storage:
             far = _Far(tensor)
             self._sent[id(storage)] = weakref.ref(far)
-            call = len(trace.calls) - 1
-            self.far_bytes[call] = self.far_bytes.get(call, 0) + far.num_bytes
+            trace.far_bytes[len(trace.calls) - 1] += far.num_bytes
         return _View(far, tensor, trace)
 
     def get(self, key: object) -> torch.Tensor | None:

@@ -100,5 +100,5 @@ def test_no_clock_sees_the_copies_of_the_logged_run(monkeypatch):
     far = Option("keep + host", {"activation_checkpointing": False, "offload": True}, Keep(), is_far=True)
     sample = step.sample(Blocks(find_blocks(model, "*")), [far, far])
     assert len(copied) == 4, "the input and the linear layer's result, in each of two blocks, once"
-    assert sum(sample.far_bytes.values()) == 4 * x.nbytes
+    assert sum(sample.trace.far_bytes.values()) == 4 * x.nbytes
     assert sum(sample.seconds.values()) < BUSY
