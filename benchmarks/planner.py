@@ -341,7 +341,7 @@ def plans(
         with compiled_layers(blocks.modules, code.options):
             measured = measure(step, blocks, rules(code=code))
         measuring = process_time() - begin
-        planner = Planner(measured, model=case.model, compiles=code.field)
+        planner = Planner(measured, model=case.model, compiled={} if code.field is None else {"compile": code.field})
         plain.row.setdefault("planner_seconds", planner.measured.step_seconds)
         rotor = Rotor(measured) if case.in_order is not None and backend is None else None
         for share, known_budget in budgets.items():

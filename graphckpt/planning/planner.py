@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import cached_property, partial
 from typing import Any, NoReturn, final
 
@@ -223,9 +223,9 @@ def measure_all(
                 host_budget=options.host_bytes,
                 # without the first layer of a run, the others join the run before it, and exceed the peak
                 joins=can_join(modules, options.candidates) and _ALL_BLOCKS not in found,
-                notes=found,
+                notes=tuple(found),
                 extra_rows=rows,
-                compiles=code.field,
+                compiled={} if code.field is None else {"compile": code.field},
                 has_slabs=options.contiguous,
             )
         )
@@ -261,40 +261,32 @@ def head_rows(
             rule = parse_rule(one)
             if rule is None:
                 raise ConfigError(f"head: expected a rule, got {one!r} · fix: Tiles(8, reduce='sum')")
-            settings = {field.name: getattr(rule, field.name) for field in fields(rule)}
+            settings = {each.name: getattr(rule, each.name) for each in fields(rule)}
             plain = {"activation_checkpointing": {"rule": rule.name, **settings}}
             alternatives.append((PlanRow(block=name, option=rule.describe(), fields=plain),))
     return alternatives
 
 
 @final
+@dataclass(eq=False)
 class Planner:
-    def __init__(
-        self,
-        measured: MeasuredStep,
-        *,
-        model: nn.Module | None = None,
-        device: str = "cpu",
-        rates: CopyRates | None = None,
-        host_budget: int | None = None,
-        joins: bool = True,
-        notes: Iterable[str] = (),
-        extra_rows: tuple[PlanRow, ...] = (),
-        compiles: bool | dict[str, Any] | None = None,
-        has_slabs: bool = False,
-    ) -> None:
-        self.measured = measured
-        self.search = PolicySearch(measured, rates, host_budget, joins=joins)
-        self.plain = self.search.evaluate((0,) * len(measured.names))
-        self.model = model
-        self.extra_rows = extra_rows
-        """The rows of plans for other blocks, active when the step was measured."""
-        self.compiled: dict[str, Any] = {} if compiles is None else {"compile": compiles}
-        """The fields of all layers beside their options."""
-        self._has_slabs = has_slabs
-        self._device = device
-        self._notes = tuple(notes)
-        self._without = " without offloading" if rates is not None else ""
+    measured: MeasuredStep
+    _: KW_ONLY
+    model: nn.Module | None = None
+    device: str = "cpu"
+    rates: CopyRates | None = None
+    host_budget: int | None = None
+    joins: bool = True
+    notes: tuple[str, ...] = ()
+    extra_rows: tuple[PlanRow, ...] = ()
+    """The rows of plans for other blocks, active when the step was measured."""
+    compiled: Mapping[str, Any] = field(default_factory=dict)
+    """The fields of all layers beside their options."""
+    has_slabs: bool = False
+
+    def __post_init__(self) -> None:
+        self.search = PolicySearch(self.measured, self.rates, self.host_budget, joins=self.joins)
+        self.plain = self.search.evaluate((0,) * len(self.measured.names))
 
     @cached_property
     def floor(self) -> PolicyChoice:
@@ -351,7 +343,7 @@ class Planner:
             )
             for block, option in enumerate(choice.plan)
         )
-        if self._has_slabs:
+        if self.has_slabs:
             rows = tuple(map(_with_slab, rows))
         return Plan(
             rows=rows + self.extra_rows,
@@ -363,7 +355,7 @@ class Planner:
             plain_peak_bytes=self.plain.peak + correction,
             plain_step_seconds=known.step_seconds,
             correction_bytes=correction,
-            device=self._device,
+            device=self.device,
             stages=tuple(
                 Stage(
                     name=interval_name(level.interval, names, known.model.block_of_call),
@@ -372,7 +364,7 @@ class Planner:
                 )
                 for level in self.search.levels(choice.plan, choice.runs)
             ),
-            notes=(*known.notes, *self._notes),
+            notes=(*known.notes, *self.notes),
             model=self.model,
         )
 
@@ -392,7 +384,7 @@ class Planner:
             fix = f"compute the loss in slices (set `head` to its block and `Tiles`), {fix}"
         return (
             f"memory_budget {format_bytes(budget)}: no plan fits · the lowest possible peak is "
-            f"{format_bytes(lowest)}{self._without}, set by {where}; "
+            f"{format_bytes(lowest)}{' without offloading' if self.rates is not None else ''}, set by {where}; "
             f"{format_bytes(static)} of it are weights, optimizer state and inputs · fix: {fix}"
         )
 
