@@ -21,7 +21,7 @@ from graphckpt.planning.program import (
     StepLog,
     TraceLog,
 )
-from graphckpt.rules.full import Full
+from graphckpt.rules.basic import Full
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

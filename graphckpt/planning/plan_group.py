@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from graphckpt.errors import ConfigError, GraphckptError, PlanError
 from graphckpt.planning.memory_model import MeasuredStep
-from graphckpt.stores.ranks import RendezvousTimeout, exchange
+from graphckpt.stores.partition import RendezvousTimeout, exchange
 
 _SECONDS_TO_REPORT = 10.0  # that a failed process waits for the others to read its error
 _SECONDS_TO_READ = 0.1  # for the others, before this process ends, which may host the store

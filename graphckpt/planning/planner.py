@@ -12,9 +12,8 @@ from torch import nn
 
 from graphckpt._compat_compiler import has_compiled_call
 from graphckpt.blocks.apply import apply
-from graphckpt.blocks.find_layers import layers
 from graphckpt.blocks.forward import BlockForward
-from graphckpt.blocks.select import Selector, select
+from graphckpt.blocks.select import Selector, layers, select
 from graphckpt.errors import ConfigError, PlanError, did_you_mean, shown
 from graphckpt.extras import require
 from graphckpt.planning import options as budgets
@@ -36,8 +35,8 @@ from graphckpt.planning.search import CopyRates, PolicyChoice, PolicySearch, int
 from graphckpt.planning.steps import FakeStep, RealStep
 from graphckpt.planning.sweep import measure
 from graphckpt.planning.trace import Blocks, PathError
-from graphckpt.rules.registry import parse_rule
-from graphckpt.stores.offload import parse_offload
+from graphckpt.rules.base import parse_rule
+from graphckpt.stores.base import parse_offload
 from graphckpt.units import format_bytes
 
 

@@ -19,8 +19,7 @@ from graphckpt.planning.options import available_bytes
 from graphckpt.planning.program import Interval
 from graphckpt.planning.trace import Blocks, PathError, RecordingStore, Trace, TracedStore, now, record_ops
 from graphckpt.planning.write_profile import copy_rates
-from graphckpt.stores.base import Store, TensorGroup
-from graphckpt.stores.offload import Offload
+from graphckpt.stores.base import Offload, Store, TensorGroup
 from graphckpt.stores.partition import ShardedStore, parse_partition, unsplit_bytes
 from graphckpt.stores.placement import Placement
 from graphckpt.stores.tensor_store import Piece, TensorKey, WrappedKey, pieces_of
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from graphckpt.planning.candidates import Option
     from graphckpt.planning.fake_device import FakeDevice
     from graphckpt.planning.trace import Blocks
-    from graphckpt.stores.offload import Offload
+    from graphckpt.stores.base import Offload
 
 _TIMED_RUNS = 2  # of which the fastest counts: other load only adds time
 _MOST_PATHS = 64  # runs until one calls all blocks: of 24 blocks that are dropped one time in ten, 1 in 12 does

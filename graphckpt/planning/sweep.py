@@ -13,7 +13,7 @@ from graphckpt.planning.memory_model import MeasuredStep, MemoryModel, StepSampl
 from graphckpt.planning.program import BlockProgram, Interval, Phase, StepLog, StorageEnd, with_holds
 from graphckpt.planning.steps import FakeStep, RealStep
 from graphckpt.planning.trace import Blocks, PathError
-from graphckpt.rules.keep import Keep
+from graphckpt.rules.basic import Keep
 from graphckpt.rules.selective import Selective
 
 _MOST_TIMED = 16

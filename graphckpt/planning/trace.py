@@ -22,8 +22,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from graphckpt._compat import current_backward, unseen_by_modes
-from graphckpt._compat_autocast import call_with_autocast
+from graphckpt._compat import call_with_autocast, current_backward, unseen_by_modes
 from graphckpt._compat_compiler import DispatchMode, never_compiled
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.engine.block import BlockContext
@@ -43,7 +42,7 @@ from graphckpt.planning.program import (
     TraceSpan,
 )
 from graphckpt.rules.base import Rule
-from graphckpt.rules.ops.contexts import is_counted
+from graphckpt.rules.ops import is_counted
 from graphckpt.stores.base import Store, TensorGroup
 from graphckpt.tree import ATOMS, flatten_value, tensors_in
 

@@ -17,7 +17,7 @@ from graphckpt.planning.steps import RealStep
 from graphckpt.planning.sweep import measure
 from graphckpt.planning.trace import Blocks
 from graphckpt.rules import Selective
-from graphckpt.rules.ops.schedule import OpCall, OpGraph
+from graphckpt.rules.ops import OpCall, OpGraph
 
 
 def drawn(seed):
