@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from math import fsum
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
 
-from graphckpt.planning.candidates import KEEP
 from graphckpt.planning.program import (
     BlockProgram,
     EventKind,
@@ -24,8 +23,6 @@ from graphckpt.planning.program import (
 from graphckpt.rules.basic import Full
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from graphckpt.planning.candidates import Option
 
 _OTHER = 1  # of a storage's holders: any code outside of blocks, counted once
@@ -385,7 +382,7 @@ class JoinedRuns:
         self._model = model = measured.model
         rules = [option.rule for option in measured.options]
         self._full = next((n for n, rule in enumerate(rules) if rule == Full() and not measured.options[n].is_far), 0)
-        self._keep = measured.options.index(KEEP)
+        self._keep = 0  # the first option of a measured step
         self._calls: dict[int, list[int]] = {}
         for call, block in enumerate(model.block_of_call):
             self._calls.setdefault(block, []).append(call)
