@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from graphckpt.cli.plan import Progress, add_command, budget_of, plan_options_of
 
 if TYPE_CHECKING:
-    from graphckpt.planning.fit.result import Fit
+    from graphckpt.planning.fit_result import Fit
 
 _EXAMPLES = """\
 examples:
@@ -69,7 +69,7 @@ def add_fit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 def _fit(parsed: argparse.Namespace) -> int:
     from graphckpt.config.planning import fit_from  # noqa: PLC0415 - seconds of imports that --help can do without
-    from graphckpt.planning.fit.search import check_fit_budget  # noqa: PLC0415
+    from graphckpt.planning.fit import check_fit_budget  # noqa: PLC0415
 
     budget = check_fit_budget(budget_of(parsed.memory_budget))
     sizes = None if parsed.batch_sizes is None else batch_sizes_of(parsed.batch_sizes)

@@ -132,7 +132,7 @@ def add_profile_device(commands: argparse._SubParsersAction[argparse.ArgumentPar
 
 def _plan(parsed: argparse.Namespace) -> int:
     from graphckpt.config.planning import planner_from  # noqa: PLC0415 - seconds of imports that --help can do without
-    from graphckpt.planning.budget import check_budget  # noqa: PLC0415
+    from graphckpt.planning.options import check_budget  # noqa: PLC0415
     from graphckpt.units import format_bytes  # noqa: PLC0415
 
     budget = check_budget(budget_of(parsed.memory_budget))
@@ -164,8 +164,8 @@ def _plan(parsed: argparse.Namespace) -> int:
 
 
 def _sweep(planner: Planners, path: str) -> None:
-    from graphckpt.planning.show.plot import draw_sweep  # noqa: PLC0415 - loads matplotlib
-    from graphckpt.planning.show.table import print_sweep  # noqa: PLC0415
+    from graphckpt.planning.plot import draw_sweep  # noqa: PLC0415 - loads matplotlib
+    from graphckpt.planning.rows import print_sweep  # noqa: PLC0415
 
     front = planner.front()
     uniform = planner.uniform()
@@ -175,7 +175,7 @@ def _sweep(planner: Planners, path: str) -> None:
 
 
 def _profile(parsed: argparse.Namespace) -> int:
-    from graphckpt.planning.device.write_profile import write_profile  # noqa: PLC0415 - loads torch
+    from graphckpt.planning.write_profile import write_profile  # noqa: PLC0415 - loads torch
 
     write_profile(
         parsed.file,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,8 +16,6 @@ from torch.optim import Optimizer
 
 from graphckpt.config.load import load
 from graphckpt.config.schema import RunConfig
-from graphckpt.planning.fit.api import fit
-from graphckpt.planning.fit.result import BatchFit
 from graphckpt.train.console import Report
 from graphckpt.train.data.prefetch import to_device
 from graphckpt.train.foreign_errors import attribute_errors
@@ -27,6 +25,9 @@ from graphckpt.train.snapshot.run_folder import CONFIG
 from graphckpt.train.tasks.base import sum_of_losses
 from graphckpt.train.units import head_policies, unit_names
 from graphckpt.units import format_bytes
+
+if TYPE_CHECKING:
+    from graphckpt.planning.fit_result import BatchFit
 
 _SECTION = "train.activation_checkpoint"
 _CHOSEN = (
@@ -81,6 +82,8 @@ def _settings(best: BatchFit) -> dict[str, Any]:
 
 def _best(run: RunConfig, make_optimizer: Callable[[nn.Module], Optimizer]) -> tuple[int, BatchFit]:
     """Runs the step of the config at a few sizes, and returns the budget and the micro-batch that is best."""
+    from graphckpt.planning.fit import fit  # noqa: PLC0415 - few runs choose their batch size
+
     train, section = run.train, run.train.activation_checkpoint
     assert train.global_batch_size is not None
     assert section.fit is not None

@@ -18,19 +18,19 @@ from graphckpt.config.run import optimizer_of
 from graphckpt.config.schema import RunConfig, checked
 from graphckpt.errors import ConfigError, bullets
 from graphckpt.planning.candidates import compile_options
-from graphckpt.planning.device.fake_device import FakeDevice
-from graphckpt.planning.device.profile import DeviceProfile, load_profile
-from graphckpt.planning.fit.search import SizedStep, fit_steps
-from graphckpt.planning.measure.fake_step import FakeStep
+from graphckpt.planning.fake_device import FakeDevice
+from graphckpt.planning.fit import SizedStep, fit_steps
 from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.planner import Planners, measure_all
+from graphckpt.planning.profile import DeviceProfile, load_profile
+from graphckpt.planning.steps import FakeStep
 from graphckpt.train.console import Report
 from graphckpt.train.tasks.base import TextTask, sum_of_losses
 from graphckpt.train.units import head_policies, unit_names
 
 if TYPE_CHECKING:
-    from graphckpt.planning.budget import Budget
-    from graphckpt.planning.fit.result import Fit
+    from graphckpt.planning.fit_result import Fit
+    from graphckpt.planning.options import Budget
 
 
 def planner_from(

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from graphckpt.errors import ConfigError
-from graphckpt.planning.budget import Budget
-from graphckpt.planning.options import PlanOptions
+from graphckpt.planning.options import Budget, PlanOptions
 from graphckpt.planning.plan import Plan
-from graphckpt.planning.show.table import summary_lines
+from graphckpt.planning.rows import summary_lines
 from graphckpt.train.console import Report
 from graphckpt.train.files import replacing
 from graphckpt.train.settings import ActivationCheckpointConfig

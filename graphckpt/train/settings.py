@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from graphckpt.blocks.config import OTHER_NAMES, BlockConfig
 from graphckpt.errors import ConfigError
-from graphckpt.planning import budget
+from graphckpt.planning import options as budget
 from graphckpt.planning.options import PlanOptions
 from graphckpt.rules.base import parse_rule
 from graphckpt.train.batch_sizes import BatchSizes, batch_sizes

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from graphckpt.errors import ConfigError, GraphError, bullets
-from graphckpt.planning.budget import Budget
+from graphckpt.planning.options import Budget
 from graphckpt.train.batch_sizes import epoch_period, iterations
 from graphckpt.train.build_model import BuiltModel, block_fields, build_model, grad_sync_of
 from graphckpt.train.console import Report

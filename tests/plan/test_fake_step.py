@@ -8,18 +8,16 @@ import transformers
 
 from graphckpt.cli import main
 from graphckpt.cli import plan as cli_plan
-from graphckpt.planning.api import find_blocks
+from graphckpt.planning import sweep
 from graphckpt.planning.candidates import NEAR, options
-from graphckpt.planning.device.fake_device import FakeDevice
-from graphckpt.planning.device.profile import load_profile
-from graphckpt.planning.measure import sweep
-from graphckpt.planning.measure.fake_step import FakeStep
-from graphckpt.planning.measure.instrument import Blocks
-from graphckpt.planning.measure.real_step import RealStep
-from graphckpt.planning.measure.sweep import measure
+from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.plan import Plan
-from graphckpt.planning.planner import Planner
-from graphckpt.planning.solve.search import CopyRates
+from graphckpt.planning.planner import Planner, find_blocks
+from graphckpt.planning.profile import load_profile
+from graphckpt.planning.search import CopyRates
+from graphckpt.planning.steps import FakeStep, RealStep
+from graphckpt.planning.sweep import measure
+from graphckpt.planning.trace import Blocks
 from graphckpt.units import format_bytes
 
 

@@ -14,7 +14,7 @@ from graphckpt import ConfigError, Graph
 from graphckpt.cli.plan import add_plan
 from graphckpt.config import planning as config_planning
 from graphckpt.graph.config import GraphConfig
-from graphckpt.planning import PlanOptions, api
+from graphckpt.planning import PlanOptions, planner
 from graphckpt.planning.planner import measure_all
 from graphckpt.train.settings import ActivationCheckpointConfig
 
@@ -42,7 +42,7 @@ def caught(monkeypatch):
     def catch(*args):
         raise Caught(next(value for value in args if isinstance(value, PlanOptions)))
 
-    for owner, name in ((api, "measure_all"), (config_planning, "measure_all")):
+    for owner, name in ((planner, "measure_all"), (config_planning, "measure_all")):
         monkeypatch.setattr(owner, name, catch)
     return lambda: None
 

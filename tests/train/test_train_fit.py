@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from graphckpt.config.run import trainer_from
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning.measure import real_step
+from graphckpt.planning import steps
 from graphckpt.train.snapshot.run_folder import CONFIG
 
 MIB = 2**20
@@ -21,7 +21,7 @@ LONG = ["model.config.n_layer=4", "data.seq_length=32", "train.evaluation.enable
 
 @pytest.fixture(autouse=True)
 def _timed_once(monkeypatch):
-    monkeypatch.setattr(real_step, "_TIMED_RUNS", 1)
+    monkeypatch.setattr(steps, "_TIMED_RUNS", 1)
 
 
 def saved(folder):

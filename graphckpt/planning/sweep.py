@@ -2,65 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Protocol, final
+from typing import Any, final
 
-import torch
-
-from graphckpt.planning.candidates import KEEP, OpTimes, Option, with_levels
-from graphckpt.planning.errors import PathError, PlanError
-from graphckpt.planning.measure.instrument import Blocks
-from graphckpt.planning.model.events import Interval, Phase
-from graphckpt.planning.model.memory_model import MeasuredStep, MemoryModel, StepSample
-from graphckpt.planning.model.program import BlockProgram, StepLog, StorageEnd, with_holds
+from graphckpt.errors import PlanError
+from graphckpt.planning.candidates import KEEP, Option, with_levels
+from graphckpt.planning.memory_model import MeasuredStep, MemoryModel, StepSample
+from graphckpt.planning.program import BlockProgram, Interval, Phase, StepLog, StorageEnd, with_holds
+from graphckpt.planning.steps import FakeStep, RealStep
+from graphckpt.planning.trace import Blocks, PathError
 from graphckpt.rules.basic import Keep
 from graphckpt.rules.selective import Selective
-from graphckpt.stores.base import Offload
 
 _MOST_TIMED = 16
 """Of equal blocks, so many have their ops timed one by one: the fastest of each op counts."""
 
 
-class MeasurableStep(Protocol):
-    """A training step that can be run with one option on each block."""
-
-    @property
-    def no_copies(self) -> str:
-        """Why nothing can be offloaded, where :meth:`copy_rates` returns ``None``."""
-
-    @property
-    def device_name(self) -> str:
-        """The device that plans are for."""
-
-    def copy_rates(self, target: Offload) -> tuple[float, float] | None:
-        """Returns the bytes per second of copies to ``target`` and back; ``None`` if nothing can be offloaded."""
-
-    def sample(self, blocks: Blocks, options: Sequence[Option]) -> StepSample:
-        """Runs the step once and traces it."""
-
-    def ops(self, blocks: Blocks) -> list[list[OpTimes]]:
-        """Runs the step and times the ops of the blocks; returns, by block, those of each forward."""
-
-    def repeat_longest(self, blocks: Blocks, orders: Sequence[Sequence[int]]) -> bool:
-        """Lets all later runs draw the random numbers of one that calls all blocks, if there is one.
-
-        Args:
-            blocks: The blocks.
-            orders: Orders in which runs have called blocks.
-
-        Returns:
-            Whether there is one, of which the other runs leave out calls.
-        """
-
-    def restricted_to(self, blocks: Blocks, numbers: Sequence[int]) -> AbstractContextManager[bool]:
-        """Runs the step without the other blocks within the ``with`` block, if possible; yields whether it is."""
-
-
 def measure(
-    step: MeasurableStep,
+    step: RealStep | FakeStep,
     blocks: Blocks,
     options: Sequence[Option],
     progress: Callable[[int, int], None] | None = None,
@@ -68,14 +29,6 @@ def measure(
     broadcast: Callable[[Any], Any] = lambda value: value,
 ) -> MeasuredStep:
     """Measures every option on every block. Equal blocks share the options, so that each option runs on one of them.
-
-    Args:
-        step: what to run.
-        blocks: the blocks to plan.
-        options: the first one must be ``keep``.
-        progress: called with the runs that are done, and their number.
-        classes: returns the classes of blocks that hold on all processes, given those of this one.
-        broadcast: returns the value of the leader of several processes.
 
     Raises:
         PathError: the blocks are called in another order each time.
@@ -110,7 +63,6 @@ def measure(
 
 
 def _excerpt(classes: Sequence[int], most: int) -> list[int]:
-    """Returns the numbers of the first blocks of each class, at most ``most`` of each."""
     seen: dict[int, int] = {}
     numbers = []
     for number, kind in enumerate(classes):
@@ -131,14 +83,11 @@ def _classes(base: StepLog, blocks: Blocks) -> list[int]:
     for number, call in enumerate(base.calls):
         border = sorted((role, base.sizes.get(storage, 0)) for storage, role in base.roles(number).items())
         marks[call.block].append((base.program(number), tuple(border)))
-    return [
-        seen.setdefault((type(module), module.training, _sizes(module.buffers()), tuple(mark)), len(seen))
-        for module, mark in zip(blocks.modules, marks, strict=True)
-    ]
-
-
-def _sizes(tensors: Iterable[torch.Tensor]) -> tuple[tuple[torch.dtype, int], ...]:
-    return tuple((tensor.dtype, tensor.numel()) for tensor in tensors)
+    classes = []
+    for module, mark in zip(blocks.modules, marks, strict=True):
+        sizes = tuple((buffer.dtype, buffer.numel()) for buffer in module.buffers())
+        classes.append(seen.setdefault((type(module), module.training, sizes, tuple(mark)), len(seen)))
+    return classes
 
 
 def _turns(classes: Sequence[int], num_options: int, *, is_shorter: bool) -> Iterator[list[int]]:
@@ -172,8 +121,6 @@ class _LoggedRun:
 
 @final
 class TraceCollector:
-    """Collects the traces and times of a step under different options."""
-
     def __init__(self, base: StepLog, classes: Sequence[int]) -> None:
         self.classes = classes
         self.notes: dict[str, None] = {}
@@ -212,8 +159,8 @@ class TraceCollector:
                 plain = sum(sample.plain_seconds.get(interval, 0.0) for interval in intervals)
                 self._seconds.setdefault((self.classes[block], 0, phase), []).append(plain)
                 self._extra.setdefault((*key, phase), []).append(took - plain)
-            self._ahead.setdefault(key, [sample.ahead_bytes.get(call, 0) for call in calls[block]])
-            self._far.setdefault(key, sum(sample.far_bytes.get(call, 0) for call in calls[block]))
+            self._ahead.setdefault(key, [sample.trace.ahead_bytes[call] for call in calls[block]])
+            self._far.setdefault(key, sum(sample.trace.far_bytes[call] for call in calls[block]))
 
     def measured(
         self,
@@ -289,7 +236,6 @@ class TraceCollector:
         return option == 0, tuple(programs[kind, option]), self._far[kind, option]
 
     def _name_roles(self) -> None:
-        """Names storages; what leaves a block in one run is shared in all of them."""
         leaving: dict[tuple[int, int], set[int]] = {}
         for run in self._runs:
             for block, calls in run.calls.items():
@@ -421,7 +367,6 @@ def _smoothed(options: Sequence[Option], found: Mapping[int, float], phase: Phas
 
 
 def _heads(log: StepLog) -> dict[int, Interval]:
-    """Returns, for each call, the interval between the last forward of its batch and the first backward."""
     heads: dict[int, Interval] = {}
     batch: list[int] = []
     before = Interval(Phase.BEFORE)

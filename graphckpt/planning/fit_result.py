@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, final
 
 from rich.text import Text
 
+from graphckpt.errors import PlanError
 from graphckpt.ledger.groups import rule_colour, sorted_rules
 from graphckpt.ledger.plot import (
     ACCENT,
@@ -23,8 +25,7 @@ from graphckpt.ledger.plot import (
     unit_of,
 )
 from graphckpt.ledger.table import Column, bullet, html_of, show, table_of, text_of
-from graphckpt.planning.errors import PlanError
-from graphckpt.planning.show.plot import LEVEL_AT_START
+from graphckpt.planning.plot import LEVEL_AT_START
 from graphckpt.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -337,27 +338,48 @@ def _checked(row: BatchFit) -> str:
 
 
 def _draw(fit: Fit, rows: Sequence[BatchFit], target: Path) -> Path:
-    """Draws samples per second, the peak, and the share of blocks of each policy over the batch size."""
-    sizes = [row.batch_size for row in rows]
+    sizes, fastest = [row.batch_size for row in rows], fit.fastest
+    measured = [row for row in rows if row.is_measured]
     with figure_of(target, inches=(9, 7.2)) as figure:
         speed, memory, policies = figure.subplots(3, 1, sharex=True, height_ratios=(3, 3, 2))
-        _draw_speed(speed, fit, rows)
-        _draw_memory(memory, fit, rows)
+        rates = [row.samples_per_second for row in rows]
+        lines = speed.plot(sizes, rates, "o-", color=INK, linewidth=1.2, markersize=4, label="under the plan")
+        best = [fastest.batch_size], [fastest.samples_per_second]
+        lines += speed.plot(*best, "o", color=ACCENT, markersize=7, label="fastest")
+        speed.set_ylim(0, 1.12 * fastest.samples_per_second)
+        frame(speed, "samples per second")
+        legend(speed, {"throughput": lines})
+
+        scale, unit = unit_of(fit.budget_bytes)
+        plain, floor = [row.plain_peak_bytes for row in measured], [row.floor_bytes for row in measured]
+        lines = []
+        for name, points, peaks, style in (
+            ("with everything kept", measured, plain, {"color": rule_colour("joined")}),
+            ("under the plan", rows, [r.peak_bytes for r in rows], {"color": INK, "marker": "o", "markersize": 3.5}),
+            ("lowest possible", measured, floor, {"color": LEVEL_AT_START}),
+        ):
+            xs, ys = [row.batch_size for row in points], [peak / scale for peak in peaks]
+            lines += memory.plot(xs, ys, linewidth=1.2, label=name, **style)
+        budget = fit.budget_bytes / scale
+        lines.append(memory.axhline(budget, color=INK, linewidth=1, linestyle=DASHES, label="memory budget"))
+        memory.set_ylim(0, _TOP * budget)
+        frame(memory, f"peak memory ({unit})")
+        legend(memory, {"peak": lines})
+
         counts = [_policies_of(row.plan) for row in rows if row.plan is not None]
-        names = sorted_rules(name for count in counts for name in count)
-        shares = [[count.get(name, 0) / sum(count.values()) for count in counts] for name in names]
-        colour_of = {name: rule_colour(name) for name in names}
+        colour_of = {name: rule_colour(name) for name in sorted_rules(name for count in counts for name in count)}
+        shares = [[count.get(name, 0) / sum(count.values()) for count in counts] for name in colour_of]
         policies.stackplot(sizes, shares, colors=list(colour_of.values()), linewidth=0, antialiased=False)
         policies.set_ylim(0, 1)
         policies.set_yticks([0, 0.5, 1], ["0", "50 %", "100 %"])
         frame(policies, "share of the blocks")
         legend(policies, {"policy of the block": patches(colour_of)})
         policies.set_xscale("log", base=2)
-        policies.set_xticks(sizes, _labels(sizes, fit.largest.batch_size, fit.fastest.batch_size))
+        policies.set_xticks(sizes, _labels(sizes, fit.largest.batch_size, fastest.batch_size))
         policies.minorticks_off()
         policies.set_xlabel("micro-batch size (logarithmic)", color=INK)
-        best = f"largest: {fit.largest.batch_size} · fastest: {fit.fastest.batch_size}"
-        title_of(speed, f"batch sizes in {format_bytes(fit.budget_bytes)} on {fit.device}", best)
+        title = f"largest: {fit.largest.batch_size} · fastest: {fastest.batch_size}"
+        title_of(speed, f"batch sizes in {format_bytes(fit.budget_bytes)} on {fit.device}", title)
     return target
 
 
@@ -377,42 +399,4 @@ def _labels(sizes: Sequence[int], *first: int) -> list[str]:
 
 def _policies_of(plan: Plan) -> dict[str, int]:
     """Returns the number of blocks of each policy, in the order of the blocks; levels of ``selective`` count as one."""
-    counts: dict[str, int] = {}
-    for row in plan.rows:
-        name = _OP_LEVEL.sub("", row.option)
-        counts[name] = counts.get(name, 0) + 1
-    return counts
-
-
-def _draw_speed(axes: Any, fit: Fit, rows: Sequence[BatchFit]) -> None:
-    sizes, rates = [row.batch_size for row in rows], [row.samples_per_second for row in rows]
-    line = axes.plot(sizes, rates, "o-", color=INK, linewidth=1.2, markersize=4, label="under the plan")
-    fastest = fit.fastest
-    best = axes.plot(
-        [fastest.batch_size], [fastest.samples_per_second], "o", color=ACCENT, markersize=7, label="fastest"
-    )
-    axes.set_ylim(0, 1.12 * fastest.samples_per_second)
-    frame(axes, "samples per second")
-    legend(axes, {"throughput": [*line, *best]})
-
-
-def _draw_memory(axes: Any, fit: Fit, rows: Sequence[BatchFit]) -> None:
-    scale, unit = unit_of(fit.budget_bytes)
-    measured = [row for row in rows if row.is_measured]
-    lines = []
-    for name, points, peaks, style in (
-        (
-            "with everything kept",
-            measured,
-            [row.plain_peak_bytes for row in measured],
-            {"color": rule_colour("joined")},
-        ),
-        ("under the plan", rows, [row.peak_bytes for row in rows], {"color": INK, "marker": "o", "markersize": 3.5}),
-        ("lowest possible", measured, [row.floor_bytes for row in measured], {"color": LEVEL_AT_START}),
-    ):
-        sizes = [row.batch_size for row in points]
-        lines += axes.plot(sizes, [peak / scale for peak in peaks], linewidth=1.2, label=name, **style)
-    budget = axes.axhline(fit.budget_bytes / scale, color=INK, linewidth=1, linestyle=DASHES, label="memory budget")
-    axes.set_ylim(0, _TOP * fit.budget_bytes / scale)
-    frame(axes, f"peak memory ({unit})")
-    legend(axes, {"peak": [*lines, budget]})
+    return Counter(_OP_LEVEL.sub("", row.option) for row in plan.rows)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 else:
     np = LazyPackage("numpy", "plan")
 
-
 ChainPlan = tuple[int, ...]
 """The option of each block; ``COVERED`` if the option of an earlier block includes it."""
 
@@ -48,16 +47,13 @@ class Chain(Protocol):
     """A step as a chain of blocks with options."""
 
     @property
-    def num_blocks(self) -> int:
-        """The number of blocks."""
+    def num_blocks(self) -> int: ...
 
     @property
-    def start(self) -> Hashable:
-        """The state for the first block."""
+    def start(self) -> Hashable: ...
 
     @property
-    def base(self) -> int:
-        """The level before the first block, in bytes."""
+    def base(self) -> int: ...
 
     @property
     def fixed_peak(self) -> int:
@@ -136,7 +132,6 @@ def peak(chain: Chain, plan: Sequence[int], in_flight: Sequence[int] | None = No
 
 
 def seconds(chain: Chain, plan: Sequence[int]) -> float:
-    """Returns the sum of the options' seconds, with those that they wait."""
     held, spent = chain.start, []
     for block, option in enumerate(plan):
         if option == COVERED:
@@ -220,7 +215,6 @@ class Frontier:
         return self._plan(label)
 
     def least_peak(self) -> tuple[ChainPlan, int, ChainInterval]:
-        """Returns the plan with the lowest peak, the peak in bytes, and the interval that sets it."""
         plan = self._plan(0)
         interval, highest = binding(self._chain, plan)
         return plan, highest, interval

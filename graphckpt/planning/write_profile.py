@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -17,19 +16,18 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphckpt.errors import ConfigError
-from graphckpt.planning.device.op_costs import flops_of
-from graphckpt.planning.device.profile import DeviceProfile
+from graphckpt.planning.profile import DeviceProfile, flops_of
 from graphckpt.units import format_bytes, format_seconds
 
 _MIB = 2**20
-_FEWEST_RUNS = 3
+_MIN_RUNS = 3
 _KERNELS = ("flash", "cudnn", "efficient")
 _SLOW_PRODUCT_SECONDS = 1e-3  # of 256 x 256 in float16; one of 4096 x 4096 would take 4 s
 _MAX_PRODUCTS = 64
 
 
 class DeviceBenchmark:
-    """The measurements of a CPU; subclasses measure other devices."""
+    """Measures the rates of a CPU, in units per second; a subclass measures CUDA devices."""
 
     name = "cpu"
     dtypes: tuple[str, ...] = ("float32", "float64", "bfloat16", "float16")
@@ -41,14 +39,11 @@ class DeviceBenchmark:
 
     def __init__(self, device: torch.device, seconds: float) -> None:
         self.device = device
+        self.memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         self._seconds = seconds
 
-    @property
-    def memory_bytes(self) -> int:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
     def matmul(self, dtype: str) -> float:
-        """Returns the best rate over all sizes, each the median of its runs."""
+        """Returns the best rate of all sizes."""
         best = 0.0
         for size in self.sizes:
             a = torch.zeros(size, size, dtype=getattr(torch, dtype), device=self.device)
@@ -59,28 +54,18 @@ class DeviceBenchmark:
         return best
 
     def bandwidth(self) -> float:
-        """Returns bytes per second that a copy reads and writes."""
         one = torch.zeros(self.block_bytes, dtype=torch.uint8, device=self.device)
         other = torch.zeros_like(one)
         return 2 * self.block_bytes / self.time(lambda: other.copy_(one))
 
     def host_copies(self) -> tuple[float, float]:
-        """Returns bytes per second to the host and back."""
-        rate = self.bandwidth() / 2
-        return rate, rate
+        return (self.bandwidth() / 2,) * 2
 
     def launch(self) -> float:
-        """Returns the seconds of an op on one element."""
-        x, count = torch.zeros(1, device=self.device), 1000
-
-        def many() -> None:
-            for _ in range(count):
-                x.add_(1)
-
-        return self.time(many) / count
+        x = torch.zeros(1, device=self.device)
+        return self.time(lambda: [x.add_(1) for _ in range(1000)]) / 1000
 
     def efficiency(self, flops: dict[str, float]) -> dict[str, float]:
-        """Returns the rates of attention and convolution relative to matrix products."""
         dtype = "bfloat16" if self.device.type == "cuda" else "float32"
         query = torch.zeros(2, 8, 4 * self.sizes[0], 64, dtype=getattr(torch, dtype), device=self.device)
         image = torch.zeros(8, 64, 56, 56, dtype=getattr(torch, dtype), device=self.device)
@@ -92,7 +77,6 @@ class DeviceBenchmark:
         return {kind: min(1.0, rate / flops[dtype]) for kind, rate in rates.items() if rate}
 
     def workspace(self) -> int:
-        """Returns the bytes that the matrix library keeps on a stream."""
         return 0
 
     def attention(self) -> tuple[str, ...]:
@@ -100,11 +84,10 @@ class DeviceBenchmark:
         return ("flash", "math")
 
     def time(self, run: Callable[[], Any]) -> float:
-        """Returns the median seconds of a few runs."""
         run()
         self.wait()
         taken: list[float] = []
-        while len(taken) < _FEWEST_RUNS or sum(taken) < self._seconds:
+        while len(taken) < _MIN_RUNS or sum(taken) < self._seconds:
             begin = perf_counter()
             run()
             self.wait()
@@ -112,18 +95,16 @@ class DeviceBenchmark:
         return median(taken)
 
     def wait(self) -> None:
-        """Waits for the device."""
+        """Does nothing: the host computes."""
 
     def _rate(self, run: Callable[[], Any]) -> float:
-        with _FlopCounter() as seen:
+        with _FlopCounter() as counter:
             run()
-        return float(seen.flops / self.time(run))
+        return float(counter.flops / self.time(run))
 
 
 @final
 class CudaBenchmark(DeviceBenchmark):
-    """The measurements of a CUDA device."""
-
     dtypes = ("float32", "tf32", "float64", "bfloat16", "float16")
     sizes: tuple[int, ...] = (2048, 4096, 8192)
     block_bytes = 512 * _MIB
@@ -135,25 +116,24 @@ class CudaBenchmark(DeviceBenchmark):
         properties = torch.cuda.get_device_properties(device)
         self.name = re.sub(r"[^a-z0-9]+", "-", properties.name.lower()).strip("-")
         self.capability = (properties.major, properties.minor)
-        self._total = int(properties.total_memory)
+        self.memory_bytes = int(properties.total_memory)
         small = torch.zeros(256, 256, dtype=torch.float16, device=device)
         if self.time(lambda: small @ small) > _SLOW_PRODUCT_SECONDS:
             self.sizes, self.block_bytes, self.disk_bytes = super().sizes, super().block_bytes, super().disk_bytes
-
-    @property
-    def memory_bytes(self) -> int:
-        return self._total
 
     def wait(self) -> None:
         torch.cuda.synchronize(self.device)
 
     def matmul(self, dtype: str) -> float:
         """Returns the best rate; ``"tf32"`` is float32 with fewer bits in the products."""
-        with _precision("high" if dtype == "tf32" else "highest"):
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+        try:
             return super().matmul("float32" if dtype == "tf32" else dtype)
+        finally:
+            torch.set_float32_matmul_precision(before)
 
     def host_copies(self) -> tuple[float, float]:
-        """Returns the rates while matrix products run, as in a step."""
         there = torch.zeros(self.block_bytes, dtype=torch.uint8, device=self.device)
         here = torch.zeros(self.block_bytes, dtype=torch.uint8, pin_memory=True)
         a = torch.zeros(self.sizes[1], self.sizes[1], dtype=torch.float16, device=self.device)
@@ -163,7 +143,7 @@ class CudaBenchmark(DeviceBenchmark):
         rates = []
         for target, source in ((here, there), (there, here)):
             taken = []
-            for _ in range(_FEWEST_RUNS + 1):
+            for _ in range(_MIN_RUNS + 1):
                 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 self.wait()
                 for _ in range(num_products):
@@ -178,7 +158,6 @@ class CudaBenchmark(DeviceBenchmark):
         return rates[0], rates[1]
 
     def workspace(self) -> int:
-        """Returns the bytes that a matrix product allocates on a new stream."""
         a = torch.zeros(256, 256, dtype=torch.float16, device=self.device)
         out = torch.empty_like(a)
         self.wait()
@@ -195,17 +174,15 @@ class CudaBenchmark(DeviceBenchmark):
         wide = query.detach().float().requires_grad_()
         order: dict[str, None] = {}
         for given, bias in ((query, None), (query, mask), (wide, None)):
-            with _FlopCounter() as seen:
+            with _FlopCounter() as counter:
                 F.scaled_dot_product_attention(given, given, given, attn_mask=bias)
-            order.update(dict.fromkeys(k for k in _KERNELS if any(f"_{k}_attention" in op for op in seen.names)))
+            order.update(dict.fromkeys(k for k in _KERNELS if any(f"_{k}_attention" in op for op in counter.names)))
         rest = (kernel for kernel in ("flash", "efficient") if kernel not in order)
         return (*order, *rest, "math")
 
 
 @final
 class _FlopCounter(TorchDispatchMode):
-    """Records the names and the arithmetic of ops."""
-
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
@@ -216,20 +193,6 @@ class _FlopCounter(TorchDispatchMode):
         self.names.append(str(func))
         self.flops += flops_of(func, args, kwargs or {}, result)
         return result
-
-
-@contextmanager
-def _precision(wanted: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(wanted)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-_MIB = 2**20
-_SECONDS_OF_A_COPY = 0.1
 
 
 def profile(
@@ -301,13 +264,8 @@ def write_profile(path: str | Path, device: str | torch.device | None = None, **
 
 
 def copy_rates(device: str | torch.device, tier: str) -> tuple[float, float]:
-    """Measures the rates of copies from a device to a tier and back, in bytes per second.
-
-    Args:
-        device: The device.
-        tier: ``"host"`` or ``"disk"``.
-    """
-    bench = _bench(_device(device), _SECONDS_OF_A_COPY)
+    """Measures the rates of copies from a device to a tier and back, in bytes per second."""
+    bench = _bench(_device(device), seconds=0.1)
     return bench.host_copies() if tier == "host" else _disk(Path(tempfile.gettempdir()), bench.disk_bytes)
 
 
@@ -326,7 +284,6 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 
 def _disk(folder: Path, num_bytes: int) -> tuple[float, float]:
-    """Returns bytes per second written to the disk and synchronized, and read back from it."""
     data = os.urandom(_MIB) * (num_bytes // _MIB)
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         begin = perf_counter()

@@ -8,11 +8,103 @@ one block fits every equal one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias, final
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple, Protocol, TypeAlias, final
 
-from graphckpt.planning.model.events import EventKind, Interval, Phase, StorageEvent, TraceLog, TraceSpan
+OpSeconds = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float]
+"""Returns the seconds that an op takes on a device, from the op, its arguments and its result."""
+
+
+class EventKind(Enum):
+    BORN = "born"
+    GONE = "gone"
+    HELD = "held"
+    RELEASED = "released"
+
+
+class Phase(Enum):
+    """The kinds of intervals into which the calls of blocks divide a step."""
+
+    FORWARD = "forward of"
+    AFTER_FORWARD = "after the forward of"
+    BACKWARD = "backward of"
+    AFTER_BACKWARD = "after the backward of"
+    BEFORE = "before the first block"
+    OPTIMIZER = "optimizer"
+
+
+class Interval(NamedTuple):
+    """A part of the step. ``call`` counts the calls of blocks in the order of forward; -1 if it belongs to none.
+
+    Of an optimizer it counts the updates.
+    """
+
+    phase: Phase
+    call: int = -1
+
+    @property
+    def is_of_block(self) -> bool:
+        """Whether the policy of a block determines what happens in it."""
+        return self.phase in (Phase.FORWARD, Phase.BACKWARD)
+
+
+class StorageEvent(NamedTuple):
+    kind: EventKind
+    storage: int
+    num_bytes: int
+    op: int
+    """The number of ops that had begun."""
+    call: int = -1
+    """The call of a block that has held or releases it; -1 if there is none."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TraceSpan:
+    """The events from one mark to the next."""
+
+    interval: Interval
+    entries: list[StorageEvent] = field(default_factory=list)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class BlockCall:
+    """One forward of one block, and the storages that enter or leave it."""
+
+    block: int
+    arguments: list[int] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+    gradients: dict[int, int] = field(default_factory=dict)
+    """The storage of the gradient of each output, by the number of the output."""
+    backwards: set[int] = field(default_factory=set)
+    """The ids of the backwards of the step that have computed gradients of its outputs."""
+    returned_before: list[int] = field(default_factory=list)
+    """The storages of the arguments that are the very tensors which the call before has returned."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ArgumentObject:
+    """An object that blocks are called with, such as a cache of keys: what it reaches lives as long as it does."""
+
+    storage: int
+    """The number of a storage of no bytes that is freed together with the object."""
+    calls: list[int] = field(default_factory=list)
+    reached: dict[int, None] = field(default_factory=dict)
+    """The storages that it reaches after one of these calls, in order."""
+
+
+class TraceLog(Protocol):
+    stretches: list[TraceSpan]
+    """Its intervals in the order of time; an interval may come several times."""
+    calls: list[BlockCall]
+    far_bytes: Counter[int]
+    ahead_bytes: Counter[int]
+    objects: list[ArgumentObject]
+    """The objects among the arguments of calls."""
 
 
 class Role(NamedTuple):
@@ -32,8 +124,6 @@ class PrivateRun(NamedTuple):
 
 
 class SharedEvent(NamedTuple):
-    """A shared storage is allocated, freed, held or released."""
-
     kind: EventKind
     role: Role
     num_bytes: int
@@ -121,7 +211,6 @@ class StepLog:
         return {n for n, storage in allocated if storage not in others and self._where_gone.get(storage) not in own}
 
     def reached_by(self, call: int) -> list[int]:
-        """Returns the storages that live as long as an object which the call has received."""
         return list(dict.fromkeys(s for each in self.objects if call in each.calls for s in each.reached))
 
     def name_roles(self, leaving: Sequence[Collection[int]]) -> None:
@@ -138,7 +227,6 @@ class StepLog:
         return self._entries.get(interval, ())
 
     def roles(self, call: int) -> Mapping[int, Role]:
-        """Returns the role of each shared storage of a call."""
         return self._roles[call]
 
     def of_backward(self) -> frozenset[int]:
@@ -152,7 +240,6 @@ class StepLog:
         )
 
     def is_gone(self, storage: int) -> bool:
-        """Whether a storage is freed before the end of the step."""
         return storage in self._where_gone
 
     def outside(self, interval: Interval) -> Iterator[tuple[int, StorageEvent]]:

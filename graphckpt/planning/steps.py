@@ -1,11 +1,11 @@
-"""Measures a user's step on the device of its model, and restores what the step has changed."""
+"""Steps that can be measured: a user's on the device of its model, and one on fake tensors for an absent device."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
@@ -13,19 +13,26 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphckpt.engine.call_state import RNGState, get_rng_state, rng_devices, set_rng_state
-from graphckpt.planning.budget import available_bytes
 from graphckpt.planning.candidates import OpTimes, Option
-from graphckpt.planning.device.write_profile import copy_rates
-from graphckpt.planning.errors import PathError
-from graphckpt.planning.measure.clock import StepClock, fastest, now, record_ops
-from graphckpt.planning.measure.instrument import Blocks
-from graphckpt.planning.measure.trace import Trace, TracedStore, traced
-from graphckpt.planning.model.memory_model import StepSample
+from graphckpt.planning.memory_model import StepSample
+from graphckpt.planning.options import available_bytes
+from graphckpt.planning.program import Interval
+from graphckpt.planning.trace import Blocks, PathError, RecordingStore, Trace, TracedStore, now, record_ops
+from graphckpt.planning.write_profile import copy_rates
 from graphckpt.stores.base import Offload, Store, TensorGroup
 from graphckpt.stores.partition import ShardedStore, parse_partition, unsplit_bytes
 from graphckpt.stores.placement import Placement
 from graphckpt.stores.tensor_store import Piece, TensorKey, WrappedKey, pieces_of
 from graphckpt.training_state import TrainingState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from graphckpt.planning.candidates import Option
+    from graphckpt.planning.fake_device import FakeDevice
+    from graphckpt.planning.trace import Blocks
+    from graphckpt.stores.base import Offload
 
 _TIMED_RUNS = 2  # of which the fastest counts: other load only adds time
 _MOST_PATHS = 64  # runs until one calls all blocks: of 24 blocks that are dropped one time in ten, 1 in 12 does
@@ -34,14 +41,6 @@ _TIMED_COMPILED = 3  # times as many for compiled layers, whose ops cannot be ti
 
 @final
 class RealStep:
-    """A step function over a model, on the device of the model.
-
-    Args:
-        model: its parameters, buffers and gradients are restored afterwards.
-        step_fn: runs forward and backward once, and the optimizer step, if its memory should count.
-        min_elements: smaller tensors are not offloaded.
-    """
-
     no_copies = "offload='cpu' has no effect: the tensors are in host memory already"
 
     def __init__(self, model: nn.Module, step_fn: Callable[[], object], *, min_elements: int = 1024) -> None:
@@ -78,44 +77,35 @@ class RealStep:
         Raises:
             PathError: these runs call the blocks in different orders.
         """
-        stores = {far: TracedStore(is_far=far, min_elements=self._min_elements) for far in (False, True)}
+        store = TracedStore(_far_blocks(blocks, options), self._min_elements)
         parts = self._parts_of(options)
-
-        def store_of(option: Option) -> Store | None:
-            return parts[option.name] if option.is_part else stores[option.is_far]
-
-        with on_optimizer_step(self._remember), blocks.under(options, store_of) as without:
+        stores = [parts[option.name] if option.is_part else store for option in options]
+        with on_optimizer_step(self._remember), blocks.under(options, stores) as without:
             self._step()
             settle(parts.values(), self._step)
             trace = self._trace()
-            for part in parts.values():
-                part.listen(trace)
-            with traced(stores.values(), trace), blocks.marked(trace), trace:
+            with blocks.traced(trace, stores):
                 self._step()
-            far_bytes = dict(stores[True].far_bytes)
-            ahead_bytes = {call: size for part in parts.values() for call, size in part.listen(None).items()}
             clocks, plain = [], []
             are_compiled = any("compile" in option.fields for option in options)
             for _ in range(_TIMED_RUNS * (_TIMED_COMPILED if are_compiled else 1)):
                 clocks.append(self._timed(blocks))
                 with without():
                     plain.append(self._timed(blocks))
-        orders = [[call.block for call in trace.calls], *(clock.order for clock in (*clocks, *plain))]
+        orders = [each.order for each in (trace, *clocks, *plain)]
         if any(order != orders[0] for order in orders):
             raise PathError(orders)
         total = min(clock.total for clock in plain)
-        return StepSample(trace, far_bytes, fastest(clocks), total, fastest(plain), ahead_bytes)
+        return StepSample(trace, _fastest(clocks), total, _fastest(plain))
 
     def _parts_of(self, options: Sequence[Option]) -> dict[str, PartitionStore]:
         names = dict.fromkeys(option.name for option in options if option.is_part)
         for option in options:
             if option.is_part and option.name not in self._parts:
-                self._parts[option.name] = PartitionStore(option.fields["partition"], self._min_elements)
+                self._parts[option.name] = PartitionStore(option.fields["partition"])
         return {name: self._parts[name] for name in names}
 
     def ops(self, blocks: Blocks) -> list[list[OpTimes]]:
-        """Runs the step a few times and times each op of the blocks."""
-
         def run() -> None:
             for _ in range(_TIMED_RUNS):
                 self._step()
@@ -123,6 +113,10 @@ class RealStep:
         return record_ops(blocks, run, self.device)
 
     def repeat_longest(self, blocks: Blocks, orders: Sequence[Sequence[int]]) -> bool:
+        """Lets all later runs draw the random numbers of one that calls all blocks; returns whether there is one.
+
+        ``orders`` are those in which runs have called blocks, which must leave out calls of that one.
+        """
         orders = list(orders)
         for _ in range(_MOST_PATHS):
             self._random = None
@@ -166,7 +160,6 @@ class RealStep:
         return now(self.device) - begin
 
     def available_bytes(self, static: int) -> int:
-        """Returns the free memory of the device, and the ``static`` bytes that the step holds already."""
         return available_bytes(self.device, static)
 
     def restoring(self) -> AbstractContextManager[None]:
@@ -216,19 +209,11 @@ class RealStep:
 
     def _trace(self) -> Trace:
         trace = Trace(self.device.type, rounded=_rounded_on_cuda if self.device.type == "cuda" else None)
-        state = [
-            v
-            for o in self._optimizers.values()
-            for s in o.state.values()
-            for v in s.values()
-            if isinstance(v, torch.Tensor)
-        ]
-        gradients = [p.grad for p in self._model.parameters()]
-        trace.track([*self._model_tensors(), *gradients, *state])
+        trace.track(_state_tensors(self._model, self._optimizers.values()))
         return trace
 
-    def _timed(self, blocks: Blocks) -> StepClock:
-        clock = StepClock(self.device)
+    def _timed(self, blocks: Blocks) -> Trace:
+        clock = Trace(clock=self.device)
         with blocks.marked(clock):
             self._step()
         clock.stop()
@@ -239,6 +224,20 @@ class RealStep:
         yield from self._model.buffers()
 
 
+def _state_tensors(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[torch.Tensor | None]:
+    states = (state for optimizer in optimizers for state in optimizer.state.values())
+    state = (value for each in states for value in each.values() if isinstance(value, torch.Tensor))
+    return [*model.parameters(), *model.buffers(), *(parameter.grad for parameter in model.parameters()), *state]
+
+
+def _far_blocks(blocks: Blocks, options: Sequence[Option]) -> list[str]:
+    return [name for name, option in zip(blocks.names, options, strict=True) if option.is_far]
+
+
+def _fastest(clocks: Sequence[Trace]) -> dict[Interval, float]:
+    return {i: min(clock.seconds.get(i, 0.0) for clock in clocks) for i in clocks[0].seconds}
+
+
 def _is_part(order: Sequence[int], longest: Sequence[int]) -> bool:
     rest = iter(longest)
     return all(block in rest for block in order)
@@ -246,7 +245,6 @@ def _is_part(order: Sequence[int], longest: Sequence[int]) -> bool:
 
 @contextmanager
 def on_optimizer_step(see: Callable[[Optimizer], None]) -> Iterator[None]:
-    """Calls ``see`` with each optimizer before it steps."""
     hook = register_optimizer_step_pre_hook(lambda optimizer, *_: see(optimizer))
     try:
         yield
@@ -262,54 +260,37 @@ _MOST_RUNS = 3  # of a step that keeps something new each time
 
 
 @final
-class PartitionStore(Store):
+class PartitionStore(RecordingStore):
     """Partitions saved tensors, with a store for each block, and records in a trace what blocks hold whole.
 
     A step under a plan has one store for all such blocks, which prefetches the parts of the next block while a block's
     backward runs. Here each block has its own, so that a trace shows what the block alone does;
-    :func:`~graphckpt.planning.model.memory_model.with_gathers` then adds what is prefetched.
-
-    Args:
-        partition: a value of the flag ``partition``.
-        min_elements: smaller tensors are not partitioned.
+    :func:`~graphckpt.planning.memory_model.with_gathers` then adds what is prefetched.
     """
 
     label = "part"
 
-    def __init__(self, partition: Any, min_elements: int = 1024) -> None:
+    def __init__(self, partition: Any) -> None:
         self._partition = parse_partition(partition)
-        self._min_elements = min_elements
         self._stores: dict[str, Store] = {}
-        self._trace: Trace | None = None
-        self._ahead_bytes: dict[int, int] = {}
         self.has_compared = False
         """Whether a tensor was kept whole until the ranks had compared it; they do so once for equal tensors."""
 
-    def listen(self, trace: Trace | None) -> dict[int, int]:
-        """Records in ``trace`` from now on; ``None`` stops recording.
-
-        Returns, by the number of a call, the bytes that were recorded for the all-gather of its parts.
-        """
-        self._trace = trace
-        found, self._ahead_bytes = self._ahead_bytes, {}
-        return found
-
     def open_group(self, group: TensorGroup) -> TensorGroup | None:
         if group.block not in self._stores:
-            self._stores[group.block] = Placement(None, self._partition, min_elements=self._min_elements).store
+            self._stores[group.block] = Placement(None, self._partition).store
         return self._stores[group.block].open_group(group)
 
     def put(self, tensor: torch.Tensor, group: TensorGroup | None) -> object:
         assert group is not None
         store = self._stores[group.block]
-        return _PartitionKey(store, store.put(tensor, group), self._trace)
+        return _PartitionKey(store, store.put(tensor, group), self.trace)
 
     def get(self, key: object) -> torch.Tensor | None:
         assert isinstance(key, _PartitionKey)
         return key.store.get(key.key)
 
     def close_group(self, group: TensorGroup | None) -> None:
-        """Closes the group."""
         assert group is not None
         num_whole = len(_pieces(group, is_cut=False))
         with warnings.catch_warnings():  # an option that partitions little shows in its bytes
@@ -322,9 +303,8 @@ class PartitionStore(Store):
         ]
         if len(sizes) > 1:
             sizes.append(sum(piece.store.stored_bytes(piece.handle.num_bytes) for piece in cut))  # as one buffer
-        if sizes and self._trace is not None:
-            call = len(self._trace.calls) - 1
-            self._ahead_bytes[call] = self._ahead_bytes.get(call, 0) + sum(sizes)
+        if sizes and self.trace is not None:
+            self.trace.ahead_bytes[len(self.trace.calls) - 1] += sum(sizes)
 
 
 def settle(stores: Collection[PartitionStore], step: Callable[[], object]) -> None:
@@ -343,8 +323,6 @@ def _pieces(group: TensorGroup, *, is_cut: bool) -> list[Piece]:
 
 @final
 class _PartitionKey:
-    """A key, and the tensors that its block holds whole."""
-
     __slots__ = ("__weakref__", "_held", "_trace", "key", "store")
 
     def __init__(self, store: Store, key: object, trace: Trace | None) -> None:
@@ -360,7 +338,6 @@ class _PartitionKey:
 
 
 def _whole(key: object) -> Iterator[torch.Tensor]:
-    """Yields the tensors of a key that are not partitioned."""
     if isinstance(key, torch.Tensor):
         yield key
     elif isinstance(key, WrappedKey):
@@ -370,3 +347,124 @@ def _whole(key: object) -> Iterator[torch.Tensor]:
         whole = unsplit_bytes(key.piece.handle)
         if whole is not None:
             yield whole
+
+
+@final
+class FakeStep:
+    """A training step whose model, optimizer and inputs were created inside of ``device``."""
+
+    def __init__(
+        self,
+        device: FakeDevice,
+        model: nn.Module,
+        step_fn: Callable[[], object],
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    ) -> None:
+        self._device = device
+        self._model = model
+        self._step_fn = step_fn
+        self._optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+        with device:
+            self._workspace = torch.empty(device.machine.workspace_bytes, dtype=torch.uint8)
+            self._make_optimizer_state()
+
+    @property
+    def device_name(self) -> str:
+        return self._device.machine.name
+
+    @property
+    def no_copies(self) -> str:
+        return f"offload: {self.device_name} has no rates of copies in its profile"
+
+    def copy_rates(self, target: Offload) -> tuple[float, float] | None:
+        rates = target.rates(self._device.machine)
+        return rates if min(rates) > 0 else None
+
+    def sample(self, blocks: Blocks, options: Sequence[Option]) -> StepSample:
+        store = TracedStore(_far_blocks(blocks, options))
+        learns = any(b.is_floating_point() for module in blocks.modules for b in module.buffers())
+        with self._device, blocks.under(options, [store] * len(options), learns=learns):
+            if learns:  # a first run finds buffers that change, such as the statistics of BatchNorm
+                self._step_fn()
+            trace = self._trace()
+            with blocks.traced(trace, [store]):
+                self._step_fn()
+        return StepSample(trace, trace.seconds, sum(trace.seconds.values()))
+
+    def available_bytes(self, static: int) -> int:
+        del static
+        return self._device.machine.memory_bytes
+
+    def restoring(self) -> AbstractContextManager[None]:
+        """Does nothing: a fake step has no values."""
+        return nullcontext()
+
+    def run(self) -> tuple[int, float]:
+        """Runs the step with the policies that its model has; returns the peak in bytes and the seconds."""
+        with self._device:
+            if any(buffer.is_floating_point() for buffer in self._model.buffers()):
+                self._step_fn()  # finds those that change
+            trace = self._trace()
+            with trace:
+                self._step_fn()
+        return trace.peak_bytes, sum(trace.seconds.values())
+
+    def ops(self, blocks: Blocks) -> list[list[OpTimes]]:
+        with self._device:
+            return record_ops(blocks, self._step_fn, torch.device("cpu"), self._device.machine.op_seconds)
+
+    def repeat_longest(self, blocks: Blocks, orders: Sequence[Sequence[int]]) -> bool:
+        """Returns False: a fake step draws no numbers."""
+        del blocks, orders
+        return False
+
+    @contextmanager
+    def restricted_to(self, blocks: Blocks, numbers: Sequence[int]) -> Iterator[bool]:
+        """Removes the other blocks from their ``nn.ModuleList``, and yields whether the step runs without them."""
+        chosen = {id(blocks.modules[number]) for number in numbers}
+        others = {id(module) for module in blocks.modules} - chosen
+        lists = [m for m in self._model.modules() if others & {id(child) for child in m.children()}]
+        if not lists or not all(isinstance(each, nn.ModuleList) for each in lists):
+            yield False
+            return
+        whole = [(each, dict(each._modules)) for each in lists]
+        try:
+            for each, modules in whole:
+                rest = [module for module in modules.values() if id(module) not in others]
+                each._modules.clear()
+                each._modules.update({str(number): module for number, module in enumerate(rest)})
+            yield self._runs()
+        finally:
+            for each, modules in whole:
+                each._modules.clear()
+                each._modules.update(modules)
+
+    def _runs(self) -> bool:
+        try:
+            with self._device:
+                self._step_fn()
+        except Exception:
+            return False
+        return True
+
+    def _trace(self) -> Trace:
+        machine = self._device.machine
+        trace = Trace(
+            "meta",
+            is_fake=True,
+            rounded=machine.rounded,
+            seconds=machine.op_seconds,
+            extra_bytes=machine.op_extra_bytes,
+        )
+        trace.track([self._workspace, *_state_tensors(self._model, self._optimizers)])
+        return trace
+
+    def _make_optimizer_state(self) -> None:
+        for optimizer in self._optimizers:
+            if optimizer.state:
+                continue
+            for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+                if parameter.requires_grad:
+                    parameter.grad = torch.empty_like(parameter)
+            optimizer.step()
+            optimizer.zero_grad()

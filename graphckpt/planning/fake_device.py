@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from math import sqrt
 from types import ModuleType
 from typing import Any, Self, final
@@ -20,7 +21,7 @@ from torch.utils import swap_tensors
 
 from graphckpt._compat import TRUNCATED_NORMAL, FakeTensors, NoValueError, backward_within, forget_fake, is_fake
 from graphckpt.errors import ConfigError
-from graphckpt.planning.device.profile import DeviceProfile
+from graphckpt.planning.profile import DeviceProfile
 
 _READS = frozenset({torch.Tensor.item, torch.Tensor.__float__})
 _HERE = ("cpu", "meta")
@@ -37,7 +38,7 @@ class FakeDevice:
         is_padded: whether attention masks may contain padding. If not, Transformers omits a mask of ones, as it does on
             a device where it can read the mask.
 
-    >>> from graphckpt.planning.device.profile import load_profile
+    >>> from graphckpt.planning.profile import load_profile
     >>> device = FakeDevice(load_profile("h200"))
     >>> with device:
     ...     layer = torch.nn.Linear(2**20, 2**20, dtype=torch.bfloat16)  # 2 TiB
@@ -136,7 +137,6 @@ def _normal(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 
 @contextmanager
 def swapped(owner: ModuleType | type, values: dict[str, Any]) -> Iterator[None]:
-    """Replaces attributes of ``owner`` within the ``with`` block."""
     before = {name: getattr(owner, name) for name in values}
     for name, value in values.items():
         setattr(owner, name, value)
@@ -239,11 +239,7 @@ FULL_PRECISION = frozenset(
 
 @final
 class CudaKernels:
-    """The kernels of one device.
-
-    Args:
-        machine: the device profile, with the order of attention kernels.
-    """
+    """The kernels of one device, in the order of its profile."""
 
     def __init__(self, machine: DeviceProfile) -> None:
         self._order = machine.attention
@@ -273,94 +269,69 @@ class CudaKernels:
             if attn_mask is not None and attn_mask.is_floating_point():
                 attn_mask = attn_mask.to(low)
         call = _AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        for kernel in self._order:
-            if kernel == "math":
-                break
-            if getattr(self, f"_{kernel}_can")(call):
-                run: Callable[[], torch.Tensor] = getattr(call, kernel)
-                return run()
-        return call.math()
-
-    def _flash_can(self, call: _AttentionCall) -> bool:
-        width = call.query.shape[-1]
-        is_small = width <= 256 and not (width > 192 and self._capability in ((8, 6), (8, 9)) and call.needs_grad)
-        return (
-            torch.backends.cuda.flash_sdp_enabled()
-            and self._capability >= (8, 0)
-            and call.is_plain
-            and call.query.dtype in _HALF
-            and is_small
-            and call.mask is None
-        )
-
-    def _cudnn_can(self, call: _AttentionCall) -> bool:
-        return (
-            torch.backends.cuda.cudnn_sdp_enabled()
-            and self._capability >= (8, 0)
-            and call.is_plain
-            and call.query.dtype in _HALF
-            and call.query.shape[-1] <= 128
-            and call.query.shape[-1] % 8 == 0
-        )
-
-    def _efficient_can(self, call: _AttentionCall) -> bool:
-        return (
-            torch.backends.cuda.mem_efficient_sdp_enabled()
-            and call.is_plain
-            and call.query.dtype in (*_HALF, torch.float32)
-            and call.query.shape[1] == call.key.shape[1]
-            and call.query.shape[-1] * call.query.element_size() % 16 == 0
-        )
+        kernels = (kernel for kernel in self._order if kernel == "math" or call.is_supported(kernel, self._capability))
+        run: Callable[[], torch.Tensor] = getattr(call, next(kernels, "math"))
+        return run()
 
 
 @final
+@dataclass(slots=True)
 class _AttentionCall:
-    def __init__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        dropout: float,
-        is_causal: bool,
-        scale: float | None,
-        is_grouped: bool,
-    ) -> None:
-        self.query, self.key, self.value, self.mask = query, key, value, mask
-        self._dropout, self._is_causal, self._scale, self._is_grouped = dropout, is_causal, scale, is_grouped
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    dropout: float
+    is_causal: bool
+    scale: float | None
+    is_grouped: bool
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the fused kernels support the shapes and types of the tensors."""
+    def is_supported(self, kernel: str, capability: tuple[int, int]) -> bool:
+        """Whether a fused kernel supports the shapes and types of the tensors, and is enabled."""
         query, key, value = self.query, self.key, self.value
-        same = query.dim() == key.dim() == value.dim() == 4 and query.dtype is key.dtype is value.dtype
-        return (
-            same
+        width, is_half = query.shape[-1], query.dtype in _HALF
+        is_plain = (
+            query.dim() == key.dim() == value.dim() == 4
+            and query.dtype is key.dtype is value.dtype
             and query.shape[-1] == key.shape[-1] == value.shape[-1]
             and query.shape[0] == key.shape[0] == value.shape[0]
-            and (query.shape[1] == key.shape[1] or self._is_grouped)
+            and (query.shape[1] == key.shape[1] or self.is_grouped)
+        )
+        if not is_plain:
+            return False
+        if kernel == "flash":
+            is_wide = width > 256 or (width > 192 and capability in ((8, 6), (8, 9)) and self._needs_grad)
+            is_enabled = torch.backends.cuda.flash_sdp_enabled() and capability >= (8, 0)
+            return is_enabled and is_half and not is_wide and self.mask is None
+        if kernel == "cudnn":
+            is_enabled = torch.backends.cuda.cudnn_sdp_enabled() and capability >= (8, 0)
+            return is_enabled and is_half and width <= 128 and width % 8 == 0
+        return (
+            torch.backends.cuda.mem_efficient_sdp_enabled()
+            and (is_half or query.dtype is torch.float32)
+            and query.shape[1] == key.shape[1]
+            and width * query.element_size() % 16 == 0
         )
 
     @property
-    def needs_grad(self) -> bool:
+    def _needs_grad(self) -> bool:
         tensors = (self.query, self.key, self.value, self.mask)
         return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
     def flash(self) -> torch.Tensor:
         """Pads heads to a width of 8 n; grouped keys and values are not expanded."""
         width = self.query.shape[-1]
-        scale = 1 / sqrt(width) if self._scale is None else self._scale
+        scale = 1 / sqrt(width) if self.scale is None else self.scale
         missing = -width % 8
         tensors = [F.pad(t, (0, missing)) if missing else t for t in (self.query, self.key, self.value)]
-        found = _aten._scaled_dot_product_flash_attention(*tensors, self._dropout, self._is_causal, False, scale=scale)
+        found = _aten._scaled_dot_product_flash_attention(*tensors, self.dropout, self.is_causal, False, scale=scale)
         out: torch.Tensor = found[0]
         return out[..., :width] if missing else out
 
     def cudnn(self) -> torch.Tensor:
-        """Saves the tensors of flash attention, and the mask."""
         found: tuple[torch.Tensor, ...] = _aten._scaled_dot_product_cudnn_attention(
-            self.query, self.key, self.value, self._additive_mask(), self.needs_grad, self._dropout, self._is_causal,
-            False, scale=self._scale,
+            self.query, self.key, self.value, self._additive_mask(), self._needs_grad, self.dropout, self.is_causal,
+            False, scale=self.scale,
         )  # fmt: skip
         return found[0]
 
@@ -373,15 +344,14 @@ class _AttentionCall:
         if mask is not None:
             mask = mask.expand(*self.query.shape[:-1], self.key.shape[-2])
         found: tuple[torch.Tensor, ...] = _aten._scaled_dot_product_efficient_attention(
-            self.query, self.key, self.value, mask, self.needs_grad, self._dropout, self._is_causal, scale=self._scale
+            self.query, self.key, self.value, mask, self._needs_grad, self.dropout, self.is_causal, scale=self.scale
         )
         return found[0]
 
     def math(self) -> torch.Tensor:
-        """Saves all pairs of positions."""
         found: tuple[torch.Tensor, ...] = _aten._scaled_dot_product_attention_math(
-            self.query, self.key, self.value, self.mask, self._dropout, self._is_causal,
-            scale=self._scale, enable_gqa=self._is_grouped,
+            self.query, self.key, self.value, self.mask, self.dropout, self.is_causal,
+            scale=self.scale, enable_gqa=self.is_grouped,
         )  # fmt: skip
         return found[0]
 

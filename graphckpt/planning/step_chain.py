@@ -9,11 +9,9 @@ from itertools import chain, islice
 from math import fsum
 from typing import final
 
-from graphckpt.planning.model.events import EventKind, Interval, Phase
-from graphckpt.planning.model.joined_runs import LENGTHS, JoinedRuns, Runs
-from graphckpt.planning.model.memory_model import MeasuredStep
-from graphckpt.planning.model.simulate import Change, EventSeq, LiveState
-from graphckpt.planning.solve.frontier import COVERED, Move
+from graphckpt.planning.frontier import COVERED, Move
+from graphckpt.planning.memory_model import LENGTHS, Change, EventSeq, JoinedRuns, LiveState, MeasuredStep, Runs
+from graphckpt.planning.program import EventKind, Interval, Phase
 
 Held = frozenset[int]
 
@@ -75,6 +73,7 @@ class StepChain:
         self._until: dict[Interval, Sequence[Interval]] = {}
         self._stretches: dict[EventSeq, EventSeq] = {}
         self._spans: dict[tuple[int, int], _Span] = {}
+        self._moves: dict[tuple[int, int, Hashable], Move | None] = {}
         self._effects: dict[tuple[int, int, Held], tuple[int, int, int]] = {}
         self._order = {interval: number for number, interval in enumerate(model.intervals)}
         self._last_use = self._last_uses(len(measured.options))
@@ -105,7 +104,6 @@ class StepChain:
         ]
 
     def plan(self, choices: Sequence[int]) -> tuple[int, ...]:
-        """Returns the option of each block of the model, in its order."""
         plan = [0] * len(self._seconds)
         for first, end, choice in self._decided(choices):
             for block in range(first, end):
@@ -113,7 +111,6 @@ class StepChain:
         return tuple(plan)
 
     def runs(self, choices: Sequence[int]) -> Runs:
-        """Returns which blocks of the model are joined."""
         return tuple(
             (self.blocks[first], self.blocks[first] + end - first)
             for first, end, _ in self._decided(choices)
@@ -121,7 +118,12 @@ class StepChain:
         )
 
     def move(self, block: int, option: int, held: Hashable) -> Move | None:
-        """Returns the effect of an option if earlier blocks hold ``held``; a run of blocks is one long block."""
+        key = block, option, held
+        if key not in self._moves:
+            self._moves[key] = self._move(block, option, held)
+        return self._moves[key]
+
+    def _move(self, block: int, option: int, held: Hashable) -> Move | None:
         assert isinstance(held, frozenset)
         length = self._length(block, option)
         chosen = option if length == 1 else self._full
@@ -141,7 +143,6 @@ class StepChain:
         return Move(forward_peak, kept, backward_peak, still, length=length)
 
     def _span(self, calls: range, option: int) -> _Span:
-        """Returns the events of a block under an option, or of a run of blocks."""
         if len(calls) == 1:
             own, handed = self._model.holds(calls[0], option), frozenset[int]()
             intervals = [interval for interval in _intervals(calls[0]) if interval in self._order]
@@ -155,7 +156,6 @@ class StepChain:
         return _Span(whole, own, handed, storages | own, self._next_start(Interval(Phase.FORWARD, calls[-1])))
 
     def _effect(self, calls: range, span: _Span, held: Held) -> tuple[int, int, int]:
-        """Returns the peaks and the kept bytes of a :class:`Move`."""
         first, after = Interval(Phase.FORWARD, calls[0]), span.after
         state = LiveState(self._constants[first], self._others[first], held, self._unborn[first])
         for part in chain.from_iterable(span.steps[: len(calls)]):
@@ -191,12 +191,10 @@ class StepChain:
         return 0 if self._joined_runs is None else self._joined_runs.full
 
     def _length(self, block: int, option: int) -> int:
-        """Returns the number of blocks that an option includes."""
         number = option - len(self._seconds[self.blocks[block]])
         return 1 if number < 0 else LENGTHS[number]
 
     def _decided(self, choices: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """Yields the first block of each choice, the block after its last, and the choice."""
         for block, choice in enumerate(choices):
             if choice != COVERED:
                 yield block, block + self._length(block, choice), choice

@@ -1,4 +1,4 @@
-"""Measures the step at some batch sizes: those that are listed, or until the largest that fits is known."""
+"""Finds the batch sizes that fit into a memory budget, and the plan of each."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any, Protocol, final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from graphckpt.blocks.select import Selector
-from graphckpt.errors import ConfigError
-from graphckpt.planning import budget as budgets
-from graphckpt.planning.device.fake_device import FakeDevice
-from graphckpt.planning.device.profile import DeviceProfile
-from graphckpt.planning.errors import PlanError
-from graphckpt.planning.fit.result import BatchFit, Fit
-from graphckpt.planning.measure.fake_step import FakeStep
-from graphckpt.planning.measure.real_step import RealStep, on_optimizer_step
+from graphckpt.errors import ConfigError, PlanError
+from graphckpt.planning import options as budgets
+from graphckpt.planning.fake_device import FakeDevice
+from graphckpt.planning.fit_result import BatchFit, Fit
 from graphckpt.planning.options import PlanOptions
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup
-from graphckpt.planning.planner import Planner, measure_all, plan_and_check
+from graphckpt.planning.planner import Planner, find_blocks, measure_all, plan_and_check
+from graphckpt.planning.profile import DeviceProfile, load_profile
+from graphckpt.planning.steps import FakeStep, RealStep, on_optimizer_step
 
 MakeStep = Callable[[int], tuple[nn.Module, Callable[[], object]]]
 
@@ -41,8 +41,6 @@ _SLACK = 1.1  # of the available memory: a step that is predicted to need more i
 @final
 @dataclass(frozen=True, slots=True)
 class SizedStep:
-    """The step of one batch size, with its model and the blocks to plan."""
-
     step: RealStep | FakeStep
     model: nn.Module
     blocks: Sequence[tuple[str, nn.Module]]
@@ -51,34 +49,19 @@ class SizedStep:
 class StepSource(Protocol):
     """Makes the step of each batch size."""
 
-    @property
-    def is_real(self) -> bool:
-        """Whether steps run, so that they may need more memory than there is."""
+    is_real: bool
+    """Whether steps run, so that they may need more memory than there is."""
+    can_accumulate: bool
+    """Whether a step can accumulate gradients."""
+    notes: list[str]
+    """What plans should mention."""
 
-    @property
-    def can_accumulate(self) -> bool:
-        """Whether a step can accumulate gradients."""
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """What plans should mention."""
-
-    def step(self, size: int, accumulation: int = 1) -> SizedStep:
-        """Returns the step of a batch size."""
+    def step(self, size: int, accumulation: int = 1) -> SizedStep: ...
 
 
 @final
 class UserSteps:
-    """Steps that a function makes, on the device of their model or on one that need not be present.
-
-    Args:
-        make_step: returns the model and the step of a batch size; called inside of the device that is not present.
-        machine: the profile of that device; ``None`` runs real steps.
-        selectors: the blocks to plan; ``None`` finds the layers.
-    """
-
-    can_accumulate = False
-    notes = ()
+    """Steps that a function makes, on the device of their model or, with ``machine``, on one that may be absent."""
 
     def __init__(
         self,
@@ -86,14 +69,14 @@ class UserSteps:
         machine: DeviceProfile | None = None,
         selectors: Selector | Iterable[Selector] | None = None,
     ) -> None:
+        self.is_real = machine is None
+        self.can_accumulate = False
+        self.notes: list[str] = []
         self._make_step = make_step
         self._selectors = selectors
         self._fake = None if machine is None else FakeDevice(machine)
-        self.is_real = machine is None
 
     def step(self, size: int, accumulation: int = 1) -> SizedStep:
-        from graphckpt.planning.api import find_blocks  # noqa: PLC0415 - imports what `graphckpt.config` need not
-
         assert accumulation == 1
         step: RealStep | FakeStep
         if self._fake is None:
@@ -128,7 +111,6 @@ def fit_steps(
     global_batch: int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Fit:
-    """Fits the steps of a source; see :func:`graphckpt.fit`."""
     budget = check_fit_budget(memory_budget)
     sizes = _checked_sizes(batch_sizes, global_batch)
     sized = _SizedRows(source, budget, options, progress or (lambda _: None))
@@ -147,11 +129,6 @@ def fit_steps(
 
 
 def check_fit_budget(budget: budgets.Budget) -> int | str:
-    """Returns a budget that a fit can use.
-
-    Raises:
-        ConfigError: it cannot be read, or it is ``"min"``.
-    """
     if budget == "min":
         fix = "fix: memory_budget='12GiB', '50%' or 'max'"
         raise ConfigError(f"memory_budget: 'min' is a different number of bytes for each batch size · {fix}")
@@ -216,7 +193,7 @@ class _SizedRows:
         self._rows: dict[int, BatchFit] = {}
         self._device_name = ""
         self._available = 0
-        self._limit: int | None = None
+        self.limit = 0
         self._static_bytes = 0
         self._gradient_bytes = 0
         self.first_size = _FIRST_REAL if source.is_real else _FIRST_FAKE
@@ -225,36 +202,28 @@ class _SizedRows:
     def sizes(self) -> list[int]:
         return sorted(self._rows)
 
-    @property
-    def limit(self) -> int:
-        assert self._limit is not None
-        return self._limit
-
     def fit(self, sizes: Iterable[int], global_batch: int | None) -> Fit:
         rows = tuple(self.row(size) for size in sizes)
-        notes = (note for row in rows if row.plan is not None for note in row.plan.notes)
+        notes = dict.fromkeys(note for row in rows if row.plan is not None for note in row.plan.notes)
         return Fit(
             rows=rows,
             budget_bytes=self.limit,
             device=self._device_name,
             global_batch=global_batch,
             measured_sizes=tuple(size for size in self.sizes if self._rows[size].is_measured),
-            notes=tuple(dict.fromkeys(notes)),
+            notes=tuple(notes),
         )
 
     def needed_bytes(self, size: int) -> int:
-        """Returns the lowest peak at a size minus the budget: above 0 if the size does not fit."""
         row = self.row(size)
         return row.floor_bytes - self.limit if row.fits else max(1, row.floor_bytes - self.limit)
 
     def plain_bytes(self, size: int) -> int:
-        """Returns the peak with everything kept minus the budget."""
         row = self.row(size)
         above = row.plain_peak_bytes - self.limit
         return above if row.is_measured else max(1, above)
 
     def row(self, size: int) -> BatchFit:
-        """Returns the row of a size, which is measured if it has none yet."""
         if size not in self._rows:
             self._rows[size] = self._new_row(size)
         return self._rows[size]
@@ -297,10 +266,10 @@ class _SizedRows:
         self._progress(f"measuring the step at batch size {size}")
         sized = self._source.step(size)
         step, model = sized.step, sized.model
-        with step.restoring(), _gradients_in_forward(model, sized.blocks[0][1]) as in_forward:
+        with step.restoring(), _gradients_missing_in_forward(model, sized.blocks[0][1]) as missing:
             planners = measure_all(step, model, sized.blocks, self._options, PlanGroup(), self._source.notes)
             self._set_limit(step, planners.plain.measured.model.static_bytes)
-            self._gradient_bytes = max(0, _trainable_bytes(model) - in_forward[-1])
+            self._gradient_bytes = missing[-1] if missing else 0
 
             def plan_of(planner: Planner) -> Plan:
                 if isinstance(step, FakeStep):
@@ -343,9 +312,14 @@ class _SizedRows:
         assert base.plan is not None
         assert base.plan.front is not None
         lowest, *others = base.plan.front()
-        row = replace(base, batch_size=size, plan=None, accumulating_plan=None, is_measured=False)
-        row = replace(row, checked_peak_bytes=None, checked_seconds=None, time_factor=1.0)
-        row = replace(row, floor_bytes=self._scaled(lowest.predicted_peak_bytes, base, size))
+        row = BatchFit(
+            batch_size=size,
+            plan=None,
+            plain_peak_bytes=base.plain_peak_bytes,
+            floor_bytes=self._scaled(lowest.predicted_peak_bytes, base, size),
+            is_measured=False,
+            optimizer_seconds=base.optimizer_seconds,
+        )
         if row.floor_bytes > _SLACK * self._available:
             return row
         self._progress(f"running the step at batch size {size} under plans of batch size {base.batch_size}")
@@ -387,11 +361,11 @@ class _SizedRows:
         return replace(row, checked_peak_bytes=peak, checked_seconds=seconds)
 
     def _set_limit(self, step: RealStep | FakeStep, static: int) -> None:
-        if self._limit is not None:
+        if self.limit:
             return
         self._device_name, self._static_bytes = step.device_name, static
         self._available = available = step.available_bytes(static)
-        self._limit = budgets.budget_bytes(self._budget, floor=0, static=0, plain_peak=available, available=available)
+        self.limit = budgets.budget_bytes(self._budget, floor=0, static=0, plain_peak=available, available=available)
 
     def _portable(self, plan: Plan) -> Plan:
         """Returns a plan without the model, if that exists only while fake tensors do."""
@@ -402,24 +376,17 @@ def _offloads(plan: Plan) -> bool:
     return any(row.moved_bytes for row in plan.rows)
 
 
-def _trainable_bytes(model: nn.Module) -> int:
-    return sum(_rounded(parameter) for parameter in model.parameters() if parameter.requires_grad)
-
-
-def _rounded(tensor: torch.Tensor) -> int:
-    return -(-tensor.nbytes // _ROUNDING) * _ROUNDING
-
-
 @contextmanager
-def _gradients_in_forward(model: nn.Module, block: nn.Module) -> Iterator[list[int]]:
-    """Yields a list that gets the bytes of the gradients that exist at each forward of a block.
+def _gradients_missing_in_forward(model: nn.Module, block: nn.Module) -> Iterator[list[int]]:
+    """Yields a list of the bytes of gradients that do not exist at each forward of a block.
 
     A step with ``zero_grad(set_to_none=True)``, which is the default, has none there.
     """
-    sizes = [0]
+    sizes: list[int] = []
 
     def add(*_: object) -> None:
-        sizes.append(sum(_rounded(p.grad) for p in model.parameters() if p.grad is not None))
+        missing = (p for p in model.parameters() if p.requires_grad and p.grad is None)
+        sizes.append(sum(-(-p.nbytes // _ROUNDING) * _ROUNDING for p in missing))
 
     hook = block.register_forward_pre_hook(add)
     try:
@@ -465,3 +432,63 @@ def largest(bytes_of: Callable[[int], int], low: int, high: int | None, start: I
         else:
             above = size
     return fits
+
+
+def fit(
+    make_step: MakeStep,
+    *,
+    batch_sizes: Iterable[int] | None = None,
+    memory_budget: budgets.Budget = "max",
+    device: str | Path | DeviceProfile | None = None,
+    global_batch: int | None = None,
+    progress: Callable[[str], None] | None = None,
+    **options: Any,
+) -> Fit:
+    """Finds the largest batch that fits into a memory budget, the fastest one, and the plan of each batch size.
+
+    The step is measured at each size that is shown, and runs under its plan. The largest size is searched until it fits
+    and one more sample does not. A size at which the memory of the device is too small for the step with everything
+    kept runs under the plans of the largest size at which it is not.
+
+    Args:
+        make_step: called with a batch size; returns the model and a function that runs one training step of that many
+            samples, as :func:`graphckpt.plan` takes them. The model may be the same each time, which takes less memory.
+        batch_sizes: the micro-batch sizes to plan. A ``range`` are the bounds of a search for the largest that fits,
+            and ``None`` searches from 1 on; then there are rows for the sizes of the search and some powers of two.
+        memory_budget: the peak of the whole step in bytes, or as ``"12GiB"``; ``"max"`` is the memory of the device,
+            and ``"50%"`` half of it.
+        device: ``None`` runs the steps on the device of the model. The name of a device profile such as ``"h200"``, a
+            profile file or a profile runs no step: ``make_step`` is called where tensors allocate no memory, and has to
+            build the model there.
+        global_batch: samples of one update; sizes that divide it are planned too, of a search the eight largest that
+            fit, for :meth:`~graphckpt.planning.fit_result.Fit.at_global_batch`.
+        progress: called with a line about each measurement before it begins.
+        options: fields of :class:`~graphckpt.planning.PlanOptions`, such as ``offload="cpu"``.
+
+    Raises:
+        ConfigError: an argument cannot be used, or no layers were found in the model.
+        PlanError: not even the smallest batch fits.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> layers = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)]
+    >>> model = nn.Sequential(*layers)
+    >>> def make_step(batch_size):
+    ...     x = torch.ones(batch_size, 64)
+    ...     return model, lambda: model(x).sum().backward()
+    >>> found = fit(make_step, memory_budget="8MiB")
+    >>> found.largest.batch_size > found.largest_without_recompute.batch_size
+    True
+    """
+    if isinstance(make_step, nn.Module) or not callable(make_step):
+        fix = "def make_step(batch_size): ...; return model, step_fn"
+        raise ConfigError(f"make_step: expected a function, got {type(make_step).__name__} · fix: {fix}")
+    wanted = PlanOptions.of(options, "fit")
+    has_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if has_group and wanted.group is not False:
+        fix = "fit in one process and pass the batch size on, or group=False"
+        raise ConfigError(f"fit: expected one process, got a group of {dist.get_world_size()} · fix: {fix}")
+    wanted = replace(wanted, group=False)
+    machine = device if device is None or isinstance(device, DeviceProfile) else load_profile(device)
+    source = UserSteps(make_step, machine, wanted.blocks)
+    return fit_steps(source, batch_sizes, memory_budget, wanted, global_batch=global_batch, progress=progress)
