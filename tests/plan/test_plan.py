@@ -37,8 +37,8 @@ from graphckpt.planning.measure.sweep import measure
 from graphckpt.planning.planner import Planner
 from graphckpt.planning.rows import PlanRow, Stage
 from graphckpt.planning.show.plot import draw_sweep
+from graphckpt.train.policies import block_policies
 from graphckpt.train.settings import ActivationCheckpointConfig
-from graphckpt.train.units import block_policies
 from graphckpt.units import format_bytes
 
 D = 16  # width
