@@ -105,6 +105,8 @@ def read(hint: Any, holder: dict[str, Any], key: str, prefix: str = "") -> tuple
             instance = validator.validate_python(holder[key])
         except ValidationError as error:
             rejections = _rejections(error, hint, holder, key)
+        except TypeError:  # in a third-party signature: a protocol, of which nothing is an instance
+            return holder[key], faults
         else:
             return instance, [*faults, *_own_faults(instance, prefix + key)]
         for rejected in rejections:  # is removed, so that the next turn sees the rest
@@ -232,7 +234,7 @@ class _Rejection(NamedTuple):
         full = _dotted(prefix, self.path)
         section, key = holder, self.path[0]
         for step in self.path[1:]:
-            if not isinstance(section[key], dict):  # a list goes as a whole
+            if not isinstance(section.get(key), dict):  # a list goes as a whole
                 break
             section, key = section[key], step
         if self.kind == "unexpected_keyword_argument":
@@ -260,6 +262,8 @@ class _Rejection(NamedTuple):
         expected = f"expected {' or '.join(dict.fromkeys(self.expected))}"
         if self.expected == [_A_CALL]:
             return expected
+        if self.kind == "invalid_key":
+            return f"expected text as a key, got {self.path[-1]!r} · fix: quote it"
         if self.kind.startswith(("greater", "less")):
             return f"{expected}, got {value}"
         choices = re.findall(r"'(\w+)'", expected) if isinstance(value, str) else []
@@ -272,7 +276,7 @@ class _Rejection(NamedTuple):
 def _rejections(error: ValidationError, hint: Any, holder: dict[str, Any], key: str) -> list[_Rejection]:
     """Returns one for each value, those of keys that are missing last."""
     by_path: dict[tuple[Any, ...], _Rejection] = {}
-    for details in error.errors(include_url=False):
+    for details in error.errors(include_url=False, include_input=False):
         one = _rejection(details, hint, holder, key)
         by_path.setdefault(one.path, one._replace(expected=[])).expected.extend(one.expected)
     for path in list(by_path):  # a list that is wrong in one item is also rejected by the other members of a union
@@ -299,8 +303,8 @@ def _rejection(details: ErrorDetails, owner: Any, holder: dict[str, Any], key: s
     context = details.get("ctx", {})
     if isinstance(context.get("gt"), int):
         kind, context = "greater_than_equal", {"ge": context["gt"] + 1}
-    template = "text as a key · fix: quote it" if steps[-1:] == ("[key]",) else _EXPECTED.get(kind, "")
-    expected = template.format(**context) or details["msg"].removeprefix("Input should be ")
+    kind = "invalid_key" if steps[-1:] == ("[key]",) else kind
+    expected = _EXPECTED.get(kind, "").format(**context) or details["msg"].removeprefix("Input should be ")
     return _Rejection(kind, tuple(path), owner, value, [expected])
 
 

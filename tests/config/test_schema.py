@@ -88,11 +88,17 @@ def test_good_values_become_frozen_fields():
         ),
         ({"needed": 1, "inner": {"ratio": 2}}, "t.inner.ratio: 2.0 is above 1"),
         ({"needed": 1, "innner": 2}, "t.innner: no such key · did you mean 'inner'?"),
+        (
+            {"needed": 1, "names": [4, "a", 3]},
+            "t.names[0]: expected str, got 4 (int)\nt.names[2]: expected str, got 3 (int)",
+        ),
+        ({"needed": 1, "table": {1: {}}}, "t.table[1]: expected text as a key, got 1 · fix: quote it"),
+        ({"needed": 1, "inner": {3: "b"}}, "t.inner[3]: expected text as a key, got 3 · fix: quote it"),
         ({"needed": 1, "inner": {"zzz": 2}}, "t.inner.zzz: no such key · fix: use one of ratio, kind"),
     ],
 )
 def test_each_fault_names_key_and_fix(given, fault):
-    assert read_outer(given)[1] == [fault]
+    assert read_outer(given)[1] == fault.splitlines()
 
 
 def test_all_faults_come_at_once():
