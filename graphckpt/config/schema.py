@@ -147,7 +147,7 @@ def call_faults(node: Any) -> Iterator[str]:
             good[key] = instance
             if type(instance) is int:
                 node.arguments[key] = instance  # of 1e3
-    if is_dataclass(node.target):
+    if is_dataclass(node.target) and hasattr(node.target, "faults"):
         required = [one.name for one in fields(node.target) if one.default is one.default_factory is MISSING]
         if all(name in good for name in required):
             yield from _own_faults(node.target(**good), node.where)
