@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Self, final
 
 from rich.console import Console
 
-from graphckpt.collection import rare_collection
 from graphckpt.errors import ConfigError, GraphckptError
 from graphckpt.extras import LazyPackage
 
@@ -266,7 +265,7 @@ def _add_step_command(
     **texts: Any,
 ) -> argparse.ArgumentParser:
     """Adds a command that simulates the step of a config: with its device, its budget, and the planner's options."""
-    parser = _add_command(commands, name, rare_collection()(run), **texts)
+    parser = _add_command(commands, name, run, **texts)
     parser.add_argument("--config-file", required=True, metavar="FILE", help="config of the step: .py or .yaml")
     parser.add_argument(
         "--device",
@@ -328,16 +327,15 @@ def _train(parsed: argparse.Namespace) -> int:
         source = ConfigSource(parsed.config_file, parsed.overrides, fast_dev_run=parsed.fast_dev_run)
         print(source.describe(), end="")
         return 0
-    with rare_collection():
-        from graphckpt.config.run import trainer_from  # noqa: PLC0415 - seconds of imports that --help can do without
+    from graphckpt.config.run import trainer_from  # noqa: PLC0415 - seconds of imports that --help can do without
 
-        trainer = trainer_from(
-            parsed.config_file,
-            parsed.overrides,
-            fast_dev_run=parsed.fast_dev_run,
-            resume=parsed.resume,
-            eval_only=parsed.eval_only,
-        )
+    trainer = trainer_from(
+        parsed.config_file,
+        parsed.overrides,
+        fast_dev_run=parsed.fast_dev_run,
+        resume=parsed.resume,
+        eval_only=parsed.eval_only,
+    )
     is_stopped = False
     if parsed.eval_only:
         trainer.evaluate()

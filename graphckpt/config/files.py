@@ -19,7 +19,6 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from graphckpt.collection import without_collection
 from graphckpt.config.lazy import dotted_name, importable, is_call
 from graphckpt.errors import ConfigError, GraphckptError, bullets, did_you_mean, first_line
 from graphckpt.yaml_text import compose
@@ -157,7 +156,7 @@ def load_with_origins(path: Path) -> tuple[DictConfig, Origins]:
         raise ConfigError(f"{path}: a config file ends in .py, .yaml or .yml")
     if not path.is_file():
         raise ConfigError(f"{path}: no such config file")
-    with importable_from(path.resolve().parent), without_collection():
+    with importable_from(path.resolve().parent):
         if path.suffix == ".py":
             return _run_python(path)
         config = _read_yaml(path)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from graphckpt.blocks.find_layers import marked_layers
+from graphckpt.blocks.select import marked_layers
 from graphckpt.errors import ConfigError, bullets
 from graphckpt.graph.graph import Graph
 from graphckpt.train.data.samples import Opened

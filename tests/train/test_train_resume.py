@@ -186,8 +186,7 @@ def test_best_is_by_the_mode():
         metrics={},
         synchronize=lambda: None,
         report=types.SimpleNamespace(line=lambda *_: None),
-        iteration=0,
-        train_iter=9,
+        position="iteration: 1/9",
     )
     hook = BestHook(lambda name, loop, done: saved.append(loop.metrics["acc"]), metric="acc", mode="max")
     for value in (0.5, 0.4, float("nan"), 0.6):
