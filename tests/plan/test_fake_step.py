@@ -6,8 +6,8 @@ import pytest
 import torch
 import transformers
 
+from graphckpt import cli
 from graphckpt.cli import main
-from graphckpt.cli import plan as cli_plan
 from graphckpt.planning import sweep
 from graphckpt.planning.candidates import NEAR, options
 from graphckpt.planning.fake_device import FakeDevice
@@ -140,7 +140,7 @@ def test_the_command_plans_a_config_for_another_device(tmp_path, capsys):
 
 @pytest.mark.parametrize("patience", [0.0, 1e6])
 def test_the_command_says_what_takes_long_and_which_budget_it_takes(patience, monkeypatch, capsys):
-    monkeypatch.setattr(cli_plan, "_PATIENCE", patience)
+    monkeypatch.setattr(cli, "_SHOW_AFTER", patience)
     words = ["model.config.n_layer=2", "train.train_micro_batch_size=2"]
     assert main(["plan", "--config-file", "configs/quickstart.py", "--device", "h200", *words]) == 0
     err = capsys.readouterr().err
@@ -177,7 +177,7 @@ def test_the_command_cuts_the_head_in_slices(tmp_path):
         (["--head", "loss_head"], "--head: expected NAME=RULE, got 'loss_head' · fix: --head loss_head=tiles:8:sum"),
         (["--head", "loss_head=tiles:8:avg"], "reduce: expected 'sum', 'mean' or None, got 'avg'"),
         (["--head", "loss_head=full:8"], "rule 'full': expected one of its settings, got 'num_tiles'"),
-        (["--head", "loss_head=tiles:8:sum"], "there is no block 'loss_head'"),
+        (["--head", "loss_head=tiles:8:sum"], "no block is called 'loss_head'"),
         (["--device", "h2000"], "did you mean 'h200'"),
         (["--memory-budget", "1 fortnight"], "unknown unit"),
         (["--memory-budget", "nan"], "is not a memory size"),

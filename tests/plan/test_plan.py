@@ -35,8 +35,8 @@ from graphckpt.planning.rows import PlanRow, Stage
 from graphckpt.planning.steps import RealStep
 from graphckpt.planning.sweep import measure
 from graphckpt.planning.trace import Blocks
+from graphckpt.train.policies import block_policies
 from graphckpt.train.settings import ActivationCheckpointConfig
-from graphckpt.train.units import block_policies
 from graphckpt.units import format_bytes
 
 D = 16  # width

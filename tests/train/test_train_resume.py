@@ -14,8 +14,8 @@ from helpers.small_run import CONFIG, TIMES, StopAfter, place, rows_of, same_wei
 from transformers import AutoModelForCausalLM
 
 from graphckpt.config.run import trainer_from
+from graphckpt.train.hooks.metrics import tag_of
 from graphckpt.train.hooks.snapshot import BestHook
-from graphckpt.train.hooks.tensorboard import tag_of
 from graphckpt.train.snapshot import folder as snapshot
 from graphckpt.train.snapshot.run_state import RunState
 
@@ -52,8 +52,8 @@ def test_stopped_and_resumed_it_ends_at_the_same_bits(place, optimizer, number):
     assert same_weights(place / "whole", place / "parts")
     assert rows_of(place / "parts") == rows_of(place / "whole")
     log = (place / "parts" / "log.txt").read_text()
-    assert log.count("iteration: 8/10  consumed_samples: 36") == 1
-    assert "resumed from parts/model_0000004, after iteration: 4/10" in log
+    assert log.count("iteration: 9/10  consumed_samples: 36") == 1
+    assert "resumed from parts/model_0000004, after iteration: 5/10" in log
 
 
 def test_the_scaler_of_float16_goes_on_where_it_was(place):
@@ -186,8 +186,7 @@ def test_best_is_by_the_mode():
         metrics={},
         synchronize=lambda: None,
         report=types.SimpleNamespace(line=lambda *_: None),
-        iteration=0,
-        train_iter=9,
+        position="iteration: 1/9",
     )
     hook = BestHook(lambda name, loop, done: saved.append(loop.metrics["acc"]), metric="acc", mode="max")
     for value in (0.5, 0.4, float("nan"), 0.6):

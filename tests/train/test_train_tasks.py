@@ -13,7 +13,8 @@ from rich.console import Console
 from tokenizers import Tokenizer
 from transformers import BertConfig, BertForPreTraining, BertForSequenceClassification
 
-from graphckpt.config.typed import check_call
+from graphckpt.config.lazy import read_calls
+from graphckpt.config.schema import call_faults
 from graphckpt.errors import ConfigError
 from graphckpt.train.console import Report
 from graphckpt.train.data.text_data import TextData
@@ -213,7 +214,7 @@ def test_task_that_is_not_for_text_says_so(data):
 
 def test_faults_of_a_task_are_those_of_the_config():
     described = {"_target_": "graphckpt.train.tasks.MaskedLM", "mask_fraction": 1.5, "random_fractoin": 0.5}
-    assert check_call(described, "task")[1] == [
+    assert list(call_faults(read_calls(described, "task", []))) == [
         "task.random_fractoin: no such key of MaskedLM · did you mean 'random_fraction' or 'mask_fraction'?",
         "task.mask_fraction: expected a share from 0 to 1, got 1.5",
     ]

@@ -128,7 +128,7 @@ class BestHook(HookBase):
 def _saves(save: SaveSnapshot, name: str, loop: Loop, then: Callable[[], None] = lambda: None) -> bool:
     loop.synchronize()
     started = time.perf_counter()
-    where = f"iteration: {loop.iteration}/{loop.train_iter}"
+    where = loop.position
 
     def done() -> None:
         seconds = format_seconds(time.perf_counter() - started)
@@ -144,6 +144,5 @@ def _saves(save: SaveSnapshot, name: str, loop: Loop, then: Callable[[], None] =
 
 
 def _complain(loop: Loop, what: str) -> None:
-    where = f"iteration: {loop.iteration}/{loop.train_iter}"
     text = "no snapshot was saved; training continues, and the last good snapshot is kept"
-    loop.report.line(f"snapshot at {where}: {what} · {text}", "red")
+    loop.report.line(f"snapshot at {loop.position}: {what} · {text}", "red")

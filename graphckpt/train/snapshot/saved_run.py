@@ -145,7 +145,7 @@ class SavedRun:
             mapping(item(trainer["hooks"], "LogHook-0"), "hooks.LogHook-0")  # present in every run
             loop.load_hook_states(trainer["hooks"])
         state.load_states(self._graph_state(graph, source, state), trainer, str(source))
-        report.line(f"resumed from {source}, after iteration: {loop.iteration}/{loop.train_iter}")
+        report.line(f"resumed from {source}, after {loop.position}")
         if names := [name for name in state.changes(trainer["settings"]) if name != "initial_lr"]:
             report.line(f"optim, train.scheduler: {', '.join(names)} changed since, which takes effect now", "yellow")
         if (then := info.data) != data:

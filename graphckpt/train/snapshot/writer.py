@@ -73,7 +73,7 @@ class SnapshotWriter:
         except SnapshotWriteError as error:  # of the previous one: this one is written all the same
             loop.report.line(f"{error} · the snapshot before this one is missing", "red")
         hooks = loop.hook_states()  # raises if a loss is not finite
-        self._check_weights(loop.iteration)
+        self._check_weights(loop.done)
         folder = self._saved.folder / name
         shards: dict[str, Tensor] | None = {} if self._state.is_sharded else None
         states = self._state.states(shards)
