@@ -19,7 +19,7 @@ from graphckpt.config.schema import RunConfig
 from graphckpt.planning.fit.api import fit
 from graphckpt.planning.fit.result import BatchFit
 from graphckpt.train.console import Report
-from graphckpt.train.data.prefetch import to_device
+from graphckpt.train.data.samples import to_device
 from graphckpt.train.foreign_errors import attribute_errors
 from graphckpt.train.parallel.launch import resolve_device
 from graphckpt.train.seeds import seed_all

@@ -5,7 +5,7 @@ from typing import Any
 
 from graphckpt.extras import require
 
-require("train", "numpy", "safetensors", "tokenizers", "transformers")
+require("train", "numpy", "safetensors", "tokenizers", "transformers", "datasets")
 
 _PUBLIC = {
     "HookBase": "loop",

@@ -19,9 +19,15 @@ from graphckpt.planning.budget import Budget
 from graphckpt.train.batch_sizes import epoch_period, iterations
 from graphckpt.train.build_model import BuiltModel, block_fields, build_model, grad_sync_of
 from graphckpt.train.console import Report
-from graphckpt.train.data.prefetch import Prefetcher, synchronize, to_device
-from graphckpt.train.data.samples import Opened, Samples
-from graphckpt.train.data.sampling import ShuffledOrder, heldout_batches
+from graphckpt.train.data.samples import (
+    Opened,
+    Prefetcher,
+    Samples,
+    ShuffledOrder,
+    heldout_batches,
+    synchronize,
+    to_device,
+)
 from graphckpt.train.data.text_data import Data
 from graphckpt.train.foreign_errors import attribute_errors, explain_out_of_memory
 from graphckpt.train.graphs import EvalGraph, TrainGraph

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from graphckpt.config.run import trainer_from
-from graphckpt.train.data.sampling import heldout_batches
+from graphckpt.train.data.samples import heldout_batches
 from graphckpt.train.hooks.snapshot import SnapshotHook
 from graphckpt.train.loop import HookBase, Loop, TrainError
 from graphckpt.train.parallel.config import DistConfig
