@@ -21,7 +21,7 @@ from graphckpt.planning.fit.result import BatchFit
 from graphckpt.train.console import Report
 from graphckpt.train.data.samples import to_device
 from graphckpt.train.foreign_errors import attribute_errors
-from graphckpt.train.parallel.launch import resolve_device
+from graphckpt.train.parallel.ranks import resolve_device
 from graphckpt.train.seeds import seed_all
 from graphckpt.train.snapshot.run_folder import CONFIG
 from graphckpt.train.tasks.base import sum_of_losses

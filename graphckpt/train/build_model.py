@@ -20,7 +20,7 @@ from graphckpt.train.tasks.causal_lm import CausalLM
 from graphckpt.train.units import block_policies, layer_names
 
 if TYPE_CHECKING:
-    from graphckpt.train.parallel.grad_sync import GradSync
+    from graphckpt.train.parallel.data_parallel import GradSync
     from graphckpt.train.parallel.pp_schedule import Pipeline
 
 
@@ -57,7 +57,7 @@ def build_model(
 
         model = shard_model(model, tensor_mesh)
     if data_mesh is not None:
-        from graphckpt.train.parallel.fsdp import apply_fsdp, broadcast_weights  # noqa: PLC0415 - as above
+        from graphckpt.train.parallel.data_parallel import apply_fsdp, broadcast_weights  # noqa: PLC0415 - as above
 
         broadcast_weights(model, data_mesh)
         if stage := settings.zero_optimization.active_stage:
@@ -105,6 +105,6 @@ def grad_sync_of(model: nn.Module, task: Task, settings: TrainConfig, ranks: Tra
     """Returns how gradients are synchronized; ``None`` without data parallelism."""
     if ranks.data_mesh is None:
         return None
-    from graphckpt.train.parallel.grad_sync import make_grad_sync  # noqa: PLC0415 - loads what one process does not need
+    from graphckpt.train.parallel.data_parallel import make_grad_sync  # noqa: PLC0415 - loads what one process does not need
 
     return make_grad_sync(model, partial(task.losses, model), ranks, stage=settings.zero_optimization.active_stage)

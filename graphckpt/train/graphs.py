@@ -15,7 +15,7 @@ from graphckpt.train.settings import AmpConfig
 from graphckpt.train.tasks.base import Task, sum_of_losses
 
 if TYPE_CHECKING:
-    from graphckpt.train.parallel.grad_sync import GradSync
+    from graphckpt.train.parallel.data_parallel import GradSync
     from graphckpt.train.parallel.pp_schedule import Pipeline
 
 

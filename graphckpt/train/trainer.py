@@ -40,8 +40,7 @@ from graphckpt.train.hooks.start import StartHook
 from graphckpt.train.hooks.tensorboard import TensorBoardHook
 from graphckpt.train.hooks.wandb import WandbHook
 from graphckpt.train.loop import HookBase, Loop
-from graphckpt.train.parallel.launch import resolve_device
-from graphckpt.train.parallel.ranks import TrainRanks
+from graphckpt.train.parallel.ranks import TrainRanks, resolve_device
 from graphckpt.train.plan_first_batch import plan_on_batch, replan_on_out_of_memory
 from graphckpt.train.settings import ActivationCheckpointConfig, TrainConfig
 from graphckpt.train.snapshot.run_folder import LOG, METRICS, PICTURE, TrainResult, written_files

@@ -17,7 +17,7 @@ from graphckpt.train.parallel.sharding import on_other_stage
 from graphckpt.train.tasks.base import Task, sum_of_losses
 
 if TYPE_CHECKING:
-    from graphckpt.train.parallel.grad_sync import GradSync
+    from graphckpt.train.parallel.data_parallel import GradSync
 
 _FAILED = "failed to run forward"  # how a stage begins to say so, with what it was as the cause
 
