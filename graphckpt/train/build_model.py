@@ -53,7 +53,7 @@ def build_model(
     model = (model if pipeline is not None else model.to(device)).train()
     tensor_mesh, data_mesh = ranks.tensor_mesh, ranks.data_mesh
     if tensor_mesh is not None:
-        from graphckpt.train.parallel.tp_plan import shard_model  # noqa: PLC0415 - loads what one process does not need
+        from graphckpt.train.parallel.tensor_parallel import shard_model  # noqa: PLC0415 - loads what one process does not need
 
         model = shard_model(model, tensor_mesh)
     if data_mesh is not None:
