@@ -21,7 +21,7 @@ from graphckpt.train.units import block_policies, layer_names
 
 if TYPE_CHECKING:
     from graphckpt.train.parallel.data_parallel import GradSync
-    from graphckpt.train.parallel.pp_schedule import Pipeline
+    from graphckpt.train.parallel.pipeline import Pipeline
 
 
 class BuiltModel(NamedTuple):
@@ -69,20 +69,20 @@ def build_model(
 
 def _pipeline(model: nn.Module, task: Task, settings: TrainConfig, ranks: TrainRanks, device: torch.device) -> Pipeline:
     """Reduces a model to this process's pipeline stage, in place."""
-    from graphckpt.train.parallel import pp_schedule, pp_stages  # noqa: PLC0415 - load what one process does not need
+    from graphckpt.train.parallel import pipeline  # noqa: PLC0415 - load what one process does not need
 
     if not isinstance(task, CausalLM):
         what = f"train.dist.pipeline_parallel_size: {type(task).__name__} is not supported with a pipeline"
         raise ConfigError(f"{what} · fix: task=CausalLM, or train.dist.pipeline_parallel_size=1")
     config = settings.dist
     fields = block_policies(model, settings.activation_checkpoint)
-    cut = pp_stages.split_layers(
+    cut = pipeline.split_layers(
         model, fields, num_stages=config.pipeline_parallel_size, layer_stages=config.custom_pipeline_stage_id
     )
-    pp_stages.check_split(model, cut, task.losses)
-    pp_stages.keep_stage(model, cut, ranks.stage, device)
+    pipeline.check_split(model, cut, task.losses)
+    pipeline.keep_stage(model, cut, ranks.stage, device)
     dtype = getattr(torch, settings.amp.dtype) if settings.amp.enabled else None
-    return pp_schedule.Pipeline(model, cut, task, ranks, num_micro_batches=settings.sizes.accumulation, dtype=dtype)
+    return pipeline.Pipeline(model, cut, task, ranks, num_micro_batches=settings.sizes.accumulation, dtype=dtype)
 
 
 def block_fields(made: BuiltModel, settings: TrainConfig, ranks: TrainRanks) -> dict[str, dict[str, Any]]:

@@ -16,7 +16,7 @@ from graphckpt.train.tasks.base import Task, sum_of_losses
 
 if TYPE_CHECKING:
     from graphckpt.train.parallel.data_parallel import GradSync
-    from graphckpt.train.parallel.pp_schedule import Pipeline
+    from graphckpt.train.parallel.pipeline import Pipeline
 
 
 class _TaskGraph(Graph):

@@ -24,7 +24,7 @@ def is_packed(tensor: Any) -> bool:
 
 
 def on_other_stage(tensor: Tensor) -> bool:
-    """Whether another pipeline stage holds a tensor; ``pp_stages.py`` leaves its name and shape here."""
+    """Whether another pipeline stage holds a tensor; ``pipeline.py`` leaves its name and shape here."""
     return tensor.is_meta
 
 
