@@ -10,7 +10,7 @@ require("train", "numpy", "safetensors", "tokenizers", "transformers", "datasets
 _PUBLIC = {
     "HookBase": "loop",
     "Loop": "loop",
-    "OwnData": "data.map_datasets",
+    "OwnData": "data.samples",
     "OwnLoss": "tasks",
     "Task": "tasks",
     "TextData": "data.text_data",

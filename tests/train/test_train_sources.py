@@ -12,11 +12,17 @@ import torch
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+import graphckpt.train
 from graphckpt.train.console import Report
 from graphckpt.train.data.documents import DataError
 from graphckpt.train.data.samples import OwnData
 from graphckpt.train.data.text_data import TextData
 from graphckpt.train.tasks import MaskedLM, OwnLoss, SequenceClassification
+
+
+def test_the_package_names_what_is_public():
+    for name in ("HookBase", "Loop", "OwnData", "OwnLoss", "Task", "TextData", "TrainConfig", "Trainer"):
+        assert getattr(graphckpt.train, name).__name__ == name
 
 
 @pytest.fixture
