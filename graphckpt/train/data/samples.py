@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, final, runtime_checkable
 
@@ -116,6 +117,7 @@ def _samples(items: Any, key: str) -> Samples:
 
 
 @final
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShuffledOrder:
     """A permutation for each epoch, determined by the seed and the epoch's number.
 
@@ -128,28 +130,22 @@ class ShuffledOrder:
     np.True_
     """
 
-    def __init__(self, *, num_sequences: int, seed: int) -> None:
-        self._num_sequences = num_sequences
-        self._seed = seed
-        self._epoch = -1
-        self._permutation: NDArray[np.int64] = np.empty(0, np.int64)
+    num_sequences: int
+    seed: int
 
     def take(self, *, start: int, count: int) -> NDArray[np.int64]:
         """Returns the indices of ``count`` sequences, after the first ``start`` of the run."""
-        indices = np.empty(count, np.int64)
-        filled = 0
-        while filled < count:
-            epoch, offset = divmod(start + filled, self._num_sequences)
-            some = self._of(epoch)[offset : offset + count - filled]
-            indices[filled : filled + len(some)] = some
-            filled += len(some)
-        return indices
+        epochs, offsets = np.divmod(np.arange(start, start + count), self.num_sequences)
+        parts = [
+            _permutation(self.num_sequences, self.seed, int(epoch))[offsets[epochs == epoch]]
+            for epoch in np.unique(epochs)
+        ]
+        return np.concatenate(parts)
 
-    def _of(self, epoch: int) -> NDArray[np.int64]:
-        if epoch != self._epoch:
-            self._permutation = np.random.default_rng((self._seed, epoch)).permutation(self._num_sequences)
-            self._epoch = epoch
-        return self._permutation
+
+@lru_cache(maxsize=2)  # of this epoch, and of the next one where a batch reaches into it
+def _permutation(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    return np.random.default_rng((seed, epoch)).permutation(size)
 
 
 def heldout_batches(
