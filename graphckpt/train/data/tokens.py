@@ -98,7 +98,7 @@ def write_tokens(
             encodings = iter(tokenizer.encode_batch_fast(list(chain(*texts)), add_special_tokens=False))
             rows = [np.array([*chain(*(next(encodings).ids for _ in blocks)), end], dtype) for blocks in texts]
             numbers = [groups.index(document.group) for document in some]
-            writer.write_batch(pa.record_batch({"input_ids": rows, "group": numbers}, schema))
+            writer.write_batch(pa.record_batch({"input_ids": rows, "group": numbers}, schema=schema))
             advance(sum(document.num_bytes for document in some))
 
 
@@ -217,8 +217,8 @@ def new_folder(folder: Path, is_complete: Callable[[], bool]) -> Iterator[Path]:
     """Yields an empty folder that becomes ``folder`` at the end; an error leaves nothing behind.
 
     Args:
-        folder: what it replaces, unless another run has written it meanwhile.
-        is_complete: says whether another run has.
+        folder: what it replaces.
+        is_complete: whether ``folder`` is complete, and stays.
 
     Raises:
         DataError: the folder cannot be written.
@@ -231,9 +231,12 @@ def new_folder(folder: Path, is_complete: Callable[[], bool]) -> Iterator[Path]:
         raise DataError(f"{where}: {error.strerror} · fix: {fix}") from error
     try:
         yield fresh
-        if not is_complete():
-            shutil.rmtree(folder, ignore_errors=True)
+        try:
             fresh.rename(folder)
+        except OSError:
+            if not is_complete():  # or another run has written it meanwhile
+                shutil.rmtree(folder, ignore_errors=True)
+                fresh.rename(folder)
     except OSError as error:
         raise DataError(f"{where}: {error.strerror or error}") from error
     finally:
