@@ -42,13 +42,10 @@ _FAILED = "failed to run forward"  # how a stage begins to say so, with what it 
 def split_layers(
     model: nn.Module, fields: Mapping[str, Mapping[str, Any]], *, num_stages: int, layer_stages: list[int] | None = None
 ) -> Stages:
-    """Returns the modules of each stage: embeddings in the first, the head in the last, layers as requested.
+    """Returns the modules of each stage: embeddings in the first, the head in the last.
 
-    Args:
-        model: full, or split already.
-        fields: the fields of its blocks, by name; only ``stage_id`` is used.
-        num_stages: how many.
-        layer_stages: the stage of each layer; ``None`` uses ``fields``, or stages of equal size.
+    Layers are in the stages of ``layer_stages``, or of ``stage_id`` in the ``fields`` of the model's blocks, or in
+    stages of equal size. The model may have been split already.
 
     Raises:
         ConfigError: no pipeline plan is known for the model, or the stages do not match the ranks.
@@ -155,12 +152,7 @@ def _zero(ids: Tensor) -> Tensor:
 
 
 def check_split(model: PreTrainedModel, stages: Stages, read: Read) -> None:
-    """Compares the full model with its stages, run in sequence, on two tokens.
-
-    Args:
-        model: full, and on the CPU, where CUDA's attention kernels do not run.
-        stages: of it.
-        read: returns the losses of a batch.
+    """Compares the full model, on the CPU, with its stages, run in sequence, on two tokens.
 
     Raises:
         ConfigError: the losses differ: the model passes more than hidden states between its layers.
@@ -169,7 +161,7 @@ def check_split(model: PreTrainedModel, stages: Stages, read: Read) -> None:
     config: Any = model.config
     was_training, kernel = model.training, config._attn_implementation
     model.eval()
-    config._attn_implementation = "eager"
+    config._attn_implementation = "eager"  # the kernels for CUDA do not run on the CPU
     try:
         with torch.no_grad():
             expected = _stacked(read(model, {"input_ids": ids, "labels": ids}))
@@ -196,12 +188,7 @@ def check_split(model: PreTrainedModel, stages: Stages, read: Read) -> None:
 class StageRun(nn.Module):
     """Runs one stage on a micro-batch: from ids or hidden states to hidden states or the task's losses.
 
-    Args:
-        model: of which this process has the stage.
-        read: the output of the last stage, stacked in the order of ``names``.
-        is_first: takes ids as input.
-        is_last: calls ``read``.
-        dtype: of autocast; ``None`` for none.
+    The last stage calls ``read`` and stacks its values in the order of ``names``; ``dtype`` is that of autocast.
     """
 
     def __init__(
@@ -210,7 +197,6 @@ class StageRun(nn.Module):
         super().__init__()
         self.model = model
         self.names: list[str] = []
-        """Names of the last stage's outputs."""
         self._read = read
         self._input = "input_ids" if is_first else "inputs_embeds"
         self._is_last = is_last
@@ -247,7 +233,7 @@ class Pipeline:
         stages: the module names of each stage.
         task: computes the losses of a batch, and its sums.
         ranks: the processes of the run.
-        num_micro_batches: of one update.
+        num_micro_batches: of one update; a batch is split into as many.
         dtype: of autocast; ``None`` for none.
     """
 

@@ -65,11 +65,6 @@ def resolve_device(name: str | None, config: DistConfig) -> torch.device:
 
 
 def check_world_size(config: DistConfig) -> None:
-    """Checks the world size against the sizes in a config.
-
-    Raises:
-        ConfigError: they differ, or there is no ``torch.distributed``.
-    """
     wanted = config.num_processes
     started = dist.get_world_size() if dist.is_available() and dist.is_initialized() else _world_size()
     if wanted > 1 and not dist.is_available():
@@ -97,10 +92,6 @@ def _world_size() -> int:
 class TrainRanks:
     """The processes of a run, as seen from this one; a single one unless ``train.dist`` sets more.
 
-    Args:
-        config: the section ``train.dist``.
-        device: the device of this process.
-
     Raises:
         ConfigError: the world size differs from that of ``config``.
     """
@@ -122,7 +113,6 @@ class TrainRanks:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which writes files and prints."""
         return self.rank == 0
 
     @property
@@ -142,17 +132,14 @@ class TrainRanks:
 
     @property
     def stage_mesh(self) -> DeviceMesh | None:
-        """The mesh of this process's pipeline; ``None`` without one."""
         return self.mesh["pp"] if self.mesh is not None and self.config.pipeline_parallel_size > 1 else None
 
     @property
     def tensor_mesh(self) -> DeviceMesh | None:
-        """The tensor-parallel mesh of this process; ``None`` without tensor parallelism."""
         return self.mesh["tp"] if self.mesh is not None and self.config.tensor_parallel_size > 1 else None
 
     @property
     def data_mesh(self) -> DeviceMesh | None:
-        """The data-parallel mesh of this process; ``None`` without data parallelism."""
         return self.mesh["dp"] if self.mesh is not None and self.config.data_parallel_size > 1 else None
 
     @property
@@ -164,7 +151,6 @@ class TrainRanks:
         return self._background
 
     def describe(self, device: torch.device) -> str:
-        """Describes the processes and the device of the run."""
         if self.size == 1:
             return str(device)
         is_mixed = 1 < self.config.data_parallel_size < self.size or self.config.pipeline_parallel_size > 1
@@ -257,9 +243,7 @@ class TrainRanks:
     def gather_tensors(self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Gathers tensors on rank 0, on the CPU; of several with one name, that of the lowest rank. Others get nothing.
 
-        Args:
-            tensors: of this process.
-            like: a tensor of the same shape and dtype for each possible name, in the same order on all ranks.
+        ``like`` has a tensor of the same shape and dtype for each possible name, in the same order on all ranks.
         """
         owners = [set(names) for names in self.all_gather(list(tensors))]
         gathered: dict[str, Tensor] = {}
