@@ -13,9 +13,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 BLOCKED = {
-    "accelerate", "datasets", "lightning", "matplotlib", "networkx", "numpy", "omegaconf", "peft", "plotly", "pydantic",
-    "pydantic_core", "pynvml", "safetensors", "scipy", "tensorboard", "tokenizers", "tqdm", "transformers", "wandb",
-    "yaml",
+    "accelerate", "datasets", "lightning", "matplotlib", "networkx", "numpy", "omegaconf", "peft", "plotly", "pyarrow",
+    "pydantic", "pydantic_core", "pynvml", "safetensors", "scipy", "tensorboard", "tokenizers", "tqdm", "transformers",
+    "wandb", "yaml",
 }  # fmt: skip
 BLOCK = f"""
 import sys, warnings

@@ -29,11 +29,11 @@ from graphckpt.planning.profile import DeviceProfile, load_profile
 from graphckpt.planning.steps import FakeStep
 from graphckpt.train.build_model import check_task
 from graphckpt.train.console import Report
-from graphckpt.train.data.prefetch import to_device
+from graphckpt.train.data.samples import to_device
 from graphckpt.train.files import replacing
 from graphckpt.train.foreign_errors import attribute_errors
 from graphckpt.train.loop import HookBase
-from graphckpt.train.parallel.launch import resolve_device
+from graphckpt.train.parallel.ranks import resolve_device
 from graphckpt.train.policies import head_policies, unit_names
 from graphckpt.train.seeds import seed_all
 from graphckpt.train.snapshot.run_folder import CONFIG

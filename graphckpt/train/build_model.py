@@ -25,8 +25,8 @@ from graphckpt.train.tasks.base import Task, TextTask, sum_of_losses
 from graphckpt.train.tasks.causal_lm import CausalLM
 
 if TYPE_CHECKING:
-    from graphckpt.train.parallel.grad_sync import GradSync
-    from graphckpt.train.parallel.pp_schedule import Pipeline
+    from graphckpt.train.parallel.data_parallel import GradSync
+    from graphckpt.train.parallel.pipeline import Pipeline
 
 
 class BuiltModel(NamedTuple):
@@ -54,11 +54,11 @@ def build_model(
     model = (model if pipeline is not None else model.to(device)).train()
     tensor_mesh, data_mesh = ranks.tensor_mesh, ranks.data_mesh
     if tensor_mesh is not None:
-        from graphckpt.train.parallel.tp_plan import shard_model  # noqa: PLC0415 - loads what one process does not need
+        from graphckpt.train.parallel.tensor_parallel import shard_model  # noqa: PLC0415 - loads what one process does not need
 
         model = shard_model(model, tensor_mesh)
     if data_mesh is not None:
-        from graphckpt.train.parallel.fsdp import apply_fsdp, broadcast_weights  # noqa: PLC0415 - as above
+        from graphckpt.train.parallel.data_parallel import apply_fsdp, broadcast_weights  # noqa: PLC0415 - as above
 
         broadcast_weights(model, data_mesh)
         if stage := settings.zero_optimization.active_stage:
@@ -71,20 +71,20 @@ def build_model(
 
 def _pipeline(model: nn.Module, task: Task, settings: TrainConfig, ranks: TrainRanks, device: torch.device) -> Pipeline:
     """Reduces a model to this process's pipeline stage, in place."""
-    from graphckpt.train.parallel import pp_schedule, pp_stages  # noqa: PLC0415 - load what one process does not need
+    from graphckpt.train.parallel import pipeline  # noqa: PLC0415 - load what one process does not need
 
     if not isinstance(task, CausalLM):
         what = f"train.dist.pipeline_parallel_size: {type(task).__name__} is not supported with a pipeline"
         raise ConfigError(f"{what} · fix: task=CausalLM, or train.dist.pipeline_parallel_size=1")
     config = settings.dist
     fields = block_policies(model, settings.activation_checkpoint)
-    cut = pp_stages.split_layers(
+    cut = pipeline.split_layers(
         model, fields, num_stages=config.pipeline_parallel_size, layer_stages=config.custom_pipeline_stage_id
     )
-    pp_stages.check_split(model, cut, task.losses)
-    pp_stages.keep_stage(model, cut, ranks.stage, device)
+    pipeline.check_split(model, cut, task.losses)
+    pipeline.keep_stage(model, cut, ranks.stage, device)
     dtype = getattr(torch, settings.amp.dtype) if settings.amp.enabled else None
-    return pp_schedule.Pipeline(model, cut, task, ranks, num_micro_batches=settings.sizes.accumulation, dtype=dtype)
+    return pipeline.Pipeline(model, cut, task, ranks, num_micro_batches=settings.sizes.accumulation, dtype=dtype)
 
 
 def block_fields(built: BuiltModel, settings: TrainConfig, ranks: TrainRanks) -> dict[str, dict[str, Any]]:
@@ -115,7 +115,7 @@ def grad_sync_of(model: nn.Module, task: Task, settings: TrainConfig, ranks: Tra
     """Returns how gradients are synchronized; ``None`` without data parallelism."""
     if ranks.data_mesh is None:
         return None
-    from graphckpt.train.parallel.grad_sync import make_grad_sync  # noqa: PLC0415 - loads what one process does not need
+    from graphckpt.train.parallel.data_parallel import make_grad_sync  # noqa: PLC0415 - loads what one process does not need
 
     return make_grad_sync(model, partial(task.losses, model), ranks, stage=settings.zero_optimization.active_stage)
 

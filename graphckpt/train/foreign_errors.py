@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from graphckpt.errors import GraphckptError, first_line
 from graphckpt.graph.out_of_memory import is_out_of_memory
 from graphckpt.train.loop import TrainError
-from graphckpt.train.parallel.errors import is_connection_error
+from graphckpt.train.parallel.ranks import is_connection_error
 
 _MAX_CHARACTERS = 400  # of the error's message
 

@@ -27,9 +27,15 @@ from graphckpt.train.build_model import (
     grad_sync_of,
 )
 from graphckpt.train.console import Report
-from graphckpt.train.data.prefetch import Prefetcher, synchronize, to_device
-from graphckpt.train.data.samples import Opened, Samples
-from graphckpt.train.data.sampling import ShuffledOrder, heldout_batches
+from graphckpt.train.data.samples import (
+    Opened,
+    Prefetcher,
+    Samples,
+    ShuffledOrder,
+    heldout_batches,
+    synchronize,
+    to_device,
+)
 from graphckpt.train.data.text_data import Data
 from graphckpt.train.foreign_errors import attribute_errors, explain_out_of_memory
 from graphckpt.train.hooks.evaluate import EvalHook, format_metrics
@@ -37,8 +43,7 @@ from graphckpt.train.hooks.log import LogHook
 from graphckpt.train.hooks.metrics import ExplainHook, MetricsHook, TensorBoardHook, WandbHook
 from graphckpt.train.hooks.snapshot import BestHook, SnapshotHook
 from graphckpt.train.loop import HookBase, Loop
-from graphckpt.train.parallel.launch import resolve_device
-from graphckpt.train.parallel.ranks import TrainRanks
+from graphckpt.train.parallel.ranks import TrainRanks, resolve_device
 from graphckpt.train.policies import plan_on_batch, replan_on_out_of_memory
 from graphckpt.train.settings import ActivationCheckpointConfig, TrainConfig
 from graphckpt.train.snapshot.run_folder import LOG, METRICS, PICTURE, TrainResult, written_files

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from graphckpt.config.run import trainer_from
 from graphckpt.train.hooks.snapshot import SnapshotHook
 from graphckpt.train.loop import HookBase, Loop, TrainError
-from graphckpt.train.parallel.errors import ParallelError
+from graphckpt.train.parallel.ranks import ParallelError
 from graphckpt.train.snapshot import dcp
 from graphckpt.train.snapshot import folder as snapshot
 from graphckpt.train.snapshot.folder import SnapshotError, SnapshotWriteError

@@ -17,7 +17,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from graphckpt.train.data.tokenizer import END_OF_TEXT
+from graphckpt.train.data.tokens import END_OF_TEXT
 from graphckpt.train.loop import Loop, TrainError
 from graphckpt.train.parallel.sharding import on_cpu
 from graphckpt.train.snapshot import folder as snapshot
