@@ -23,7 +23,7 @@ from graphckpt.train.data.prefetch import to_device
 from graphckpt.train.foreign_errors import attribute_errors
 from graphckpt.train.parallel.launch import resolve_device
 from graphckpt.train.seeds import seed_all
-from graphckpt.train.snapshot.run_folder import CONFIG
+from graphckpt.train.snapshot.saved_run import CONFIG
 from graphckpt.train.tasks.base import sum_of_losses
 from graphckpt.train.units import head_policies, unit_names
 from graphckpt.units import format_bytes

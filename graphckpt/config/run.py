@@ -24,7 +24,7 @@ from graphckpt.config.schema import RunConfig, checked
 from graphckpt.errors import ConfigError
 from graphckpt.train.files import replacing
 from graphckpt.train.loop import HookBase
-from graphckpt.train.snapshot.run_folder import CONFIG
+from graphckpt.train.snapshot.saved_run import CONFIG
 from graphckpt.train.tasks.base import Task
 from graphckpt.train.trainer import Trainer
 

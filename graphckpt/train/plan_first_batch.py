@@ -17,8 +17,7 @@ from graphckpt.planning.show.table import summary_lines
 from graphckpt.train.console import Report
 from graphckpt.train.files import replacing
 from graphckpt.train.settings import ActivationCheckpointConfig
-from graphckpt.train.snapshot.run_folder import PLAN
-from graphckpt.train.snapshot.saved_run import SavedRun
+from graphckpt.train.snapshot.saved_run import PLAN, SavedRun
 from graphckpt.train.units import head_policies, unit_names
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from graphckpt.train.hooks.evaluate import EvalHook, format_metrics
 from graphckpt.train.hooks.explain import ExplainHook
 from graphckpt.train.hooks.log import LogHook
 from graphckpt.train.hooks.metrics import MetricsHook
-from graphckpt.train.hooks.snapshot import BestHook, SnapshotHook
+from graphckpt.train.hooks.snapshot import BestHook, SnapshotHook, SnapshotWriter, export
 from graphckpt.train.hooks.start import StartHook
 from graphckpt.train.hooks.tensorboard import TensorBoardHook
 from graphckpt.train.hooks.wandb import WandbHook
@@ -38,11 +38,18 @@ from graphckpt.train.parallel.launch import resolve_device
 from graphckpt.train.parallel.ranks import TrainRanks
 from graphckpt.train.plan_first_batch import plan_on_batch, replan_on_out_of_memory
 from graphckpt.train.settings import ActivationCheckpointConfig, TrainConfig
-from graphckpt.train.snapshot.run_folder import LOG, METRICS, PICTURE, TrainResult, written_files
 from graphckpt.train.snapshot.run_state import RunState
-from graphckpt.train.snapshot.saved_run import SavedRun, weights_folder, writing_to
+from graphckpt.train.snapshot.saved_run import (
+    LOG,
+    METRICS,
+    PICTURE,
+    SavedRun,
+    TrainResult,
+    weights_folder,
+    writing_to,
+    written_files,
+)
 from graphckpt.train.snapshot.weights import load_weights, read_weights, tensors_of
-from graphckpt.train.snapshot.writer import SnapshotWriter, export
 from graphckpt.train.tasks.base import Task, TextTask
 
 
@@ -166,7 +173,6 @@ class Trainer:
             synchronize=partial(synchronize, self.device),
         )
         self._run(loop, state, step, data=writer.data)
-        writer.close()
         files = written_files(self.folder) if self.saved.has_begun or self.saved.source else {}
         result = TrainResult(iterations=loop.done, is_stopped=loop.is_stopped, files=files)
         self.report.show(result.table())
@@ -308,10 +314,8 @@ class Trainer:
             yield BestHook(writer.save, metric=metric or self._task.metric, mode=mode or self._task.metric_mode)
         yield SnapshotHook(
             writer,
-            self.saved.snapshots,
             period=self._period(opened, settings.checkpointer.save_model_after_n_epoch, settings.checkpointer.period),
             max_to_keep=settings.checkpointer.max_to_keep,
-            run=self.saved.run,
         )
         if self.ranks.is_main:
             yield ExplainHook(graph, self.folder / PICTURE)

@@ -189,11 +189,11 @@ def test_best_is_by_the_mode():
         iteration=0,
         train_iter=9,
     )
-    hook = BestHook(lambda name, loop, done: saved.append(loop.metrics["acc"]), metric="acc", mode="max")
+    hook = BestHook(lambda name, loop: saved.append(loop.metrics["acc"]) is None, metric="acc", mode="max")
     for value in (0.5, 0.4, float("nan"), 0.6):
         loop.metrics = {"acc": value}
         hook.after_step(loop)
-    other = BestHook(lambda name, loop, done: saved.append(loop.metrics["acc"]), metric="acc", mode="max")
+    other = BestHook(lambda name, loop: saved.append(loop.metrics["acc"]) is None, metric="acc", mode="max")
     other.load_state_dict(hook.state_dict())
     loop.metrics = {"acc": 0.55}
     other.after_step(loop)
