@@ -1,7 +1,7 @@
 """BERT for sequence classification on random tokens in Transformers' Trainer: peak memory and speed of each policy.
 
 python examples/06_hf_trainer.py [--layers 24 --width 1024 --heads 16 --samples 512 --length 512 --batch 4]
-Needs: pip install 'graphckpt[transformers-trainer]'. On a GPU where there is one; the sizes are those of BERT-large.
+Needs: pip install '.[transformers-trainer]'. On a GPU where there is one; the sizes are those of BERT-large.
 """
 
 import argparse

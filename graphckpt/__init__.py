@@ -14,7 +14,13 @@ else:
         """Imports the library, and with it torch, on first use: ``graphckpt --help`` needs neither."""
         if name.startswith("__") and name != "__all__":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        api = import_module("graphckpt._api")
+        import random  # noqa: PLC0415  # `graphckpt --help` needs it no more than torch
+
+        state = random.getstate()
+        try:
+            api = import_module("graphckpt._api")
+        finally:
+            random.setstate(state)  # rich draws from it where it is imported, which a seeded step must not see
         globals().update({public: getattr(api, public) for public in ("__all__", *api.__all__)})
         try:
             return globals()[name]

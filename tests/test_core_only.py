@@ -95,3 +95,22 @@ def names_in(node: ast.AST) -> list[str]:
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     return [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+
+
+def test_what_is_imported_on_first_use_leaves_pythons_generator_as_it_was() -> None:
+    """Rich draws from it when it is imported: a script that seeds before its first use of graphckpt would see that."""
+    done = run("""
+import random
+import torch
+import graphckpt
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+random.seed(0)
+state = random.getstate()
+with graphckpt.apply(model, {"0": True}) as handle:
+    with handle.measure():
+        model(torch.ones(2, 4)).sum().backward()
+    handle.explain()
+assert random.getstate() == state
+""")
+    assert done.returncode == 0, done.stderr

@@ -24,6 +24,8 @@ from typing import Any
 
 WIDTHS = (1400, 390)
 WORDS = {
+    "gradient checkpointing": "tutorial.html",
+    "activation checkpointing": "tutorial.html",
     "clip_grad_max_norm": "graph.html",
     "offload": "reference/policies.html",
     "memory_budget": "reference/config.html",
