@@ -13,8 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 BLOCKED = {
-    "accelerate", "datasets", "lightning", "matplotlib", "networkx", "numpy", "omegaconf", "peft", "plotly", "pydantic", "pynvml",
-    "safetensors", "scipy", "tensorboard", "tokenizers", "tqdm", "transformers", "wandb", "yaml",
+    "accelerate", "datasets", "lightning", "matplotlib", "networkx", "numpy", "omegaconf", "peft", "plotly", "pydantic",
+    "pynvml", "safetensors", "scipy", "tensorboard", "tokenizers", "tqdm", "transformers", "wandb", "yaml",
 }  # fmt: skip
 BLOCK = f"""
 import sys, warnings

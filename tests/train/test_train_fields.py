@@ -257,27 +257,27 @@ def _is_repeated(path: tuple[Any, ...]) -> bool:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"consumed_samples": -1}, "consumed_samples: expected at least 0, got -1 (int)"),
-        ({"consumed_samples": 3}, "done: expected iteration + 1, and at most consumed_samples, got 4 (int)"),
+        ({"consumed_samples": -1}, "consumed_samples: expected at least 0, got -1"),
+        ({"consumed_samples": 3}, "done: expected iteration + 1, and at most consumed_samples, got 4"),
         ({"consumed_samples": 10**30}, "consumed_samples: expected at most 9007199254740992, got 1000"),
-        ({"done": -5}, "done: expected at least 1, got -5 (int)"),
-        ({"done": 1e9}, "done: expected a valid integer, got 1000000000.0 (float)"),
-        ({"iteration": 4}, "done: expected iteration + 1, and at most consumed_samples, got 4 (int)"),
+        ({"done": -5}, "done: expected at least 1, got -5"),
+        ({"done": 1e9}, "done: expected a valid integer, got 1000000000.0"),
+        ({"iteration": 4}, "done: expected iteration + 1, and at most consumed_samples, got 4"),
         (
             {"done": 10**9, "iteration": 10**9 - 1},
-            "done: expected iteration + 1, and at most consumed_samples, got 1000000000 (int)",
+            "done: expected iteration + 1, and at most consumed_samples, got 1000000000",
         ),
         (
             {"done": 10**9, "iteration": 10**9 - 1, "consumed_samples": 10**12},
             "graph.pt: System-Train-TrainStep: expected an int64 scalar from 1000000000 to 1000000000, got tensor(4)",
         ),
-        ({"files": {"graph.pt": "x"}}, "files.graph.pt: expected an object, got 'x' (str)"),
+        ({"files": {"graph.pt": "x"}}, "files.graph.pt: expected an object, got 'x'"),
         (
             {"files": {"../out/graph.pt": {"bytes": 1, "crc32": 0}}},
             "files: expected the name of a file in the folder or in shares, not '../out/graph.pt', got",
         ),
-        ({"files": {}}, "files: expected an entry 'graph.pt', got {} (dict)"),
-        ({"machine": {"torch": "2", "threads": 0}}, "machine.threads: expected at least 1, got 0 (int)"),
+        ({"files": {}}, "files: expected an entry 'graph.pt', got {}"),
+        ({"machine": {"torch": "2", "threads": 0}}, "machine.threads: expected at least 1, got 0"),
         ({"optimizer_states": 3}, "System-Train-Optimizer-0.state: expected the states of 3 parameters, got"),
     ],
 )
@@ -314,11 +314,11 @@ def test_the_readers_say_what_they_expect(tmp_path):
     for kind, value in ((Count, True), (Count, 2.0), (Number, float("inf")), (Number, "1"), (Text, ""), (Text, 3)):
         with pytest.raises(FieldError, match=r"^a\.b: expected .*, got "):
             validate(kind, value, "a.b")
-    with pytest.raises(FieldError, match=r"^a: expected a valid integer, got \[1, .*\.\.\. \(list\)$"):
+    with pytest.raises(FieldError, match=r"^a: expected a valid integer, got an object of type list$"):
         validate(Count, [1] * 1000, "a")
-    with pytest.raises(FieldError, match=r"got a value too long to print \(int\)$"):
+    with pytest.raises(FieldError, match=r"got a value too long to print$"):
         validate(Count, 10**5000, "a")
-    with pytest.raises(SnapshotError, match=r"x\.pt: a: expected at least 0, got -4 \(int\)"), reading("x.pt"):
+    with pytest.raises(SnapshotError, match=r"x\.pt: a: expected at least 0, got -4"), reading("x.pt"):
         validate(Count, -4, "a")
     with pytest.raises(SnapshotError, match=r"x\.pt: is broken \(KeyError: 'b'\)"), reading("x.pt"):
         copy.copy({})["b"]

@@ -194,7 +194,7 @@ def test_last_checkpoint_that_makes_no_sense(tmp_path, text, message):
     ("info", "message"),
     [
         ({"format": 99, "files": {}}, r"snapshot\.json: format: expected 2, got 99"),
-        ([1], r"expected .*, got \[1\] \(list\)"),
+        ([1], r"expected .*, got \[1\]"),
     ],
 )
 def test_a_snapshot_of_another_format(tmp_path, info, message):

@@ -26,7 +26,7 @@ from graphckpt.train.snapshot import folder as snapshot
 from graphckpt.train.snapshot.folder import BEST, FINAL, SnapshotWriteError, periodic_name
 from graphckpt.train.snapshot.run_state import RunState
 from graphckpt.train.snapshot.saved_run import CONFIG, SavedRun, rounding_environment
-from graphckpt.train.snapshot.schema import SHARDS
+from graphckpt.train.snapshot.schema import OPTIMIZER, SHARDS
 from graphckpt.units import format_seconds
 
 
@@ -168,7 +168,7 @@ class SnapshotWriter:
             "data": self.data,
             "metrics": {key: value for key, value in loop.metrics.items() if math.isfinite(value)},
             "machine": rounding_environment(self._ranks),
-            "optimizer_states": sum(len(graph[key]["state"]) for key in graph if "Optimizer" in key),
+            "optimizer_states": len(graph[OPTIMIZER]["state"]),
         }
 
 

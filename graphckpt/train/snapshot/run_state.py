@@ -33,8 +33,11 @@ from graphckpt.train.parallel.sharding import (
 )
 from graphckpt.train.seeds import seed_per_rank
 from graphckpt.train.snapshot.schema import (
+    OPTIMIZER,
+    SCHEDULER,
     SHARDS,
     STATE,
+    STEP,
     MismatchedStateError,
     SnapshotError,
     check_graph,
@@ -183,13 +186,12 @@ class RunState:
             fix = f"resume with the former value, or start a run from the weights: train.load_weight={folder}"
             raise SnapshotError(f"{folder}: {what} · fix: {fix}")
         has_changed = bool(self.changes(trainer["settings"]))
-        file = STATE.format("graph")
         try:
-            with reading(folder / file):
+            with reading(folder / STATE.format("graph")):
                 parts = self.optimizer, self._scheduler
                 check_graph(graph, like, *parts, done=done, num_states=num_states, has_changed=has_changed)
         except MismatchedStateError as error:
-            raise _mismatch_error(folder, ValueError(f"{file}: {error}")) from error
+            raise _mismatch_error(folder, error) from error
 
     def changes(self, then: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """Returns what has changed of param groups and schedule since a snapshot: the former and the new value."""
@@ -231,28 +233,24 @@ class RunState:
             for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
                 if isinstance(rate, Tensor):  # kept on its device: a captured step reads this tensor
                     group["lr"] = rate.copy_(torch.as_tensor(group["lr"]))
-            self._restore_random(trainer, done=int(graph["System-Train-TrainStep"]))
+            self._restore_random(trainer, done=int(graph[STEP]))
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise _mismatch_error(folder, error) from error
 
     def _local_graph(self, graph: dict[str, Any], folder: Path) -> dict[str, Any]:
         """Returns the graph state without the optimizer states of other stages' weights, with this rank's shards."""
         parameters = self._parameters
-        away = {number for number, weight in enumerate(parameters) if on_other_stage(weight)}
-        graph = dict(graph)
-        for key in [key for key in graph if "Optimizer" in key]:
-            states = {number: state for number, state in graph[key]["state"].items() if number not in away}
-            graph[key] = {**graph[key], "state": states}
+        every = graph[OPTIMIZER]["state"].items()
+        states = {number: state for number, state in every if not on_other_stage(parameters[number])}
+        graph = {**graph, OPTIMIZER: {**graph[OPTIMIZER], "state": states}}
         if not (folder / SHARDS).is_dir():
             return graph
         from graphckpt.train.snapshot import dcp  # noqa: PLC0415 - takes a second, for those who need it
 
         templates: dict[str, Tensor | None] = dict.fromkeys(extracted_shapes(graph))
-        for key in [key for key in graph if "Optimizer" in key]:
-            for number, state in graph[key]["state"].items():
-                like = parameters[number]
-                shapes = extracted_shapes(state)
-                templates |= {name: like for name, shape in shapes.items() if list(like.shape) == shape}
+        for number, state in states.items():
+            like, shapes = parameters[number], extracted_shapes(state)
+            templates |= {name: like for name, shape in shapes.items() if list(like.shape) == shape}
         local: dict[str, Any] = restore_sharded(graph, dcp.read(folder / SHARDS, templates, self.ranks.control))
         return local
 
@@ -261,12 +259,11 @@ class RunState:
         scheduler = self._scheduler
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that the optimizer has not stepped before
-            for _ in range(int(graph["System-Train-TrainStep"]) if scheduler is not None else 0):
+            for _ in range(int(graph[STEP]) if scheduler is not None else 0):
                 scheduler.step()  # most schedules compute a learning rate from the one before
         own = self.graph._update.state_dict()
-        parts = {key: value for key, value in own.items() if "LRScheduler" in key}
-        parts |= {key: {**own[key], "state": graph[key]["state"]} for key in own if "Optimizer" in key}
-        return {**graph, **parts}
+        schedule = {SCHEDULER: own[SCHEDULER]} if SCHEDULER in own else {}
+        return {**graph, **schedule, OPTIMIZER: {**own[OPTIMIZER], "state": graph[OPTIMIZER]["state"]}}
 
     # ---- random generators
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import TypedDict
 
-from graphckpt.errors import GraphckptError, first_line
+from graphckpt.errors import GraphckptError, first_line, shown
 from graphckpt.train.parallel.sharding import placeholder_shape
 
 WEIGHTS = "model.safetensors"
@@ -36,12 +36,13 @@ MANIFEST = "snapshot.json"
 """Written last: the progress of the run, and size and checksum of every other file."""
 STATE = "{}.pt"
 """File of a state: ``graph`` is optimizer, schedule and scaler, ``trainer`` the rest."""
+STEP, OPTIMIZER, SCHEDULER = "System-Train-TrainStep", "System-Train-Optimizer-0", "System-Train-LRScheduler-0"
+_SCALER = "System-Train-GradScaler"
 OWN_CHECKSUMS = ".distcp"  # a shard, which has checksums within
 FORMAT = 2  # of the folder; a change of what is written needs a new number
 
 IN_LINE = ("consumed_samples", "time", "data_time", "total_throughput", "lr", "rss_bytes", "peak_rss_bytes")
 """Metrics of every line of the log."""
-_SHOWN = 60  # characters of a value in a message
 _NOTHING = object()
 _PHRASES = {  # of pydantic
     "Input should be ": "",
@@ -68,7 +69,8 @@ class FieldError(ValueError):
     """A field is missing, of another type, or out of its range."""
 
     def __init__(self, field: str, expected: str, got: object) -> None:
-        super().__init__(f"{field or '(all of it)'}: expected {expected}, got {_shown(got)}")
+        nothing = "nothing" if got is _NOTHING else ""
+        super().__init__(f"{field or '(all of it)'}: expected {expected}, got {nothing or _shown(got)}")
 
 
 @contextmanager
@@ -98,20 +100,12 @@ def validate(kind: Any, value: Any, where: str = "", *, is_json: bool = False) -
 
 
 def _shown(value: object) -> str:
-    """Returns a value as a message shows it.
-
-    >>> _shown(-1), _shown([]), _shown(None)
-    ('-1 (int)', '[] (list)', 'None')
-    """
-    if value is None or value is _NOTHING:
-        return "None" if value is None else "nothing"
     if isinstance(value, Tensor) and value.ndim:
         return f"a tensor of {value.dtype} and shape {list(value.shape)}"
     try:
-        text = repr(value)
+        return shown(value)
     except (ValueError, RecursionError):  # an int of more than 4300 digits; a list in itself
-        text = "a value too long to print"
-    return f"{text if len(text) <= _SHOWN else text[:_SHOWN] + '...'} ({type(value).__name__})"
+        return "a value too long to print"
 
 
 def _if(is_good: Callable[[Any], bool], expected: str) -> AfterValidator:
@@ -285,8 +279,6 @@ class _Group(TypedDict):
 
 # ---- compared with the run that reads it
 
-_STEP, _OPTIMIZER, _SCHEDULER = "System-Train-TrainStep", "System-Train-Optimizer-0", "System-Train-LRScheduler-0"
-_SCALER = "System-Train-GradScaler"
 _FREE = {"lr", "weight_decay", "dampening", "eps", "lr_decay", "maximize", "nesterov", "foreach", "fused", "capturable"}
 """Settings that say nothing of what an optimizer keeps."""
 _BELOW_ONE = {"betas", "momentum", "dampening"}
@@ -322,26 +314,21 @@ def check_graph(
 ) -> None:
     """Checks ``graph.pt`` against the state of the graph that it is for, with its optimizer and schedule.
 
-    Args:
-        graph: the state that was read.
-        like: the state of the graph.
-        optimizer: that of the graph.
-        scheduler: that of the graph.
-        done: iterations at the snapshot.
-        num_states: number of parameters with optimizer state, if known.
-        has_changed: the saved param groups and schedule are not used, as the run has others.
+    ``has_changed`` says that the saved param groups and schedule will not be used, as the run has others.
     """
-    groups = like[_OPTIMIZER]["param_groups"]
-    validate(_fields({_OPTIMIZER: _fields({"param_groups": list[_Group]})}), graph)
+    groups = like[OPTIMIZER]["param_groups"]
+    validate(_fields({OPTIMIZER: _fields({"param_groups": list[_Group]})}), graph)
     sizes = [len(group["params"]) for group in groups]
-    if (saved := [len(group["params"]) for group in graph[_OPTIMIZER]["param_groups"]]) != sizes:
-        raise MismatchedStateError(f"{_OPTIMIZER}.param_groups: expected groups of {sizes} parameters, got {saved}")
+    if (saved := [len(group["params"]) for group in graph[OPTIMIZER]["param_groups"]]) != sizes:
+        raise MismatchedStateError(
+            f"{STATE.format('graph')}: {OPTIMIZER}.param_groups: expected groups of {sizes} parameters, got {saved}"
+        )
     steps = range(0 if _SCALER in graph else done, done + 1)  # an update that overflowed is not counted
     is_count = _if(
         lambda step: step.shape == () and step.dtype == torch.int64 and int(step) in steps,
         f"an int64 scalar from {steps[0]} to {done}",
     )
-    validate(_fields({_STEP: Annotated[InstanceOf[Tensor], is_count]}), graph)
+    validate(_fields({STEP: Annotated[InstanceOf[Tensor], is_count]}), graph)
     is_known = _is_of_pytorch(optimizer)  # of other optimizers, nothing is known of what they keep
     parameters = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
     states = dict[Annotated[Count, Field(lt=len(parameters))], dict[Text, Any]]
@@ -349,12 +336,12 @@ def check_graph(
     kinds = [_group_like({} if has_changed else group, group["params"], is_known=is_known) for group in groups]
     optimizer_kind = _fields({"param_groups": _tuple(kinds), "state": Annotated[states, is_complete]})
     scaler = like.get(_SCALER, torch.amp.GradScaler("cpu").state_dict())
-    fields = {_OPTIMIZER: optimizer_kind, _SCALER: NotRequired[_like(scaler)]}
-    if _SCHEDULER in like and not has_changed:
-        fields[_SCHEDULER] = _schedule_like(like[_SCHEDULER] if _is_of_pytorch(scheduler) else {}, int(graph[_STEP]))
+    fields = {OPTIMIZER: optimizer_kind, _SCALER: NotRequired[_like(scaler)]}
+    if SCHEDULER in like and not has_changed:
+        fields[SCHEDULER] = _schedule_like(like[SCHEDULER] if _is_of_pytorch(scheduler) else {}, int(graph[STEP]))
     validate(_fields(fields), graph)
     if is_known:
-        _check_states(graph[_OPTIMIZER]["state"], parameters, sorted(optimizer.defaults.keys() - _FREE), done)
+        _check_states(graph[OPTIMIZER]["state"], parameters, sorted(optimizer.defaults.keys() - _FREE), done)
 
 
 def is_of_states(optimizer: Optimizer, key: str, before: Any, after: Any) -> bool:
@@ -429,7 +416,7 @@ def _check_states(
     layouts: dict[tuple[Any, ...], dict[str, str]] = {}
     for number, entries in states.items():
         group, parameter = parameters[number]
-        field = f"{_OPTIMIZER}.state[{number}]"
+        field = f"{OPTIMIZER}.state[{number}]"
         layout = {name: _kind(name, value, parameter, f"{field}.{name}", done) for name, value in entries.items()}
         flags = [bool(group[name]) for name in settings if name in group]
         expected = layouts.setdefault((*flags, min(parameter.ndim, 2)), layout)  # Adafactor tells matrices apart
