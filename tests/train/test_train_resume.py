@@ -152,7 +152,9 @@ def test_a_snapshot_of_another_model_is_one_clear_error(place, capsys):
     assert "out/model_0000004: is of another model: transformer.wte.weight is (300, 16), not (300, 32)" in error
     assert "more · fix: describe the model" in error
     assert train("--resume", "optim.params.weight_decay_bias=0.1") == 2
-    assert "out/model_0000004: its optimizer or schedule is another" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "out/model_0000004/graph.pt: System-Train-Optimizer-0.param_groups: expected groups of [10, 5, 13]" in error
+    assert "fix: resume with the config that it was written with, or start from its weights" in error
     assert train("--resume") == 0
 
 

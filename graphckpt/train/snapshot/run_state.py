@@ -38,7 +38,7 @@ from graphckpt.train.snapshot.schema import (
     SHARDS,
     STATE,
     STEP,
-    MismatchedStateError,
+    RunInfo,
     SnapshotError,
     check_graph,
     check_trainer,
@@ -50,6 +50,7 @@ from graphckpt.train.snapshot.weights import distinct_tensors, load_weights, rea
 if TYPE_CHECKING:
     from graphckpt.graph.graph import Graph
 
+_FIX = "resume with the config that it was written with, or start from its weights: train.load_weight=..."
 _STAGES = "pipeline_parallel_size"
 
 
@@ -174,7 +175,7 @@ class RunState:
         weights = read_weights(folder, like=tensors_of(self.model), group=self.ranks.control)
         load_weights(self.model, weights, str(folder))
 
-    def check(self, graph: Any, trainer: Any, folder: Path, *, done: int, num_states: int | None) -> None:
+    def check(self, graph: Any, trainer: Any, folder: Path, info: RunInfo) -> None:
         """Checks each field that ``read_state`` returned, before any of them is set."""
         like = self.graph.state_dict()
         extra = [name for name, value in like.pop("model").items() if not isinstance(value, Tensor)]
@@ -186,12 +187,10 @@ class RunState:
             fix = f"resume with the former value, or start a run from the weights: train.load_weight={folder}"
             raise SnapshotError(f"{folder}: {what} · fix: {fix}")
         has_changed = bool(self.changes(trainer["settings"]))
-        try:
-            with reading(folder / STATE.format("graph")):
-                parts = self.optimizer, self._scheduler
-                check_graph(graph, like, *parts, done=done, num_states=num_states, has_changed=has_changed)
-        except MismatchedStateError as error:
-            raise _mismatch_error(folder, error) from error
+        done, num_states = info["done"], info.get("optimizer_states")
+        with reading(folder / STATE.format("graph"), _FIX):
+            parts = self.optimizer, self._scheduler
+            check_graph(graph, like, *parts, done=done, num_states=num_states, has_changed=has_changed)
 
     def changes(self, then: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """Returns what has changed of param groups and schedule since a snapshot: the former and the new value."""
@@ -235,7 +234,8 @@ class RunState:
                     group["lr"] = rate.copy_(torch.as_tensor(group["lr"]))
             self._restore_random(trainer, done=int(graph[STEP]))
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise _mismatch_error(folder, error) from error
+            what = f"{folder}: its optimizer or schedule is another ({first_line(error)})"
+            raise SnapshotError(f"{what} · fix: {_FIX}") from error
 
     def _local_graph(self, graph: dict[str, Any], folder: Path) -> dict[str, Any]:
         """Returns the graph state without the optimizer states of other stages' weights, with this rank's shards."""
@@ -310,8 +310,3 @@ def _plain(value: Any) -> Any:
     kinds = (bool, int, float, str)  # also of a subclass, such as a number of NumPy
     kind = next((kind for kind in kinds if isinstance(value, kind)), None)
     return kind(value) if kind is not None else None if value is None else type(value).__qualname__
-
-
-def _mismatch_error(folder: Path, error: Exception) -> SnapshotError:
-    fix = "resume with the config that it was written with, or start from its weights: train.load_weight=..."
-    return SnapshotError(f"{folder}: its optimizer or schedule is another ({first_line(error)}) · fix: {fix}")

@@ -237,7 +237,7 @@ class SavedRun:
             return
         trainer, graph = (snapshot.read_state(source, name) for name in ("trainer", "graph"))
         state.load_weights(source)
-        state.check(graph, trainer, source, done=info["done"], num_states=info.get("optimizer_states"))
+        state.check(graph, trainer, source, info)
         with reading(source / STATE.format("trainer")):
             loop.load_hook_states(trainer["hooks"])
         state.load_states(graph, trainer, source)

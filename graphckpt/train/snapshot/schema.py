@@ -60,11 +60,6 @@ class SnapshotError(GraphckptError, RuntimeError):
 
 
 @final
-class MismatchedStateError(Exception):
-    """A state is intact, but of another optimizer or schedule than the run has."""
-
-
-@final
 class FieldError(ValueError):
     """A field is missing, of another type, or out of its range."""
 
@@ -74,14 +69,15 @@ class FieldError(ValueError):
 
 
 @contextmanager
-def reading(file: Path) -> Iterator[None]:
-    """Names the file of a field that is wrong."""
+def reading(file: Path, fix: str = "") -> Iterator[None]:
+    """Names the file of a field that is wrong, and the fix if there is one."""
+    advice = f" · fix: {fix}" if fix else ""
     try:
         yield
     except FieldError as error:
-        raise SnapshotError(f"{file}: {error}") from error
+        raise SnapshotError(f"{file}: {error}{advice}") from error
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
-        raise SnapshotError(f"{file}: is broken ({type(error).__name__}: {first_line(error)})") from error
+        raise SnapshotError(f"{file}: is broken ({type(error).__name__}: {first_line(error)}){advice}") from error
 
 
 def validate(kind: Any, value: Any, where: str = "", *, is_json: bool = False) -> Any:
@@ -318,11 +314,9 @@ def check_graph(
     """
     groups = like[OPTIMIZER]["param_groups"]
     validate(_fields({OPTIMIZER: _fields({"param_groups": list[_Group]})}), graph)
-    sizes = [len(group["params"]) for group in groups]
-    if (saved := [len(group["params"]) for group in graph[OPTIMIZER]["param_groups"]]) != sizes:
-        raise MismatchedStateError(
-            f"{STATE.format('graph')}: {OPTIMIZER}.param_groups: expected groups of {sizes} parameters, got {saved}"
-        )
+    sizes, saved = ([len(group["params"]) for group in part] for part in (groups, graph[OPTIMIZER]["param_groups"]))
+    if sizes != saved:
+        raise FieldError(f"{OPTIMIZER}.param_groups", f"groups of {sizes} parameters", saved)
     steps = range(0 if _SCALER in graph else done, done + 1)  # an update that overflowed is not counted
     is_count = _if(
         lambda step: step.shape == () and step.dtype == torch.int64 and int(step) in steps,
