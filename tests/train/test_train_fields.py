@@ -277,6 +277,14 @@ def _is_repeated(path: tuple[Any, ...]) -> bool:
             "files: expected the name of a file in the folder or in shares, not '../out/graph.pt', got",
         ),
         ({"files": {}}, "files: expected an entry 'graph.pt', got {}"),
+        (
+            {"machine": {"torch": "2", "threads": 1, "data_parallel_size": 2}},
+            "trainer.pt: random_of_each: expected the generators of 2 processes, got 1",
+        ),
+        (
+            {"machine": {"torch": "2", "threads": 1, "pipeline_parallel_size": 2}},
+            "trainer.pt: random_of_each: expected the generators of 2 processes, got 1",
+        ),
         ({"machine": {"torch": "2", "threads": 0}}, "machine.threads: expected at least 1, got 0"),
         ({"optimizer_states": 3}, "System-Train-Optimizer-0.state: expected the states of 3 parameters, got"),
     ],

@@ -36,6 +36,7 @@ from graphckpt.train.snapshot.schema import (
     OPTIMIZER,
     SCHEDULER,
     SHARDS,
+    STAGES,
     STATE,
     STEP,
     RunInfo,
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from graphckpt.graph.graph import Graph
 
 _FIX = "resume with the config that it was written with, or start from its weights: train.load_weight=..."
-_STAGES = "pipeline_parallel_size"
 
 
 @final
@@ -158,7 +158,7 @@ class RunState:
         if self.ranks.stage_mesh is not None:
             buffers = self.ranks.all_gather(on_cpu(trainer["buffers"]))
             trainer["buffers"] = {name: value for stage in reversed(buffers) for name, value in stage.items()}
-            trainer[_STAGES] = self.ranks.config.pipeline_parallel_size
+            trainer[STAGES] = self.ranks.config.pipeline_parallel_size
             if shards is not None:  # all but the step counts, which are as small as a placeholder
                 graph = extract_sharded(graph, "graph", shards, lambda leaf: isinstance(leaf, Tensor) and leaf.ndim > 0)
             graph = merge_stage_states(self.ranks.all_gather(on_cpu(graph)))
@@ -180,8 +180,13 @@ class RunState:
         like = self.graph.state_dict()
         extra = [name for name, value in like.pop("model").items() if not isinstance(value, Tensor)]
         with reading(folder / STATE.format("trainer")):
-            buffers = dict(self.model.named_buffers())
-            check_trainer(trainer, buffers=buffers, unsaved=self._unsaved_buffers(), extra=extra)
+            check_trainer(
+                trainer,
+                buffers=dict(self.model.named_buffers()),
+                unsaved=self._unsaved_buffers(),
+                extra=extra,
+                machine=info["machine"],
+            )
         if faults := list(self._setting_faults(trainer["settings"])):
             what = bullets("settings have changed", faults) if len(faults) > 1 else faults[0]
             fix = f"resume with the former value, or start a run from the weights: train.load_weight={folder}"
@@ -285,7 +290,7 @@ class RunState:
         """Restores the random generators; with another number of processes, all but the first are seeded anew."""
         each, config = trainer.get("random_of_each", [trainer["random"]]), self.ranks.config
         sizes = config.pipeline_parallel_size, config.data_parallel_size
-        if (trainer.get(_STAGES, 1), len(each)) == (sizes[0], math.prod(sizes)):
+        if (trainer.get(STAGES, 1), len(each)) == (sizes[0], math.prod(sizes)):
             self._set_random(each[self.ranks.stream])
             return
         self._set_random(trainer["random"])

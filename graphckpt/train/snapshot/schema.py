@@ -36,6 +36,7 @@ MANIFEST = "snapshot.json"
 """Written last: the progress of the run, and size and checksum of every other file."""
 STATE = "{}.pt"
 """File of a state: ``graph`` is optimizer, schedule and scaler, ``trainer`` the rest."""
+STAGES = "pipeline_parallel_size"
 STEP, OPTIMIZER, SCHEDULER = "System-Train-TrainStep", "System-Train-Optimizer-0", "System-Train-LRScheduler-0"
 _SCALER = "System-Train-GradScaler"
 OWN_CHECKSUMS = ".distcp"  # a shard, which has checksums within
@@ -282,10 +283,23 @@ _FACTORED = {"row_var", "col_var"}  # of Adafactor: one dim of the parameter is 
 
 
 def check_trainer(
-    trainer: Any, *, buffers: Mapping[str, Tensor], unsaved: Mapping[str, Tensor], extra: list[str]
+    trainer: Any,
+    *,
+    buffers: Mapping[str, Tensor],
+    unsaved: Mapping[str, Tensor],
+    extra: list[str],
+    machine: Mapping[str, Any],
 ) -> None:
-    """Checks ``trainer.pt`` for a model with these buffers and extra state; it has to contain the ``unsaved`` ones."""
+    """Checks ``trainer.pt`` for a model with these buffers and extra state; it has to contain the ``unsaved`` ones.
+
+    ``machine`` is that of the manifest, which says how many processes have written the snapshot.
+    """
     validate(TrainerState, trainer)
+    stages, streams = machine.get(STAGES, 1), len(trainer.get("random_of_each", [trainer["random"]]))
+    if streams != (expected := stages * machine.get("data_parallel_size", 1)):
+        raise FieldError("random_of_each", f"the generators of {expected} processes", streams)
+    if (saved := trainer.get(STAGES, 1)) != stages:
+        raise FieldError(STAGES, str(stages), saved)
     kinds: dict[str, Any] = {}
     for name, own in buffers.items():
         kind = Annotated[InstanceOf[Tensor], _if(partial(_is_alike, own), _shown(own))]
