@@ -388,6 +388,8 @@ def _like(value: Any, limit: float | None = None) -> Any:
     """Returns the type of values like one of a run that has just begun; not below zero, if that one is not."""
     if value is None or isinstance(value, bool):  # flags such as foreach, for which None means to choose
         return Annotated[bool, Strict()] | None
+    if isinstance(value, Tensor) and value.ndim:
+        return Annotated[InstanceOf[Tensor], _if(partial(_is_alike, value), _shown(value))]
     if isinstance(value, int | float | Tensor):
         limits = Field(ge=0 if value >= 0 else -math.inf, le=limit, allow_inf_nan=math.isinf(value))
         return Annotated[float, Strict(), limits, BeforeValidator(_plain)]
@@ -402,7 +404,7 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
 
 
-def _group_like(group: Mapping[str, Any], params: list[int], is_known: bool) -> Any:
+def _group_like(group: Mapping[str, Any], params: list[int], *, is_known: bool) -> Any:
     kinds = {
         key: _like(value, 1 if key in _BELOW_ONE else None) if is_known or value is not None else Any
         for key, value in group.items()
